@@ -1,0 +1,242 @@
+"""N-way K-shot classification tasks out of a set of labelled images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from metabridge.environments.environment import require_positive
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+
+Superclass = Literal["any", "same", "different"]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledImages:
+    """Images with a class each, classes with a superclass each, and a split of the classes.
+
+    `images` is uint8 of shape `(n, channels, height, width)` and `labels`, int64 of shape `(n,)`,
+    says which of `class_names` each shows. `superclasses`, int64 of shape `(classes,)`, is the index
+    of each class's superclass in `superclass_names`. `splits` gives each split's classes, int64.
+
+    >>> images = LabelledImages(
+    ...     images=torch.zeros(8, 1, 28, 28, dtype=torch.uint8),
+    ...     labels=torch.arange(8) % 4,
+    ...     class_names=("cat", "dog", "oak", "elm"),
+    ...     superclasses=torch.tensor([0, 0, 1, 1]),
+    ...     superclass_names=("animals", "trees"),
+    ...     splits={"train": torch.tensor([0, 2]), "test": torch.tensor([1, 3])},
+    ... )
+    >>> images.tasks("test", ways=2, shots=1, queries=1).class_names
+    ('dog', 'elm')
+    """
+
+    images: Tensor
+    labels: Tensor
+    class_names: tuple[str, ...]
+    superclasses: Tensor
+    superclass_names: tuple[str, ...]
+    splits: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+            raise InputError(
+                f"images is {_describe(self.images)}, but must be uint8 of shape (n, channels, height, width)."
+            )
+        classes = len(self.class_names)
+        _check_indices("labels", self.labels, len(self.images), classes)
+        _check_indices("superclasses", self.superclasses, classes, len(self.superclass_names))
+        owner: dict[int, str] = {}
+        for split, members in self.splits.items():
+            _check_indices(f"splits[{split!r}]", members, None, classes)
+            if len(members) == 0:
+                raise InputError(f"split '{split}' has no classes. Give it some or leave it out.")
+            for member in members.tolist():
+                if member in owner:
+                    raise InputError(
+                        f"class '{self.class_names[member]}' is in split '{owner[member]}' and in '{split}'"
+                        f"{' (twice)' if owner[member] == split else ''}. List every class once, in one split."
+                    )
+                owner[member] = split
+
+    def tasks(
+        self, split: str, *, ways: int = 5, shots: int = 1, queries: int = 15, superclass: Superclass = "any"
+    ) -> ImageTasks:
+        """Return the environment of tasks over the classes of one split."""
+        return ImageTasks(self, split, ways=ways, shots=shots, queries=queries, superclass=superclass)
+
+    def to(self, device: torch.device | str) -> LabelledImages:
+        """Put the images on a device; labels and splits stay on the CPU, where tasks are drawn."""
+        return replace(self, images=self.images.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTasks:
+    """Tasks of `ways` classes with `shots` support and `queries` query images of each.
+
+    With `superclass="same"` the classes of a task share a superclass, which makes it hard; with
+    `"different"` no two of them do, which makes it easy. Tasks are drawn on the CPU and only looked
+    up where the images are, so a seed gives the same tasks on every device.
+
+    >>> from metabridge.environments.datasets import load
+    >>> environment = load("glyphs").tasks("test", ways=5, shots=1, queries=15)
+    >>> tasks = environment.sample(8, torch.Generator().manual_seed(0))
+    >>> tasks.query_x.shape, tasks.support_y[0].tolist()
+    (torch.Size([8, 75, 1, 28, 28]), [0, 1, 2, 3, 4])
+    """
+
+    data: LabelledImages
+    split: str
+    ways: int = 5
+    shots: int = 1
+    queries: int = 15
+    superclass: Superclass = "any"
+
+    def __post_init__(self) -> None:
+        for name in ("ways", "shots", "queries"):
+            require_positive(name, getattr(self, name))
+        if self.split not in self.data.splits:
+            raise InputError(f"split is '{self.split}', but these images have {_listed(self.data.splits)}. Use one.")
+        if self.superclass not in get_args(Superclass):
+            raise InputError(f"superclass is '{self.superclass}', but must be one of {_listed(get_args(Superclass))}.")
+        if self.ways > self.classes:
+            raise InputError(
+                f"ways is {self.ways}, but split '{self.split}' has {self.classes} classes. "
+                f"Use ways={self.classes} or fewer."
+            )
+        self._check_superclasses()
+        self._check_image_counts()
+
+    @property
+    def outputs(self) -> int:
+        """One output a way."""
+        return self.ways
+
+    @property
+    def classes(self) -> int:
+        """How many classes the split has."""
+        return len(self.data.splits[self.split])
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the split's classes, in the order that `Episodes.classes` counts them."""
+        return tuple(self.data.class_names[index] for index in self.data.splits[self.split].tolist())
+
+    def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
+        """Draw tasks with the (CPU) generator; a task's points are ordered class by class."""
+        require_positive("tasks", tasks)
+        classes = self._draw_classes(tasks, generator)
+        places = _draw(self._filled[classes], self.shots + self.queries, generator)
+        rows = self._rows[classes].gather(-1, places)
+        support_x, support_y = self._look_up(rows[..., : self.shots])
+        query_x, query_y = self._look_up(rows[..., self.shots :])
+        return Episodes(support_x, support_y, query_x, query_y, classes.to(support_x.device))
+
+    def _draw_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
+        """Indices within the split, (tasks, ways), in random order."""
+        members = self._members
+        if self.superclass == "any":
+            return _draw(torch.ones(tasks, self.classes, dtype=torch.bool), self.ways, generator)
+        if self.superclass == "same":
+            large = (members.sum(dim=1) >= self.ways).nonzero().squeeze(1)
+            chosen = large[torch.randint(len(large), (tasks,), generator=generator)]
+            return _draw(members[chosen], self.ways, generator)
+        chosen = _draw(torch.ones(tasks, len(members), dtype=torch.bool), self.ways, generator)
+        return _draw(members[chosen], 1, generator).squeeze(-1)
+
+    def _look_up(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels of the rows (tasks, ways, points)."""
+        tasks, ways, points = rows.shape
+        images = self.data.images
+        labels = torch.arange(ways, device=images.device).repeat_interleave(points).repeat(tasks, 1)
+        return images[rows.flatten(1).to(images.device)].float() / 255, labels
+
+    @cached_property
+    def _table(self) -> tuple[Tensor, Tensor]:
+        """Image indices of each class, padded to the largest, and which of them are not padding."""
+        split, labels = self.data.splits[self.split], self.data.labels
+        by_class = torch.argsort(labels, stable=True)
+        counts = torch.bincount(labels, minlength=len(self.data.class_names))
+        starts = counts.cumsum(0) - counts
+        places = torch.arange(int(counts[split].max()))
+        filled = places < counts[split][:, None]
+        rows = by_class[torch.where(filled, starts[split][:, None] + places, 0)]
+        return rows, filled
+
+    @property
+    def _rows(self) -> Tensor:
+        return self._table[0]
+
+    @property
+    def _filled(self) -> Tensor:
+        return self._table[1]
+
+    @cached_property
+    def _members(self) -> Tensor:
+        """Which of the split's classes (columns) each superclass present in it (rows) holds."""
+        own = self.data.superclasses[self.data.splits[self.split]]
+        members = own == torch.arange(len(self.data.superclass_names))[:, None]
+        return members[members.any(dim=1)]
+
+    def _check_superclasses(self) -> None:
+        sizes = self._members.sum(dim=1)
+        if self.superclass == "same" and int(sizes.max()) < self.ways:
+            raise InputError(
+                f"superclass is 'same' with ways={self.ways}, but the largest superclass of split '{self.split}' "
+                f"has {int(sizes.max())} classes. Use ways={int(sizes.max())} or fewer, or superclass='any'."
+            )
+        if self.superclass == "different" and len(sizes) < self.ways:
+            raise InputError(
+                f"superclass is 'different' with ways={self.ways}, but split '{self.split}' has {len(sizes)} "
+                f"superclasses. Use ways={len(sizes)} or fewer, or superclass='any'."
+            )
+
+    def _check_image_counts(self) -> None:
+        counts = self._filled.sum(dim=1)
+        smallest, needed = int(counts.argmin()), self.shots + self.queries
+        fewest = int(counts[smallest])
+        if fewest < needed:
+            way_out = f"Use queries={fewest - self.shots} or fewer" if fewest > self.shots else "Use fewer shots"
+            raise InputError(
+                f"class '{self.class_names[smallest]}' has {_count(fewest, 'image')}, but "
+                f"{_count(self.shots, 'shot')} + {_count(self.queries, 'query', 'queries')} need {needed}. "
+                f"{way_out}, or leave out classes with fewer than {needed} images."
+            )
+
+
+def _draw(allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Choose `count` of the allowed places of each row, (..., places) -> (..., count), without replacement.
+
+    The places with the highest random scores are a uniform choice in uniform order.
+    """
+    scores = torch.rand(allowed.shape, generator=generator).masked_fill(~allowed, -1)
+    return scores.topk(count, dim=-1).indices
+
+
+def _check_indices(name: str, indices: Tensor, length: int | None, bound: int) -> None:
+    shape = "(any number,)" if length is None else f"({length},)"
+    if indices.dtype != torch.int64 or indices.ndim != 1 or (length is not None and len(indices) != length):
+        raise InputError(f"{name} is {_describe(indices)}, but must be int64 of shape {shape}.")
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < bound:
+        raise InputError(
+            f"{name} holds indices from {int(indices.min())} to {int(indices.max())}, "
+            f"but there are {bound} names to point to. Use indices from 0 to {bound - 1}."
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _count(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

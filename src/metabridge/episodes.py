@@ -1,0 +1,137 @@
+"""Episodes: a batch of tasks, each a support set to adapt on and a query set to be judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from metabridge.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Episodes:
+    """Support and query sets of `len(episodes)` tasks, every tensor with a leading task axis.
+
+    Inputs are floating point, `(tasks, points, ...)`. Targets are either class labels, int64 of
+    shape `(tasks, points)`, or regression values, floating point of shape `(tasks, points, outputs)`.
+    `classes`, of shape `(tasks, outputs)`, says which persistent head row each output of a task
+    belongs to (a training class, or a task with a head of its own); multi-task methods need it.
+
+    >>> import torch
+    >>> x, y = torch.randn(4, 5, 3), torch.randint(0, 5, (4, 5))
+    >>> episodes = Episodes(support_x=x, support_y=y, query_x=x, query_y=y)
+    >>> len(episodes), len(episodes[1:3])
+    (4, 2)
+    """
+
+    support_x: Tensor
+    support_y: Tensor
+    query_x: Tensor
+    query_y: Tensor
+    classes: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_set("support", self.support_x, self.support_y)
+        _check_set("query", self.query_x, self.query_y)
+        tasks = self.support_x.shape[0]
+        if self.query_x.shape[0] != tasks:
+            raise InputError(
+                f"support_x has {tasks} tasks, but query_x has {self.query_x.shape[0]}. "
+                "The first axis of every tensor counts tasks and must agree."
+            )
+        for name in ("x", "y"):
+            support, query = getattr(self, f"support_{name}"), getattr(self, f"query_{name}")
+            start = 2 if name == "x" or support.is_floating_point() else None
+            if support.dtype != query.dtype or (start and support.shape[start:] != query.shape[start:]):
+                raise InputError(
+                    f"support_{name} is {_describe(support)}, but query_{name} is {_describe(query)}. "
+                    "Both sets of a task must hold the same kind of points."
+                )
+        if self.classes is not None:
+            if self.classes.dtype != torch.int64 or self.classes.ndim != 2 or self.classes.shape[0] != tasks:
+                raise InputError(
+                    f"classes is {_describe(self.classes)}, but must be int64 of shape ({tasks}, outputs): "
+                    "for every task the persistent head row of each output."
+                )
+
+    def __len__(self) -> int:
+        return self.support_x.shape[0]
+
+    def __getitem__(self, tasks: int | slice) -> Episodes:
+        """Return some of the tasks; an integer keeps the task axis, with one task on it."""
+        if isinstance(tasks, int):
+            if not -len(self) <= tasks < len(self):
+                raise IndexError(f"task {tasks} of {len(self)}")
+            tasks = slice(tasks, tasks + 1 or None)
+        return self._map(lambda tensor: tensor[tasks])
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Episodes:
+        """Move to a device and, for the floating-point tensors, to a dtype."""
+        return self._map(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
+
+    def clone(self) -> Episodes:
+        """Copy the tensors."""
+        return self._map(torch.clone)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.support_x.device
+
+    @property
+    def classification(self) -> bool:
+        """Whether targets are class labels."""
+        return not self.support_y.is_floating_point()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether query and support are different sets."""
+        return self.query_x is not self.support_x
+
+    def without_split(self) -> Episodes:
+        """Return the view in which each task is one set, both adapted on and judged on (A eq. 3)."""
+        if not self.is_split:
+            return self
+        x = torch.cat([self.support_x, self.query_x], dim=1)
+        y = torch.cat([self.support_y, self.query_y], dim=1)
+        return replace(self, support_x=x, support_y=y, query_x=x, query_y=y)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the distinct tensors in a fixed order."""
+        sets = (self.support_x, self.support_y) + ((self.query_x, self.query_y) if self.is_split else ())
+        return sets if self.classes is None else (*sets, self.classes)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
+        x, y = function(self.support_x), function(self.support_y)
+        query = (function(self.query_x), function(self.query_y)) if self.is_split else (x, y)
+        return Episodes(x, y, *query, None if self.classes is None else function(self.classes))
+
+
+def _check_set(name: str, x: Tensor, y: Tensor) -> None:
+    if not x.is_floating_point():
+        raise InputError(f"{name}_x is {_describe(x)}, but inputs must be floating point. Convert with .float().")
+    if x.ndim < 3:
+        raise InputError(
+            f"{name}_x is {_describe(x)}, but needs the axes (tasks, points, features...). "
+            f"For a single task use {name}_x[None]; for scalar inputs use {name}_x[..., None]."
+        )
+    wanted = 3 if y.is_floating_point() else 2
+    if y.ndim != wanted or (wanted == 2 and y.dtype != torch.int64):
+        raise InputError(
+            f"{name}_y is {_describe(y)}, but targets are either int64 labels of shape (tasks, points) "
+            "or floating-point values of shape (tasks, points, outputs)."
+        )
+    if x.shape[:2] != y.shape[:2]:
+        raise InputError(
+            f"{name}_x has (tasks, points) = {tuple(x.shape[:2])}, but {name}_y has {tuple(y.shape[:2])}; "
+            "each input needs its own target."
+        )
+    if x.shape[1] == 0:
+        raise InputError(f"{name}_x has no points. Every task needs at least one {name} point.")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

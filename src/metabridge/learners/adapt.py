@@ -1,0 +1,111 @@
+"""Adaptation at test time: to one task, or to many at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metabridge.episodes import Episodes
+from metabridge.learners.gradient import features_of, over_tasks
+from metabridge.learners.heads import LinearHead, PairwiseHead
+from metabridge.learners.inner import Problem, Solver
+from metabridge.learners.method import Method, TestHead
+from metabridge.learners.parameters import check_test, extras
+from metabridge.learners.workers import over_cores
+from metabridge.models.network import Network, Params, apply_features, apply_head
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A network adapted to one task; call it on new points."""
+
+    net: Network
+    params: Params
+    head: LinearHead | PairwiseHead | None = None
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the outputs for points (points, ...): scores of the classes, or values."""
+        features = apply_features(self.net, self.params, x)
+        return apply_head(self.params, features) if self.head is None else self.head.scores(features)
+
+
+def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) -> Adapted:
+    """Adapt to one task's support points `x` and targets `y`, as `method` does at test time.
+
+    >>> from metabridge.learners.method import method
+    >>> from metabridge.learners.parameters import parameters
+    >>> from metabridge.models import mlp
+    >>> maml, net = method("maml", steps=20, lr=0.1), mlp(1, 1)
+    >>> x = torch.linspace(-1, 1, 10)[:, None]
+    >>> adapt(maml, net, parameters(maml, net), x, x)(x).shape
+    torch.Size([10, 1])
+    """
+    task = Episodes(x[None], y[None], x[None], y[None])
+    check_test(method, net, params, task)
+    weights = {name: value.detach() for name, value in params.items()}
+    solver = _at_test(method)
+    if isinstance(solver, TestHead):
+        with torch.no_grad():
+            features = apply_features(net, weights, x)
+        return Adapted(net, weights, solver.fit(features, y, _outputs(task)))
+    return Adapted(net, _adapted(method, solver, net, weights, x, y))
+
+
+def predict(method: Method, net: Network, params: Params, episodes: Episodes) -> Tensor:
+    """Adapt to every task's support set and return the outputs for its queries, (tasks, queries, outputs).
+
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.learners.method import method
+    >>> from metabridge.learners.parameters import parameters
+    >>> from metabridge.models import mlp
+    >>> anil, net = method("anil"), mlp(1, 1)
+    >>> predict(anil, net, parameters(anil, net), Sinusoid().sample(3, torch.Generator())).shape
+    torch.Size([3, 10, 1])
+    """
+    check_test(method, net, params, episodes)
+    weights = {name: value.detach() for name, value in params.items()}
+    solver = _at_test(method)
+    if isinstance(solver, TestHead):
+        with torch.no_grad():
+            support, query = features_of(net, weights, episodes)
+        return solver.fit(support, episodes.support_y, _outputs(episodes)).scores(query)
+
+    def outputs(net: Network, episodes: Episodes) -> Tensor:
+        def one(x: Tensor, y: Tensor, query: Tensor) -> Tensor:
+            params = _adapted(method, solver, net, weights, x, y)
+            return apply_head(params, apply_features(net, params, query))
+
+        return over_tasks(one, (episodes.support_x, episodes.support_y, episodes.query_x))
+
+    with torch.no_grad():
+        if episodes.device.type != "cpu":
+            return outputs(net, episodes)
+        shares = over_cores(
+            lambda net, share: torch.cat([outputs(net, share[task]) for task in range(len(share))]), net, episodes
+        )
+        return torch.cat(shares)
+
+
+def _adapted(method: Method, solver: Solver, net: Network, weights: Params, x: Tensor, y: Tensor) -> Params:
+    body = {name: value for name, value in weights.items() if name.startswith("features.")}
+    head = {name: value for name, value in weights.items() if name.startswith("head.")}
+    if method.adapts == "head":
+        problem = Problem(apply_head, method.loss, apply_features(net, body, x), y)
+        return body | solver.solve(problem, head, extras(weights), exact=False)
+    problem = Problem(lambda p, x: apply_head(p, apply_features(net, p, x)), method.loss, x, y)
+    return solver.solve(problem, body | head, extras(weights), exact=False)
+
+
+def _at_test(method: Method) -> Solver | TestHead:
+    solver = method.inner if method.test is None else method.test
+    assert solver is not None  # a method without either cannot be made
+    return solver
+
+
+def _outputs(episodes: Episodes) -> int:
+    if not episodes.classification:
+        return episodes.support_y.shape[-1]
+    return int(episodes.support_y.max()) + 1 if episodes.classes is None else episodes.classes.shape[1]

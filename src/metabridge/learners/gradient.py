@@ -1,0 +1,125 @@
+"""Outer gradients of a group of tasks, summed: one task by itself, or many under `vmap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from metabridge.episodes import Episodes
+from metabridge.learners.method import Method
+from metabridge.learners.outer import Leaves, Task, task_gradient
+from metabridge.learners.parameters import extras, moving, starting_heads, targets, trainable
+from metabridge.models.network import Network, Params, apply_features, apply_head
+from metabridge.models.norm import normalises_each_set
+
+R = TypeVar("R")
+
+
+def summed_gradient(
+    method: Method,
+    net: Network,
+    params: Params,
+    episodes: Episodes,
+    *,
+    flat: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Params]:
+    """Return the sums over tasks of the outer loss and of its gradient.
+
+    A group of one task runs without `vmap`, which costs a CPU time and memory.
+    """
+    if method.adapts == "all":
+        return _through_all_layers(method, net, params, episodes, flat, dtype)
+    return _through_features(method, net, params, episodes, flat, dtype)
+
+
+def _through_all_layers(
+    method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
+) -> tuple[Tensor, Params]:
+    leaves = Leaves(_detached(moving(method, params)), _detached(extras(params)))
+
+    def gradient(*task: Tensor) -> tuple[Leaves, Tensor]:
+        def apply(params: Params, x: Tensor) -> Tensor:
+            return apply_head(params, apply_features(net, params, x, dtype))
+
+        return task_gradient(method, apply, leaves, Task(*task), flat=flat)
+
+    slopes, loss = over_tasks(gradient, _task(episodes))
+    sums = {name: value.sum(0) for name, value in (slopes.start | slopes.extras).items()}
+    return loss.sum(), {name: sums[name] for name in trainable(method, params)}
+
+
+def _through_features(
+    method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
+) -> tuple[Tensor, Params]:
+    """The body sees each point once; only heads and features are under the task's inner solve."""
+    names = trainable(method, params)
+    weights = _detached(params)
+    with torch.enable_grad():
+        for name in names:
+            weights[name].requires_grad_()
+        support, query = features_of(net, weights, episodes, dtype)
+        heads = starting_heads(method, weights, episodes)
+
+    def gradient(start: Params, *task: Tensor) -> tuple[Leaves, Tensor]:
+        leaves = Leaves(start, own, support_x=task[0], query_x=task[2])
+        return task_gradient(method, apply_head, leaves, Task(*task), flat=flat)
+
+    own = _detached(extras(params))
+    labels = [targets(method, episodes, y) for y in (episodes.support_y, episodes.query_y)]
+    slopes, loss = over_tasks(gradient, (_detached(heads), support.detach(), labels[0], query.detach(), labels[1]))
+    # The pull-back into the body: features and heads are linear in what reaches them from the tasks.
+    outputs = [support, query]
+    cotangents: list[Tensor] = [slopes.support_x, slopes.query_x]  # type: ignore[list-item]
+    for name, value in heads.items():
+        if value.requires_grad:
+            outputs.append(value)
+            cotangents.append(slopes.start[name])
+    body = [name for name in names if name not in own]
+    pulled = torch.autograd.grad(outputs, [weights[name] for name in body], cotangents, materialize_grads=True)
+    gradients = dict(zip(body, pulled)) | {name: value.sum(0) for name, value in slopes.extras.items()}
+    return loss.sum(), {name: gradients[name] for name in names}
+
+
+def features_of(
+    net: Network, params: Params, episodes: Episodes, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the features of every task's support and query points, (tasks, points, dimension).
+
+    A net that normalises each set sees them apart. Any other sees a task's points together: in
+    training its batch norm then has more of them to estimate from, and in evaluation it is the same.
+    """
+
+    def body(x: Tensor) -> Tensor:
+        return apply_features(net, params, x, dtype)
+
+    if not episodes.is_split:
+        support = over_tasks(body, (episodes.support_x,))
+        return support, support
+    if normalises_each_set(net):
+        return over_tasks(body, (episodes.support_x,)), over_tasks(body, (episodes.query_x,))
+    joint = over_tasks(body, (torch.cat([episodes.support_x, episodes.query_x], dim=1),))
+    shots = episodes.support_x.shape[1]
+    return joint[:, :shots], joint[:, shots:]
+
+
+def over_tasks(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
+    """Map a function of one task over the leading task axis of its arguments."""
+    tree_map = torch.utils._pytree.tree_map
+    first = torch.utils._pytree.tree_leaves(arguments)[0]
+    if len(first) > 1:
+        return vmap(function, randomness="different")(*arguments)
+    single = function(*tree_map(lambda tensor: tensor[0], arguments))
+    return tree_map(lambda tensor: tensor[None], single)  # type: ignore[no-any-return]
+
+
+def _task(episodes: Episodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return episodes.support_x, episodes.support_y, episodes.query_x, episodes.query_y
+
+
+def _detached(params: Params) -> Params:
+    return {name: value.detach() for name, value in params.items()}

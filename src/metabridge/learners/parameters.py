@@ -1,0 +1,151 @@
+"""The parameters a method trains: the network's, its persistent heads and its solver's own."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.learners.inner import GradientDescent, Proximal, SupportVectors
+from metabridge.learners.method import Method
+from metabridge.models.network import Network, Params, seeded
+
+
+def parameters(method: Method, net: Network, *, classes: int | None = None, seed: int = 0) -> Params:
+    """Return everything `method` needs, by name: leaf tensors, of which the trained ones require gradients.
+
+    `features.*` and `head.*` are copies of the network's. Multi-task methods add `heads.*`, a row
+    for each of `classes` training classes; solvers with learned settings add `rates.*` or `solver.*`.
+
+    >>> from metabridge.learners.method import method
+    >>> from metabridge.models import mlp
+    >>> sorted(parameters(method("r2d2"), mlp(4, 5, depth=1)))
+    ['features.1.bias', 'features.1.weight', 'head.bias', 'head.weight', 'solver.log_penalty', 'solver.log_scale']
+    """
+    params = {name: value.detach().clone() for name, value in net.named_parameters()}
+    if method.head in ("task-rows", "all-rows"):
+        if classes is None or classes < 1:
+            raise InputError(
+                f"classes is {classes}, but head={method.head!r} keeps a row for every training class. "
+                "Give classes=environment.classes."
+            )
+        with seeded(seed):
+            rows = nn.Linear(net.head.in_features, classes, bias=net.head.bias is not None).to(net.head.weight)
+        # A task sees a few of the rows only: this keeps its initial outputs as large as one head's (A §5.2).
+        scale = math.sqrt(classes / net.head.out_features) if method.head == "task-rows" else 1.0
+        params |= {f"heads.{name}": value.detach() * scale for name, value in rows.named_parameters()}
+    if method.inner is not None:
+        params |= method.inner.extras(moving(method, params))
+    for name in trainable(method, params):
+        params[name].requires_grad_()
+    return params
+
+
+def moving(method: Method, params: Params) -> Params:
+    """Return the part of the parameters that the inner loop starts from."""
+    prefixes = ("features.", "head.") if method.adapts == "all" else ("head.",)
+    return {name: value for name, value in params.items() if name.startswith(prefixes)}
+
+
+def extras(params: Params) -> Params:
+    """Return the solver's own learned parameters."""
+    return {name: value for name, value in params.items() if name.startswith(("rates.", "solver."))}
+
+
+def trainable(method: Method, params: Params) -> list[str]:
+    """Return the names of what the outer loop trains."""
+    idle = () if method.head == "learned" else ("head.",)
+    return [name for name in params if not name.startswith(idle)] if idle else list(params)
+
+
+def starting_heads(method: Method, params: Params, episodes: Episodes) -> Params:
+    """Return every task's initial head, with a leading task axis (A §5.2 for the rows)."""
+    if method.head == "task-rows":
+        assert episodes.classes is not None
+        return {f"head.{name}": params[f"heads.{name}"][episodes.classes] for name in _parts(params, "heads.")}
+    prefix = "heads." if method.head == "all-rows" else "head."
+    return {
+        f"head.{name}": params[prefix + name].expand(len(episodes), *params[prefix + name].shape)
+        for name in _parts(params, prefix)
+    }
+
+
+def targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
+    """Return labels as the head counts them: the task's own, or among all training classes."""
+    if method.head != "all-rows" or not episodes.classification:
+        return labels
+    assert episodes.classes is not None
+    return episodes.classes.gather(1, labels)
+
+
+def check(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
+    """Raise a clear error if this method and network cannot train on the episodes."""
+    _check_common(method, net, params, episodes)
+    if method.head not in ("task-rows", "all-rows"):
+        return _check_targets(episodes, params["head.weight"].shape[0])
+    rows = params.get("heads.weight")
+    if rows is None:
+        raise InputError("params has no 'heads.weight'. Make params with parameters(method, net, classes=...).")
+    if episodes.classes is None:
+        raise InputError(
+            f"head is {method.head!r}, but the episodes do not say which classes their outputs are. "
+            "Give Episodes(..., classes=...), one row index for each output."
+        )
+    low, high = int(episodes.classes.min()), int(episodes.classes.max())
+    if low < 0 or high >= len(rows):
+        raise InputError(
+            f"episodes.classes holds {low if low < 0 else high}, but there are {len(rows)} head rows. "
+            "Make params with parameters(method, net, classes=...) as many as the environment has."
+        )
+    return _check_targets(episodes, episodes.classes.shape[1])
+
+
+def check_test(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
+    """Raise a clear error if this method and network cannot adapt to the episodes at test time."""
+    _check_common(method, net, params, episodes)
+    if method.test is None or isinstance(method.test, GradientDescent | Proximal):
+        _check_targets(episodes, params["head.weight"].shape[0])
+
+
+def _check_common(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
+    missing = [name for name, _ in net.named_parameters() if name not in params]
+    if missing:
+        raise InputError(
+            f"params lacks {missing[0]!r}, which the network has. Make params with parameters(method, net)."
+        )
+    if isinstance(method.inner, SupportVectors) and not episodes.classification:
+        raise InputError("A support vector machine needs class labels, but the targets are values. Use method('r2d2').")
+    like = params["head.weight"]
+    if episodes.support_x.dtype != like.dtype:
+        raise InputError(
+            f"Inputs are {episodes.support_x.dtype}, but the parameters are {like.dtype}. "
+            f"Use episodes.to(dtype={like.dtype})."
+        )
+    if episodes.device != like.device:
+        raise InputError(
+            f"The episodes are on {episodes.device}, but the parameters on {like.device}. Move one with .to(device)."
+        )
+
+
+def _check_targets(episodes: Episodes, outputs: int) -> None:
+    if not episodes.classification:
+        values = episodes.support_y.shape[-1]
+        if values != outputs:
+            raise InputError(
+                f"Targets have {values} values each, but the head has {outputs} outputs. "
+                f"Make the network with outputs={values}."
+            )
+        return
+    low = min(int(episodes.support_y.min()), int(episodes.query_y.min()))
+    high = max(int(episodes.support_y.max()), int(episodes.query_y.max()))
+    if low < 0 or high >= outputs:
+        raise InputError(
+            f"A label is {low if low < 0 else high}, but the head has {outputs} outputs (labels 0 to {outputs - 1}). "
+            f"Make the network with outputs={high + 1}, or use tasks of {outputs} ways."
+        )
+
+
+def _parts(params: Params, prefix: str) -> list[str]:
+    return [name.removeprefix(prefix) for name in params if name.startswith(prefix)]

@@ -1,0 +1,44 @@
+"""Fully connected nets."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from metabridge.errors import InputError
+from metabridge.models.network import Network, seeded
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "softplus": nn.Softplus,
+    "sigmoid": nn.Sigmoid,
+    "linear": nn.Identity,
+}
+
+
+def mlp(
+    inputs: int,
+    outputs: int,
+    *,
+    width: int = 40,
+    depth: int = 2,
+    activation: Literal["relu", "tanh", "softplus", "sigmoid", "linear"] = "relu",
+    bias: bool = True,
+    seed: int = 0,
+) -> Network:
+    """`depth` hidden layers of `width` units on flattened inputs; the defaults are MAML's sinusoid net.
+
+    >>> mlp(784, 5, width=64).head
+    Linear(in_features=64, out_features=5, bias=True)
+    """
+    if depth < 1:
+        raise InputError(f"depth is {depth}, but features need at least one hidden layer. Use depth=1 or more.")
+    if activation not in ACTIVATIONS:
+        raise InputError(f"activation is {activation!r}, but must be one of {', '.join(ACTIVATIONS)}.")
+    layers: list[nn.Module] = [nn.Flatten()]
+    with seeded(seed):
+        for layer in range(depth):
+            layers += [nn.Linear(inputs if layer == 0 else width, width, bias=bias), ACTIVATIONS[activation]()]
+        return Network(nn.Sequential(*layers), nn.Linear(width, outputs, bias=bias))

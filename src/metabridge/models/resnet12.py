@@ -1,0 +1,104 @@
+"""ResNet-12 with DropBlock, the standard backbone of few-shot classification (A §5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from metabridge.errors import InputError
+from metabridge.models.network import Network, seeded
+from metabridge.models.norm import BatchNorm, Statistics
+
+
+def resnet12(
+    channels: int = 3,
+    size: int = 84,
+    outputs: int = 5,
+    *,
+    widths: Sequence[int] = (64, 160, 320, 640),
+    drop_rate: float = 0.1,
+    statistics: Statistics = "running",
+    seed: int = 0,
+) -> Network:
+    """Four residual blocks of three 3×3 convolutions, then global average pooling and a linear head.
+
+    The last two blocks end in DropBlock, of size 5 for images of 84 pixels and 2 for 32.
+
+    >>> resnet12(size=32).head
+    Linear(in_features=640, out_features=5, bias=True)
+    """
+    if size < 16:
+        raise InputError(f"size is {size}, but four poolings need images of at least 16×16 pixels. Use mlp below that.")
+    block_size = 5 if size >= 64 else 2
+    blocks: list[nn.Module] = []
+    with seeded(seed):
+        for index, width in enumerate(widths):
+            blocks.append(_Block(channels if index == 0 else widths[index - 1], width, statistics))
+            if index >= len(widths) - 2:
+                blocks.append(DropBlock(drop_rate, block_size))
+        return Network(
+            nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            nn.Linear(widths[-1], outputs),
+        )
+
+
+class DropBlock(nn.Module):
+    """In training, zero squares of `size` × `size` in each channel and rescale what is left.
+
+    Seeds of squares are drawn so that about `rate` of the map is dropped. `rate` is a buffer, so
+    that it can follow a schedule, inside a captured graph too: `block.rate.fill_(0.05)`.
+
+    >>> DropBlock(0.5, 2).eval()(torch.ones(1, 1, 4, 4)).sum()
+    tensor(16.)
+    """
+
+    rate: Tensor
+
+    def __init__(self, rate: float, size: int) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise InputError(f"drop_rate is {rate}, but must be at least 0 and less than 1.")
+        self.size = size
+        self.register_buffer("rate", torch.tensor(float(rate)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop squares from maps of shape (points, channels, height, width)."""
+        if not self.training:
+            return x
+        height, width = x.shape[-2:]
+        size = min(self.size, height, width)
+        places = (height - size + 1) * (width - size + 1)
+        chance = self.rate * (height * width) / (size**2 * places)
+        seeds = (torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32) < chance).to(x.dtype)
+        dropped = F.max_pool2d(F.pad(seeds, [size - 1] * 4), size, stride=1)
+        kept = 1 - dropped
+        # rescaled per image and channel-map, so that no value depends on the other images of the set
+        share = kept.mean((-3, -2, -1), keepdim=True).clamp_min(1 / kept[0].numel())
+        return x * kept / share
+
+
+class _Block(nn.Module):
+    """Three convolutions with a shortcut; pooling stands before the last rectifier, as they commute."""
+
+    def __init__(self, inputs: int, outputs: int, statistics: Statistics) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            *_convolution(inputs, outputs, 3, statistics),
+            nn.LeakyReLU(0.1),
+            *_convolution(outputs, outputs, 3, statistics),
+            nn.LeakyReLU(0.1),
+            *_convolution(outputs, outputs, 3, statistics),
+        )
+        self.shortcut = nn.Sequential(*_convolution(inputs, outputs, 1, statistics))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), 0.1)
+
+
+def _convolution(inputs: int, outputs: int, size: int, statistics: Statistics) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="leaky_relu")
+    return convolution, BatchNorm(outputs, statistics)

@@ -1,0 +1,191 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from metabridge.environments import Environment, LabelledImages
+from metabridge.errors import InputError
+
+COUNTS = [5, 9, 6, 30, 5, 7, 8, 5, 6, 12, 5, 5, 9]
+SUPERCLASSES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 0]
+SPLITS = {"train": [11, 3, 0, 1, 2, 4, 5, 6, 7, 8], "test": [9, 10, 12]}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def data() -> LabelledImages:
+    """Classes of uneven size in mixed order; the two pixels of an image are its class and its own index."""
+    labels = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))
+    labels = labels[torch.randperm(len(labels), generator=seeded())]
+    images = torch.stack([labels, torch.arange(len(labels))], dim=-1).to(torch.uint8)
+    return LabelledImages(
+        images=images[:, None, None, :],
+        labels=labels,
+        class_names=tuple(f"class{index}" for index in range(len(COUNTS))),
+        superclasses=torch.tensor(SUPERCLASSES),
+        superclass_names=("a", "b", "c", "d"),
+        splits={name: torch.tensor(members) for name, members in SPLITS.items()},
+    )
+
+
+def pixels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Class and index of each image of (tasks, points, 1, 1, 2)."""
+    values = (x * 255).round().long().flatten(2)
+    return values[..., 0], values[..., 1]
+
+
+def test_no_image_is_in_both_support_and_query_nor_twice_in_either(data):
+    tasks = data.tasks("train", ways=4, shots=2, queries=3).sample(300, seeded())
+    _, index = pixels(tasks.without_split().support_x)
+    index = index.sort(dim=1).values
+    assert (index.diff(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("superclass", ["any", "same", "different"])
+def test_every_image_shows_the_class_that_its_label_stands_for(data, superclass):
+    environment = data.tasks("train", ways=3, shots=2, queries=3, superclass=superclass)
+    tasks = environment.sample(200, seeded())
+    shown = torch.tensor(SPLITS["train"])[tasks.classes]
+    for x, y in [(tasks.support_x, tasks.support_y), (tasks.query_x, tasks.query_y)]:
+        assert torch.equal(pixels(x)[0], shown.gather(1, y))
+
+
+def test_points_are_ordered_class_by_class_with_shots_and_queries_of_each(data):
+    tasks = data.tasks("train", ways=3, shots=1, queries=2).sample(2, seeded())
+    assert tasks.support_y.tolist() == 2 * [[0, 1, 2]]
+    assert tasks.query_y.tolist() == 2 * [[0, 0, 1, 1, 2, 2]]
+
+
+def test_the_ways_of_a_task_are_different_classes_of_the_split_alone(data):
+    environment = data.tasks("test", ways=3, shots=1, queries=1)
+    tasks = environment.sample(100, seeded())
+    assert tasks.classes is not None
+    assert torch.equal(tasks.classes.sort(dim=1).values, torch.arange(3).expand(100, 3))
+    assert environment.class_names == ("class9", "class10", "class12")
+    assert environment.classes == environment.outputs == 3
+
+
+def test_every_class_is_equally_likely_at_every_way(data):
+    tasks = data.tasks("train", ways=4, shots=1, queries=1).sample(20_000, seeded())
+    assert tasks.classes is not None
+    for way in range(4):
+        shares = torch.bincount(tasks.classes[:, way], minlength=10) / 20_000
+        assert (shares - 0.1).abs().max() < 5 * (0.1 * 0.9 / 20_000) ** 0.5
+
+
+def test_every_image_of_a_class_is_equally_likely_whatever_the_size_of_the_class(data):
+    tasks = data.tasks("train", ways=1, shots=1, queries=4).sample(20_000, seeded())
+    _, index = pixels(tasks.support_x)
+    shares = torch.bincount(index.flatten(), minlength=len(data.labels)) / 20_000
+    expected = torch.tensor([0.1 / COUNTS[label] if label in SPLITS["train"] else 0.0 for label in data.labels])
+    assert (shares - expected).abs().max() < 5 * (0.02 / 20_000) ** 0.5
+    assert (shares[expected == 0] == 0).all()
+    assert (shares[expected > 0] > 0).all()
+
+
+def test_same_superclass_tasks_stay_within_one_of_the_superclasses_that_are_large_enough(data):
+    environment = data.tasks("train", ways=3, shots=1, queries=1, superclass="same")
+    tasks = environment.sample(4000, seeded())
+    own = data.superclasses[data.splits["train"]][tasks.classes]
+    assert (own == own[:, :1]).all()
+    # In train, superclasses 0 and 1 have 3 and 4 classes; 2 and 3 have fewer than 3.
+    shares = torch.bincount(own[:, 0], minlength=4) / 4000
+    assert shares.tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0.04)
+
+
+def test_different_superclass_tasks_never_repeat_a_superclass(data):
+    environment = data.tasks("train", ways=3, shots=1, queries=1, superclass="different")
+    tasks = environment.sample(4000, seeded())
+    own = data.superclasses[data.splits["train"]][tasks.classes].sort(dim=1).values
+    assert (own.diff(dim=1) > 0).all()
+    assert len(tasks.classes.unique()) == 10
+
+
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(data):
+    environment: Environment = data.tasks("train", ways=3, shots=1, queries=2)
+    first, again, other = (environment.sample(30, seeded(seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(one, two) for one, two in zip(first.tensors(), again.tensors()))
+    assert not torch.equal(first.support_x, other.support_x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_seed_gives_the_same_tasks_on_every_device(data):
+    settings = {"ways": 3, "shots": 1, "queries": 2}
+    here = data.tasks("train", **settings).sample(30, seeded())
+    there = data.to("cuda").tasks("train", **settings).sample(30, seeded())
+    assert there.device.type == "cuda"
+    assert all(torch.equal(one, two.cpu()) for one, two in zip(here.tensors(), there.tensors()))
+
+
+def test_moving_the_images_leaves_what_tasks_are_drawn_with_on_the_cpu(data):
+    moved = data.to("meta")
+    assert moved.images.device.type == "meta"
+    assert {moved.labels.device.type, moved.superclasses.device.type, moved.splits["test"].device.type} == {"cpu"}
+    assert moved.tasks("train", ways=3, shots=1, queries=2).sample(2, seeded()).support_x.device.type == "meta"
+
+
+def test_images_come_out_as_float_between_zero_and_one(data):
+    bright = replace(data, images=torch.full_like(data.images, 255))
+    x = bright.tasks("train", shots=1, queries=2).sample(1, seeded()).support_x
+    assert x.dtype == torch.float32
+    assert (x == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"split": "dev"}, "split is 'dev', but these images have 'train', 'test'. Use one."),
+        ({"ways": 11}, "ways is 11, but split 'train' has 10 classes. Use ways=10 or fewer."),
+        ({"ways": 0}, "ways is 0, but must be a whole number of at least 1. Use ways=1 or more."),
+        ({"superclass": "near"}, "superclass is 'near', but must be one of 'any', 'same', 'different'."),
+        (
+            {"ways": 5, "superclass": "same"},
+            "superclass is 'same' with ways=5, but the largest superclass of split 'train' has 4 classes. "
+            "Use ways=4 or fewer, or superclass='any'.",
+        ),
+        (
+            {"ways": 5, "superclass": "different"},
+            "superclass is 'different' with ways=5, but split 'train' has 4 superclasses. "
+            "Use ways=4 or fewer, or superclass='any'.",
+        ),
+        (
+            {"shots": 1, "queries": 15},
+            "class 'class11' has 5 images, but 1 shot + 15 queries need 16. "
+            "Use queries=4 or fewer, or leave out classes with fewer than 16 images.",
+        ),
+        (
+            {"shots": 5, "queries": 1},
+            "class 'class11' has 5 images, but 5 shots + 1 query need 6. "
+            "Use fewer shots, or leave out classes with fewer than 6 images.",
+        ),
+    ],
+)
+def test_tasks_that_cannot_be_made_are_refused_with_the_way_out(data, settings, sentence):
+    asked = {"split": "train", "ways": 2, "shots": 1, "queries": 1} | settings
+    with pytest.raises(InputError) as caught:
+        data.tasks(asked.pop("split"), **asked)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"images": torch.zeros(3, 1, 2, 2)}, "images is float32 of shape (3, 1, 2, 2), but must be uint8"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels is int64 of shape (3,), but must be int64 of shape ("),
+        ({"class_names": ("only",)}, "labels holds indices from 0 to 12, but there are 1 names to point to."),
+        ({"superclass_names": ("a", "b", "c")}, "superclasses holds indices from 0 to 3, but there are 3 names"),
+        ({"splits": {"a": torch.tensor([13])}}, "splits['a'] holds indices from 13 to 13, but there are 13 names"),
+        ({"splits": {"a": torch.tensor([], dtype=torch.int64)}}, "split 'a' has no classes."),
+        (
+            {"splits": {"a": torch.tensor([1, 2]), "b": torch.tensor([2])}},
+            "class 'class2' is in split 'a' and in 'b'. List every class once, in one split.",
+        ),
+    ],
+)
+def test_images_that_contradict_their_labels_are_refused(data, wrong, sentence):
+    with pytest.raises(InputError) as caught:
+        replace(data, **wrong)
+    assert str(caught.value).startswith(sentence)

@@ -1,0 +1,234 @@
+"""The batched heads against scikit-learn, task by task."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from sklearn import linear_model, neighbors, svm
+from torch import Tensor
+
+from metabridge.errors import InputError
+from metabridge.learners.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, Ridge
+from metabridge.learners.ridge import ridge_weight
+
+
+class Tasks(NamedTuple):
+    """Classes of Gaussian points around their means."""
+
+    x: Tensor
+    y: Tensor
+    query: Tensor
+    ways: int
+
+
+def gaussian_tasks(count: int, shots: list[int], features: int, *, spread: float = 1.0, seed: int = 0) -> Tasks:
+    generator = torch.Generator().manual_seed(seed)
+    ways = len(shots)
+    means = torch.randn(count, ways, features, generator=generator, dtype=torch.float64)
+    sizes = torch.stack([torch.tensor(shots)[torch.randperm(ways, generator=generator)] for _ in range(count)])
+    y = torch.stack([torch.arange(ways).repeat_interleave(size) for size in sizes])
+    y = torch.stack([labels[torch.randperm(len(labels), generator=generator)] for labels in y])
+    x = torch.stack([mean[labels] for mean, labels in zip(means, y)])
+    query = means.repeat(1, 3, 1) + 1.0
+    x, query = (t + spread * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (x + 1.0, query))
+    # In steps of 1/16: libsvm keeps its kernel matrix in float32, which holds products of such points exactly.
+    return Tasks((16 * x).round() / 16, y, query, ways)
+
+
+# 25 tasks of each kind: few and many points for their features, one shot, unbalanced, separable and not, two ways.
+KINDS = {
+    "5-way 5-shot, wide": gaussian_tasks(25, [5] * 5, 64),
+    "5-way 1-shot": gaussian_tasks(25, [1] * 5, 32),
+    "5-way 8-shot, tall": gaussian_tasks(25, [8] * 5, 6, spread=2.0),
+    "4-way unbalanced": gaussian_tasks(25, [1, 2, 5, 9], 40),
+    "3-way unbalanced, tall": gaussian_tasks(25, [2, 7, 9], 4, spread=1.5),
+    "10-way 2-shot": gaussian_tasks(25, [2] * 10, 24),
+    "5-way as many points as features": gaussian_tasks(25, [3] * 5, 15),
+    "3-way 4-shot, overlapping": gaussian_tasks(25, [4] * 3, 50, spread=5.0),
+}
+TWO_WAYS = gaussian_tasks(25, [3, 5], 12)
+kinds = pytest.mark.parametrize("tasks", KINDS.values(), ids=KINDS.keys())
+
+
+def sklearn_decisions(estimator: object, tasks: Tasks, method: str = "decision_function") -> Tensor:
+    return torch.stack(
+        [
+            torch.from_numpy(np.asarray(getattr(estimator.fit(x.numpy(), y.numpy()), method)(query.numpy())))
+            for x, y, query in zip(tasks.x, tasks.y, tasks.query)
+        ]
+    )
+
+
+def assert_same(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    """Decisions agree to a tolerance, relative to their size, and so do the predictions but for ties."""
+    scale = theirs.abs().amax((-2, -1), keepdim=True).clamp_min(1)
+    assert ((ours - theirs) / scale).abs().max() < tolerance
+    best, second = theirs.topk(2, -1).values.unbind(-1)
+    clear = best - second > 2 * tolerance * scale[..., 0]
+    assert clear.double().mean() > 0.99
+    assert (ours.argmax(-1) == theirs.argmax(-1))[clear].all()
+
+
+@kinds
+@pytest.mark.parametrize("penalty", [1e-4, 0.01, 0.33, 10.0])
+def test_logistic_head_has_scikit_learns_decision_values(tasks, penalty):
+    reference = linear_model.LogisticRegression(C=1 / penalty, solver="newton-cholesky", tol=1e-13, max_iter=1000)
+    theirs = sklearn_decisions(reference, tasks)
+    # A constant added to every bias changes nothing; ours sum to 0, scikit-learn's to anything.
+    theirs = theirs - theirs.mean(-1, keepdim=True)
+    assert_same(
+        LogisticRegression(penalty, normalise=False).fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query), theirs, 1e-5
+    )
+
+
+@pytest.mark.parametrize("penalty", [1e-4, 0.33, 10.0])
+def test_two_way_logistic_head_is_scikit_learns_of_half_the_penalty(penalty):
+    reference = linear_model.LogisticRegression(C=2 / penalty, solver="newton-cholesky", tol=1e-13, max_iter=1000)
+    scores = LogisticRegression(penalty, normalise=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
+    difference = scores[..., 1] - scores[..., 0]
+    torch.testing.assert_close(difference, sklearn_decisions(reference, TWO_WAYS), rtol=1e-5, atol=1e-5)
+
+
+@kinds
+@pytest.mark.parametrize("C", [0.1, 1.0, 10.0])
+def test_squared_hinge_head_has_linear_svcs_decision_values(tasks, C):
+    reference = svm.LinearSVC(C=C, tol=1e-9, max_iter=1_000_000, random_state=0)
+    head = SVM(C, normalise=False).fit(tasks.x, tasks.y, tasks.ways)
+    assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
+
+
+@kinds
+@pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
+def test_hinge_head_has_svcs_votes_and_confidences(tasks, C):
+    reference = svm.SVC(C=C, kernel="linear", tol=1e-9)
+    head = SVM(C, loss="hinge", normalise=False).fit(tasks.x, tasks.y, tasks.ways)
+    assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
+
+
+@kinds
+@pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
+def test_hinge_head_has_svcs_decision_between_every_pair(tasks, C):
+    reference = svm.SVC(C=C, kernel="linear", tol=1e-9, decision_function_shape="ovo")
+    head = SVM(C, loss="hinge", normalise=False).fit(tasks.x, tasks.y, tasks.ways)
+    theirs = sklearn_decisions(reference, tasks)
+    torch.testing.assert_close(LinearHead(*head).scores(tasks.query), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["squared-hinge", "hinge"])
+def test_two_way_svm_predicts_what_scikit_learn_predicts(loss):
+    reference = svm.LinearSVC(tol=1e-9, max_iter=1_000_000) if loss == "squared-hinge" else svm.SVC(kernel="linear")
+    scores = SVM(loss=loss, normalise=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
+    assert (scores.argmax(-1) == sklearn_decisions(reference, TWO_WAYS, "predict")).all()
+
+
+@kinds
+@pytest.mark.parametrize("penalty", [1e-4, 1.0, 100.0])
+def test_ridge_head_has_scikit_learns_predictions(tasks, penalty):
+    targets = torch.nn.functional.one_hot(tasks.y, tasks.ways).double()
+    reference = linear_model.Ridge(alpha=penalty, solver="svd")
+    theirs = sklearn_decisions(reference, tasks._replace(y=targets), "predict")
+    assert_same(Ridge(penalty).fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query), theirs, 1e-9)
+    head = Ridge(penalty).fit(tasks.x, 3 * targets, tasks.ways)
+    torch.testing.assert_close(head.scores(tasks.query), 3 * theirs)
+
+
+@kinds
+def test_centroid_head_predicts_the_nearest_class_mean(tasks):
+    head = NearestCentroid().fit(tasks.x, tasks.y, tasks.ways)
+    theirs = sklearn_decisions(neighbors.NearestCentroid(), tasks, "predict")
+    assert (head.scores(tasks.query).argmax(-1) == theirs).all()
+    distance = (tasks.query[..., None, :] - head.weight[..., None, :, :]).square().sum(-1)
+    constant = head.scores(tasks.query) + distance / 2
+    torch.testing.assert_close(constant, constant[..., :1].expand_as(constant))
+
+
+HEADS = [LogisticRegression(0.1), SVM(), SVM(loss="hinge"), Ridge(normalise=True), NearestCentroid(normalise=True)]
+every_head = pytest.mark.parametrize("head", HEADS, ids=repr)
+
+
+@every_head
+def test_normalising_head_ignores_the_length_of_features(head):
+    tasks = KINDS["5-way 5-shot, wide"]
+    fitted = head.fit(tasks.x, tasks.y, tasks.ways)
+    stretched = head.fit(3 * tasks.x, tasks.y, tasks.ways)
+    unit = type(head)(**{**vars(head), "normalise": False}).fit(
+        torch.nn.functional.normalize(tasks.x, dim=-1), tasks.y, tasks.ways
+    )
+    scores = fitted.scores(tasks.query)
+    torch.testing.assert_close(stretched.scores(5 * tasks.query), scores)
+    torch.testing.assert_close(unit.scores(torch.nn.functional.normalize(tasks.query, dim=-1)), scores)
+
+
+@every_head
+def test_float32_head_scores_like_the_float64_head(head):
+    tasks = KINDS["4-way unbalanced"]
+    exact = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
+    single = head.fit(tasks.x.float(), tasks.y, tasks.ways).scores(tasks.query.float())
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@every_head
+def test_task_axes_of_any_shape_are_kept(head):
+    tasks = KINDS["5-way 1-shot"]
+    folded = head.fit(tasks.x.unflatten(0, (5, 5)), tasks.y.unflatten(0, (5, 5)), tasks.ways)
+    scores = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
+    torch.testing.assert_close(folded.scores(tasks.query.unflatten(0, (5, 5))), scores.unflatten(0, (5, 5)))
+
+
+@every_head
+def test_duplicate_points_leave_every_head_finite(head):
+    tasks = KINDS["5-way 5-shot, wide"]
+    x = tasks.x[:, :1].expand_as(tasks.x)
+    assert head.fit(x, tasks.y, tasks.ways).scores(x).isfinite().all()
+
+
+@every_head
+def test_unusable_input_is_named(head):
+    x, y = torch.randn(2, 4, 3), torch.tensor([[0, 1, 0, 1], [0, 1, 1, 1]])
+    with pytest.raises(InputError, match="class 2 of task 0 has no support point"):
+        head.fit(x, y, 3)
+    with pytest.raises(InputError, match="labels run from -1 to 0"):
+        head.fit(x, y - 1, 2)
+    with pytest.raises(InputError, match="labels is int64 of shape"):
+        head.fit(x, y[:, :3], 2)
+    with pytest.raises(InputError, match="features holds values that are not finite"):
+        head.fit(x.where(x < x.max(), torch.nan), y, 2)
+    with pytest.raises(InputError, match="the head was fitted to"):
+        head.fit(x, y, 2).scores(torch.randn(2, 4, 5))
+
+
+def test_settings_out_of_range_are_named():
+    for make in (lambda: LogisticRegression(0.0), lambda: SVM(-1.0), lambda: Ridge(float("nan"))):
+        with pytest.raises(InputError, match="must be positive"):
+            make()
+    with pytest.raises(InputError, match="squared-hinge"):
+        SVM(loss="huber")
+
+
+def test_pairwise_head_of_three_classes_counts_votes():
+    head = PairwiseHead(torch.zeros(3, 1), torch.tensor([1.0, -1.0, -1.0]))
+    assert head.scores(torch.zeros(1, 1)).round().tolist() == [[1.0, 0.0, 2.0]]
+
+
+@pytest.mark.parametrize(("n", "d"), [(5, 12), (12, 5), (6, 6)])
+def test_ridge_weight_is_scikit_learns_without_intercept(n, d):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(20, n, size, generator=generator, dtype=torch.float64) for size in (d, 3))
+    weight = ridge_weight(x, y, torch.tensor(0.7, dtype=torch.float64))
+    for ours, features, targets in zip(weight, x, y):
+        reference = linear_model.Ridge(alpha=0.7, fit_intercept=False).fit(features.numpy(), targets.numpy())
+        torch.testing.assert_close(ours, torch.from_numpy(reference.coef_))
+
+
+@pytest.mark.parametrize(("n", "d"), [(4, 6), (6, 4)])
+def test_ridge_weight_is_differentiable_in_everything_and_maps_over_tasks(n, d):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, n, size, generator=generator, dtype=torch.float64).requires_grad_() for size in (d, 3))
+    penalty = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(ridge_weight, (x, y, penalty))
+    mapped = torch.func.vmap(ridge_weight, (0, 0, None))(x, y, penalty)
+    torch.testing.assert_close(mapped, ridge_weight(x, y, penalty))

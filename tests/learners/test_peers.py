@@ -1,0 +1,77 @@
+"""MAML and ANIL agree with two other libraries, each in its own way of writing the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import NETS, clusters, relative
+from torch import nn
+from torch.nn import functional as F
+
+from metabridge.learners import Engine, method, parameters
+
+LR, STEPS = 0.05, 4
+
+
+def plain_twin(net, shape) -> nn.Module:
+    """The same network out of PyTorch's own layers, with the same weights in the same order."""
+    if len(shape) == 1:
+        layers = [nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
+    else:
+        layers = []
+        for inputs in (1, 4, 4, 4):
+            norm = nn.BatchNorm2d(4, track_running_stats=False)
+            layers += [nn.Conv2d(inputs, 4, 3, padding=1), norm, nn.ReLU(), nn.MaxPool2d(2)]
+        layers.append(nn.Flatten())
+    twin = nn.Sequential(nn.Sequential(*layers), nn.Linear(net.head.in_features, net.head.out_features)).double()
+    with torch.no_grad():
+        for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            theirs.copy_(mine)
+    return twin
+
+
+def with_higher(twin, episodes, head_only):
+    higher = pytest.importorskip("higher")
+    for task in range(len(episodes)):
+        module = twin[1] if head_only else twin
+        support = twin[0](episodes.support_x[task]) if head_only else episodes.support_x[task]
+        inner = torch.optim.SGD(module.parameters(), lr=LR)
+        with higher.innerloop_ctx(module, inner, copy_initial_weights=False) as (fast, step):
+            for _ in range(STEPS):
+                step.step(F.cross_entropy(fast(support), episodes.support_y[task]))
+            query = twin[0](episodes.query_x[task]) if head_only else episodes.query_x[task]
+            (F.cross_entropy(fast(query), episodes.query_y[task]) / len(episodes)).backward()
+    return [value.grad for value in twin.parameters()]
+
+
+def with_torchopt(twin, episodes, head_only):
+    torchopt = pytest.importorskip("torchopt")
+    for task in range(len(episodes)):
+        module = twin[1] if head_only else twin
+        support = twin[0](episodes.support_x[task]) if head_only else episodes.support_x[task]
+        inner = torchopt.MetaSGD(module, lr=LR)
+        start = torchopt.extract_state_dict(module, by="reference"), torchopt.extract_state_dict(inner, by="reference")
+        for _ in range(STEPS):
+            inner.step(F.cross_entropy(module(support), episodes.support_y[task]))
+        query = twin[0](episodes.query_x[task]) if head_only else episodes.query_x[task]
+        loss = F.cross_entropy(module(query), episodes.query_y[task]) / len(episodes)
+        torchopt.recover_state_dict(module, start[0])
+        torchopt.recover_state_dict(inner, start[1])
+        loss.backward()
+    return [value.grad for value in twin.parameters()]
+
+
+@pytest.mark.parametrize("peer", [with_higher, with_torchopt])
+@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("name", ["maml", "anil"])
+def test_meta_gradient_agrees_with_a_peer(name, net_name, peer):
+    case = NETS[net_name]
+    net, episodes = case.make(), clusters(case.shape)
+    chosen = method(name, steps=STEPS, lr=LR)
+    params = parameters(chosen, net)
+    twin = plain_twin(net, case.shape)
+    theirs = torch.cat([value.flatten() for value in peer(twin, episodes, name == "anil")])
+    for mode, flat in [("loop", False), ("loop", True), ("vectorised", False), ("workers", True)]:
+        ours = Engine(chosen, net, mode=mode, flat=flat)(params, episodes).gradients
+        mine = torch.cat([ours[n].flatten() for n, _ in net.named_parameters()])
+        assert relative(mine, theirs) < 1e-9, mode
