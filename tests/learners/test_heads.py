@@ -14,6 +14,12 @@ from metabridge.errors import InputError
 from metabridge.learners.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, Ridge
 from metabridge.learners.ridge import ridge_weight
 
+# At tolerances this tight rounding stops some of scikit-learn's solvers; with one shot a class has no spread.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
+]
+
 
 class Tasks(NamedTuple):
     """Classes of Gaussian points around their means."""
@@ -232,3 +238,32 @@ def test_ridge_weight_is_differentiable_in_everything_and_maps_over_tasks(n, d):
     assert torch.autograd.gradcheck(ridge_weight, (x, y, penalty))
     mapped = torch.func.vmap(ridge_weight, (0, 0, None))(x, y, penalty)
     torch.testing.assert_close(mapped, ridge_weight(x, y, penalty))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("n", "d"), [(5, 64), (64, 5)])
+def test_ridge_weight_and_its_derivative_replay_from_a_cuda_graph(n, d):
+    generator = torch.Generator().manual_seed(0)
+    x, other, y = (torch.randn(8, n, size, generator=generator).cuda() for size in (d, d, 3))
+    penalty, leaf = torch.tensor(0.7, device="cuda"), x.clone().requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (gradient,) = torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
+    leaf.data.copy_(other)
+    graph.replay()
+    fresh = other.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(ridge_weight(fresh, y, penalty).square().sum(), fresh)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_head
+def test_heads_score_on_a_cuda_device_as_on_the_cpu(head):
+    tasks = KINDS["4-way unbalanced"]
+    there = head.fit(tasks.x.cuda(), tasks.y.cuda(), tasks.ways).scores(tasks.query.cuda())
+    torch.testing.assert_close(there.cpu(), head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query))

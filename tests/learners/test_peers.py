@@ -21,7 +21,7 @@ def plain_twin(net, shape) -> nn.Module:
         layers = []
         for inputs in (1, 4, 4, 4):
             norm = nn.BatchNorm2d(4, track_running_stats=False)
-            layers += [nn.Conv2d(inputs, 4, 3, padding=1), norm, nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [nn.Conv2d(inputs, 4, 3, padding=1, bias=False), norm, nn.ReLU(), nn.MaxPool2d(2)]
         layers.append(nn.Flatten())
     twin = nn.Sequential(nn.Sequential(*layers), nn.Linear(net.head.in_features, net.head.out_features)).double()
     with torch.no_grad():

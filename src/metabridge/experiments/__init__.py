@@ -1,0 +1,49 @@
+"""The experiments by their IDs, each a module with `run` and `figure`. A new one is a line in the table."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from metabridge.errors import InputError
+from metabridge.experiments.result import Result, Row
+
+__all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Result", "Row", "experiment"]
+
+EXPERIMENTS = {
+    "glyphs": "metabridge.experiments.glyphs",
+}
+
+
+class Outcome(Protocol):
+    """What a run returns: its result, and whatever else its figure needs."""
+
+    @property
+    def result(self) -> Result:
+        """The numbers."""
+        ...
+
+
+class Experiment(Protocol):
+    """What the module of an experiment offers."""
+
+    def run(self, scale: str, device: str, seed: int, progress: bool = True) -> Outcome:
+        """Compute the experiment at the scale "quick" or "paper"."""
+        ...
+
+    def figure(self, outcome: Any, file: Path) -> None:
+        """Draw the outcome of `run` into a PNG file."""
+        ...
+
+
+def experiment(name: str) -> Experiment:
+    """Return an experiment by its ID.
+
+    >>> experiment("figure-1")
+    Traceback (most recent call last):
+    metabridge.errors.InputError: there is no experiment 'figure-1'. The experiments are glyphs.
+    """
+    if name not in EXPERIMENTS:
+        raise InputError(f"there is no experiment '{name}'. The experiments are {', '.join(EXPERIMENTS)}.")
+    return cast(Experiment, import_module(EXPERIMENTS[name]))

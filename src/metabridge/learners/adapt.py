@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,23 +72,32 @@ def predict(method: Method, net: Network, params: Params, episodes: Episodes) ->
     solver = _at_test(method)
     if isinstance(solver, TestHead):
         with torch.no_grad():
-            support, query = features_of(net, weights, episodes)
+            support, query = _over_machine(lambda net, share: features_of(net, weights, share), net, episodes)
         return solver.fit(support, episodes.support_y, _outputs(episodes)).scores(query)
 
-    def outputs(net: Network, episodes: Episodes) -> Tensor:
-        def one(x: Tensor, y: Tensor, query: Tensor) -> Tensor:
-            params = _adapted(method, solver, net, weights, x, y)
-            return apply_head(params, apply_features(net, params, query))
+    def one(net: Network, x: Tensor, y: Tensor, query: Tensor) -> Tensor:
+        params = _adapted(method, solver, net, weights, x, y)
+        return apply_head(params, apply_features(net, params, query))
 
-        return over_tasks(one, (episodes.support_x, episodes.support_y, episodes.query_x))
+    def outputs(net: Network, share: Episodes) -> tuple[Tensor]:
+        return (over_tasks(partial(one, net), (share.support_x, share.support_y, share.query_x)),)
 
     with torch.no_grad():
-        if episodes.device.type != "cpu":
-            return outputs(net, episodes)
-        shares = over_cores(
-            lambda net, share: torch.cat([outputs(net, share[task]) for task in range(len(share))]), net, episodes
-        )
-        return torch.cat(shares)
+        return _over_machine(outputs, net, episodes)[0]
+
+
+def _over_machine(
+    function: Callable[[Network, Episodes], tuple[Tensor, ...]], net: Network, episodes: Episodes
+) -> tuple[Tensor, ...]:
+    """Call `function` on all tasks at once on a GPU, and task by task on every core of a CPU."""
+    if episodes.device.type != "cpu":
+        return function(net, episodes)
+
+    def one_by_one(net: Network, share: Episodes) -> tuple[Tensor, ...]:
+        results = [function(net, share[task]) for task in range(len(share))]
+        return tuple(torch.cat(parts) for parts in zip(*results))
+
+    return tuple(torch.cat(parts) for parts in zip(*over_cores(one_by_one, net, episodes)))
 
 
 def _adapted(method: Method, solver: Solver, net: Network, weights: Params, x: Tensor, y: Tensor) -> Params:

@@ -93,7 +93,7 @@ class LogisticRegression:
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
         x, y = _tasks(features, labels, outputs, self.normalise)
-        coordinates, lift = _in_blocks(lambda x: _eigenbasis(x - _mean(x)), x)
+        coordinates, lift = _in_blocks(lambda x: _eigenbasis(x, centre=True), x)
         points = pad(coordinates, (0, 1), value=1.0)
         penalty = pad(torch.full_like(points[0, 0, :-1], self.penalty), (0, 1))
         solution = newton.minimise(newton.cross_entropy(y, outputs), points, penalty, outputs)
@@ -101,7 +101,7 @@ class LogisticRegression:
         weight = (lift @ solution[:, :-1]).mT
         if x.shape[-2] < x.shape[-1]:
             weight = (weight - weight.mean(-1, keepdim=True)).to(x.dtype) @ x
-        bias = solution[:, -1] - (_mean(x) @ weight.double().mT)[:, 0]
+        bias = solution[:, -1] - (x.mean(-2, keepdim=True) @ weight.mT.to(x.dtype))[:, 0]
         return LinearHead(*_reshape(features, weight, bias), self.normalise)
 
 
@@ -132,10 +132,10 @@ class SVM:
         """Solve every task."""
         x, y = _tasks(features, labels, outputs, self.normalise)
         if self.loss == "hinge":
-            (gram,) = _in_blocks(lambda x: (x @ x.mT,), x.double())
+            (gram,) = _in_blocks(lambda x: (x @ x.mT,), x)
             coefficient, bias = _in_blocks(lambda gram, y: qp.one_against_one(gram, y, outputs, self.C), gram, y)
             return PairwiseHead(*_reshape(features, coefficient.to(x.dtype) @ x, bias), self.normalise)
-        points, lift = _in_blocks(lambda x: _eigenbasis(pad(x.double(), (0, 1), value=1.0)), x)
+        points, lift = _in_blocks(lambda x: _eigenbasis(pad(x, (0, 1), value=1.0)), x)
         penalty = torch.full_like(points[0, 0], 1 / self.C)
         solution = newton.minimise(newton.squared_hinge(y, outputs), points, penalty, outputs)
         weight = (lift @ solution).mT
@@ -172,8 +172,9 @@ class Ridge:
         penalty = torch.tensor(self.penalty, dtype=torch.float64, device=x.device)
 
         def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            weight = ridge_weight(x - _mean(x), y - _mean(y), penalty)
-            return weight.to(features.dtype), (_mean(y) - _mean(x) @ weight.mT)[:, 0]
+            centre, middle = x.mean(-2, keepdim=True), y.mean(-2, keepdim=True)
+            weight = ridge_weight(x - centre, y - middle, penalty)
+            return weight.to(features.dtype), (middle - centre @ weight.mT)[:, 0]
 
         return LinearHead(*_reshape(features, *_in_blocks(solve, x, y)), self.normalise)
 
@@ -201,30 +202,34 @@ class NearestCentroid:
         return LinearHead(*_reshape(features, centroid, -0.5 * centroid.square().sum(-1)), self.normalise)
 
 
-def _eigenbasis(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coordinates (tasks, n, r) of the points in orthogonal directions, and what lifts weights back.
+def _eigenbasis(points: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
+    """Return coordinates (tasks, n, r) of the points, from their mean if `centre`, in orthogonal directions.
+
+    With them comes what lifts weights back.
 
     The weight with coordinates v is Σ_n a_n · point_n, a = lift·v, where n < d (the representer theorem), and lift·v
     itself otherwise.
     """
-    wide = points.shape[-2] < points.shape[-1]
-    values, vectors = torch.linalg.eigh(points @ points.mT if wide else points.mT @ points)
-    if not wide:
+    if points.shape[-2] >= points.shape[-1]:
+        points = points - points.mean(-2, keepdim=True) if centre else points
+        vectors = torch.linalg.eigh(points.mT @ points).eigenvectors
         return points @ vectors, vectors
+    gram = points @ points.mT
+    if centre:
+        rows = gram - gram.mean(-1, keepdim=True)
+        gram = rows - rows.mean(-2, keepdim=True)
+    values, vectors = torch.linalg.eigh(gram)
     root = values.clamp_min(0).sqrt()[..., None, :]
     real = root > 1e-7 * root.amax(-1, keepdim=True)
     return vectors * torch.where(real, root, 0), vectors * torch.where(real, 1 / root, 0)
 
 
-def _mean(points: Tensor) -> Tensor:
-    return points.mean(-2, keepdim=True, dtype=torch.float64)
-
-
 def _in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply a function to all tasks, on a CPU to as many at a time as its cache holds."""
+    """Apply a function of float64 tensors to all tasks, on a CPU to as many at a time as its cache holds."""
     tasks, n, d = tensors[0].shape
     size = tasks if tensors[0].is_cuda else max(1, 500_000 // (n * d))
-    blocks = [function(*(tensor[start : start + size] for tensor in tensors)) for start in range(0, tasks, size)]
+    starts = range(0, tasks, size)
+    blocks = [function(*(tensor[start : start + size].double() for tensor in tensors)) for start in starts]
     return tuple(torch.cat(parts) for parts in zip(*blocks))
 
 

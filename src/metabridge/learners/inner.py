@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad
 from torch.nn import functional as F
 
+from metabridge.autodiff import grad
 from metabridge.errors import InputError
 from metabridge.learners.qp import crammer_singer
 from metabridge.learners.ridge import ridge_weight
@@ -227,7 +227,7 @@ Solver = GradientDescent | Proximal | Ridge | SupportVectors
 def _slope(problem: Problem, params: Params, exact: bool) -> Params:
     if not exact:
         problem, params = problem.detached(), {name: value.detach() for name, value in params.items()}
-    return grad(problem.value)(params)  # type: ignore[no-any-return]
+    return grad(problem.value, params)
 
 
 def _check_steps(steps: int) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value, vjp
 
+from metabridge.autodiff import grad, grad_and_value, vjp
 from metabridge.learners.inner import Problem, Proximal
 from metabridge.learners.method import Method
 from metabridge.models.network import Params
@@ -63,7 +63,7 @@ def task_gradient(
             adapted = method.inner.solve(problem, leaves.start, leaves.extras, exact=exact)
         return _judge(method, apply, adapted, leaves.query_x, task)
 
-    return grad_and_value(objective)(leaves)  # type: ignore[no-any-return]
+    return grad_and_value(objective, leaves)
 
 
 def _backward_over_steps(method: Method, apply: Apply, leaves: Leaves, task: Task) -> tuple[Leaves, Tensor]:
@@ -85,7 +85,7 @@ def _backward_over_steps(method: Method, apply: Apply, leaves: Leaves, task: Tas
     (slope, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
     total = Leaves(*torch.utils._pytree.tree_map(torch.zeros_like, tuple(leaves[:3])), query_x)
     while iterates:
-        _, pull = vjp(step, iterates.pop(), leaves.start, leaves.extras, leaves.support_x)
+        pull = vjp(step, iterates.pop(), leaves.start, leaves.extras, leaves.support_x)
         slope, *more = pull(slope)
         total = Leaves(*_add(tuple(total[:3]), tuple(more)), query_x)
     return total._replace(start=_add(total.start, slope)), loss
@@ -99,9 +99,9 @@ def _implicit(method: Method, solver: Proximal, apply: Apply, leaves: Leaves, ta
 
     def support_slope(params: Params, support_x: Tensor | tuple[()]) -> Params:
         moved = Problem(apply, method.loss, _points(support_x, task.support_x), task.support_y)
-        return grad(moved.value)(params)  # type: ignore[no-any-return]
+        return grad(moved.value, params)
 
-    _, pull = vjp(support_slope, adapted, leaves.support_x)  # the Hessian is symmetric: its pull-back is Hv
+    pull = vjp(support_slope, adapted, leaves.support_x)  # the Hessian is symmetric: its pull-back is Hv
 
     def curve(v: Params) -> Params:
         return _add(v, _scaled(pull(v)[0], 1 / solver.strength))
@@ -149,10 +149,10 @@ def conjugate_gradient(matrix: Callable[[Params], Params], target: Params, steps
 def _query_gradient(
     method: Method, apply: Apply, adapted: Params, leaves: Leaves, task: Task
 ) -> tuple[tuple[Params, Tensor | tuple[()]], Tensor]:
-    def judge(adapted: Params, query_x: Tensor | tuple[()]) -> Tensor:
-        return _judge(method, apply, adapted, query_x, task)
+    def judge(adapted_and_query: tuple[Params, Tensor | tuple[()]]) -> Tensor:
+        return _judge(method, apply, *adapted_and_query, task)
 
-    return grad_and_value(judge, argnums=(0, 1))(adapted, leaves.query_x)  # type: ignore[no-any-return]
+    return grad_and_value(judge, (adapted, leaves.query_x))
 
 
 def _judge(method: Method, apply: Apply, adapted: Params, query_x: Tensor | tuple[()], task: Task) -> Tensor:

@@ -46,7 +46,8 @@ class _Reduced(NamedTuple):
     def solve(self, slope: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
         """Return α and ν with Hα − Aᵀν = slope and Σ A_k α_k = excess."""
         u = torch.linalg.solve_triangular(self.L, slope[..., None], upper=False)
-        dual = torch.cholesky_solve(excess[..., None] - (self.V.mT @ u).sum(-3), self.S)
+        dual = torch.linalg.solve_triangular(self.S, excess[..., None] - (self.V.mT @ u).sum(-3), upper=False)
+        dual = torch.linalg.solve_triangular(self.S.mT, dual, upper=True)
         alpha = torch.linalg.solve_triangular(self.L.mT, u + self.V @ dual[..., None, :, :], upper=True)
         return alpha[..., 0], dual[..., 0]
 

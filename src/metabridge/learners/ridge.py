@@ -20,6 +20,7 @@ def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
     gram = features @ features.mT if wide else features.mT @ features
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor = torch.linalg.cholesky_ex(gram + penalty * eye).L
-    if wide:
-        return torch.cholesky_solve(targets, factor).mT @ features
-    return torch.cholesky_solve(features.mT @ targets, factor).mT
+    # Two triangular solves, where cholesky_solve would allocate behind the back of a CUDA graph.
+    half = torch.linalg.solve_triangular(factor, targets if wide else features.mT @ targets, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return solved.mT @ features if wide else solved.mT

@@ -30,8 +30,7 @@ def conv4(
     blocks: list[nn.Module] = []
     with seeded(seed):
         for inputs in (channels, filters, filters, filters):
-            convolution = nn.Conv2d(inputs, filters, 3, padding=1)
+            convolution = nn.Conv2d(inputs, filters, 3, padding=1, bias=False)  # batch norm would subtract it
             nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-            nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
             blocks.append(nn.Sequential(convolution, BatchNorm(filters, statistics), nn.MaxPool2d(2), nn.ReLU()))
         return Network(nn.Sequential(*blocks, nn.Flatten()), nn.Linear(filters * (size // 16) ** 2, outputs))

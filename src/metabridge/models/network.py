@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from metabridge.autodiff import transforming
 from metabridge.errors import InputError
 from metabridge.models.norm import Statistics, replace_batch_norm
 
@@ -62,6 +63,8 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     """φ_θ(x) with the `features.` part of `params`, computed in `dtype` and returned in x's own."""
     prefix = "features."
     body = {name[len(prefix) :]: value for name, value in params.items() if name.startswith(prefix)}
+    if x.ndim == 4 and x.device.type == "cpu" and not transforming():
+        x = x.to(memory_format=torch.channels_last)  # halves the time of a convolutional net on a CPU
     if dtype is None or dtype == x.dtype:
         return functional_call(net.features, body, (x,))  # type: ignore[no-any-return]
     low = {name: value.to(dtype) for name, value in body.items()}

@@ -1,0 +1,6 @@
+"""`python -m metabridge`."""
+
+from metabridge.cli import main
+
+if __name__ == "__main__":
+    main()

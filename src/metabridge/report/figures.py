@@ -1,0 +1,114 @@
+"""Figures of trained runs and their scores, on light and on dark paper."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from metabridge.training.evaluate import Score
+from metabridge.training.fit import Run
+
+# Okabe and Ito's colours, which colour-blind readers tell apart, in tones that both papers carry.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
+LINES = ("-", "--", ":")
+MARKERS = ("o", "x", "v", "^", "s")
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of paper, ink and fine lines."""
+
+    paper: str
+    ink: str
+    line: str
+
+    def context(self) -> AbstractContextManager[None]:
+        """Draw with this theme inside a `with`."""
+        return rc_context(
+            {
+                "figure.facecolor": self.paper,
+                "axes.facecolor": self.paper,
+                "text.color": self.ink,
+                "axes.labelcolor": self.ink,
+                "xtick.color": self.ink,
+                "ytick.color": self.ink,
+                "axes.edgecolor": self.line,
+                "grid.color": self.line,
+                "axes.grid": True,
+                "grid.linewidth": 0.6,
+                "axes.axisbelow": True,
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+                "legend.frameon": False,
+                "font.size": 10,
+            }
+        )
+
+
+LIGHT = Theme(paper="#ffffff", ink="#22252b", line="#d9dce1")
+DARK = Theme(paper="#15171c", ink="#e4e6ea", line="#3a3e47")
+
+
+def png(figure: Figure) -> bytes:
+    """Return the figure as the bytes of a PNG file."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=150)
+    return stream.getvalue()
+
+
+def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:
+    """Validation accuracy with its 95 % interval, against iterations or against seconds of training."""
+    with theme.context():
+        figure = Figure(figsize=(4.8, 4), layout="constrained")
+        axes = figure.subplots()
+        for (name, run), (line, colour) in zip(runs.items(), itertools.cycle(itertools.product(LINES, COLOURS))):
+            points = [point for point in run.curve if point.score is not None]
+            xs = [point.iteration if along == "iterations" else point.seconds for point in points]
+            means, margins = _percent([point.score for point in points if point.score is not None])
+            axes.fill_between(xs, means - margins, means + margins, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(xs, means, line, color=colour, label=name, linewidth=1.8)
+        axes.set(ylabel="validation accuracy, %")
+        axes.set_xlabel("iterations" if along == "iterations" else "seconds of training")
+        figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2)
+    return figure
+
+
+def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) -> Figure:
+    """Accuracies with their 95 % intervals, a line for each method and a mark for each kind of score."""
+    with theme.context():
+        figure = Figure(figsize=(5.6, 1.6 + 0.6 * len(scores)), layout="constrained")
+        axes = figure.subplots()
+        kinds = list(next(iter(scores.values())))
+        for index, (kind, marker, colour) in enumerate(zip(kinds, MARKERS, COLOURS)):
+            shift = 0.16 * (index - (len(kinds) - 1) / 2)  # apart, so that intervals do not cover each other
+            means, margins = _percent([own[kind] for own in scores.values()])
+            axes.errorbar(
+                means,
+                np.arange(len(means)) + shift,
+                xerr=margins,
+                fmt=marker,
+                color=colour,
+                label=kind,
+                markersize=6,
+                capsize=2,
+            )
+        axes.set_yticks(range(len(scores)), list(scores), fontsize=11)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set(xlabel="accuracy, %")
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def _percent(scores: Sequence[Score]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The means and the half-widths of their intervals, in percent."""
+    return 100 * np.array([score.mean for score in scores]), 100 * np.array([score.ci95 for score in scores])

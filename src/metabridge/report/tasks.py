@@ -1,0 +1,93 @@
+"""Pictures of tasks: what a model saw, what it was asked, and where it was wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+from metabridge.episodes import Episodes
+from metabridge.report.figures import LIGHT, Theme
+from metabridge.training.evaluate import Model, score_tasks
+
+RIGHT, WRONG = "#2a9d4a", "#e0352b"
+FRAME, GAP, TITLE = 3, 6, 18  # pixels around an image, between images, and for the words above a task
+COLUMNS = 2  # tasks side by side
+PIXELS_AN_INCH = 84
+
+
+def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = LIGHT) -> Figure:
+    """Draw each task with a column for each class: its first support image above its first queries.
+
+    A query's frame says whether the class predicted for it is right, and the small image below it
+    is the support image of that class.
+    """
+    with torch.no_grad():
+        outputs = model.predict(episodes.to(model.params["head.weight"].device)).cpu()
+    episodes = episodes.to("cpu")
+    blocks = [_block(episodes[task], outputs[task].argmax(-1), shown, theme) for task in range(len(episodes))]
+    height, width = blocks[0].shape[:2]
+    places = [(height * (task // COLUMNS), width * (task % COLUMNS)) for task in range(len(blocks))]
+    canvas = _blank(places[-1][0] + height, width * min(COLUMNS, len(blocks)), theme.paper)
+    with theme.context():
+        figure = Figure(figsize=(canvas.shape[1] / PIXELS_AN_INCH, canvas.shape[0] / PIXELS_AN_INCH))
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        right = score_tasks(outputs, episodes).tolist()
+        for task, ((top, left), block) in enumerate(zip(places, blocks)):
+            canvas[top : top + height, left : left + width] = block
+            axes.text(left, top + TITLE - 6, f"task {task + 1}: {100 * right[task]:.0f} % right", fontsize=8)
+        axes.imshow(canvas, interpolation="nearest")
+    return figure
+
+
+def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArray[np.float64]:
+    """One task's images, (height, width, 3), with room for words above and for air around."""
+    labels, truth = task.support_y[0], task.query_y[0]
+    queries = _dark_on_light(task.query_x[0])
+    support = [_dark_on_light(task.support_x[0, labels == label])[0] for label in range(int(labels.max()) + 1)]
+    columns = []
+    for label, example in enumerate(support):
+        cells = [_framed(example, theme.line, theme), _blank(GAP, example.shape[1] + 2 * FRAME + GAP, theme.paper)]
+        for index in (truth == label).nonzero().flatten()[:shown].tolist():
+            guess = int(predicted[index])
+            cells.append(_framed(queries[index], RIGHT if guess == label else WRONG, theme))
+            cells.append(_small(support[guess], theme))
+        columns.append(np.concatenate(cells))
+    images = np.concatenate(columns, axis=1)
+    block = _blank(images.shape[0] + TITLE + GAP, images.shape[1] + 3 * GAP, theme.paper)
+    block[TITLE : TITLE + images.shape[0], : images.shape[1]] = images
+    return block
+
+
+def _dark_on_light(images: Tensor) -> NDArray[np.float64]:
+    """Images (n, channels, h, w) as (n, h, w, 3); of one channel, ink is dark."""
+    rows = images.double().clamp(0, 1).permute(0, 2, 3, 1)
+    return (1 - rows.expand(-1, -1, -1, 3) if rows.shape[-1] == 1 else rows).numpy()
+
+
+def _blank(height: int, width: int, colour: str) -> NDArray[np.float64]:
+    return np.full((height, width, 3), to_rgb(colour))
+
+
+def _framed(image: NDArray[np.float64], colour: str, theme: Theme) -> NDArray[np.float64]:
+    """An image in a frame, with a gap to its right."""
+    height, width = image.shape[:2]
+    cell = _blank(height + 2 * FRAME, width + 2 * FRAME + GAP, theme.paper)
+    cell[:, :-GAP] = to_rgb(colour)
+    cell[FRAME : FRAME + height, FRAME : FRAME + width] = image
+    return cell
+
+
+def _small(image: NDArray[np.float64], theme: Theme) -> NDArray[np.float64]:
+    """An image at half its size, in the middle of a cell as wide as a framed one."""
+    height, width = image.shape[0] // 2, image.shape[1] // 2
+    # The mean of 2×2 pixels keeps thin strokes, which every second pixel would lose.
+    halved = image[: 2 * height, : 2 * width].reshape(height, 2, width, 2, 3).mean((1, 3))
+    cell = _blank(height + 2 * GAP, image.shape[1] + 2 * FRAME + GAP, theme.paper)
+    left = (cell.shape[1] - GAP - width) // 2
+    cell[GAP // 2 : GAP // 2 + height, left : left + width] = halved
+    return cell

@@ -1,0 +1,34 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from metabridge.environments import LabelledImages
+from metabridge.environments.datasets import load_glyphs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what tests cache apart from the user's own, unless the user names a place."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "METABRIDGE_CACHE" not in os.environ:
+            patch.setenv("METABRIDGE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def glyphs(cache: None) -> LabelledImages:
+    """All the glyphs, drawn once a session."""
+    return load_glyphs()
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
+    """Make the quick comparison a matter of seconds."""
+    from metabridge.experiments.glyphs import SETTINGS, Scale, Setting
+
+    methods = {
+        "anil": Setting(12, 1e-2, {"steps": 2, "lr": 0.3}, batch=2),
+        "mtl": Setting(4, 1e-2, batch=2, queries=2),
+    }
+    monkeypatch.setitem(SETTINGS, "quick", Scale(methods, validation_tasks=4, test_tasks=6, other_tasks=4))

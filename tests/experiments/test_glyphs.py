@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from metabridge.errors import InputError
+from metabridge.experiments.glyphs import SETTINGS, run
+from metabridge.learners import PRESETS, method
+
+
+@pytest.fixture
+def outcome(tiny):
+    return run("quick", "cpu", seed=0, progress=False)
+
+
+def test_every_method_reports_its_untrained_score_beside_its_trained_ones(outcome):
+    rows = {row.name: row for row in outcome.result.rows}
+    for trial in outcome.trials:
+        for kind, score in trial.scores().items():
+            assert rows[f"{trial.name}, {kind}"].ours == pytest.approx(100 * score.mean)
+        assert rows[f"{trial.name}, training"].ours == trial.run.seconds
+    assert len(rows) == 5 * len(outcome.trials)
+
+
+def test_scores_are_over_as_many_tasks_as_the_scale_says(outcome):
+    for trial in outcome.trials:
+        assert trial.test.tasks == SETTINGS["quick"].test_tasks
+        assert {trial.untrained.tasks, trial.same.tasks, trial.different.tasks} == {SETTINGS["quick"].other_tasks}
+
+
+def test_a_little_training_already_beats_the_untrained_network(outcome):
+    anil = outcome.trials[0]
+    assert anil.test.mean > anil.untrained.mean + 0.1
+
+
+def test_the_same_seed_gives_the_same_scores_and_another_seed_others(outcome):
+    again, other = run("quick", "cpu", seed=0, progress=False), run("quick", "cpu", seed=1, progress=False)
+    for first, second in zip(outcome.trials, again.trials):
+        assert torch.equal(first.test.values, second.test.values)
+    assert any(not torch.equal(a.test.values, b.test.values) for a, b in zip(outcome.trials, other.trials))
+
+
+def test_the_result_holds_the_settings_it_was_computed_with(outcome):
+    assert outcome.result.settings["methods"]["anil"]["options"] == {"steps": 2, "lr": 0.3}
+    assert outcome.result.settings["test_tasks"] == 6
+
+
+def test_examples_are_test_tasks_and_the_same_ones_each_time(outcome):
+    assert outcome.environment.split == "test"
+    assert torch.equal(outcome.examples(3).query_x, outcome.examples(3).query_x)
+
+
+def test_the_paper_scale_compares_every_method_that_can_learn_images():
+    assert set(SETTINGS["paper"].methods) == set(PRESETS) - {"burer-monteiro"}
+
+
+@pytest.mark.parametrize("scale", SETTINGS)
+def test_every_setting_is_one_that_its_method_takes(scale):
+    for name, setting in SETTINGS[scale].methods.items():
+        method(name, **setting.options)
+
+
+def test_an_unknown_scale_is_refused_by_name():
+    with pytest.raises(InputError, match="scale is 'huge'.*quick, paper"):
+        run("huge", "cpu", seed=0)
+
+
+def test_the_experiment_needs_neither_matplotlib_nor_jinja2():
+    program = (
+        "import sys; sys.modules.update(matplotlib=None, jinja2=None); "
+        "import metabridge.experiments.glyphs, metabridge.experiments.result, metabridge.cli"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

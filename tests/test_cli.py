@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from metabridge import __version__, cli
+from metabridge.experiments.result import Result
+from metabridge.learners import PRESETS
+
+
+@pytest.fixture
+def metabridge(monkeypatch, capsys):
+    """Run the command line and return its exit status, what it printed and what it complained of."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+def test_version(metabridge):
+    assert metabridge("--version") == (0, f"metabridge {__version__}\n", "")
+
+
+def test_help_of_every_command_shows_an_example(metabridge):
+    for command in cli.app.registered_commands:
+        name = command.callback.__name__
+        status, printed, _ = metabridge(name, "--help")
+        assert status == 0
+        assert f"Example: metabridge {name}" in printed
+
+
+def test_without_a_command_the_help_is_shown(metabridge):
+    status, printed, _ = metabridge()
+    assert status == 0
+    assert "demo" in printed
+    assert "reproduce" in printed
+
+
+def test_methods_lists_the_whole_taxonomy(metabridge):
+    status, printed, _ = metabridge("methods")
+    assert status == 0
+    first_words = {line.split()[1] for line in printed.splitlines() if len(line.split()) > 2}
+    assert set(PRESETS) <= first_words
+    assert "gradient descent: steps 5, lr 0.01" in printed
+
+
+def test_the_demo_writes_its_page_and_names_it(metabridge, tiny, tmp_path):
+    status, printed, _ = metabridge("demo", "--out", tmp_path / "demo", "--device", "cpu")
+    assert status == 0
+    assert printed.endswith(f"The page is {tmp_path / 'demo' / 'index.html'}\n")
+    result = Result.read(tmp_path / "demo" / "glyphs.json")
+    assert result.scale == "quick"
+    trained = next(row for row in result.rows if row.name == "anil, test tasks")
+    assert f"{trained.ours:.1f} ± {trained.ci95:.1f}" in printed
+
+
+def test_reproduce_writes_numbers_and_figure(metabridge, tiny, tmp_path):
+    status, _, _ = metabridge("reproduce", "glyphs", "--out", tmp_path, "--device", "cpu", "--seed", 2)
+    assert status == 0
+    assert Result.read(tmp_path / "glyphs.json").seed == 2
+    assert (tmp_path / "glyphs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny, tmp_path, monkeypatch):
+    for module in [name for name in sys.modules if name.startswith("metabridge.report.figures")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr("metabridge.report.figures", raising=False)
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    status, printed, _ = metabridge("reproduce", "glyphs", "--out", tmp_path, "--device", "cpu")
+    assert status == 0
+    assert "glyphs.png is left out, since matplotlib is not installed." in printed
+    assert [file.name for file in tmp_path.iterdir()] == ["glyphs.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["reproduce", "figure-1"],
+            "metabridge reproduce: there is no experiment 'figure-1'. The experiments are glyphs",
+        ),
+        (["reproduce"], "metabridge reproduce: Missing argument 'ID'"),
+        (["demo", "--speed", "9"], "metabridge demo: No such option: --speed"),
+        (["demo", "--seed", "-1"], "metabridge demo: Invalid value for '--seed'"),
+        (["demo", "--device", "abacus"], "metabridge demo: Invalid value for '--device'"),
+        (["dance"], "metabridge: No such command 'dance'"),
+    ],
+)
+def test_what_cannot_be_used_is_named_in_one_line_with_status_2(metabridge, arguments, complaint):
+    status, printed, complained = metabridge(*arguments)
+    assert (status, printed) == (2, "")
+    assert complained.startswith(complaint)
+    assert complained.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_any_training(metabridge, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr("metabridge.experiments.glyphs.run", lambda *_: pytest.fail("trained first"))
+    status, _, complained = metabridge("demo", "--out", tmp_path / "file")
+    assert status == 2
+    assert f"metabridge demo: the folder {tmp_path / 'file'} cannot be made" in complained
+
+
+def test_cuda_without_a_gpu_is_refused(metabridge, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, _, complained = metabridge("demo", "--out", tmp_path, "--device", "cuda")
+    assert status == 2
+    assert "PyTorch finds no GPU" in complained
+
+
+def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("metabridge.experiments.glyphs.run", interrupted)
+    assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (130, "", "metabridge demo: interrupted.\n")
