@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metabridge as mb
-from metabridge.experiments.result import Environment
+from metabridge.experiments.result import environment
 
 STEPS, LR = 5, 0.01
 
@@ -209,7 +209,7 @@ def main() -> None:
         table.add_row(*map(str, row.values()))
     Console().print(table)
     if options.json:
-        report = {"id": f"bench-maml-{device}", "environment": asdict(Environment.here(device)), "rows": rows}
+        report = {"id": f"bench-maml-{device}", "environment": asdict(environment(device)), "rows": rows}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -29,9 +29,9 @@ def grad_and_value(function: Callable[[T], Tensor], argument: T) -> tuple[T, Ten
     ({'x': tensor([12.])}, tensor(8.))
     """
     if transforming():
-        return torch.func.grad_and_value(function)(argument)  # type: ignore[no-any-return]
+        return torch.func.grad_and_value(function)(argument)
     gradient, value = _pull(function, (argument,), keep=False)
-    return gradient(torch.ones_like(value))[0], value  # type: ignore[no-any-return]
+    return gradient(torch.ones_like(value))[0], value
 
 
 def grad(function: Callable[[T], Tensor], argument: T) -> T:
@@ -46,7 +46,7 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> Callable[[Any], Any]:
     (tensor(5.), tensor(2.))
     """
     if transforming():
-        return torch.func.vjp(function, *arguments)[1]  # type: ignore[no-any-return]
+        return torch.func.vjp(function, *arguments)[1]
     return _pull(function, arguments, keep=True)[0]
 
 

@@ -50,12 +50,12 @@ class Episodes:
                     f"support_{name} is {_describe(support)}, but query_{name} is {_describe(query)}. "
                     "Both sets of a task must hold the same kind of points."
                 )
-        if self.classes is not None:
-            if self.classes.dtype != torch.int64 or self.classes.ndim != 2 or self.classes.shape[0] != tasks:
-                raise InputError(
-                    f"classes is {_describe(self.classes)}, but must be int64 of shape ({tasks}, outputs): "
-                    "for every task the persistent head row of each output."
-                )
+        rows = self.classes
+        if rows is not None and (rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != tasks):
+            raise InputError(
+                f"classes is {_describe(rows)}, but must be int64 of shape ({tasks}, outputs): "
+                "for every task the persistent head row of each output."
+            )
 
     def __len__(self) -> int:
         return self.support_x.shape[0]

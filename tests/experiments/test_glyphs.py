@@ -8,7 +8,9 @@ import torch
 
 from metabridge.errors import InputError
 from metabridge.experiments.glyphs import SETTINGS, run
-from metabridge.learners import PRESETS, method
+from metabridge.learners import PRESETS, method, parameters
+from metabridge.models import conv4
+from metabridge.training import Model, evaluate
 
 
 @pytest.fixture
@@ -19,10 +21,24 @@ def outcome(tiny):
 def test_every_method_reports_its_untrained_score_beside_its_trained_ones(outcome):
     rows = {row.name: row for row in outcome.result.rows}
     for trial in outcome.trials:
-        for kind, score in trial.scores().items():
+        expected = {
+            "test tasks": trial.test,
+            "untrained": trial.untrained,
+            "same alphabet": trial.same,
+            "different alphabets": trial.different,
+        }
+        for kind, score in expected.items():
             assert rows[f"{trial.name}, {kind}"].ours == pytest.approx(100 * score.mean)
         assert rows[f"{trial.name}, training"].ours == trial.run.seconds
     assert len(rows) == 5 * len(outcome.trials)
+
+
+def test_the_untrained_score_is_that_of_the_initial_weights(outcome, glyphs):
+    for trial in outcome.trials:
+        net = conv4(channels=1, size=28, seed=0)
+        params = parameters(trial.run.method, net, classes=glyphs.tasks("train").classes, seed=0)
+        score = evaluate(Model(trial.run.method, net, params), glyphs.tasks("test"), tasks=4, seed=0)
+        torch.testing.assert_close(trial.untrained.values, score.values)
 
 
 def test_scores_are_over_as_many_tasks_as_the_scale_says(outcome):
@@ -64,7 +80,7 @@ def test_every_setting_is_one_that_its_method_takes(scale):
 
 
 def test_an_unknown_scale_is_refused_by_name():
-    with pytest.raises(InputError, match="scale is 'huge'.*quick, paper"):
+    with pytest.raises(InputError, match=r"scale is 'huge'.*quick, paper"):
         run("huge", "cpu", seed=0)
 
 

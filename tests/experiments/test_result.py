@@ -80,7 +80,7 @@ def test_a_row_of_another_form_is_named(tmp_path):
     stored = json.loads(path.read_text())
     del stored["rows"][0]["ours"]
     path.write_text(json.dumps(stored))
-    with pytest.raises(InputError, match="another form.*ours"):
+    with pytest.raises(InputError, match=r"another form.*ours"):
         Result.read(path)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_mlp
 from torch import Tensor
 
+from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_mlp
 from metabridge.episodes import Episodes
 from metabridge.learners import Engine, Method, Proximal, adapt, method, parameters, task_loss
 from metabridge.models import Network, mlp

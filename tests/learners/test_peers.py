@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import NETS, clusters, relative
 from torch import nn
 from torch.nn import functional as F
 
+from cases import NETS, clusters, relative
 from metabridge.learners import Engine, method, parameters
 
 LR, STEPS = 0.05, 4

@@ -50,11 +50,11 @@ SETTINGS = {
         test_tasks=600,
         other_tasks=200,
         methods={
-            "maml": Setting(300, 3e-3, {"steps": 3, "lr": 0.2}),
-            "anil": Setting(400, 1e-2, {"steps": 5, "lr": 0.3}),
+            "maml": Setting(200, 3e-3, {"steps": 3, "lr": 0.2}),
+            "anil": Setting(250, 1e-2, {"steps": 5, "lr": 0.3}),
             # Every row of the joint head learns only in tasks with its class: many small tasks serve that best.
-            "mtl": Setting(300, 1e-2, batch=16, queries=4),
-            "nal": Setting(200, 1e-3, {"steps": 5, "lr": 0.1}),
+            "mtl": Setting(250, 1e-2, batch=16, queries=4),
+            "nal": Setting(100, 1e-3, {"steps": 5, "lr": 0.1}),
         },
     ),
     "paper": Scale(

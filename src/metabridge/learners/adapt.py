@@ -31,7 +31,7 @@ class Adapted:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the outputs for points (points, ...): scores of the classes, or values."""
         features = apply_features(self.net, self.params, x)
-        return apply_head(self.params, features) if self.head is None else self.head.scores(features)
+        return apply_head(self.params, features) if self.head is None else self.head.scores(features[None])[0]
 
 
 def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) -> Adapted:
@@ -52,7 +52,7 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     if isinstance(solver, TestHead):
         with torch.no_grad():
             features = apply_features(net, weights, x)
-        return Adapted(net, weights, solver.fit(features, y, _outputs(task)))
+        return Adapted(net, weights, solver.fit(features[None], y[None], _outputs(task)))
     return Adapted(net, _adapted(method, solver, net, weights, x, y))
 
 

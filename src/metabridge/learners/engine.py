@@ -178,5 +178,5 @@ def _form(params: Params, episodes: Episodes, training: bool) -> tuple[object, .
 def meta_gradient(
     method: Method, net: Network, params: Params, episodes: Episodes, *, mode: Mode = "auto", flat: bool = False
 ) -> MetaGradient:
-    """Return the mean outer loss of the tasks and its gradient; see `Engine`, which keeps a capture for the next batch."""
+    """Return the mean outer loss of the tasks and its gradient, once; see `Engine` for batch after batch."""
     return Engine(method, net, mode="vectorised" if mode == "captured" else mode, flat=flat)(params, episodes)

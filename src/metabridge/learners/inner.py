@@ -149,8 +149,8 @@ class Proximal:
         slope = _slope(problem, params, exact)
         slope = {name: slope[name] + self.strength * (params[name] - start[name]) for name in params}
         if self.tolerance > 0:
-            size = sum(value.detach().square().sum() for value in slope.values())
-            moving = (size > self.tolerance**2).to(next(iter(slope.values())).dtype)
+            size = torch.stack([value.detach().square().sum() for value in slope.values()]).sum()
+            moving = (size > self.tolerance**2).to(size.dtype)
             slope = {name: moving * value for name, value in slope.items()}
         return {name: params[name] - self.lr * slope[name] for name in params}
 

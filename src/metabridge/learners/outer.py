@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from metabridge.autodiff import grad, grad_and_value, vjp
-from metabridge.learners.inner import Problem, Proximal
+from metabridge.learners.inner import GradientDescent, Problem, Proximal
 from metabridge.learners.method import Method
 from metabridge.models.network import Params
 
@@ -52,8 +53,8 @@ def task_gradient(
         return _displacement(method, apply, leaves, task)
     if method.outer == "implicit" and isinstance(method.inner, Proximal):
         return _implicit(method, method.inner, apply, leaves, task)
-    if flat and method.outer == "exact" and hasattr(method.inner, "step"):
-        return _backward_over_steps(method, apply, leaves, task)
+    if flat and method.outer == "exact" and isinstance(method.inner, GradientDescent | Proximal):
+        return _backward_over_steps(method, method.inner, apply, leaves, task)
 
     def objective(leaves: Leaves) -> Tensor:
         adapted = leaves.start
@@ -66,29 +67,29 @@ def task_gradient(
     return grad_and_value(objective, leaves)
 
 
-def _backward_over_steps(method: Method, apply: Apply, leaves: Leaves, task: Task) -> tuple[Leaves, Tensor]:
-    """The exact gradient from the inner iterates alone: v ← v − (∂step)ᵀv, from the last step to the first.
+def _backward_over_steps(
+    method: Method, solver: GradientDescent | Proximal, apply: Apply, leaves: Leaves, task: Task
+) -> tuple[Leaves, Tensor]:
+    """The exact gradient from the inner iterates alone: v ← (∂step)ᵀv, from the last step to the first.
 
     Each step is run again when its turn comes, so the graph of a single step is all that ever exists:
     for gradient descent this accumulates the Hessian-vector products v ← v − α∇²ℓ v.
     """
-    solver = method.inner
-    assert solver is not None and hasattr(solver, "step")
 
     def step(params: Params, start: Params, extras: Params, support_x: Tensor | tuple[()]) -> Params:
         problem = Problem(apply, method.loss, _points(support_x, task.support_x), task.support_y)
-        return solver.step(problem, params, start, extras, exact=True)  # type: ignore[no-any-return]
+        return solver.step(problem, params, start, extras, exact=True)
 
     iterates = [leaves.start]
     for _ in range(solver.steps):
         iterates.append(step(iterates[-1], leaves.start, leaves.extras, leaves.support_x))
     (slope, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
-    total = Leaves(*torch.utils._pytree.tree_map(torch.zeros_like, tuple(leaves[:3])), query_x)
+    start, extras, support_x = tree_map(torch.zeros_like, tuple(leaves[:3]))
     while iterates:
         pull = vjp(step, iterates.pop(), leaves.start, leaves.extras, leaves.support_x)
         slope, *more = pull(slope)
-        total = Leaves(*_add(tuple(total[:3]), tuple(more)), query_x)
-    return total._replace(start=_add(total.start, slope)), loss
+        start, extras, support_x = _add((start, extras, support_x), tuple(more))
+    return Leaves(_add(start, slope), extras, support_x, query_x), loss
 
 
 def _implicit(method: Method, solver: Proximal, apply: Apply, leaves: Leaves, task: Task) -> tuple[Leaves, Tensor]:
@@ -164,7 +165,7 @@ def _points(leaf: Tensor | tuple[()], constant: Tensor) -> Tensor:
 
 
 def _add(left: T, right: T) -> T:
-    return torch.utils._pytree.tree_map(torch.add, left, right)  # type: ignore[no-any-return]
+    return tree_map(torch.add, left, right)  # type: ignore[no-any-return]
 
 
 def _scaled(params: Params, factor: float) -> Params:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
@@ -33,9 +31,7 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
             )
         with seeded(seed):
             rows = nn.Linear(net.head.in_features, classes, bias=net.head.bias is not None).to(net.head.weight)
-        # A task sees a few of the rows only: this keeps its initial outputs as large as one head's (A §5.2).
-        scale = math.sqrt(classes / net.head.out_features) if method.head == "task-rows" else 1.0
-        params |= {f"heads.{name}": value.detach() * scale for name, value in rows.named_parameters()}
+        params |= {f"heads.{name}": value.detach() for name, value in rows.named_parameters()}
     if method.inner is not None:
         params |= method.inner.extras(moving(method, params))
     for name in trainable(method, params):

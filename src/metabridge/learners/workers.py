@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -28,7 +29,7 @@ def over_cores(function: Callable[[Network, Episodes], R], net: Network, episode
         return [function(net, episodes)]
     _keep_freed_memory()
     bounds = [len(episodes) * core // cores for core in range(cores + 1)]
-    shares = [episodes[low:high] for low, high in zip(bounds, bounds[1:])]
+    shares = [episodes[low:high] for low, high in pairwise(bounds)]
     threads = torch.get_num_threads()
     gradients = torch.is_grad_enabled()
 

@@ -104,9 +104,9 @@ def fit(
                 seconds += time.perf_counter() - started  # training alone, without validation
                 loss = float(total) / (iteration - (curve[-1].iteration if curve else 0))
                 total.zero_()
-                _settle(net, params, environment, tasks, device)
                 score = None
                 if validate is not None:
+                    _settle(net, params, environment, tasks, device)
                     score = evaluate(Model(method, net, params), validate, tasks=validate_tasks, seed=seed)
                     if best is None or score.beats(best):
                         best, kept = score, {key: value.detach().clone() for key, value in params.items()}

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+
+from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_mlp
+from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
+from metabridge.models import mlp
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_workers_use_a_thread_a_core_and_leave_pytorchs_threads_as_they_were():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen = set()
+
+        def loss(prediction, target):
+            seen.add((threading.get_ident(), torch.get_num_threads()))
+            return (prediction - target).square().mean()
+
+        x = torch.randn(5, 4, 2)
+        net = mlp(2, 2)
+        chosen = method("fo-maml", loss=loss)
+        Engine(chosen, net, mode="workers")(parameters(chosen, net), Episodes(x, x, x, x))
+        assert len({thread for thread, _ in seen}) == 3
+        assert {threads for _, threads in seen} == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gradients_reach_an_ordinary_optimizer_and_the_loss_falls():
+    net, episodes = smooth_mlp(), clusters((4,))
+    chosen = METHODS["maml"]
+    params = parameters(chosen, net)
+    optimizer = torch.optim.Adam(params.values(), lr=0.02)
+    losses = []
+    for _ in range(30):
+        result = meta_gradient(chosen, net, params, episodes)
+        result.assign(params)
+        optimizer.step()
+        losses.append(float(result.loss))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_network_given_is_not_changed_by_a_meta_gradient():
+    net, episodes = smooth_mlp(), clusters((4,))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    meta_gradient(METHODS["maml"], net, parameters(METHODS["maml"], net), episodes)
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
+
+
+def test_without_a_gpu_a_captured_engine_runs_the_same_step_uncaptured():
+    net, episodes = smooth_mlp(), clusters((4,))
+    params = parameters(METHODS["anil"], net)
+    captured = Engine(METHODS["anil"], net, mode="captured")(params, episodes)
+    loop = Engine(METHODS["anil"], net, mode="loop")(params, episodes)
+    assert relative(flattened(captured.gradients), flattened(loop.gradients)) < 1e-12
+
+
+@cuda
+@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_replayed_capture_gives_the_gradient_of_new_tasks_and_new_weights(name, net_name, flat):
+    case = NETS[net_name]
+    chosen, net = case.method(name), case.make()
+    params = parameters(chosen, net, classes=CLASSES)
+    reference = Engine(chosen, net, mode="loop")
+    moved = {n: v.detach() * 1.01 for n, v in params.items()}
+    on_gpu = {n: v.detach().cuda() for n, v in params.items()}
+    engine = Engine(chosen, case.make().cuda(), mode="captured", flat=flat)
+    engine(on_gpu, clusters(case.shape, seed=1).to("cuda"))
+    for n, value in on_gpu.items():
+        value.copy_(moved[n])
+    found = engine(on_gpu, clusters(case.shape).to("cuda"))
+    expected = reference(moved, clusters(case.shape))
+    assert relative(flattened(found.gradients).cpu(), flattened(expected.gradients)) < 1e-9
+
+
+@cuda
+def test_a_step_that_cannot_be_captured_runs_eagerly_with_one_log_line(caplog):
+    def loss(prediction, target):
+        return (prediction - target).square().mean() * (1.0 if float(torch.ones(1).cuda()) else 0.0)
+
+    x = torch.randn(3, 4, 2, device="cuda")
+    net = mlp(2, 2).cuda()
+    chosen = method("maml", loss=loss)
+    params = parameters(chosen, net)
+    engine = Engine(chosen, net)
+    with caplog.at_level(logging.WARNING, "metabridge"):
+        results = [engine(params, Episodes(x, x, x, x)) for _ in range(3)]
+    assert len(caplog.records) == 1
+    assert torch.isfinite(results[-1].loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("maml", lambda e: Episodes(e.support_x, e.support_y + 3, e.query_x, e.query_y), "A label is 5, but the head"),
+        ("maml", lambda e: e.to(dtype=torch.float32), "Inputs are torch.float32, but the parameters are torch.float64"),
+        ("mtl", lambda e: Episodes(e.support_x, e.support_y, e.query_x, e.query_y), "do not say which classes"),
+        (
+            "rfs",
+            lambda e: Episodes(e.support_x, e.support_y, e.query_x, e.query_y, e.classes + 4),
+            "but there are 6 head rows",
+        ),
+        (
+            "metaoptnet",
+            lambda e: Episodes(e.support_x, e.support_x[..., :3], e.query_x, e.query_x[..., :3]),
+            "needs class labels",
+        ),
+        (
+            "anil",
+            lambda e: Episodes(e.support_x, e.support_x[..., :2], e.query_x, e.query_x[..., :2]),
+            "Targets have 2 values each, but the head has 3 outputs",
+        ),
+    ],
+)
+def test_episodes_that_do_not_fit_are_refused_with_a_sentence(name, change, sentence):
+    net = smooth_mlp()
+    params = parameters(METHODS[name], net, classes=CLASSES)
+    with pytest.raises(InputError) as error:
+        meta_gradient(METHODS[name], net, params, change(clusters((4,))))
+    assert sentence in str(error.value)
+
+
+def test_missing_rows_unknown_modes_and_unfit_bodies_are_refused():
+    net, episodes = smooth_mlp(), clusters((4,))
+    with pytest.raises(InputError, match=r"Give classes=environment\.classes"):
+        parameters(method("mtl"), net)
+    with pytest.raises(InputError, match="mode is 'fast', but must be one of 'auto', 'loop'"):
+        Engine(method("maml"), net, mode="fast")
+    linear, partial = method("burer-monteiro"), method("maml", lr={"head": 0.1})
+    rows = parameters(linear, net, classes=CLASSES)
+    with pytest.raises(InputError, match="factorises a linear net with one weight matrix"):
+        meta_gradient(linear, net, rows, episodes)
+    with pytest.raises(InputError, match=r"none of them covers the parameter 'features\.1\.weight'"):
+        meta_gradient(partial, net, rows, episodes)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from metabridge import (
+    PRESETS,
+    GradientDescent,
+    InputError,
+    LogisticRegression,
+    Method,
+    Proximal,
+    Ridge,
+    SupportVectors,
+    method,
+)
+
+STEPS = GradientDescent()
+
+
+def test_the_fourteen_methods_are_there():
+    assert len(PRESETS) == 14
+    for name in PRESETS:
+        assert method(name) == PRESETS[name]
+
+
+def test_options_go_to_the_solver_or_to_the_method():
+    chosen = method("maml", steps=2, lr=0.3, split=False)
+    assert chosen.inner == GradientDescent(steps=2, lr=0.3)
+    assert not chosen.split
+    assert method("nal", steps=1).test == GradientDescent(steps=1, lr=0.01)
+    assert method("mtl", penalty=2.0).test == LogisticRegression(penalty=2.0, normalise=True)
+    assert method("metaoptnet", C=1.0).inner == SupportVectors(C=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: method("mamel"), "There is no method 'mamel'. The methods are maml, fo-maml, anil"),
+        (lambda: method("maml", rate=0.1), "maml has no option 'rate'. Its options are lr, rates, steps"),
+        (lambda: method("maml", steps=-1), "steps is -1"),
+        (lambda: method("maml", lr=0.0), "lr is 0.0, but must be a positive number"),
+        (lambda: method("maml", lr={"head": float("nan")}), "lr is nan"),
+        (lambda: method("maml", rates="all"), "rates is 'all'"),
+        (lambda: method("imaml", strength=-1.0), "strength is -1.0"),
+        (lambda: Method("body", STEPS), "adapts is 'body'"),
+        (lambda: Method("none", STEPS), "contradict each other"),
+        (lambda: Method("all", None, outer="plain"), "contradict each other"),
+        (lambda: Method("all", STEPS, outer="implicit"), "which GradientDescent does not admit"),
+        (lambda: Method("head", Ridge(), outer="implicit", head="solved"), "which Ridge does not admit"),
+        (lambda: Method("all", Ridge(), head="solved"), "Ridge solves a linear head, but adapts is 'all'"),
+        (lambda: Method("head", Ridge()), "a head is 'solved' exactly by Ridge and SupportVectors"),
+        (lambda: Method("head", STEPS, head="solved"), "a head is 'solved' exactly by"),
+        (lambda: Method("head", STEPS, head="task-rows"), "rows are trained jointly"),
+        (lambda: Method("none", None, outer="plain", head="frozen", test=STEPS), "nothing adapts it"),
+        (lambda: Method("head", Proximal(), outer="displacement"), "leaves what does not adapt untrained"),
+        (lambda: Method("none", None, outer="plain", head="task-rows", test=STEPS), "starts from a shared head"),
+        (lambda: Method("none", None, outer="plain"), "Say how to adapt at test time"),
+    ],
+)
+def test_a_combination_that_makes_no_sense_is_refused_with_a_sentence(make, sentence):
+    with pytest.raises(InputError) as error:
+        make()
+    assert sentence in str(error.value)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from metabridge import InputError
+from metabridge.models import DropBlock, Network, conv4, mlp, resnet12
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "dimension"),
+    [
+        (lambda: conv4(1, 28), (1, 28, 28), 32),
+        (lambda: conv4(3, 84, filters=64), (3, 84, 84), 1600),
+        (lambda: resnet12(3, 32), (3, 32, 32), 640),
+        (lambda: mlp(12, 5), (3, 2, 2), 40),
+    ],
+)
+def test_features_have_the_dimension_that_the_head_takes(net, shape, dimension):
+    net = net()
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    assert net.features(x).shape == (2, dimension)
+    assert net(x).shape == (2, 5)
+
+
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_state_alone():
+    before = torch.get_rng_state()
+    first, again, other = conv4(1, 28, seed=3), conv4(1, 28, seed=3), conv4(1, 28, seed=4)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first.features[0][0].weight, again.features[0][0].weight)
+    assert not torch.equal(first.features[0][0].weight, other.features[0][0].weight)
+
+
+def test_pooling_before_the_rectifier_changes_nothing():
+    net = conv4(1, 28)
+    x = torch.randn(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    swapped = x
+    for block in net.features[:4]:
+        swapped = block[2](block[3](block[1](block[0](swapped))))
+    assert torch.equal(net.features(x), swapped.flatten(1))
+
+
+def test_resnet12_has_the_published_number_of_weights():
+    """12.4 M in all with widths 64-160-320-640, as the literature counts the body."""
+    body = sum(value.numel() for value in resnet12(3, 84).features.parameters())
+    assert body == pytest.approx(12.42e6, rel=0.01)
+
+
+def test_drop_block_drops_squares_at_its_rate_and_keeps_the_mean():
+    torch.manual_seed(0)
+    block = DropBlock(0.2, 3)
+    out = block(torch.ones(200, 8, 12, 12))
+    assert float((out == 0).float().mean()) == pytest.approx(0.2, abs=0.03)
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
+    dropped = (out == 0).float()
+    whole = -nn.functional.max_pool2d(-dropped, 3, stride=1)  # where a whole square is dropped
+    covered = nn.functional.max_pool2d(nn.functional.pad(whole, [2] * 4), 3, stride=1)
+    assert torch.equal(covered, dropped)  # whatever is dropped lies in a whole square that is dropped
+    assert torch.equal(block.eval()(out), out)
+
+
+def test_any_module_can_serve_as_features():
+    features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net = Network.around(features, torch.randn(2, 3, 8, 8), outputs=7)
+    assert net(torch.randn(4, 3, 8, 8)).shape == (4, 7)
+    with pytest.raises(InputError, match=r"nn.Flatten\(\) or global pooling"):
+        Network.around(features[:3], torch.randn(2, 3, 8, 8), outputs=7)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: conv4(1, 8), "at least 16×16"),
+        (lambda: resnet12(3, 8), "at least 16×16"),
+        (lambda: mlp(4, 2, depth=0), "depth is 0"),
+        (lambda: mlp(4, 2, activation="gelu"), "activation is 'gelu'"),
+        (lambda: DropBlock(1.5, 3), "drop_rate is 1.5"),
+    ],
+)
+def test_impossible_networks_are_refused_with_the_way_out(make, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make()
