@@ -6,6 +6,7 @@ import torch
 from metabridge import Score, Sinusoid, evaluate, method, parameters
 from metabridge.models import mlp
 from metabridge.training import Model
+from metabridge.training.evaluate import score_tasks
 
 
 def test_the_interval_covers_the_truth_about_nineteen_times_in_twenty():
@@ -25,7 +26,7 @@ def test_the_same_seed_judges_every_model_on_the_same_tasks():
     assert not torch.equal(first.values, evaluate(model, Sinusoid(), tasks=20, seed=4).values)
 
 
-def test_the_score_of_a_batch_does_not_depend_on_how_it_is_cut():
+def test_every_task_is_scored_by_itself():
     chosen, net = method("anil"), mlp(1, 1)
     model = Model(chosen, net, parameters(chosen, net))
 
@@ -33,11 +34,13 @@ def test_the_score_of_a_batch_does_not_depend_on_how_it_is_cut():
         outputs = 1
 
         def __init__(self):
-            self.all, self.next = Sinusoid().sample(12, torch.Generator().manual_seed(0)), 0
+            self.all, self.next = Sinusoid().sample(40, torch.Generator().manual_seed(0)), 0
 
         def sample(self, tasks, generator):
             self.next += tasks
             return self.all[self.next - tasks : self.next]
 
-    whole, cut = evaluate(model, Fixed(), tasks=12, batch=12), evaluate(model, Fixed(), tasks=12, batch=5)
-    assert torch.allclose(whole.values, cut.values, rtol=1e-5)
+    scores = evaluate(model, Fixed(), tasks=40).values
+    for task in (0, 17, 39):  # of the first, second and third batch
+        alone = score_tasks(model.predict(Fixed().all[task]), Fixed().all[task])
+        assert float(scores[task]) == pytest.approx(float(alone), rel=1e-5)
