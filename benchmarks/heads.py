@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from sklearn import linear_model, neighbors, svm
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
+from metabridge.experiments.result import environment
 from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
 
 WAYS, SHOTS, QUERIES, FEATURES = 5, 5, 15, 640
@@ -156,17 +157,8 @@ def main() -> None:
     if looped < options.tasks:
         Console().print(f"scikit-learn ran over {looped} tasks; its seconds are scaled up to {options.tasks}.")
     if options.json:
-        device = (
-            torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-        )
-        environment = {
-            "device": device,
-            "threads": options.threads,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "scikit-learn": sklearn.__version__,
-        }
-        document = {"name": "heads", "environment": environment, "rows": rows}
+        here = asdict(environment(options.device)) | {"threads": options.threads, "scikit-learn": sklearn.__version__}
+        document = {"id": f"bench-heads-{options.device}", "environment": here, "rows": rows}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -110,6 +110,7 @@ CONTENDERS = {
     "cpu": {
         "metabridge": ours("workers"),
         "metabridge, memory-flat": ours("workers", flat=True),
+        "metabridge, one task at a time": ours("loop"),
         "higher": with_higher,
         "torchopt": with_torchopt,
     },

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import accumulate
 
 import pytest
 import torch
@@ -61,6 +62,29 @@ def test_without_a_gpu_a_captured_engine_runs_the_same_step_uncaptured():
     captured = Engine(METHODS["anil"], net, mode="captured")(params, episodes)
     loop = Engine(METHODS["anil"], net, mode="loop")(params, episodes)
     assert relative(flattened(captured.gradients), flattened(loop.gradients)) < 1e-12
+
+
+def peak_memory(chosen, net, episodes, flat) -> int:
+    """The most bytes that are allocated at any moment of a meta-gradient."""
+    params = parameters(chosen, net)
+    engine = Engine(chosen, net, mode="loop", flat=flat)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        engine(params, episodes)
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in changes))
+
+
+def test_memory_of_the_flat_mode_does_not_grow_with_the_steps():
+    case = NETS["conv4 with batch norm"]
+    net, episodes = case.make(), clusters(case.shape, tasks=1, shots=10)
+    peaks = {
+        (flat, steps): peak_memory(method("maml", steps=steps), net, episodes, flat)
+        for flat in (False, True)
+        for steps in (2, 20)
+    }
+    assert peaks[True, 20] < 1.3 * peaks[True, 2]
+    assert peaks[False, 20] > 5 * peaks[False, 2]
 
 
 @cuda

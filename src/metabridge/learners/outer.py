@@ -86,8 +86,7 @@ def _backward_over_steps(
     (slope, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
     start, extras, support_x = tree_map(torch.zeros_like, tuple(leaves[:3]))
     while iterates:
-        pull = vjp(step, iterates.pop(), leaves.start, leaves.extras, leaves.support_x)
-        slope, *more = pull(slope)
+        slope, *more = vjp(step, iterates.pop(), leaves.start, leaves.extras, leaves.support_x)(slope)
         start, extras, support_x = _add((start, extras, support_x), tuple(more))
     return Leaves(_add(start, slope), extras, support_x, query_x), loss
 

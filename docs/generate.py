@@ -1,0 +1,151 @@
+"""Put the numbers of results/*.json, and the taxonomy of the code, into README.md and docs/*.md.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; `python docs/generate.py` writes it anew,
+and the tests fail when what stands there is not what the results say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from metabridge.learners.method import PRESETS
+from metabridge.report.taxonomy import described
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def stored(name: str) -> dict[str, Any]:
+    """Read one result."""
+    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    """Lay out a table, its first column to the left and the others to the right."""
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine(result: dict[str, Any]) -> str:
+    """Say where a result was computed."""
+    return f"{result['environment']['device']}, torch {result['environment']['torch']}"
+
+
+def taxonomy() -> str:
+    """The methods as the code has them."""
+    rows = [[f"`{name}`", *described(method).values()] for name, method in PRESETS.items()]
+    table = markdown(["method", *described(PRESETS["maml"])], rows)
+    return table.replace("---:", "---")
+
+
+def glyphs(name: str) -> Callable[[], str]:
+    """Accuracies on the built-in data."""
+
+    def table() -> str:
+        result = stored(name)
+        kinds = ["test tasks", "untrained", "same alphabet", "different alphabets"]
+        values: dict[str, dict[str, str]] = {}
+        for row in result["rows"]:
+            method, _, kind = row["name"].partition(", ")
+            number = f"{row['ours']:.0f} s" if kind == "training" else f"{row['ours']:.1f} ± {row['ci95']:.1f}"
+            values.setdefault(method, {})[kind] = number
+        steps = {method: setting["iterations"] for method, setting in result["settings"]["methods"].items()}
+        rows = [
+            [f"`{method}`", *(found[kind] for kind in kinds), str(steps[method]), found["training"]]
+            for method, found in values.items()
+        ]
+        caption = f"{machine(result)}, seed {result['seed']}; {result['settings']['test_tasks']} test tasks."
+        return markdown(["method", *kinds, "iterations", "training"], rows) + f"\n\n{caption}"
+
+    return table
+
+
+def maml(*names: str) -> Callable[[], str]:
+    """Speed and memory beside the peers."""
+
+    def table() -> str:
+        blocks = []
+        for name in names:
+            result = stored(name)
+            rows = [
+                [
+                    row["name"],
+                    f"{row['size']} px",
+                    str(row["tasks"]),
+                    f"{row['milliseconds']:.0f} ms",
+                    f"{row['speed against the fastest peer']:.1f}×",
+                    f"{row['peak MiB']:.0f} MiB",
+                    f"{row['memory against the smallest peer']:.2f}×",
+                ]
+                for row in result["rows"]
+            ]
+            heads = ["", "images", "tasks", "a meta-step", "speed", "peak memory", "memory"]
+            blocks.append(f"{machine(result)}:\n\n" + markdown(heads, rows))
+        return "\n\n".join(blocks)
+
+    return table
+
+
+def heads(*names: str) -> Callable[[], str]:
+    """Test-time heads beside scikit-learn."""
+
+    def table() -> str:
+        blocks = []
+        for name in names:
+            result = stored(name)
+            rows = [
+                [
+                    row["name"],
+                    f"{1000 * row['seconds']:.0f} ms",
+                    f"{row['sklearn_seconds']:.1f} s",
+                    f"{row['ratio']:.0f}×",
+                    f"{100 * row['same_predictions']:.2f} %",
+                ]
+                for row in result["rows"]
+            ]
+            columns = ["head", "2000 tasks, ours", "scikit-learn's loop", "ratio", "same predictions"]
+            blocks.append(f"{machine(result)}:\n\n" + markdown(columns, rows))
+        return "\n\n".join(blocks)
+
+    return table
+
+
+def flat() -> str:
+    """Memory against inner steps."""
+    result = stored("bench-flat-cpu")
+    rows = [
+        [row["mode"], str(row["steps"]), f"{row['peak MiB']:.0f} MiB", f"{row['ratio']:.2f}×"] for row in result["rows"]
+    ]
+    return f"{machine(result)}:\n\n" + markdown(["mode", "inner steps", "peak memory", "against 2 steps"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "taxonomy": taxonomy,
+    "glyphs": glyphs("glyphs"),
+    "demo": glyphs("demo/glyphs"),
+    "maml": maml("bench-maml-cpu", "bench-maml-h200"),
+    "heads": heads("bench-heads-cpu", "bench-heads-h200"),
+    "flat": flat,
+}
+
+
+def filled(text: str) -> str:
+    """Return the page with every table written anew."""
+
+    def write(match: re.Match[str]) -> str:
+        return f"{match[1]}\n\n{TABLES[match[2]]()}\n\n<!-- end -->"
+
+    return re.sub(r"(<!-- table (\w+) -->).*?<!-- end -->", write, text, flags=re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

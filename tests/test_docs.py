@@ -1,0 +1,43 @@
+"""What README and docs say is what the code does and what the results hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generate)
+
+
+@pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
+def test_every_table_is_what_the_results_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert generate.filled(text) == text, "run `make docs`"
+
+
+def test_every_table_stands_on_some_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in generate.pages())
+    assert set(re.findall(r"<!-- table (\w+) -->", text)) == set(generate.TABLES)
+
+
+@pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in link:
+            assert (page.parent / link).exists(), link
+
+
+def test_the_examples_of_the_readme_run(glyphs, tmp_path, monkeypatch):
+    """Every Python block, in order, as a reader would type it, with the training cut short."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    code = re.sub(r"iterations=\d+", "iterations=2", "\n".join(blocks))
+    code = re.sub(r"tasks=\d+", "tasks=2", code)
+    exec(compile(code, "README.md", "exec"), {})
