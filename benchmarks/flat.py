@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import metabridge as mb
+from memory import added_peak
 from metabridge.experiments.result import environment
 
 STEPS = (2, 5, 10, 20)
@@ -33,10 +33,7 @@ def measure_here(steps: int, flat: bool) -> float:
     method, net = mb.method("maml", steps=steps), mb.models.conv4(3, 84)
     params = mb.parameters(method, net)
     engine = mb.Engine(method, net, mode="loop", flat=flat)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(3):
-        engine(params, mb.Episodes(x, y, x, y))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return added_peak(lambda: engine(params, mb.Episodes(x, y, x, y)))
 
 
 def peak_memory(steps: int, mode: str) -> float:

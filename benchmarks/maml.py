@@ -1,8 +1,8 @@
 """Second-order MAML beside its peers: one run, the same work, and ratios.
 
 The work is one meta-gradient of conv4 with 32 filters on 5-way 1-shot tasks with 15 queries a class
-and 5 inner steps. Contenders take turns within a process, so that a noisy machine is noisy for all;
-each one's peak memory is measured in a process of its own.
+and 5 inner steps. Contenders take turns, so that a noisy machine is noisy for all, on a CPU each in a
+process of its own.
 
     python benchmarks/maml.py --json results/bench-maml-cpu.json
     python benchmarks/maml.py --device cuda --json results/bench-maml-h200.json
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,14 +19,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metabridge as mb
+from memory import added_peak
 from metabridge.experiments.result import environment
 
 STEPS, LR = 5, 0.01
@@ -123,86 +125,81 @@ CONTENDERS = {
 }
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Time one call."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+class Measured(NamedTuple):
+    """The seconds of each meta-step, and the MiB that they add at their peak."""
+
+    seconds: list[float]
+    peak: float
 
 
-def peak_memory(name: str, size: int, tasks: int, device: str) -> float:
-    """Return the MiB that a meta-step adds at its peak, in a process of its own on a CPU."""
-    if device == "cuda":
-        batch = episodes(size, tasks, device)
-        work = CONTENDERS[device][name](batch, size)
-        torch.cuda.synchronize()
+def measure_here(name: str, size: int, tasks: int, device: str, rounds: int) -> Measured:
+    """Measure one contender in this process."""
+    batch = episodes(size, tasks, device)
+    work = CONTENDERS[device][name](batch, size)
+    if device == "cpu":
+        peak = added_peak(work)
+    else:
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
         work()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_reserved() - before) / 2**20
-    command = [sys.executable, __file__, "--measure", name, "--size", str(size), "--tasks", str(tasks)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        peak = (torch.cuda.max_memory_reserved() - before) / 2**20
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times = []
+    for _ in range(rounds):
+        wait()
+        started = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - started)
+    return Measured(times, peak)
 
 
-def measure_here(name: str, size: int, tasks: int) -> float:
-    """Return by how many MiB three meta-steps raise this process's peak."""
-    work = CONTENDERS["cpu"][name](episodes(size, tasks, "cpu"), size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(3):
-        work()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+def measure(name: str, size: int, tasks: int, device: str, rounds: int) -> Measured:
+    """Measure one contender, on a CPU in a process of its own: allocators remember what ran before."""
+    if device == "cuda":
+        return measure_here(name, size, tasks, device, rounds)
+    command = [sys.executable, __file__, "--measure", name, str(size), str(tasks), str(rounds)]
+    return Measured(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 
 
 def main() -> None:
     """Run all contenders at all sizes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[28, 84])
-    parser.add_argument("--task-counts", type=int, nargs="+", help="default: 4 on a CPU, 4 and 32 on a GPU")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cycles", type=int, default=3, help="how often the contenders take turns")
+    parser.add_argument("--rounds", type=int, default=5, help="meta-steps in a turn")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--tasks", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(measure_here(options.measure, options.size, options.tasks))
+        name, *numbers = options.measure
+        size, tasks, rounds = map(int, numbers)
+        print(json.dumps(measure_here(name, size, tasks, "cpu", rounds)._asdict()))
         return
     device = options.device
     rows = []
-    for size in options.sizes:
-        for tasks in options.task_counts or ([4] if device == "cpu" else [4, 32]):
-            batch = episodes(size, tasks, device)
-            works = {name: make(batch, size) for name, make in CONTENDERS[device].items()}
-            times: dict[str, list[float]] = {name: [] for name in works}
-            for work in works.values():
-                seconds(work, device)
-            for _ in range(options.rounds):
-                for name, work in works.items():
-                    times[name].append(seconds(work, device))
-            del works
-            median = {name: statistics.median(values) for name, values in times.items()}
-            memory = {name: peak_memory(name, size, tasks, device) for name in median}
-            peers = [name for name in median if not name.startswith("metabridge")]
-            fastest, smallest = min(median[name] for name in peers), min(memory[name] for name in peers)
-            for name in median:
-                rows.append(
-                    {
-                        "name": name,
-                        "size": size,
-                        "tasks": tasks,
-                        "milliseconds": round(1000 * median[name], 1),
-                        "speed against the fastest peer": round(fastest / median[name], 2),
-                        "peak MiB": round(memory[name], 1),
-                        "memory against the smallest peer": round(memory[name] / smallest, 2),
-                    }
-                )
+    for size, tasks in [(28, 4), (84, 4)] if device == "cpu" else [(28, 4), (28, 32), (84, 4), (84, 32)]:
+        turns: dict[str, list[Measured]] = {name: [] for name in CONTENDERS[device]}
+        for _ in track(range(options.cycles), f"{size} px, {tasks} tasks", transient=True):
+            for name, measured in turns.items():
+                measured.append(measure(name, size, tasks, device, options.rounds))
+        median = {name: statistics.median(t for turn in taken for t in turn.seconds) for name, taken in turns.items()}
+        memory = {name: statistics.median(turn.peak for turn in taken) for name, taken in turns.items()}
+        peers = [name for name in median if not name.startswith("metabridge")]
+        fastest, smallest = min(median[name] for name in peers), min(memory[name] for name in peers)
+        for name in median:
+            rows.append(
+                {
+                    "name": name,
+                    "size": size,
+                    "tasks": tasks,
+                    "milliseconds": round(1000 * median[name], 1),
+                    "speed against the fastest peer": round(fastest / median[name], 2),
+                    "peak MiB": round(memory[name], 1),
+                    "memory against the smallest peer": round(memory[name] / smallest, 2),
+                }
+            )
     table = Table(title=f"second-order MAML, conv4-32, 5-way 1-shot, {STEPS} steps, {device}")
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "name" else "right")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,10 @@ from metabridge.episodes import Episodes
 from metabridge.models.network import Network
 
 R = TypeVar("R")
+
+# PyTorch then asks for huge pages for large tensors: fewer page faults, for which threads would queue up in the
+# kernel. It looks once, at its first large allocation, so this stands here and not in a function.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def over_cores(function: Callable[[Network, Episodes], R], net: Network, episodes: Episodes) -> list[R]:
