@@ -30,8 +30,8 @@ def grad_and_value(function: Callable[[T], Tensor], argument: T) -> tuple[T, Ten
     """
     if transforming():
         return torch.func.grad_and_value(function)(argument)
-    gradient, value = _pull(function, (argument,), keep=False)
-    return gradient(torch.ones_like(value))[0], value
+    pull, value = _pull(function, (argument,), keep=False)
+    return pull(None)[0], value
 
 
 def grad(function: Callable[[T], Tensor], argument: T) -> T:
@@ -50,6 +50,14 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> Callable[[Any], Any]:
     return _pull(function, arguments, keep=True)[0]
 
 
+def paired(values: list[Tensor], cotangents: list[Tensor]) -> Tensor:
+    """⟨values, cotangents⟩, whose gradient is the pull-back of the cotangents.
+
+    Handed to `torch.autograd.grad` as they are, cotangents make it import a symbolic algebra system.
+    """
+    return torch.stack([(value * cotangent).sum() for value, cotangent in zip(values, cotangents)]).sum()
+
+
 def _pull(function: Callable[..., Any], arguments: tuple[Any, ...], keep: bool) -> tuple[Callable[[Any], Any], Any]:
     leaves, spec = tree_flatten(arguments)
     # An argument that needs a gradient already belongs to a derivative further out: keep what it is made of.
@@ -63,13 +71,9 @@ def _pull(function: Callable[..., Any], arguments: tuple[Any, ...], keep: bool) 
 
     def pull(cotangent: Any) -> Any:
         with torch.enable_grad():
+            scalar = value if cotangent is None else paired(tree_flatten(value)[0], tree_flatten(cotangent)[0])
             slopes = torch.autograd.grad(
-                tree_flatten(value)[0],
-                inputs,
-                tree_flatten(cotangent)[0],
-                create_graph=nested,
-                retain_graph=keep or nested,
-                materialize_grads=True,
+                scalar, inputs, create_graph=nested, retain_graph=keep or nested, materialize_grads=True
             )
         return tree_unflatten(slopes, spec)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from metabridge.autodiff import paired
 from metabridge.episodes import Episodes
 from metabridge.learners.method import Method
 from metabridge.learners.outer import Leaves, Task, task_gradient
@@ -80,7 +81,9 @@ def _through_features(
             outputs.append(value)
             cotangents.append(slopes.start[name])
     body = [name for name in names if name not in own]
-    pulled = torch.autograd.grad(outputs, [weights[name] for name in body], cotangents, materialize_grads=True)
+    with torch.enable_grad():
+        product = paired(outputs, cotangents)
+    pulled = torch.autograd.grad(product, [weights[name] for name in body], materialize_grads=True)
     gradients = dict(zip(body, pulled)) | {name: value.sum(0) for name, value in slopes.extras.items()}
     return loss.sum(), {name: gradients[name] for name in names}
 
