@@ -63,72 +63,62 @@ def glyphs(name: str) -> Callable[[], str]:
     return table
 
 
-def maml(*names: str) -> Callable[[], str]:
+def by_machine(names: list[str], heads: list[str], cells: Callable[[dict[str, Any]], list[str]]) -> Callable[[], str]:
+    """A table for every result, under the machine that it was measured on."""
+
+    def tables() -> str:
+        results = [stored(name) for name in names]
+        return "\n\n".join(
+            f"{machine(result)}:\n\n" + markdown(heads, [cells(row) for row in result["rows"]]) for result in results
+        )
+
+    return tables
+
+
+def contender(row: dict[str, Any]) -> list[str]:
     """Speed and memory beside the peers."""
-
-    def table() -> str:
-        blocks = []
-        for name in names:
-            result = stored(name)
-            rows = [
-                [
-                    row["name"],
-                    f"{row['size']} px",
-                    str(row["tasks"]),
-                    f"{row['milliseconds']:.0f} ms",
-                    f"{row['speed against the fastest peer']:.1f}×",
-                    f"{row['peak MiB']:.0f} MiB",
-                    f"{row['memory against the smallest peer']:.2f}×",
-                ]
-                for row in result["rows"]
-            ]
-            heads = ["", "images", "tasks", "a meta-step", "speed", "peak memory", "memory"]
-            blocks.append(f"{machine(result)}:\n\n" + markdown(heads, rows))
-        return "\n\n".join(blocks)
-
-    return table
-
-
-def heads(*names: str) -> Callable[[], str]:
-    """Test-time heads beside scikit-learn."""
-
-    def table() -> str:
-        blocks = []
-        for name in names:
-            result = stored(name)
-            rows = [
-                [
-                    row["name"],
-                    f"{1000 * row['seconds']:.0f} ms",
-                    f"{row['sklearn_seconds']:.1f} s",
-                    f"{row['ratio']:.0f}×",
-                    f"{100 * row['same_predictions']:.2f} %",
-                ]
-                for row in result["rows"]
-            ]
-            columns = ["head", "2000 tasks, ours", "scikit-learn's loop", "ratio", "same predictions"]
-            blocks.append(f"{machine(result)}:\n\n" + markdown(columns, rows))
-        return "\n\n".join(blocks)
-
-    return table
-
-
-def flat() -> str:
-    """Memory against inner steps."""
-    result = stored("bench-flat-cpu")
-    rows = [
-        [row["mode"], str(row["steps"]), f"{row['peak MiB']:.0f} MiB", f"{row['ratio']:.2f}×"] for row in result["rows"]
+    return [
+        row["name"],
+        f"{row['size']} px",
+        str(row["tasks"]),
+        f"{row['milliseconds']:.0f} ms",
+        f"{row['speed against the fastest peer']:.2f}×",
+        f"{row['peak MiB']:.0f} MiB",
+        f"{row['memory against the smallest peer']:.2f}×",
     ]
-    return f"{machine(result)}:\n\n" + markdown(["mode", "inner steps", "peak memory", "against 2 steps"], rows)
+
+
+def head(row: dict[str, Any]) -> list[str]:
+    """A test-time head beside scikit-learn's."""
+    return [
+        row["name"],
+        f"{1000 * row['seconds']:.0f} ms",
+        f"{row['sklearn_seconds']:.1f} s",
+        f"{row['ratio']:.0f}×",
+        f"{100 * row['same_predictions']:.2f} %",
+    ]
+
+
+def steps(row: dict[str, Any]) -> list[str]:
+    """Memory against inner steps."""
+    return [row["mode"], str(row["steps"]), f"{row['peak MiB']:.0f} MiB", f"{row['ratio']:.2f}×"]
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "taxonomy": taxonomy,
     "glyphs": glyphs("glyphs"),
     "demo": glyphs("demo/glyphs"),
-    "maml": maml("bench-maml-cpu", "bench-maml-h200"),
-    "heads": heads("bench-heads-cpu", "bench-heads-h200"),
-    "flat": flat,
+    "maml": by_machine(
+        ["bench-maml-cpu", "bench-maml-h200"],
+        ["", "images", "tasks", "a meta-step", "speed", "peak memory", "memory"],
+        contender,
+    ),
+    "heads": by_machine(
+        ["bench-heads-cpu", "bench-heads-h200"],
+        ["head", "2000 tasks, ours", "scikit-learn's loop", "ratio", "same predictions"],
+        head,
+    ),
+    "flat": by_machine(["bench-flat-cpu"], ["mode", "inner steps", "peak memory", "against 2 steps"], steps),
 }
 
 

@@ -1,8 +1,8 @@
 """Derivatives of functions of parameter trees, at any depth of nesting.
 
 Under a `torch.func` transform such as `vmap` these are `torch.func`'s own. Elsewhere they are built
-on `torch.autograd`, which gives the same numbers without the wrappers: on a CPU a second-order step
-of a small net then takes half the time.
+on `torch.autograd`, which gives the same numbers without the wrappers, whose cost a second-order step
+of a small net on a CPU feels.
 """
 
 from __future__ import annotations

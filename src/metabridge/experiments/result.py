@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: its numbers beside the published ones, and how they were made (SPEC §7)."""
+"""What an experiment leaves behind: its numbers beside the published ones, and how they were made."""
 
 from __future__ import annotations
 

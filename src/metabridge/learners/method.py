@@ -1,4 +1,4 @@
-"""The taxonomy: every learner is what it adapts × how × how the outer gradient sees it (SPEC §1).
+"""The taxonomy: every learner is what it adapts × how × how the outer gradient sees it.
 
 A method is data. The table of the papers is the table `PRESETS` below.
 """

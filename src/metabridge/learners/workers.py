@@ -55,7 +55,7 @@ def _keep_freed_memory() -> None:
     """Let glibc reuse freed blocks of up to 32 MiB instead of handing each back to the system.
 
     Otherwise every activation is mapped and zeroed anew, and threads wait for each other while the
-    system does it: a meta-step of a small net takes a sixth longer.
+    system does it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -64,7 +64,7 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     prefix = "features."
     body = {name[len(prefix) :]: value for name, value in params.items() if name.startswith(prefix)}
     if x.ndim == 4 and x.device.type == "cpu" and not transforming():
-        x = x.to(memory_format=torch.channels_last)  # halves the time of a convolutional net on a CPU
+        x = x.to(memory_format=torch.channels_last)  # PyTorch's convolutions and poolings are faster so on a CPU
     if dtype is None or dtype == x.dtype:
         return functional_call(net.features, body, (x,))  # type: ignore[no-any-return]
     low = {name: value.to(dtype) for name, value in body.items()}
