@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +47,13 @@ class Episodes:
             start = 2 if name == "x" or support.is_floating_point() else None
             if support.dtype != query.dtype or (start and support.shape[start:] != query.shape[start:]):
                 raise InputError(
-                    f"support_{name} is {_describe(support)}, but query_{name} is {_describe(query)}. "
+                    f"support_{name} is {describe(support)}, but query_{name} is {describe(query)}. "
                     "Both sets of a task must hold the same kind of points."
                 )
         rows = self.classes
         if rows is not None and (rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != tasks):
             raise InputError(
-                f"classes is {_describe(rows)}, but must be int64 of shape ({tasks}, outputs): "
+                f"classes is {describe(rows)}, but must be int64 of shape ({tasks}, outputs): "
                 "for every task the persistent head row of each output."
             )
 
@@ -112,16 +112,16 @@ class Episodes:
 
 def _check_set(name: str, x: Tensor, y: Tensor) -> None:
     if not x.is_floating_point():
-        raise InputError(f"{name}_x is {_describe(x)}, but inputs must be floating point. Convert with .float().")
+        raise InputError(f"{name}_x is {describe(x)}, but inputs must be floating point. Convert with .float().")
     if x.ndim < 3:
         raise InputError(
-            f"{name}_x is {_describe(x)}, but needs the axes (tasks, points, features...). "
+            f"{name}_x is {describe(x)}, but needs the axes (tasks, points, features...). "
             f"For a single task use {name}_x[None]; for scalar inputs use {name}_x[..., None]."
         )
     wanted = 3 if y.is_floating_point() else 2
     if y.ndim != wanted or (wanted == 2 and y.dtype != torch.int64):
         raise InputError(
-            f"{name}_y is {_describe(y)}, but targets are either int64 labels of shape (tasks, points) "
+            f"{name}_y is {describe(y)}, but targets are either int64 labels of shape (tasks, points) "
             "or floating-point values of shape (tasks, points, outputs)."
         )
     if x.shape[:2] != y.shape[:2]:
@@ -131,7 +131,3 @@ def _check_set(name: str, x: Tensor, y: Tensor) -> None:
         )
     if x.shape[1] == 0:
         raise InputError(f"{name}_x has no points. Every task needs at least one {name} point.")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

@@ -1,4 +1,12 @@
-"""The one error that is the user's to mend."""
+"""The one error that is the user's to mend, and how it speaks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class InputError(ValueError):
@@ -10,3 +18,19 @@ class InputError(ValueError):
     Traceback (most recent call last):
     metabridge.errors.InputError: ways is 7, but only 5 classes are there. Use ways=5 or fewer.
     """
+
+
+def check_positive(name: str, value: float) -> None:
+    """Refuse a setting that is not a positive, finite number.
+
+    >>> check_positive("lr", 0.0)
+    Traceback (most recent call last):
+    metabridge.errors.InputError: lr is 0.0, but must be a positive number.
+    """
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{name} is {value}, but must be a positive number.")
+
+
+def describe(tensor: Tensor) -> str:
+    """Say a tensor's dtype and shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

@@ -209,7 +209,7 @@ def test_unusable_input_is_named(head):
 
 def test_settings_out_of_range_are_named():
     for make in (lambda: LogisticRegression(0.0), lambda: SVM(-1.0), lambda: Ridge(float("nan"))):
-        with pytest.raises(InputError, match="must be positive"):
+        with pytest.raises(InputError, match="must be a positive number"):
             make()
     with pytest.raises(InputError, match="squared-hinge"):
         SVM(loss="huber")

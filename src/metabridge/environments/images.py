@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError
+from metabridge.errors import InputError, describe
 
 Superclass = Literal["any", "same", "different"]
 
@@ -47,7 +47,7 @@ class LabelledImages:
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             raise InputError(
-                f"images is {_describe(self.images)}, but must be uint8 of shape (n, channels, height, width)."
+                f"images is {describe(self.images)}, but must be uint8 of shape (n, channels, height, width)."
             )
         classes = len(self.class_names)
         _check_indices("labels", self.labels, len(self.images), classes)
@@ -222,16 +222,12 @@ def _draw(allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def _check_indices(name: str, indices: Tensor, length: int | None, bound: int) -> None:
     shape = "(any number,)" if length is None else f"({length},)"
     if indices.dtype != torch.int64 or indices.ndim != 1 or (length is not None and len(indices) != length):
-        raise InputError(f"{name} is {_describe(indices)}, but must be int64 of shape {shape}.")
+        raise InputError(f"{name} is {describe(indices)}, but must be int64 of shape {shape}.")
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < bound:
         raise InputError(
             f"{name} holds indices from {int(indices.min())} to {int(indices.max())}, "
             f"but there are {bound} names to point to. Use indices from 0 to {bound - 1}."
         )
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _count(number: int, singular: str, plural: str | None = None) -> str:

@@ -179,4 +179,6 @@ def meta_gradient(
     method: Method, net: Network, params: Params, episodes: Episodes, *, mode: Mode = "auto", flat: bool = False
 ) -> MetaGradient:
     """Return the mean outer loss of the tasks and its gradient, once; see `Engine` for batch after batch."""
-    return Engine(method, net, mode="vectorised" if mode == "captured" else mode, flat=flat)(params, episodes)
+    if episodes.device.type == "cuda" and mode in ("auto", "captured"):
+        mode = "vectorised"  # a capture pays from its second batch on
+    return Engine(method, net, mode=mode, flat=flat)(params, episodes)

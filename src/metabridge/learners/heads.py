@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot, pad
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_positive, describe
 from metabridge.learners import newton, qp
 from metabridge.learners.ridge import ridge_weight
 
@@ -88,7 +88,7 @@ class LogisticRegression:
     normalise: bool = True
 
     def __post_init__(self) -> None:
-        _check_positive("penalty", self.penalty)
+        check_positive("penalty", self.penalty)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
@@ -124,7 +124,7 @@ class SVM:
     normalise: bool = True
 
     def __post_init__(self) -> None:
-        _check_positive("C", self.C)
+        check_positive("C", self.C)
         if self.loss not in ("squared-hinge", "hinge"):
             raise InputError(f'loss is {self.loss!r}, but must be "squared-hinge" or "hinge".')
 
@@ -162,7 +162,7 @@ class Ridge:
     normalise: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("penalty", self.penalty)
+        check_positive("penalty", self.penalty)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
@@ -237,13 +237,13 @@ def _tasks(features: Tensor, labels: Tensor, outputs: int, normalise: bool) -> t
     """Check what a head is given; return it with a single task axis, the features normalised if asked."""
     if not features.is_floating_point() or features.ndim < 3:
         raise InputError(
-            f"features is {_describe(features)}, but must be floating point of shape (tasks, points, features). "
+            f"features is {describe(features)}, but must be floating point of shape (tasks, points, features). "
             "For a single task use features[None]."
         )
     shape = features.shape[:-1] + ((outputs,) if labels.is_floating_point() else ())
     if labels.shape != shape or not (labels.is_floating_point() or labels.dtype == torch.int64):
         raise InputError(
-            f"labels is {_describe(labels)}, but for features of shape {tuple(features.shape)} and {outputs} outputs "
+            f"labels is {describe(labels)}, but for features of shape {tuple(features.shape)} and {outputs} outputs "
             f"must be int64 of shape {tuple(features.shape[:-1])}."
         )
     for name, tensor in (("features", features), ("labels", labels)):
@@ -270,18 +270,9 @@ def _check_classes(labels: Tensor, outputs: int) -> None:
 def _check_queries(features: Tensor, weight: Tensor) -> None:
     if features.shape[:-2] != weight.shape[:-2] or features.shape[-1] != weight.shape[-1]:
         raise InputError(
-            f"features is {_describe(features)}, but the head was fitted to tasks of shape {tuple(weight.shape[:-2])} "
+            f"features is {describe(features)}, but the head was fitted to tasks of shape {tuple(weight.shape[:-2])} "
             f"and {weight.shape[-1]} features."
         )
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise InputError(f"{name} is {value}, but must be positive and finite.")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _reshape(features: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

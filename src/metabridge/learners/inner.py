@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.autodiff import grad
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_positive
 from metabridge.learners.qp import crammer_singer
 from metabridge.learners.ridge import ridge_weight
 from metabridge.models.network import Params
@@ -70,7 +70,7 @@ class GradientDescent:
     def __post_init__(self) -> None:
         _check_steps(self.steps)
         for value in self.lr.values() if isinstance(self.lr, Mapping) else [self.lr]:
-            _check_positive("lr", value)
+            check_positive("lr", value)
         if self.rates not in ("fixed", "per-tensor", "per-element"):
             raise InputError(f"rates is {self.rates!r}, but must be 'fixed', 'per-tensor' or 'per-element'.")
 
@@ -128,8 +128,8 @@ class Proximal:
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
-        _check_positive("strength", self.strength)
-        _check_positive("lr", self.lr)
+        check_positive("strength", self.strength)
+        check_positive("lr", self.lr)
         if self.cg_steps < 1:
             raise InputError(f"cg_steps is {self.cg_steps}, but must be at least 1.")
 
@@ -167,8 +167,8 @@ class Ridge:
     scale: float = 5.0
 
     def __post_init__(self) -> None:
-        _check_positive("penalty", self.penalty)
-        _check_positive("scale", self.scale)
+        check_positive("penalty", self.penalty)
+        check_positive("scale", self.scale)
 
     def extras(self, moving: Params) -> Params:
         """Return the initial penalty and scale."""
@@ -203,8 +203,8 @@ class SupportVectors:
     scale: float = 7.0
 
     def __post_init__(self) -> None:
-        _check_positive("C", self.C)
-        _check_positive("scale", self.scale)
+        check_positive("C", self.C)
+        check_positive("scale", self.scale)
 
     def extras(self, moving: Params) -> Params:
         """Return the initial scale."""
@@ -233,8 +233,3 @@ def _slope(problem: Problem, params: Params, exact: bool) -> Params:
 def _check_steps(steps: int) -> None:
     if not isinstance(steps, int) or steps < 0:
         raise InputError(f"steps is {steps!r}, but must be a whole number, 0 or more.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(f"{name} is {value}, but must be a positive number.")
