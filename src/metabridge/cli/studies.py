@@ -1,35 +1,20 @@
-"""The command line: parses, calls, prints. What is heavy is imported by the command that needs it."""
+"""Commands that compare: the demo, the experiments and the list of methods."""
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from metabridge.errors import InputError
+from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
 
 if TYPE_CHECKING:
     from metabridge.experiments.glyphs import Trial
     from metabridge.experiments.result import Result
-
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-
-# Typer shows one of the usage errors; this is the class they all come from.
-UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
-INTERRUPTED = 130
-
-
-class Device(StrEnum):
-    """Where to compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Scale(StrEnum):
@@ -37,26 +22,6 @@ class Scale(StrEnum):
 
     quick = "quick"
     paper = "paper"
-
-
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes a GPU if there is one.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same result on the same machine.")]
-
-
-@app.callback(invoke_without_command=True)
-def metabridge(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
-) -> None:
-    """Learn from few examples: gradient-based meta-learning and multi-task learning, side by side.
-
-    Start with **metabridge demo**, which needs no data and a few minutes.
-    """
-    if version:
-        from metabridge import __version__
-
-        print(f"metabridge {__version__}")
-    elif context.invoked_subcommand is None:
-        print(context.get_help())
 
 
 @app.command()
@@ -78,7 +43,7 @@ def demo(
     from metabridge.report.files import make_folder
 
     make_folder(out)
-    outcome = glyphs.run("quick", _device(device), seed)
+    outcome = glyphs.run("quick", device_name(device), seed)
     _print_trials(outcome.trials)
     outcome.result.write(out)
     print(f"The page is {page.write(outcome, out)}")
@@ -104,7 +69,7 @@ def reproduce(
 
     chosen = experiment(name)
     make_folder(out)
-    outcome = chosen.run(scale.value, _device(device), seed)
+    outcome = chosen.run(scale.value, device_name(device), seed)
     _print_rows(outcome.result)
     print(f"The numbers are in {outcome.result.write(out)}")
     picture = out / f"{name}.png"
@@ -134,38 +99,6 @@ def methods() -> None:
     for name, columns in lines.items():
         table.add_row(name, *columns.values())
     Console().print(table)
-
-
-def main() -> None:
-    """Run the command line; what the user can mend ends in one sentence and the status 2."""
-    try:
-        status = app(prog_name="metabridge", standalone_mode=False)
-    except InputError as error:
-        _end(str(error), 2)
-    except UsageError as error:
-        _end(error.format_message(), 2)
-    except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
-    if status == INTERRUPTED:
-        _end("interrupted.", INTERRUPTED)
-    sys.exit(status)
-
-
-def _end(message: str, status: int) -> NoReturn:
-    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    command = next((word for word in sys.argv[1:] if word in known), None)
-    print(f"metabridge {command}: {message}" if command else f"metabridge: {message}", file=sys.stderr)
-    sys.exit(status)
-
-
-def _device(device: Device) -> str:
-    import torch
-
-    if device is Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise InputError("device is cuda, but PyTorch finds no GPU here. Use --device cpu.")
-    return device.value
 
 
 def _print_trials(trials: tuple[Trial, ...]) -> None:

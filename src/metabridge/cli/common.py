@@ -1,0 +1,51 @@
+"""What every command shares: the application, its common options, and how they are read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from metabridge.errors import InputError
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+class Device(StrEnum):
+    """Where to compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes a GPU if there is one.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same result on the same machine.")]
+
+
+def device_name(device: Device) -> str:
+    """Return the device that was asked for, if it is there."""
+    import torch
+
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise InputError("device is cuda, but PyTorch finds no GPU here. Use --device cpu.")
+    return device.value
+
+
+@app.callback(invoke_without_command=True)
+def metabridge(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Learn from few examples: gradient-based meta-learning and multi-task learning, side by side.
+
+    Start with **metabridge demo**, which needs no data and a few minutes.
+    """
+    if version:
+        from metabridge import __version__
+
+        print(f"metabridge {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
