@@ -1,7 +1,9 @@
 """metabridge: few-shot learning with gradient-based meta-learning and multi-task learning."""
 
+from typing import TYPE_CHECKING
+
 from metabridge import models
-from metabridge.environments import ImageTasks, LabelledImages, Quadratic, Sinusoid, datasets
+from metabridge.environments import ImageBatches, ImageTasks, LabelledImages, Quadratic, Sinusoid, datasets
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners import (
@@ -25,7 +27,10 @@ from metabridge.learners import (
     predict,
     task_loss,
 )
-from metabridge.training import Model, Run, Score, evaluate, fit
+from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, evaluate, fit, load
+
+if TYPE_CHECKING:
+    from metabridge.use import FewShotClassifier
 
 __version__ = "0.1.0"
 
@@ -33,9 +38,14 @@ __all__ = [
     "PRESETS",
     "SVM",
     "Adapted",
+    "Augment",
+    "Constant",
+    "Cosine",
     "Engine",
     "Episodes",
+    "FewShotClassifier",
     "GradientDescent",
+    "ImageBatches",
     "ImageTasks",
     "InputError",
     "LabelledImages",
@@ -44,6 +54,7 @@ __all__ = [
     "Method",
     "Model",
     "NearestCentroid",
+    "Plateau",
     "Proximal",
     "Quadratic",
     "Ridge",
@@ -51,11 +62,13 @@ __all__ = [
     "Run",
     "Score",
     "Sinusoid",
+    "Step",
     "SupportVectors",
     "adapt",
     "datasets",
     "evaluate",
     "fit",
+    "load",
     "meta_gradient",
     "method",
     "models",
@@ -63,3 +76,11 @@ __all__ = [
     "predict",
     "task_loss",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "FewShotClassifier":  # scikit-learn takes a while to import, and training does without
+        from metabridge.use import FewShotClassifier
+
+        return FewShotClassifier
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

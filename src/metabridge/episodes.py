@@ -104,6 +104,11 @@ class Episodes:
         sets = (self.support_x, self.support_y) + ((self.query_x, self.query_y) if self.is_split else ())
         return sets if self.classes is None else (*sets, self.classes)
 
+    def map_inputs(self, function: Callable[[Tensor], Tensor]) -> Episodes:
+        """Return the same tasks with other inputs, those of all tasks (tasks, points, ...) changed at once."""
+        x = function(self.support_x)
+        return replace(self, support_x=x, query_x=function(self.query_x) if self.is_split else x)
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
         x, y = function(self.support_x), function(self.support_y)
         query = (function(self.query_x), function(self.query_y)) if self.is_split else (x, y)

@@ -58,6 +58,9 @@ KINDS = {
 TWO_WAYS = gaussian_tasks(25, [3, 5], 12)
 kinds = pytest.mark.parametrize("tasks", KINDS.values(), ids=KINDS.keys())
 
+HEADS = [LogisticRegression(0.1), SVM(), SVM(loss="hinge"), Ridge(normalise=True), NearestCentroid(normalise=True)]
+every_head = pytest.mark.parametrize("head", HEADS, ids=repr)
+
 
 def sklearn_decisions(estimator: object, tasks: Tasks, method: str = "decision_function") -> Tensor:
     return torch.stack(
@@ -141,6 +144,25 @@ def test_ridge_head_has_scikit_learns_predictions(tasks, penalty):
     torch.testing.assert_close(head.scores(tasks.query), 3 * theirs)
 
 
+@pytest.mark.parametrize("penalty", [1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_float32_ridge_head_keeps_small_penalties_and_large_means(penalty, offset):
+    tasks = KINDS["5-way 5-shot, wide"]
+    x, query = tasks.x + offset, (16 * (tasks.query + offset)).round() / 16
+    exact = Ridge(penalty).fit(x, tasks.y, tasks.ways).scores(query)
+    single = Ridge(penalty).fit(x.float(), tasks.y, tasks.ways).scores(query.float())
+    torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@every_head
+def test_heads_of_many_tasks_are_those_of_each_task_alone(head):
+    tasks = gaussian_tasks(200, [5, 3, 4], 300)
+    together = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
+    for few in (slice(0, 3), slice(99, 102), slice(197, 200)):
+        alone = head.fit(tasks.x[few], tasks.y[few], tasks.ways).scores(tasks.query[few])
+        torch.testing.assert_close(alone, together[few])
+
+
 @kinds
 def test_centroid_head_predicts_the_nearest_class_mean(tasks):
     head = NearestCentroid().fit(tasks.x, tasks.y, tasks.ways)
@@ -149,10 +171,6 @@ def test_centroid_head_predicts_the_nearest_class_mean(tasks):
     distance = (tasks.query[..., None, :] - head.weight[..., None, :, :]).square().sum(-1)
     constant = head.scores(tasks.query) + distance / 2
     torch.testing.assert_close(constant, constant[..., :1].expand_as(constant))
-
-
-HEADS = [LogisticRegression(0.1), SVM(), SVM(loss="hinge"), Ridge(normalise=True), NearestCentroid(normalise=True)]
-every_head = pytest.mark.parametrize("head", HEADS, ids=repr)
 
 
 @every_head

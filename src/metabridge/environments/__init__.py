@@ -2,6 +2,6 @@
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.functions import Quadratic, Sinusoid
-from metabridge.environments.images import ImageTasks, LabelledImages
+from metabridge.environments.images import ImageBatches, ImageTasks, LabelledImages
 
-__all__ = ["Environment", "ImageTasks", "LabelledImages", "Quadratic", "Sinusoid"]
+__all__ = ["Environment", "ImageBatches", "ImageTasks", "LabelledImages", "Quadratic", "Sinusoid"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class LabelledImages:
     superclasses: Tensor
     superclass_names: tuple[str, ...]
     splits: dict[str, Tensor]
+    source: dict[str, object] | None = None  # what `datasets.load` was given, so that a saved run can find them
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
@@ -70,6 +71,14 @@ class LabelledImages:
     ) -> ImageTasks:
         """Return the environment of tasks over the classes of one split."""
         return ImageTasks(self, split, ways=ways, shots=shots, queries=queries, superclass=superclass)
+
+    def batches(self, split: str, *, size: int = 64) -> ImageBatches:
+        """Return the environment of plain batches over all classes of one split."""
+        return ImageBatches(self, split, size=size)
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """Return the images at the indices `rows`, of any shape, with values from 0 to 1."""
+        return self.images[send(rows, self.images.device)].float() / 255
 
     def to(self, device: torch.device | str) -> LabelledImages:
         """Put the images on a device; labels and splits stay on the CPU, where tasks are drawn."""
@@ -128,15 +137,22 @@ class ImageTasks:
         """Names of the split's classes, in the order that `Episodes.classes` counts them."""
         return tuple(self.data.class_names[index] for index in self.data.splits[self.split].tolist())
 
+    @property
+    def rows(self) -> Tensor:
+        """Indices of the split's images, int64."""
+        return self._rows[self._filled]
+
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator; a task's points are ordered class by class."""
+        return self.draw(tasks, generator).episodes(self.data.look_up)
+
+    def draw(self, tasks: int, generator: torch.Generator) -> Drawn:
+        """Draw tasks as `sample` does, but say only which images they are made of."""
         require_positive("tasks", tasks)
         classes = self._draw_classes(tasks, generator)
         places = _draw(self._filled[classes], self.shots + self.queries, generator)
         rows = self._rows[classes].gather(-1, places)
-        support_x, support_y = self._look_up(rows[..., : self.shots])
-        query_x, query_y = self._look_up(rows[..., self.shots :])
-        return Episodes(support_x, support_y, query_x, query_y, classes.to(support_x.device))
+        return Drawn(classes, rows[..., : self.shots], rows[..., self.shots :])
 
     def _draw_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
         """Indices within the split, (tasks, ways), in random order."""
@@ -149,13 +165,6 @@ class ImageTasks:
             return _draw(members[chosen], self.ways, generator)
         chosen = _draw(torch.ones(tasks, len(members), dtype=torch.bool), self.ways, generator)
         return _draw(members[chosen], 1, generator).squeeze(-1)
-
-    def _look_up(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Images and labels of the rows (tasks, ways, points)."""
-        tasks, ways, points = rows.shape
-        images = self.data.images
-        labels = torch.arange(ways, device=images.device).repeat_interleave(points).repeat(tasks, 1)
-        return images[rows.flatten(1).to(images.device)].float() / 255, labels
 
     @cached_property
     def _table(self) -> tuple[Tensor, Tensor]:
@@ -208,6 +217,76 @@ class ImageTasks:
                 f"{_count(self.shots, 'shot')} + {_count(self.queries, 'query', 'queries')} need {needed}. "
                 f"{way_out}, or leave out classes with fewer than {needed} images."
             )
+
+
+class Drawn(NamedTuple):
+    """Tasks as indices: the classes of each, counted within the split, and the images of each class."""
+
+    classes: Tensor  # (tasks, ways)
+    support: Tensor  # (tasks, ways, shots)
+    query: Tensor  # (tasks, ways, queries)
+
+    def episodes(self, look_up: Callable[[Tensor], Tensor]) -> Episodes:
+        """Return the tasks with what `look_up` finds at the images' indices, (tasks, points, ...)."""
+        sets = [look_up(rows.flatten(1)) for rows in (self.support, self.query)]
+        device = sets[0].device
+        ways = torch.arange(self.classes.shape[1], device=device)
+        labels = [ways.repeat_interleave(rows.shape[-1]).repeat(len(rows), 1) for rows in (self.support, self.query)]
+        return Episodes(sets[0], labels[0], sets[1], labels[1], send(self.classes, device))
+
+
+@dataclass(frozen=True, eq=False)
+class ImageBatches:
+    """Batches of `size` images out of a whole split, for training one classifier over all of its classes.
+
+    Each batch is a task of one set whose ways are all the classes.
+
+    >>> from metabridge.environments.datasets import load
+    >>> batches = load("glyphs").batches("train", size=64)
+    >>> batches.sample(1, torch.Generator().manual_seed(0)).support_x.shape
+    torch.Size([1, 64, 1, 28, 28])
+    """
+
+    data: LabelledImages
+    split: str
+    size: int = 64
+
+    def __post_init__(self) -> None:
+        require_positive("size", self.size)
+        ImageTasks(self.data, self.split, ways=1, shots=1, queries=1)  # the same checks of the split
+
+    @property
+    def outputs(self) -> int:
+        """One output a class."""
+        return self.classes
+
+    @property
+    def classes(self) -> int:
+        """How many classes the split has."""
+        return len(self.data.splits[self.split])
+
+    def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
+        """Draw batches with the (CPU) generator, each image as likely as any other."""
+        require_positive("tasks", tasks)
+        rows, labels = self._members
+        chosen = torch.randint(len(rows), (tasks, self.size), generator=generator)
+        x = self.data.look_up(rows[chosen])
+        y = send(labels[chosen], x.device)
+        return Episodes(x, y, x, y, torch.arange(self.classes, device=x.device).expand(tasks, -1))
+
+    @cached_property
+    def _members(self) -> tuple[Tensor, Tensor]:
+        """Indices of the split's images, and the class of each, counted within the split."""
+        place = torch.full((len(self.data.class_names),), -1)
+        place[self.data.splits[self.split]] = torch.arange(self.classes)
+        labels = place[self.data.labels]
+        rows = (labels >= 0).nonzero().squeeze(1)
+        return rows, labels[rows]
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor's copy on `device`, without waiting for what a GPU still has to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _draw(allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:

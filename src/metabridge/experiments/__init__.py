@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from metabridge.errors import InputError
-from metabridge.experiments.result import Result, Row
+from metabridge.experiments.result import Result, Row, Work
 
-__all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Result", "Row", "experiment"]
+__all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Result", "Row", "Work", "experiment"]
 
 EXPERIMENTS = {
     "glyphs": "metabridge.experiments.glyphs",
+    "bridge-table3": "metabridge.experiments.bridge_table3",
+    "bridge-table4": "metabridge.experiments.bridge_table4",
+    "bridge-table5": "metabridge.experiments.bridge_table5",
+    "bridge-fig2": "metabridge.experiments.bridge_fig2",
 }
 
 
@@ -28,8 +32,8 @@ class Outcome(Protocol):
 class Experiment(Protocol):
     """What the module of an experiment offers."""
 
-    def run(self, scale: str, device: str, seed: int, progress: bool = True) -> Outcome:
-        """Compute the experiment at the scale "quick" or "paper"."""
+    def run(self, work: Work) -> Outcome:
+        """Compute the experiment."""
         ...
 
     def figure(self, outcome: Any, file: Path) -> None:
@@ -40,9 +44,9 @@ class Experiment(Protocol):
 def experiment(name: str) -> Experiment:
     """Return an experiment by its ID.
 
-    >>> experiment("figure-1")
+    >>> experiment("figure-1")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    metabridge.errors.InputError: there is no experiment 'figure-1'. The experiments are glyphs.
+    metabridge.errors.InputError: there is no experiment 'figure-1'. The experiments are glyphs, bridge-table3, ...
     """
     if name not in EXPERIMENTS:
         raise InputError(f"there is no experiment '{name}'. The experiments are {', '.join(EXPERIMENTS)}.")

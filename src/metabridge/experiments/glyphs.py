@@ -15,8 +15,7 @@ import torch
 from metabridge.environments.datasets import load
 from metabridge.environments.images import ImageTasks
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError
-from metabridge.experiments.result import Result, Row, environment
+from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
 from metabridge.models import conv4
@@ -117,11 +116,9 @@ class Outcome:
         return self.environment.sample(tasks, generator)
 
 
-def run(scale: str, device: str, seed: int, progress: bool = True) -> Outcome:
+def run(work: Work) -> Outcome:
     """Train and test every method of the scale, each from the same initial weights and on the same tasks."""
-    if scale not in SETTINGS:
-        raise InputError(f"scale is '{scale}', but must be one of {', '.join(SETTINGS)}.")
-    settings, started = SETTINGS[scale], time.perf_counter()
+    settings, device, seed, started = SETTINGS[work.scale], work.device, work.seed, time.perf_counter()
     glyphs = load("glyphs").to(device)
     validation, test = glyphs.tasks("validation"), glyphs.tasks("test")
     same, different = glyphs.tasks("test", superclass="same"), glyphs.tasks("test", superclass="different")
@@ -142,7 +139,7 @@ def run(scale: str, device: str, seed: int, progress: bool = True) -> Outcome:
             lr=setting.lr,
             device=device,
             seed=seed,
-            progress=progress,
+            progress=work.progress,
             name=name,
         )
         tested = evaluate(trained, test, tasks=settings.test_tasks, seed=seed)
@@ -150,7 +147,7 @@ def run(scale: str, device: str, seed: int, progress: bool = True) -> Outcome:
         trials.append(Trial(name, setting, trained, untrained, tested, hard, easy))
     result = Result(
         id="glyphs",
-        scale=scale,
+        scale=work.scale,
         seed=seed,
         settings=asdict(settings),
         environment=environment(device),
@@ -177,7 +174,7 @@ def rows(trial: Trial) -> list[Row]:
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw every method's accuracies."""
+    from metabridge.files import write_whole
     from metabridge.report import figures
-    from metabridge.report.files import write_whole
 
     write_whole(file, figures.png(figures.accuracies({trial.name: trial.scores() for trial in outcome.trials})))

@@ -7,13 +7,33 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from metabridge.errors import InputError
-from metabridge.report.files import make_folder, write_whole
+from metabridge.files import make_folder, write_whole
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an experiment is asked to do, and where."""
+
+    scale: str  # "quick" or "paper"
+    device: str = "cpu"
+    seed: int = 0
+    out: Path = Path("runs")  # where trainings are kept, for experiments that train for long
+    data: Path | None = None  # the folder with the data sets, for experiments that need one
+    only: tuple[str, ...] = ()  # the parts to compute, if not all
+    minutes: float | None = None  # for each training, before it stops to go on another time
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("quick", "paper"):
+            raise InputError(f"scale is '{self.scale}', but must be 'quick' or 'paper'.")
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,25 @@ def environment(device: torch.device | str) -> Environment:
     return Environment(_device_name(torch.device(device)), torch.__version__, platform.python_version(), _commit())
 
 
+class Trained(Protocol):
+    """What a result takes from the record of a training."""
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """How it was trained."""
+        ...
+
+    @property
+    def environment(self) -> Environment:
+        """Where it was trained."""
+        ...
+
+    @property
+    def minutes(self) -> float:
+        """How long it was trained."""
+        ...
+
+
 @dataclass(frozen=True)
 class Result:
     """The rows of one experiment, with everything needed to compute them again."""
@@ -66,6 +105,18 @@ class Result:
     environment: Environment
     seconds: float
     rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, work: Work, name: str, rows: tuple[Row, ...], records: Mapping[str, Trained]) -> Result:
+        """Return the result that the records of trainings add up to; they name the machine and the plans."""
+        if not rows:
+            raise InputError(
+                f"{name} has no training that is finished. Give it more --minutes, or call it again to go on."
+            )
+        first = next(iter(records.values()))
+        plans = {label: record.plan for label, record in records.items()}
+        minutes = sum(record.minutes for record in records.values())
+        return cls(name, work.scale, work.seed, {"plans": plans}, first.environment, 60 * minutes, rows)
 
     def write(self, folder: str | Path) -> Path:
         """Write `ID.json` into the folder and return its path."""

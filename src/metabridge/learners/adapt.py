@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -56,8 +56,12 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     return Adapted(net, _adapted(method, solver, net, weights, x, y))
 
 
-def predict(method: Method, net: Network, params: Params, episodes: Episodes) -> Tensor:
+def predict(
+    method: Method, net: Network, params: Params, episodes: Episodes, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """Adapt to every task's support set and return the outputs for its queries, (tasks, queries, outputs).
+
+    `dtype` is what features are computed in, where only a head is solved on them.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners.method import method
@@ -69,11 +73,12 @@ def predict(method: Method, net: Network, params: Params, episodes: Episodes) ->
     """
     check_test(method, net, params, episodes)
     weights = {name: value.detach() for name, value in params.items()}
-    solver = _at_test(method)
-    if isinstance(solver, TestHead):
+    if adapts_head_alone(method):
         with torch.no_grad():
-            support, query = _over_machine(lambda net, share: features_of(net, weights, share), net, episodes)
-        return solver.fit(support, episodes.support_y, _outputs(episodes)).scores(query)
+            sets = _over_machine(lambda net, share: features_of(net, weights, share, dtype), net, episodes)
+        return predict_from_features(method, weights, replace(episodes, support_x=sets[0], query_x=sets[1]))
+    solver = _at_test(method)
+    assert not isinstance(solver, TestHead)
 
     def one(net: Network, x: Tensor, y: Tensor, query: Tensor) -> Tensor:
         params = _adapted(method, solver, net, weights, x, y)
@@ -84,6 +89,26 @@ def predict(method: Method, net: Network, params: Params, episodes: Episodes) ->
 
     with torch.no_grad():
         return _over_machine(outputs, net, episodes)[0]
+
+
+def adapts_head_alone(method: Method) -> bool:
+    """Whether adaptation at test time leaves the features as they are."""
+    return method.adapts == "head" or isinstance(_at_test(method), TestHead)
+
+
+@torch.no_grad()
+def predict_from_features(method: Method, params: Params, episodes: Episodes) -> Tensor:
+    """Solve the head of every task, whose inputs are features already, and return its outputs for the queries."""
+    solver = _at_test(method)
+    if isinstance(solver, TestHead):
+        return solver.fit(episodes.support_x, episodes.support_y, _outputs(episodes)).scores(episodes.query_x)
+    head = {name: value for name, value in params.items() if name.startswith("head.")}
+
+    def one(x: Tensor, y: Tensor, query: Tensor) -> Tensor:
+        problem = Problem(apply_head, method.loss, x, y)
+        return apply_head(solver.solve(problem, head, extras(params), exact=False), query)
+
+    return over_tasks(one, (episodes.support_x, episodes.support_y, episodes.query_x))
 
 
 def _over_machine(

@@ -1,7 +1,8 @@
 """Engines: the same outer gradient over a loop, threads, `vmap` or a captured CUDA graph.
 
 Every method's meta-gradient is a mean over tasks, so an engine only decides how the tasks are
-laid out on the machine. All of them give the same numbers.
+laid out on the machine. All of them give the same numbers. The exception proves it: where batch
+norm mixes the tasks (running statistics, in training), they stay together in every mode.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from metabridge.learners.method import Method
 from metabridge.learners.parameters import check
 from metabridge.learners.workers import over_cores
 from metabridge.models.network import Network, Params
+from metabridge.models.norm import running_layers
 
 log = logging.getLogger("metabridge")
 
@@ -86,6 +88,8 @@ class Engine:
         mode = self.mode
         if mode == "auto":
             mode = "captured" if episodes.device.type == "cuda" else "workers"
+        if mode in ("loop", "workers") and self._mixes_tasks():
+            mode = "vectorised"
         if mode == "captured":
             return self._replayed(params, episodes)
         if mode == "vectorised":
@@ -93,6 +97,10 @@ class Engine:
         if mode == "workers":
             return self._mean(params, len(episodes), *self._on_workers(params, episodes))
         return self._mean(params, len(episodes), *self._one_by_one(self.net, params, episodes))
+
+    def _mixes_tasks(self) -> bool:
+        """Whether the body's batch norm sees all tasks in one batch, so that they cannot be parted."""
+        return self.method.adapts != "all" and self.net.training and bool(running_layers(self.net))
 
     def _sum(self, net: Network, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
         return summed_gradient(self.method, net, params, episodes, flat=self.flat, dtype=self.dtype)
@@ -111,7 +119,7 @@ class Engine:
         return loss, {name: torch.stack([total[name] for _, total in parts]).sum(0) for name in parts[0][1]}
 
     def _mean(self, params: Params, tasks: int, loss: Tensor, total: Params) -> MetaGradient:
-        loss, gradients = loss / tasks, {name: value / tasks for name, value in total.items()}
+        loss, gradients = loss / tasks, dict(zip(total, torch._foreach_div(list(total.values()), tasks)))
         if self.method.regulariser is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
             with torch.enable_grad():

@@ -93,21 +93,20 @@ def features_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the features of every task's support and query points, (tasks, points, dimension).
 
-    A net that normalises each set sees them apart. Any other sees a task's points together: in
-    training its batch norm then has more of them to estimate from, and in evaluation it is the same.
+    A net that normalises each set sees them apart. Any other sees the points of all tasks in one
+    batch: in training its batch norm estimates from all of them (A §5.2), at test it makes no difference.
     """
 
     def body(x: Tensor) -> Tensor:
         return apply_features(net, params, x, dtype)
 
-    if not episodes.is_split:
-        support = over_tasks(body, (episodes.support_x,))
-        return support, support
+    sets = (episodes.support_x, episodes.query_x) if episodes.is_split else (episodes.support_x,)
     if normalises_each_set(net):
-        return over_tasks(body, (episodes.support_x,)), over_tasks(body, (episodes.query_x,))
-    joint = over_tasks(body, (torch.cat([episodes.support_x, episodes.query_x], dim=1),))
-    shots = episodes.support_x.shape[1]
-    return joint[:, :shots], joint[:, shots:]
+        apart = [over_tasks(body, (x,)) for x in sets]
+        return apart[0], apart[-1]
+    x = torch.cat(sets, dim=1)
+    joint = body(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    return (joint[:, : sets[0].shape[1]], joint[:, sets[0].shape[1] :]) if episodes.is_split else (joint, joint)
 
 
 def over_tasks(function: Callable[..., R], arguments: tuple[object, ...]) -> R:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_positive
 from metabridge.learners import heads
 from metabridge.learners.inner import GradientDescent, Loss, Proximal, Ridge, Solver, SupportVectors, task_loss
 from metabridge.models.network import Params
@@ -129,6 +129,29 @@ PRESETS: dict[str, Method] = {
         "none", None, outer="plain", head="task-rows", split=False, test=heads.Ridge(), regulariser=balance
     ),
 }
+
+
+def named_head(name: str, penalty: float | None = None) -> TestHead:
+    """Return a test-time head by name, on unit-norm features: "logistic", "svm", "ridge" or "centroid".
+
+    >>> named_head("svm", penalty=0.5)
+    SVM(C=2.0, loss='squared-hinge', normalise=True)
+    """
+    if name == "centroid" and penalty is None:
+        return heads.NearestCentroid(normalise=True)
+    made: dict[str, Callable[[float], TestHead]] = {
+        "logistic": lambda penalty: replace(_LOGISTIC, penalty=penalty),
+        "svm": lambda penalty: heads.SVM(C=1 / penalty),
+        "ridge": lambda penalty: heads.Ridge(penalty, normalise=True),
+    }
+    if name not in made:
+        raise InputError(
+            f"head is {name!r} with penalty {penalty}, but must be logistic, svm, ridge, or centroid without a penalty."
+        )
+    if penalty is None:
+        penalty = _LOGISTIC.penalty if name == "logistic" else 1.0
+    check_positive("penalty", penalty)
+    return made[name](penalty)
 
 
 def method(name: str, **options: object) -> Method:

@@ -1,4 +1,4 @@
-"""Batched quadratic programs by interior points, and the multi-class support vector machine built on them."""
+"""Batched quadratic programs by interior points, and the support vector machines built on them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _CENTRE = 1e-13  # Complementarity at which iterations hold still: the gap is safely small, the factors still exact.
 _PROXIMAL = 1e-12  # Relative weight of ‖step‖² that keeps factors of singular Q positive; the solution does not move.
 _IMPLICIT = 1e-10  # The same, more of it, for derivatives, where nothing later corrects what a singular factor loses.
+_MET = 1e-9  # How exactly an active set has to meet the conditions of optimality.
+_EXCHANGES = 6  # The most of active sets; programs with fewer points than features rarely need more than five.
 _INTERIOR = 0.995  # The part of the way to the boundary that a step may take.
 
 
@@ -172,31 +175,79 @@ def one_against_one(gram: Tensor, labels: Tensor, outputs: int, C: float) -> tup
     first, second = torch.triu_indices(outputs, outputs, 1, device=labels.device)
     place = torch.cat([place[:, first], place[:, second]], -1)
     sign = torch.cat([present[:, first], -present[:, second]], -1)
-    # Classes differ in size: a point that is not there has sign 0, and is a variable by itself with its minimum at C/2.
-    there = sign.abs()
-    task = torch.arange(len(gram), device=gram.device)[:, None, None, None]
-    K = gram.double()[task, place[..., :, None], place[..., None, :]]
-    Q = C * K * sign[..., :, None] * sign[..., None, :] + torch.diag_embed(1 - there)
-    e = ((1 + there) / 2)[..., None, :]
-    found = solve(
-        Q[..., None, :, :],
-        e,
-        sign[..., None, None, :],
-        torch.zeros_like(e[..., 0, :1]),
-        torch.zeros_like(e),
-        torch.ones_like(e),
-    )
+    entries = place[..., :, None] * gram.shape[-1] + place[..., None, :]
+    K = gram.double().flatten(1).gather(1, entries.flatten(1)).view(entries.shape)
+    Q = (C * sign)[..., :, None] * K * sign[..., None, :]
+    alpha, bias = _machines(Q.flatten(0, 1), sign.flatten(0, 1))
+    spread = sign.new_zeros(*sign.shape[:-1], gram.shape[-1])
+    return spread.scatter_add(-1, place, C * sign * alpha.view_as(sign)), bias.view_as(sign[..., 0])
 
-    coefficient = C * sign * found.alpha[..., 0, :]
-    wanted = sign - (K @ coefficient[..., None])[..., 0]
-    off_zero = found.slack[..., 0, 0, :] > found.lower[..., 0, :]
-    off_full = found.slack[..., 1, 0, :] > found.upper[..., 0, :]
-    free = off_zero & off_full & (sign != 0)
+
+def _machines(Q: Tensor, sign: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimise ½αᵀQα − Σα with 0 ≤ α ≤ 1 and Σ s α = 0 for every Q (programs, n, n); return α and the bias.
+
+    Classes differ in size: a point that is not there has sign 0. The active set is guessed, α found for it, and the
+    points that break their conditions change sides. Where there are fewer points than features that ends after a few
+    exchanges with all conditions met; programs in which it does not are left to interior points.
+    """
+    alpha, bias = torch.empty_like(sign), torch.empty_like(sign[:, 0])
+    rows = torch.arange(len(sign), device=sign.device)
+    # At first the smaller class is at 1 and the other free, which is feasible; classes of one size are both at 1.
+    low, high = sign == 0, (sign != 0) & (sign * sign.sum(-1, keepdim=True) <= 0)
+    for _ in range(_EXCHANGES):
+        alpha[rows], bias[rows], low, high, wrong = _exchange(Q, sign, low, high)
+        left = wrong.nonzero()[:, 0]
+        if not len(left):
+            return alpha, bias
+        Q, sign, low, high, rows = Q[left], sign[left], low[left], high[left], rows[left]
+    alpha[rows], bias[rows] = _interior(Q, sign)
+    return alpha, bias
+
+
+def _exchange(Q: Tensor, sign: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return α and the bias with α = 0 at `low` and 1 at `high`, the sets that follow, and where they are not final."""
+    free = ~(low | high)
+    top = high.to(Q.dtype)
+    eye = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    # The last row is the equality, the last unknown the bias; where nothing is free it has no equation.
+    system = pad(torch.where(free[:, :, None] & free[:, None, :], Q, eye), (0, 1, 0, 1))
+    system[:, -1, :-1] = system[:, :-1, -1] = free * sign
+    system[:, -1, -1] = ~free.any(-1)
+    right = torch.where(free, 1 - (Q @ top[..., None])[..., 0], top)
+    right = torch.cat([right, -(sign * top).sum(-1, keepdim=True)], -1)
+    alpha = torch.linalg.solve_ex(system, right).result[:, :-1]
+    # What α may be out of bounds by moves no decision by more than _MET. A comparison with NaN counts as broken.
+    slack = _MET / Q.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(1, 1e4)
+    under, over = free & (alpha <= slack), free & (alpha >= 1 - slack)
+    bias, excess = _bias(Q, sign, alpha, low | under, high | over)
+    rising, falling = low & ~(excess >= -_MET), high & ~(excess <= _MET)
+    met = torch.where(low | under, excess >= -_MET, torch.where(high | over, excess <= _MET, excess.abs() <= _MET))
+    met &= (alpha >= -slack) & (alpha <= 1 + slack)
+    final = met.all(-1) & ((sign * alpha).sum(-1).abs() <= _MET)
+    return alpha, bias, (low & ~rising) | under, (high & ~falling) | over, ~final
+
+
+def _interior(Q: Tensor, sign: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve what `_machines` solves by interior points."""
+    # A point that is not there is a variable by itself with its minimum in the middle.
+    there = sign.abs()
+    e = ((1 + there) / 2)[:, None]
+    Q_there = (Q + torch.diag_embed(1 - there))[:, None]
+    found = solve(Q_there, e, sign[:, None, None], torch.zeros_like(e[..., 0]), torch.zeros_like(e), torch.ones_like(e))
+    low, high = found.slack[:, 0, 0] <= found.lower[:, 0], found.slack[:, 1, 0] <= found.upper[:, 0]
+    alpha = found.alpha[:, 0]
+    return alpha, _bias(Q, sign, alpha, low, high)[0]
+
+
+def _bias(Q: Tensor, sign: Tensor, alpha: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return libsvm's bias and by how much every point exceeds the margin with it, s(f + b) − 1."""
+    there = sign != 0
+    free = ~(low | high) & there
+    wanted = sign * (1 - (Q @ alpha[..., None])[..., 0])
     mean = (free * wanted).sum(-1) / free.sum(-1)
     # s(f + b) is at least 1 where α = 0 and at most 1 where α = C: a bound on b, from below where s = 1 and α = 0.
-    above = torch.where(sign > 0, ~off_zero, ~off_full) & (sign != 0)
-    below = torch.where(sign > 0, ~off_full, ~off_zero) & (sign != 0)
+    above = torch.where(sign > 0, low, high) & there
+    below = torch.where(sign > 0, high, low) & there
     least, most = wanted.where(above, -torch.inf).amax(-1), wanted.where(below, torch.inf).amin(-1)
     bias = torch.where(free.any(-1), mean, (least + most) / 2)
-    spread = coefficient.new_zeros(*coefficient.shape[:-1], gram.shape[-1])
-    return spread.scatter_add(-1, place, coefficient), bias
+    return bias, sign * (bias[:, None] - wanted)

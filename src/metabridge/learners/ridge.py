@@ -18,9 +18,32 @@ def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
     """
     wide = features.shape[-2] < features.shape[-1]
     gram = features @ features.mT if wide else features.mT @ features
+    solved = _solve(gram, targets if wide else features.mT @ targets, penalty)
+    return solved.mT @ features if wide else solved.mT
+
+
+def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a (..., k, n) and b (..., k), with which W = aX and b minimise ‖XWᵀ + b − Y‖² + penalty‖W‖².
+
+    `gram` is XXᵀ. With its rows and columns centred, (K + penalty·I)aᵀ is Y less its mean. So a sums to 0 over the
+    points, and the features need not be centred themselves.
+
+    >>> import torch
+    >>> x, y = torch.tensor([[4.0], [6.0]]), torch.tensor([[0.0], [4.0]])
+    >>> ridge_dual(x @ x.mT, y, torch.tensor(2.0))
+    (tensor([[-0.5000,  0.5000]]), tensor([-3.]))
+    """
+    level = gram.mean(-2, keepdim=True)
+    middle = targets.mean(-2, keepdim=True)
+    solved = _solve(gram - (level.mT + (level - level.mean(-1, keepdim=True))), targets - middle, penalty)
+    solved = solved - solved.mean(-2, keepdim=True)  # 0 but for rounding, which a small penalty magnifies
+    return solved.mT, (middle - level @ solved)[..., 0, :]
+
+
+def _solve(gram: Tensor, right: Tensor, penalty: Tensor) -> Tensor:
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor = torch.linalg.cholesky_ex(gram + penalty * eye).L
     # Two triangular solves, where cholesky_solve would allocate behind the back of a CUDA graph.
-    half = torch.linalg.solve_triangular(factor, targets if wide else features.mT @ targets, upper=False)
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
     solved: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
-    return solved.mT @ features if wide else solved.mT
+    return solved

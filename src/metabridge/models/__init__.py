@@ -1,9 +1,47 @@
 """Networks: each a `Network` of `features` and a linear `head`."""
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from metabridge.errors import InputError
+from metabridge.models.backbone import timm
 from metabridge.models.conv4 import conv4
 from metabridge.models.mlp import mlp
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import BatchNorm, estimate_statistics
 from metabridge.models.resnet12 import DropBlock, resnet12
 
-__all__ = ["BatchNorm", "DropBlock", "Network", "Params", "conv4", "estimate_statistics", "mlp", "resnet12"]
+__all__ = [
+    "BatchNorm",
+    "DropBlock",
+    "Network",
+    "Params",
+    "build",
+    "conv4",
+    "estimate_statistics",
+    "mlp",
+    "resnet12",
+    "timm",
+]
+
+BUILDERS: dict[str, Callable[..., Network]] = {"conv4": conv4, "resnet12": resnet12, "mlp": mlp, "timm": timm}
+
+
+def build(model: str, **options: object) -> Network:
+    """Make a network by its builder's name, such as "conv4" or "timm:resnet18", with that builder's options.
+
+    >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
+    32
+    """
+    name, _, backbone = model.partition(":")
+    if name not in BUILDERS or (name == "timm") != bool(backbone or "name" in options):
+        raise InputError(f"model is {model!r}, but must be one of conv4, resnet12, mlp or timm:NAME.")
+    if backbone:
+        options = {"name": backbone, **options}
+    known = inspect.signature(BUILDERS[name]).parameters
+    for option in options:
+        if option not in known:
+            raise InputError(f"{model} has no option {option!r}. Its options are {', '.join(known)}.")
+    return BUILDERS[name](**options)

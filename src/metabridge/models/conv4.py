@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from metabridge.errors import InputError
-from metabridge.models.network import Network, seeded
+from metabridge.models.network import Network, recorded, seeded
 from metabridge.models.norm import BatchNorm, Statistics
 
 
+@recorded
 def conv4(
     channels: int = 3,
     size: int = 84,

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from metabridge.errors import InputError
-from metabridge.models.network import Network, seeded
+from metabridge.models.network import Network, recorded, seeded
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
+@recorded
 def mlp(
     inputs: int,
     outputs: int,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from metabridge.errors import InputError
 from metabridge.models.norm import Statistics, replace_batch_norm
 
 Params = dict[str, Tensor]
+P = ParamSpec("P")
 
 
 class Network(nn.Module):
@@ -24,6 +28,8 @@ class Network(nn.Module):
     >>> net(torch.randn(3, 4)).shape
     torch.Size([3, 5])
     """
+
+    recipe: dict[str, object] | None = None  # which builder made it, with which options; None if made by hand
 
     def __init__(self, features: nn.Module, head: nn.Linear) -> None:
         super().__init__()
@@ -63,17 +69,62 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     """φ_θ(x) with the `features.` part of `params`, computed in `dtype` and returned in x's own."""
     prefix = "features."
     body = {name[len(prefix) :]: value for name, value in params.items() if name.startswith(prefix)}
-    if x.ndim == 4 and x.device.type == "cpu" and not transforming():
-        x = x.to(memory_format=torch.channels_last)  # PyTorch's convolutions and poolings are faster so on a CPU
-    if dtype is None or dtype == x.dtype:
-        return functional_call(net.features, body, (x,))  # type: ignore[no-any-return]
-    low = {name: value.to(dtype) for name, value in body.items()}
-    return functional_call(net.features, low, (x.to(dtype),)).to(x.dtype)  # type: ignore[no-any-return]
+    given = x.dtype
+    # PyTorch's convolutions and poolings are faster with the channels last on a CPU, and on a GPU in low precision
+    low = dtype is not None and dtype != given
+    if x.ndim == 4 and not transforming() and (low or x.device.type == "cpu"):
+        x = x.to(memory_format=torch.channels_last)
+    if low:
+        x = x.to(dtype)
+        body = _lowered(body, dtype)
+    return functional_call(net.features, body, (x,)).to(given)  # type: ignore[no-any-return]
+
+
+def _lowered(params: Params, dtype: torch.dtype | None) -> Params:
+    if transforming():
+        return {name: value.to(dtype) for name, value in params.items()}
+    return dict(zip(params, _Cast.apply(dtype, *params.values())))
+
+
+class _Cast(torch.autograd.Function):
+    """Cast many tensors, and their gradients back, in a few kernels instead of one for each."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = tensors[0].dtype
+        return _cast(tensors, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # second-order gradients go through the cast as well
+            return None, *(slope.to(ctx.dtype) for slope in slopes)
+        return None, *_cast(slopes, ctx.dtype)
+
+
+def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    formats = [torch.channels_last if tensor.ndim == 4 else torch.preserve_format for tensor in tensors]
+    cast = tuple(torch.empty_like(tensor, dtype=dtype, memory_format=form) for tensor, form in zip(tensors, formats))
+    torch._foreach_copy_(cast, tensors)
+    return cast
 
 
 def apply_head(params: Params, features: Tensor) -> Tensor:
     """The head's outputs for features; a head without `head.bias` has none."""
     return F.linear(features, params["head.weight"], params.get("head.bias"))
+
+
+def recorded(build: Callable[P, Network]) -> Callable[P, Network]:
+    """Let a builder note on each network how it was made, so that a saved run can make it again."""
+
+    @functools.wraps(build)
+    def builder(*args: P.args, **options: P.kwargs) -> Network:
+        net = build(*args, **options)
+        given = inspect.signature(build).bind(*args, **options)
+        given.apply_defaults()
+        net.recipe = {"model": build.__name__, **given.arguments}
+        return net
+
+    return builder
 
 
 @contextlib.contextmanager

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from metabridge.autodiff import transforming
 from metabridge.errors import InputError
-from metabridge.models.network import Network, seeded
+from metabridge.models.network import Network, recorded, seeded
 from metabridge.models.norm import BatchNorm, Statistics
 
 
+@recorded
 def resnet12(
     channels: int = 3,
     size: int = 84,
@@ -20,12 +23,14 @@ def resnet12(
     *,
     widths: Sequence[int] = (64, 160, 320, 640),
     drop_rate: float = 0.1,
+    unit_norm: bool = False,
     statistics: Statistics = "running",
     seed: int = 0,
 ) -> Network:
     """Four residual blocks of three 3×3 convolutions, then global average pooling and a linear head.
 
-    The last two blocks end in DropBlock, of size 5 for images of 84 pixels and 2 for 32.
+    The last two blocks end in DropBlock, of size 5 for images of 84 pixels and 2 for 32. With
+    `unit_norm` the features have length 1, in training too, as MTL is trained (A §5.2).
 
     >>> resnet12(size=32).head
     Linear(in_features=640, out_features=5, bias=True)
@@ -40,7 +45,7 @@ def resnet12(
             if index >= len(widths) - 2:
                 blocks.append(DropBlock(drop_rate, block_size))
         return Network(
-            nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *[UnitNorm()] * unit_norm),
             nn.Linear(widths[-1], outputs),
         )
 
@@ -61,7 +66,7 @@ class DropBlock(nn.Module):
         super().__init__()
         if not 0 <= rate < 1:
             raise InputError(f"drop_rate is {rate}, but must be at least 0 and less than 1.")
-        self.size = size
+        self.size, self.full_rate = size, float(rate)
         self.register_buffer("rate", torch.tensor(float(rate)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,12 +77,32 @@ class DropBlock(nn.Module):
         size = min(self.size, height, width)
         places = (height - size + 1) * (width - size + 1)
         chance = self.rate * (height * width) / (size**2 * places)
-        seeds = (torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32) < chance).to(x.dtype)
-        dropped = F.max_pool2d(F.pad(seeds, [size - 1] * 4), size, stride=1)
-        kept = 1 - dropped
+        noise = torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32)
+        if _fusible(x, x.shape[1]):
+            from metabridge.models import fused
+
+            kept = fused.kept(noise, chance, size, x.dtype)
+        else:
+            seeds = (noise < chance).to(x.dtype)
+            kept = 1 - F.max_pool2d(F.pad(seeds, [size - 1] * 4), size, stride=1)
         # rescaled per image and channel-map, so that no value depends on the other images of the set
         share = kept.mean((-3, -2, -1), keepdim=True).clamp_min(1 / kept[0].numel())
-        return x * kept / share
+        return x * (kept / share)
+
+
+class UnitNorm(nn.Module):
+    """Scale every point's features to length 1.
+
+    >>> UnitNorm()(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.6000, 0.8000]])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale features of shape (points, dimension)."""
+        return F.normalize(x, dim=-1)
+
+
+SLOPE = 0.1  # of the rectifiers, where they are negative
 
 
 class _Block(nn.Module):
@@ -85,17 +110,41 @@ class _Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, statistics: Statistics) -> None:
         super().__init__()
+        self.outputs = outputs
         self.main = nn.Sequential(
             *_convolution(inputs, outputs, 3, statistics),
-            nn.LeakyReLU(0.1),
+            nn.LeakyReLU(SLOPE),
             *_convolution(outputs, outputs, 3, statistics),
-            nn.LeakyReLU(0.1),
+            nn.LeakyReLU(SLOPE),
             *_convolution(outputs, outputs, 3, statistics),
         )
         self.shortcut = nn.Sequential(*_convolution(inputs, outputs, 1, statistics))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), 0.1)
+        if self.training and _fusible(x, self.outputs):
+            return self._fused(x)
+        return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), SLOPE)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        from metabridge.models.fused import branches, merged, rectified
+
+        layers: list[Any] = [*self.main, *self.shortcut]
+        one, first, _, two, second, _, three, third, side, fourth = layers
+        x, shortcut = branches(x, one.weight, side.weight)
+        x = two(rectified(x, first.weight, first.bias, first.eps, SLOPE))
+        x = three(rectified(x, second.weight, second.bias, second.eps, SLOPE))
+        return merged(x, shortcut, third.weight, third.bias, fourth.weight, fourth.bias, third.eps, SLOPE)
+
+
+def _fusible(x: Tensor, channels: int) -> bool:
+    """Whether Triton's kernels serve: for gradients in low precision on a GPU, outside all transforms."""
+    if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()):
+        return False
+    if transforming() or torch.compiler.is_compiling() or x.get_device() != torch.cuda.current_device():
+        return False
+    from metabridge.models import fused  # Triton, which not every PyTorch comes with, takes a while to import
+
+    return fused.AVAILABLE and channels % fused.CHANNELS == 0
 
 
 def _convolution(inputs: int, outputs: int, size: int, statistics: Statistics) -> tuple[nn.Module, nn.Module]:

@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from metabridge.experiments.result import Row
 from metabridge.training.evaluate import Score
 from metabridge.training.fit import Run
 
@@ -106,6 +107,47 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
         axes.grid(visible=False, axis="y")
         axes.set(xlabel="accuracy, %")
         figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def beside(rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
+    """Our numbers with their 95 % intervals beside the published ones, a line for each row."""
+    with theme.context():
+        figure = Figure(figsize=(6.4, 1.4 + 0.36 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        places = np.arange(len(rows))
+        known = [(place, row.published) for place, row in zip(places, rows) if row.published is not None]
+        axes.plot(
+            [value for _, value in known], [place for place, _ in known], "D", color=COLOURS[1], label="published"
+        )
+        axes.errorbar(
+            [row.ours for row in rows],
+            places,
+            xerr=[row.ci95 or 0 for row in rows],
+            fmt="o",
+            color=COLOURS[0],
+            label="ours, with 95 % intervals",
+            capsize=2,
+        )
+        axes.set_yticks(places, [row.name for row in rows])
+        axes.invert_yaxis()
+        axes.set(xlabel=rows[0].metric.replace(" %", ", %"))
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def costs(curves: Mapping[str, Sequence[tuple[float, float, float]]], theme: Theme = LIGHT) -> Figure:
+    """Validation accuracy with its 95 % interval against minutes, a curve of (minutes, mean, ci95) for each method."""
+    with theme.context():
+        figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for (name, points), colour, marker in zip(curves.items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS)):
+            minutes, means, margins = (np.array(column) for column in zip(*points))
+            low, high = 100 * (means - margins), 100 * (means + margins)
+            axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(minutes, 100 * means, f"-{marker}", color=colour, label=name, linewidth=1.6, markersize=4)
+        axes.set(xlabel="minutes of training", ylabel="validation accuracy, %", xscale="log")
+        figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 

@@ -13,9 +13,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from metabridge.experiments.glyphs import Outcome, Trial
+from metabridge.files import make_folder, write_whole
 from metabridge.report import figures, tasks
 from metabridge.report.figures import DARK, LIGHT, Theme
-from metabridge.report.files import make_folder, write_whole
 from metabridge.report.taxonomy import described
 
 EXAMPLES = 4  # test tasks drawn for each method

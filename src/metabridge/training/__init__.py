@@ -1,6 +1,24 @@
 """Loops over the learners: training and evaluation."""
 
+from metabridge.training.augment import Augment
 from metabridge.training.evaluate import Model, Score, evaluate
-from metabridge.training.fit import Point, Run, fit
+from metabridge.training.fit import Run, fit, load
+from metabridge.training.loop import Point
+from metabridge.training.schedule import Constant, Cosine, Plateau, Schedule, Step, schedule
 
-__all__ = ["Model", "Point", "Run", "Score", "evaluate", "fit"]
+__all__ = [
+    "Augment",
+    "Constant",
+    "Cosine",
+    "Model",
+    "Plateau",
+    "Point",
+    "Run",
+    "Schedule",
+    "Score",
+    "Step",
+    "evaluate",
+    "fit",
+    "load",
+    "schedule",
+]

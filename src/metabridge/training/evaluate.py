@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from rich.progress import track
 from torch import Tensor
 
 from metabridge.environments.environment import Environment
+from metabridge.environments.images import ImageTasks, send
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.adapt import predict
+from metabridge.learners.adapt import adapts_head_alone, predict, predict_from_features
 from metabridge.learners.method import Method
-from metabridge.models.network import Network, Params
-from metabridge.models.norm import running_layers
+from metabridge.learners.parameters import check_test
+from metabridge.models.network import Network, Params, apply_features
+from metabridge.models.norm import normalises_each_set, running_layers
+from metabridge.training.augment import Augment
 
 
 @dataclass(frozen=True)
 class Model:
-    """A network with its method and parameters: all that is needed to adapt and predict."""
+    """A network with its method and parameters: all that is needed to adapt and predict.
+
+    `dtype` is what the features are computed in where only a head is solved on them.
+    """
 
     method: Method
     net: Network
     params: Params
+    dtype: torch.dtype | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.params["head.weight"].device
 
     def predict(self, episodes: Episodes) -> Tensor:
         """Return the outputs for the queries of every task, (tasks, queries, outputs), in evaluation mode."""
+        return self._in_evaluation(lambda: predict(self.method, self.net, self.params, episodes, dtype=self.dtype))
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features of images (n, channels, height, width) in evaluation mode."""
+        with torch.no_grad():
+            return self._in_evaluation(lambda: apply_features(self.net, self.params, images, self.dtype))
+
+    def _in_evaluation(self, compute: Callable[[], Tensor]) -> Tensor:
         training = self.net.training
         self.net.eval()
         try:
-            return predict(self.method, self.net, self.params, episodes)
+            return compute()
         finally:
             self.net.train(training)
 
@@ -61,6 +83,16 @@ class Score:
         """Whether this score is the better one."""
         return self.mean > other.mean if self.metric == "accuracy" else self.mean < other.mean
 
+    def minus(self, other: Score) -> Score:
+        """Return the difference task by task: its interval is narrower, since the tasks are the same.
+
+        >>> Score.of(torch.tensor([0.6, 0.8])).minus(Score.of(torch.tensor([0.5, 0.7])))
+        Score(mean=0.100, ci95=0.000, tasks=2)
+        """
+        if self.tasks != other.tasks:
+            raise InputError(f"the scores are of {self.tasks} and {other.tasks} tasks, but must be of the same ones.")
+        return Score.of(self.values - other.values, self.metric)
+
     def told(self) -> str:
         """Say it in a few words.
 
@@ -75,10 +107,21 @@ class Score:
         return f"Score(mean={self.mean:.3f}, ci95={self.ci95:.3f}, tasks={self.tasks})"
 
 
-def evaluate(model: Model, environment: Environment, *, tasks: int = 600, seed: int = 0) -> Score:
+def evaluate(
+    model: Model,
+    environment: Environment,
+    *,
+    tasks: int = 600,
+    seed: int = 0,
+    copies: int = 0,
+    augment: Augment | None = None,
+    progress: bool = False,
+) -> Score:
     """Adapt to `tasks` tasks of the environment and score their queries.
 
     The same seed draws the same tasks for every model, so that scores can be compared in pairs.
+    With `copies`, so many changed copies of every support image are adapted to as well, made by
+    `augment` (which needs features that adaptation leaves alone).
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method, parameters
@@ -86,6 +129,27 @@ def evaluate(model: Model, environment: Environment, *, tasks: int = 600, seed: 
     >>> maml, net = method("maml"), mlp(1, 1)
     >>> evaluate(Model(maml, net, parameters(maml, net)), Sinusoid(), tasks=20).tasks
     20
+    """
+    values = []
+    given = outcomes(model, environment, tasks=tasks, seed=seed, copies=copies, augment=augment, progress=progress)
+    for outputs, episodes in given:
+        values.append(score_tasks(outputs, episodes))
+    return Score.of(torch.cat(values), "accuracy" if episodes.classification else "squared error")
+
+
+def outcomes(
+    model: Model,
+    environment: Environment,
+    *,
+    tasks: int,
+    seed: int = 0,
+    copies: int = 0,
+    augment: Augment | None = None,
+    progress: bool = False,
+) -> Iterator[tuple[Tensor, Episodes]]:
+    """Adapt to tasks, some at a time, and give the outputs for their queries with them.
+
+    Where the features depend on neither the task nor the other images, each image's are computed once.
     """
     if tasks < 2:
         raise InputError(f"tasks is {tasks}, but an interval needs at least 2.")
@@ -96,13 +160,88 @@ def evaluate(model: Model, environment: Environment, *, tasks: int = 600, seed: 
             "Call estimate_statistics(net, batches) with training images first, or use statistics='batch'."
         )
     generator = torch.Generator().manual_seed(seed)
-    device = model.params["head.weight"].device
-    batch = 16 if device.type == "cpu" else 100  # enough to fill the machine
-    values = []
-    for first in range(0, tasks, batch):
-        episodes = environment.sample(min(batch, tasks - first), generator).to(device)
-        values.append(score_tasks(model.predict(episodes), episodes))
-    return Score.of(torch.cat(values), "accuracy" if episodes.classification else "squared error")
+    fixed = adapts_head_alone(model.method) and not normalises_each_set(model.net)
+    if fixed and isinstance(environment, ImageTasks):
+        table = FeatureTable.of(model, environment, copies=copies, augment=augment, seed=seed, progress=progress)
+        yield from table.outcomes(model, environment, tasks, generator)
+        return
+    if copies:
+        raise InputError(
+            f"copies is {copies}, but this model's features change with the task. "
+            "Use a method that solves a head, on a network with running statistics."
+        )
+    for size in _batches(tasks, 16 if model.device.type == "cpu" else 100):  # enough to fill the machine
+        episodes = environment.sample(size, generator).to(model.device)
+        yield model.predict(episodes), episodes
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureTable:
+    """The features of every image of a split, computed once, and of changed copies of them."""
+
+    features: Tensor  # (1 + copies, images, dimension)
+    places: Tensor  # where each image of the data set is in it
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        environment: ImageTasks,
+        *,
+        copies: int = 0,
+        augment: Augment | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> FeatureTable:
+        """Compute the features of the environment's split."""
+        rows, device = environment.rows, model.device
+        places = torch.full((len(environment.data.images),), -1)
+        places[rows] = torch.arange(len(rows))
+        generator = torch.Generator(device).manual_seed(seed)
+        augment = augment or Augment.for_size(environment.data.images.shape[-1])
+        chunks = rows.split(64 if device.type == "cpu" else 1000)
+        found: list[list[Tensor]] = [[] for _ in range(1 + copies)]
+        for chunk in track(chunks, "features", disable=not progress, transient=True):
+            images = environment.data.look_up(chunk).to(device)
+            for copy, parts in enumerate(found):
+                parts.append(model.features(images if copy == 0 else augment(images, generator)))
+        return cls(torch.stack([torch.cat(parts) for parts in found]), places.to(device))
+
+    def with_copies(self, copies: int) -> FeatureTable:
+        """Return the table with only so many of its copies."""
+        return replace(self, features=self.features[: 1 + copies])
+
+    def evaluate(self, model: Model, environment: ImageTasks, *, tasks: int, seed: int = 0) -> Score:
+        """Score a model whose features these are, perhaps with another head, on the tasks `evaluate` draws."""
+        given = self.outcomes(model, environment, tasks, torch.Generator().manual_seed(seed))
+        return Score.of(torch.cat([score_tasks(outputs, episodes) for outputs, episodes in given]))
+
+    def outcomes(
+        self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, Episodes]]:
+        """Draw tasks, solve their heads some hundred at a time, and give the outputs with them."""
+        for size in _batches(tasks, 200):
+            episodes = self.episodes(environment, size, generator)
+            check_test(model.method, model.net, model.params, episodes)
+            yield predict_from_features(model.method, model.params, episodes), episodes
+
+    def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
+        """Draw the tasks that the environment would, made of features; the copies enlarge the support."""
+        drawn = environment.draw(tasks, generator)
+        episodes = drawn.episodes(lambda rows: self.features[0, self._at(rows)])
+        copies = [features[self._at(drawn.support.flatten(1))] for features in self.features[1:]]
+        return replace(
+            episodes,
+            support_x=torch.cat([episodes.support_x, *copies], dim=1),
+            support_y=episodes.support_y.repeat(1, len(self.features)),
+        )
+
+    def _at(self, rows: Tensor) -> Tensor:
+        return self.places[send(rows, self.places.device)]
+
+
+def _batches(tasks: int, size: int) -> list[int]:
+    return [min(size, tasks - first) for first in range(0, tasks, size)]
 
 
 def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:

@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.optim import Optimizer
 
 from metabridge.environments.environment import Environment
 from metabridge.errors import InputError
-from metabridge.learners.engine import Engine, Mode
+from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import parameters
-from metabridge.models.network import Network, Params
-from metabridge.models.norm import estimate_statistics, running_layers
-from metabridge.training.evaluate import Model, Score, evaluate
-
-
-@dataclass(frozen=True)
-class Point:
-    """One point of a learning curve. `loss` is the mean outer loss since the point before."""
-
-    iteration: int
-    seconds: float
-    loss: float
-    score: Score | None
-
-    def told(self) -> str:
-        """Say it in a few words."""
-        judged = "" if self.score is None else f", validation {self.score.told()}"
-        return f"loss {self.loss:.3f}{judged}"
+from metabridge.models.network import Network
+from metabridge.training.augment import Augment
+from metabridge.training.checkpoint import RunFolder, fill, part, read_method, read_network
+from metabridge.training.evaluate import Model, Score
+from metabridge.training.loop import Loop, Point, Precision, Settings, point_of
+from metabridge.training.schedule import Constant, Schedule
 
 
 @dataclass(frozen=True)
 class Run(Model):
     """A trained model and how it got there."""
 
-    curve: tuple[Point, ...]
-    seconds: float
+    curve: tuple[Point, ...] = ()
+    seconds: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    finished: bool = True
+
+    @property
+    def best(self) -> Score | None:
+        """The validation score of the parameters that were kept, if there was validation."""
+        return next((point.score for point in reversed(self.curve) if point.best), None)
 
 
 def fit(
@@ -51,22 +46,32 @@ def fit(
     validate: Environment | None = None,
     iterations: int = 1000,
     tasks: int = 4,
+    optimizer: str = "adam",
     lr: float = 1e-3,
-    optimizer: type[Optimizer] = torch.optim.Adam,
+    weight_decay: float = 0.0,
+    schedule: Schedule = Constant(),  # noqa: B008  (frozen data)
+    augment: Augment | None = None,
+    patience: int | None = None,
     validate_every: int | None = None,
     validate_tasks: int = 100,
+    precision: Precision = "float32",
     device: torch.device | str = "cpu",
     mode: Mode = "auto",
-    dtype: torch.dtype | None = None,
     seed: int = 0,
+    out: str | Path | None = None,
+    minutes: float | None = None,
     progress: bool = True,
     name: str = "training",
 ) -> Run:
     """Train `net` with `method` on tasks of `environment` and return the run.
 
-    `optimizer` is called with the trained tensors and `lr`. With `validate`, the parameters of the
-    best validation score are kept, judged on the same tasks each time (every tenth of the
-    iterations unless `validate_every` says otherwise). The network given ends with the weights.
+    With `validate`, the parameters of the best validation score are kept, judged on the same tasks
+    each time (every tenth of the iterations unless `validate_every` says otherwise), and training
+    ends early after more than `patience` validations without a new best. The network given ends with
+    the weights.
+
+    With `out`, the run is kept in that folder. Called again with the same settings it goes on where
+    it stopped, to the same weights as if it had not. `minutes` stops it after so long, to go on later.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -75,66 +80,80 @@ def fit(
     >>> [point.iteration for point in run.curve]
     [1, 2, 3]
     """
-    if iterations < 1 or tasks < 1:
-        raise InputError(f"iterations is {iterations} and tasks is {tasks}, but both must be at least 1.")
-    device = torch.device(device)
-    net = net.to(device).train()
-    params = parameters(method, net, classes=getattr(environment, "classes", None), seed=seed)
-    steps = optimizer([value for value in params.values() if value.requires_grad], lr=lr)  # type: ignore[call-arg]
-    engine = Engine(method, net, mode=mode, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)  # dropped features draw from PyTorch's own generator
-    every = validate_every or max(1, iterations // 10)
-    best: Score | None = None
-    kept = params
-    curve: list[Point] = []
-    total, seconds = torch.zeros((), device=device), 0.0
+    settings = Settings(
+        iterations=iterations,
+        tasks=tasks,
+        optimizer=optimizer,
+        lr=lr,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        augment=augment,
+        patience=patience,
+        validate_every=validate_every or max(1, iterations // 10),
+        validate_tasks=validate_tasks,
+        precision=precision,
+        seed=seed,
+    )
+    loop = Loop(net, method, environment, validate, settings, torch.device(device), mode)
+    folder = None if out is None else RunFolder(Path(out))
+    described = {} if folder is None else loop.described()
+    if folder is not None:
+        folder.begin(described)
+        loop.restore(folder)
+    until = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     with _bar(progress) as bar:
-        task = bar.add_task(name, total=iterations, told="")
-        started = time.perf_counter()
-        for iteration in range(1, iterations + 1):
-            result = engine(params, environment.sample(tasks, generator).to(device))
-            result.assign(params)
-            steps.step()
-            total += result.loss
-            due = iteration % every == 0 or iteration == iterations
-            if due or device.type == "cpu":  # reading the loss makes a GPU wait
-                _check_finite(float(result.loss), iteration, lr, method)
-            if due:
-                seconds += time.perf_counter() - started  # training alone, without validation
-                loss = float(total) / (iteration - (curve[-1].iteration if curve else 0))
-                total.zero_()
-                score = None
-                if validate is not None:
-                    _settle(net, params, environment, tasks, device)
-                    score = evaluate(Model(method, net, params), validate, tasks=validate_tasks, seed=seed)
-                    if best is None or score.beats(best):
-                        best, kept = score, {key: value.detach().clone() for key, value in params.items()}
-                curve.append(Point(iteration, seconds, loss, score))
-                bar.update(task, told=curve[-1].told())
-                started = time.perf_counter()
-            bar.advance(task)
-    _settle(net, kept, environment, tasks, device)
-    return Run(method, net.eval(), {key: value.detach() for key, value in kept.items()}, tuple(curve), seconds)
+        shown = bar.add_task(name, total=iterations, completed=loop.iteration, told="")
+        try:
+            while not loop.finished and time.perf_counter() < until:
+                if loop.step():
+                    bar.update(shown, told=f"{loop.curve[-1].told()}, {loop.speed()}")
+                    if folder is not None:
+                        loop.save(folder)
+                bar.update(shown, completed=loop.iteration)
+        finally:
+            if folder is not None and loop.intact:
+                loop.save(folder)
+    params, buffers = loop.best()
+    fill(net, params, buffers)
+    return Run(method, net.eval(), params, settings.dtype, tuple(loop.curve), loop.seconds, described, loop.finished)
 
 
-def _settle(net: Network, params: Params, environment: Environment, tasks: int, device: torch.device) -> None:
-    """Write the weights into the network, and measure its running statistics with them where it has any."""
-    with torch.no_grad():
-        for name, value in net.named_parameters():
-            value.copy_(params[name])
-    if running_layers(net):
-        generator = torch.Generator().manual_seed(0)
-        batches = (environment.sample(tasks, generator).without_split().support_x.to(device) for _ in range(8))
-        estimate_statistics(net.features, (batch.flatten(0, 1) for batch in batches))
+def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network | None = None) -> Run:
+    """Return the run that `fit` keeps in a folder, with the best parameters so far.
 
+    `net` is needed only for a network that was made by hand.
 
-def _check_finite(loss: float, iteration: int, lr: float, method: Method) -> None:
-    if not math.isfinite(loss):
-        raise InputError(
-            f"The loss became {loss} at iteration {iteration}. Lower lr (now {lr}) or the inner rate "
-            f"(now {method.inner or method.test}), or look for values in the inputs that are not finite."
-        )
+    >>> from tempfile import TemporaryDirectory
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.learners import method
+    >>> from metabridge.models import mlp
+    >>> with TemporaryDirectory() as out:
+    ...     run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=3, out=out, progress=False)
+    ...     torch.equal(load(out).params["head.weight"], run.params["head.weight"])
+    True
+    """
+    kept = RunFolder(Path(folder))
+    settings = kept.settings()
+    net = read_network(settings, net)
+    weights = kept.read("weights")
+    if weights is None:
+        raise InputError(f"the run in {folder} has no weights yet: it was stopped before its first validation.")
+    tensors, notes = weights
+    params, buffers = part(tensors, "params"), part(tensors, "buffers")
+    fill(net, params, buffers)
+    state = kept.read("state")
+    return Run(
+        read_method(settings["method"]),
+        net.to(device).eval(),
+        {key: value.to(device) for key, value in params.items()},
+        torch.bfloat16
+        if settings["training"]["precision"] == "bfloat16" and torch.device(device).type != "cpu"
+        else None,
+        tuple(point_of(line) for line in (notes if state is None else state[1])["curve"]),
+        notes["seconds"] if state is None else state[1]["seconds"],
+        settings,
+        state is not None and state[1]["finished"],
+    )
 
 
 def _bar(progress: bool) -> Progress:

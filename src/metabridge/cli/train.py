@@ -1,0 +1,238 @@
+"""Commands that train a model and judge it."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.errors import InputError
+
+if TYPE_CHECKING:
+    from metabridge.training.assess import Assessment
+
+
+class Head(StrEnum):
+    """A classifier that is solved on the features of the support set."""
+
+    logistic = "logistic"
+    svm = "svm"
+    ridge = "ridge"
+    centroid = "centroid"
+
+
+DataOption = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        metavar="DATA",
+        help="A data set: glyphs (built in), a folder of images, or NAME:PATH such as omniglot:data/omniglot.",
+    ),
+]
+
+
+@app.command()
+def train(
+    data: DataOption = "glyphs",
+    method: Annotated[str, typer.Option(help="One of those that `metabridge methods` lists.")] = "mtl",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="A setting of the method: steps=5.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="conv4, resnet12, mlp, or timm:NAME.")] = "conv4",
+    model_option: Annotated[
+        list[str] | None, typer.Option("--model-option", metavar="KEY=VALUE", help="Of the model: filters=64.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/run"),
+    ways: Annotated[int, typer.Option(min=1, help="Classes in a task.")] = 5,
+    shots: Annotated[int | None, typer.Option(min=1, help="Support images of each class, in training.")] = None,
+    queries: Annotated[int | None, typer.Option(min=1, help="Query images of each class, in training.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Tasks in a step; images in a step for rfs.")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Steps of training.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adam, adamw, radam or sgd.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The outer learning rate.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(min=0, help="Of the optimizer.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Of the rate: constant, step, cosine or plateau.")] = None,
+    augment: Annotated[
+        bool | None, typer.Option(help="Random crops, colours and flips; on for colour images unless told otherwise.")
+    ] = None,
+    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
+    validate_tasks: Annotated[int, typer.Option(min=2, help="Tasks of a validation, the same each time.")] = 200,
+    validate_shots: Annotated[int, typer.Option(min=1, help="Support images of each class, in validation.")] = 1,
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many validations without a new best.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="float32, or bfloat16 for the features.")] = "float32",
+    size: Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels.")] = None,
+    min_images: Annotated[int | None, typer.Option(min=1, help="Leave out classes with fewer images.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so long; the same command goes on.")] = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Train a few-shot model.
+
+    Settings left out are those that the method is usually trained with. The run's folder holds the
+    settings, the best weights, the learning curve and all that is needed to go on: the same command
+    given again continues a run that was stopped.
+
+    Example: **metabridge train --data photos --method mtl --out runs/photos**
+    """
+    from dataclasses import replace
+
+    from metabridge.environments.datasets import load
+    from metabridge.learners.method import method as checked
+    from metabridge.training import schedule as named
+    from metabridge.training.plan import PLANS
+
+    checked(method)
+    given = {
+        "method_options": _settings(option, "--option"),
+        "model": model,
+        "model_options": _settings(model_option, "--model-option"),
+        "ways": ways,
+        "shots": shots,
+        "queries": queries,
+        "batch": batch,
+        "iterations": iterations,
+        "optimizer": optimizer,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "schedule": None if schedule is None else named(schedule),
+        "augment": augment,
+        "validate_every": validate_every,
+        "validate_tasks": validate_tasks,
+        "validate_shots": validate_shots,
+        "patience": patience,
+        "precision": precision,
+        "seed": seed,
+    }
+    plan = replace(PLANS[method], **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+    images = load(data, size=size, min_images=min_images)
+    run = plan.train(images, device=device_name(device), out=out, minutes=minutes)
+    _draw_curve(out, method)
+    if run.best is not None:
+        print(f"Best on {run.best.tasks} validation tasks: {run.best.told()}")
+    if run.finished:
+        print(f"The run is in {out}. Next: metabridge evaluate {out} --shots 1,5")
+    else:
+        print(f"Stopped after {minutes:g} minutes. The same command goes on from there.")
+
+
+@app.command()
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of trained runs.")],
+    shots: Annotated[str, typer.Option(metavar="K,...", help="Support images of each class.")] = "1,5",
+    tasks: Annotated[int, typer.Option(min=2, help="Tasks to judge on.")] = 2000,
+    ways: Annotated[int, typer.Option(min=2, help="Classes in a task.")] = 5,
+    queries: Annotated[int, typer.Option(min=1, help="Query images of each class.")] = 15,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    data: Annotated[str | None, typer.Option(metavar="DATA", help="Another data set than the run's own.")] = None,
+    head: Annotated[Head | None, typer.Option(help="Solve this head instead of what the method does.")] = None,
+    penalty: Annotated[float | None, typer.Option(help="Of the head's weights (1/C for svm).")] = None,
+    copies: Annotated[int, typer.Option(min=0, help="Changed copies of each support image to adapt to as well.")] = 0,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.auto,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything there as JSON.")] = None,
+) -> None:
+    """Judge trained runs on new tasks, with 95 % intervals.
+
+    Prints the accuracy over tasks, the worst class and how far probabilities can be trusted (the
+    expected calibration error). Every run is judged on the same tasks, so with several runs the
+    differences from the first are given too, task by task, with their own intervals.
+
+    Example: **metabridge evaluate runs/mtl runs/maml --shots 1,5 --tasks 2000**
+    """
+    from dataclasses import replace
+
+    from metabridge.environments.datasets import load as load_images
+    from metabridge.files import write_whole
+    from metabridge.learners.method import named_head
+    from metabridge.training import load
+    from metabridge.training.assess import assess
+
+    where, table = device_name(device), Table(title=f"{ways}-way tasks of the {split} split, {tasks} of each kind")
+    for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first"):
+        table.add_column(heading, justify="left" if heading in ("run", "worst class") else "right")
+    report: list[dict[str, object]] = []
+    counts = _counts(shots)
+    first: dict[int, Assessment] = {}
+    for folder in runs:
+        run = load(folder, device=where)
+        if head is not None:
+            run = replace(run, method=replace(run.method, test=named_head(head.value, penalty)))
+        source = {"name": data} if data is not None else _source(run.settings, folder)
+        images = load_images(**source).to(where)
+        for count in counts:
+            environment = images.tasks(split, ways=ways, shots=count, queries=queries)
+            found = assess(run, environment, tasks=tasks, seed=seed, copies=copies, progress=True)
+            first.setdefault(count, found)
+            gap = None if found is first[count] else found.score.minus(first[count].score)
+            worst, lowest = found.worst
+            told = [found.score.told().removesuffix(" %"), f"{worst} {100 * lowest:.1f} %"]
+            told += [f"{found.calibration_error:.3f}", "" if gap is None else gap.told()]
+            table.add_row(str(folder), str(count), *told)
+            report.append(_reported(folder, count, found, gap))
+    Console().print(table)
+    if json_file is not None:
+        write_whole(json_file, f"{json.dumps(report, indent=2, ensure_ascii=False)}\n".encode())
+        print(f"Every class is in {json_file}")
+
+
+def _reported(folder: Path, shots: int, found: Assessment, gap: Any) -> dict[str, object]:
+    score = found.score
+    return {
+        "run": str(folder),
+        "shots": shots,
+        "accuracy": score.mean,
+        "ci95": score.ci95,
+        "tasks": score.tasks,
+        "difference": None if gap is None else {"mean": gap.mean, "ci95": gap.ci95},
+        "calibration_error": found.calibration_error,
+        "calibration": [dict(zip(("confidence", "accuracy", "share"), bin)) for bin in found.calibration],
+        "classes": found.classes,
+    }
+
+
+def _counts(shots: str) -> list[int]:
+    try:
+        counts = [int(part) for part in shots.split(",")]
+    except ValueError:
+        raise InputError(f"shots is {shots!r}, but must be whole numbers with commas between, such as 1,5.") from None
+    return counts
+
+
+def _source(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    source = (settings.get("tasks") or {}).get("data")
+    if source is None:
+        raise InputError(f"the run in {folder} does not say what data it was trained on. Name some with --data.")
+    return dict(source)
+
+
+def _settings(texts: list[str] | None, flag: str) -> dict[str, Any]:
+    """Read KEY=VALUE pairs; a value is JSON where it can be, and text otherwise."""
+    settings: dict[str, Any] = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise InputError(f"{flag} is {text!r}, but must be KEY=VALUE, such as steps=5.")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return settings
+
+
+def _draw_curve(folder: Path, name: str) -> None:
+    from metabridge.files import write_whole
+    from metabridge.training import load
+
+    try:
+        from metabridge.report import figures
+    except ModuleNotFoundError:
+        return  # without matplotlib there is no picture, but metrics.jsonl has the numbers
+    write_whole(folder / "curves.png", figures.png(figures.learning_curves({name: load(folder)}, "iterations")))

@@ -1,0 +1,208 @@
+"""Commands that put a trained model to use: on images of new classes, and in other programs."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import warnings
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from metabridge.cli.common import Device, DeviceOption, app, device_name
+from metabridge.cli.train import Head
+from metabridge.errors import InputError
+
+if TYPE_CHECKING:
+    from metabridge.use import FewShotClassifier
+
+SHOWN = 10  # rows of predictions that are printed
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
+QueryOption = Annotated[Path, typer.Option(metavar="DIR", help="Images to tell; folders within it are searched too.")]
+OutOption = Annotated[Path, typer.Option(metavar="FILE", help="Where the predictions go, as CSV.")]
+HeadOption = Annotated[Head | None, typer.Option(help="Solve this head instead of what the method does.")]
+
+
+@app.command()
+def adapt(
+    run: RunArgument,
+    support: Annotated[Path, typer.Option(metavar="DIR", help="A folder for every class, with a few images of it.")],
+    query: QueryOption,
+    out: OutOption = Path("predictions.csv"),
+    head: HeadOption = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the adapted model there, for metabridge predict.")
+    ] = None,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Adapt a trained run to new classes and tell which of them images show.
+
+    Writes a line for every image: its path, the class, the probability of that class and of each.
+    Where query images lie in folders named after the classes, the accuracy is printed too.
+
+    Query images that cannot be read are left out and named at the end: the status is then 1.
+
+    Example: **metabridge adapt runs/photos --support new/labelled --query new/unlabelled --out told.csv**
+    """
+    from metabridge.files import make_folder
+
+    queries = _queries(query)
+    make_folder(out.parent)
+    if save is not None:
+        make_folder(save)
+    classifier = _adapted(run, support, head, device)
+    if save is not None:
+        print(f"The adapted model is {classifier.save(save)}")
+    _tell(classifier, query, queries, out)
+
+
+@app.command()
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder that metabridge adapt --save has made.")],
+    query: QueryOption,
+    out: OutOption = Path("predictions.csv"),
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Tell which classes images show, with a model that was adapted before.
+
+    Writes and prints what **metabridge adapt** does, with the same status.
+
+    Example: **metabridge predict adapted --query new/unlabelled --out told.csv**
+    """
+    from metabridge.files import make_folder
+    from metabridge.use import FewShotClassifier
+
+    queries = _queries(query)
+    make_folder(out.parent)
+    _tell(FewShotClassifier.load(model, device=device_name(device)), query, queries, out)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the ONNX graph goes.")] = Path("features.onnx"),
+    support: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder for every class: adapt to them first.")
+    ] = None,
+    head: HeadOption = None,
+) -> None:
+    """Write a run's features as an ONNX graph, for programs without PyTorch.
+
+    The graph takes images (n, channels, size, size) with values from 0 to 1, any number at a time. It
+    is checked against PyTorch where onnxruntime is installed, and only written if it agrees.
+
+    With --support, the head adapted to these classes is written beside it as JSON: its weight and
+    bias, the names of the classes, and whether features are to be scaled to length 1 first.
+
+    Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
+    """
+    from metabridge.models.norm import normalises_each_set
+    from metabridge.training import load
+    from metabridge.use import export_onnx, write_head
+
+    if head is not None and support is None:
+        raise InputError(f"--head is {head.value}, but a head is solved on labelled images. Give --support too.")
+    classifier = None if support is None else _adapted(run, support, head, Device.cpu)
+    model = load(run) if classifier is None else classifier.adapted_
+    difference = export_onnx(model, out)
+    if difference is None:
+        print(f"The features are in {out}, not checked since onnxruntime is not installed.")
+    else:
+        print(f"The features are in {out}; they differ from PyTorch's by at most {difference:.1e}.")
+    if classifier is not None:
+        written = write_head(classifier, out.with_suffix(".json"))
+        print(f"The head for {len(classifier.classes_)} classes is in {written}")
+    if normalises_each_set(model.net):
+        print("The network normalises each batch by itself, so the features of an image depend on the others with it.")
+
+
+def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> FewShotClassifier:
+    """Return a classifier adapted to a folder of class folders."""
+    from metabridge.environments.source import class_folders
+    from metabridge.use import FewShotClassifier
+
+    _require_folder("support", support)
+    classes = class_folders(support)
+    empty = [name for name, images in classes.items() if not images]
+    if empty and len(empty) < len(classes):
+        raise InputError(f"class '{empty[0]}' in {support} has no images. Put some there, or remove the folder.")
+    if len(classes) - len(empty) < 2:
+        raise InputError(
+            f"support is {support}, which has too few folders with images ({len(classes) - len(empty)}): "
+            "2 classes or more are needed. Make a folder for every class there, with its images inside."
+        )
+    files = [support / image for images in classes.values() for image in images]
+    labels = [name for name, images in classes.items() for _ in images]
+    classifier = FewShotClassifier(run, head=None if head is None else head.value, device=device_name(device))
+    return classifier.fit(files, labels)
+
+
+def _queries(query: Path) -> list[Path]:
+    from metabridge.environments.source import IMAGES, tree
+
+    _require_folder("query", query)
+    files = [file for file in tree(query) if file.suffix.lower() in IMAGES]
+    if not files:
+        raise InputError(f"query is {query}, which holds no images ({', '.join(sorted(IMAGES))}).")
+    return files
+
+
+def _require_folder(option: str, folder: Path) -> None:
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise InputError(f"{option} is {folder}, which {what}. Name a folder of images.")
+
+
+def _tell(classifier: FewShotClassifier, query: Path, files: list[Path], out: Path) -> None:
+    """Predict, write and print; end with status 1 if some images could not be read."""
+    import numpy as np
+
+    from metabridge.environments.decode import Unreadable
+    from metabridge.files import write_whole
+    from metabridge.use.pictures import read
+
+    found = list(zip(files, read([file.read_bytes for file in files], classifier.form_)))
+    unreadable = [(file, result.reason) for file, result in found if isinstance(result, Unreadable)]
+    pairs = [(file, result) for file, result in found if not isinstance(result, Unreadable)]
+    if not pairs:
+        raise InputError(
+            f"query is {query}, of which no image can be read ({len(files)} tried; {files[0]}: {unreadable[0][1]})."
+        )
+    read_files = [file for file, _ in pairs]
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always", UserWarning)
+        chances = classifier.predict_proba([np.moveaxis(image, 0, -1) for _, image in pairs])
+    names, best = [str(name) for name in classifier.classes_], chances.argmax(1)
+    told = [(str(file), names[place], chances[row, place]) for row, (file, place) in enumerate(zip(read_files, best))]
+    text = StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["path", "prediction", "probability", *names])
+    lines.writerows([*start, *row] for start, row in zip(told, chances.tolist()))
+    write_whole(out, text.getvalue().encode())
+    _print_table(told)
+    folders = [file.parent.relative_to(query).as_posix() for file in read_files]
+    right = [folder == name for folder, (_, name, _) in zip(folders, told) if folder in names]
+    if right:
+        print(f"Accuracy {100 * sum(right) / len(right):.1f} %: {sum(right)} of {len(right)} images in class folders.")
+    print(f"The predictions are in {out}")
+    for remark in remarks:
+        print(f"Note: {remark.message}", file=sys.stderr)
+    if unreadable:
+        print(f"{len(unreadable)} of {len(files)} images could not be read:", file=sys.stderr)
+        for file, reason in unreadable:
+            print(f"  {file} ({reason})", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _print_table(told: list[tuple[str, str, Any]]) -> None:
+    table = Table("image", "prediction", title=None if len(told) <= SHOWN else f"The first {SHOWN} of {len(told)}")
+    table.add_column("probability", justify="right")
+    for file, name, chance in told[:SHOWN]:
+        table.add_row(escape(file), escape(name), f"{chance:.3f}")
+    Console().print(table)

@@ -1,0 +1,70 @@
+"""Images in folders: one folder a class, and the classes of one folder a superclass.
+
+A folder that holds images is a class, named by its path, and the folder it lies in is its superclass
+where there is such a level: `animals/cat/1.jpg` shows a cat, an animal. Images may have any format,
+size and mode. The middle square of each is taken, in 84 × 84 pixels and RGB (`channels=1` gives grey).
+
+Classes are split by folders train, validation (or val, valid) and test. Without these the classes are
+split by chance, 64 % train, 16 % validation, 20 % test, and so they are when the folders share a
+class, since few-shot learning is tested on classes that were not trained on.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from metabridge.environments.decode import Form
+from metabridge.environments.source import IMAGES, Category, Source, class_folders, listed, pooled, split_folders, tree
+from metabridge.errors import InputError
+
+FORM = Form(size=84, channels=3, crop=True)
+
+
+def holds(root: Path) -> bool:
+    """Say whether some folder within a folder holds images.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as root:
+    ...     holds(Path(root))
+    False
+    """
+    below = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
+    return any(file.suffix.lower() in IMAGES and file.parent != root for file in below)
+
+
+def files(root: Path) -> list[Path]:
+    """Return every file below a folder, and every empty folder.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as root:
+    ...     Path(root, "oak").mkdir()
+    ...     [file.name for file in files(Path(root))]
+    ['oak']
+    """
+    return tree(root)
+
+
+def source(root: Path) -> Source:
+    """Return the classes and images below a folder.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as root:
+    ...     Path(root, "trees", "oak").mkdir(parents=True)
+    ...     Path(root, "trees", "oak", "1.jpg").touch()
+    ...     source(Path(root)).classes
+    (Category(name='trees/oak', superclass='trees', split=''),)
+    """
+    splits = split_folders(root) or {"": root}
+    classes: dict[Category, list[str]] = {}
+    for split, folder in splits.items():
+        for name, images in class_folders(folder).items():
+            superclass = name.rpartition("/")[0] or "all"
+            prefix = f"{folder.name}/" if split else ""
+            classes[Category(name, superclass, split)] = [f"{prefix}{image}" for image in images]
+    if not classes:
+        raise InputError(
+            f"{root} has no folders of images. Make a folder for every class there, with its images inside."
+        )
+    form = "folders of images" + (f", split into {', '.join(splits)}" if any(splits) else "")
+    return pooled(listed(form, classes, lambda name: (root / name).read_bytes()))

@@ -1,0 +1,121 @@
+"""mini-ImageNet (Vinyals et al., 2016), split as by Ravi & Larochelle: 64, 16 and 20 classes of 600 images.
+
+Read from any of the forms in which it goes round: parquet files of the Hugging Face hub, `train.csv`,
+`val.csv` and `test.csv` beside the folder `images`, or the pickles `mini-imagenet-cache-train.pkl` and
+so on. Images are 84 × 84, RGB; larger ones are squeezed into that, as the published ones were. Classes
+have their WordNet numbers as names, and no superclasses.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metabridge.environments.datasets import parquet
+from metabridge.environments.decode import Form
+from metabridge.environments.source import Category, Picture, Source, listed, read_bytes, tree
+from metabridge.environments.unpickle import unpickle
+from metabridge.errors import InputError
+
+FORM = Form(size=84, channels=3)
+CLASSES = 100
+PARTS = {"train": "train", "val": "validation", "test": "test"}
+
+
+def holds(root: Path) -> bool:
+    """Say whether a folder has mini-ImageNet in it; parquet files must name a hundred WordNet classes.
+
+    >>> holds(Path("nowhere"))
+    False
+    """
+    if _tables(root) or _pickles(root):
+        return True
+    shards = parquet.files(root) if root.is_dir() else []
+    names = parquet.class_names(shards[0]) if shards else None
+    return names is not None and len(names) == CLASSES and all(re.fullmatch(r"n\d{8}", name) for name in names)
+
+
+def files(root: Path) -> list[Path]:
+    """Return the files that the data set is read from.
+
+    >>> files(Path("nowhere"))
+    Traceback (most recent call last):
+    metabridge.errors.InputError: nowhere has none of the forms of mini-ImageNet. Put there its parquet files, ...
+    """
+    tables, pickles, shards = _tables(root), _pickles(root), parquet.files(root)
+    if tables:
+        return [*tables.values(), *tree(root / "images")]
+    if pickles or shards:
+        return list(pickles.values()) or shards
+    raise InputError(
+        f"{root} has none of the forms of mini-ImageNet. Put there its parquet files, or train.csv, val.csv, "
+        "test.csv and the folder images, or mini-imagenet-cache-train.pkl, -val.pkl and -test.pkl."
+    )
+
+
+def source(root: Path) -> Source:
+    """Return the classes and images of any of the forms.
+
+    >>> source(Path("nowhere"))
+    Traceback (most recent call last):
+    metabridge.errors.InputError: nowhere has none of the forms of mini-ImageNet. Put there its parquet files, ...
+    """
+    files(root)
+    if tables := _tables(root):
+        return _from_tables(root, tables)
+    if pickles := _pickles(root):
+        return _from_pickles(pickles)
+    return parquet.source(root)
+
+
+def _tables(root: Path) -> dict[str, Path]:
+    found = {split: root / f"{part}.csv" for part, split in PARTS.items() if (root / f"{part}.csv").is_file()}
+    return found if (root / "images").is_dir() else {}
+
+
+def _pickles(root: Path) -> dict[str, Path]:
+    named = {split: root / f"mini-imagenet-cache-{part}.pkl" for part, split in PARTS.items()}
+    return {split: file for split, file in named.items() if file.is_file()}
+
+
+def _from_tables(root: Path, tables: dict[str, Path]) -> Source:
+    classes: dict[Category, list[str]] = {}
+    for split, table in tables.items():
+        reader = csv.DictReader(read_bytes(table).decode("utf-8", "replace").splitlines())
+        if not {"filename", "label"} <= set(reader.fieldnames or ()):
+            raise InputError(f"{table} has not the columns filename and label in its first line. Add that line.")
+        for row in reader:
+            classes.setdefault(Category(row["label"], "all", split), []).append(row["filename"])
+    return listed("mini-ImageNet, CSV and folder", classes, lambda name: (root / "images" / name).read_bytes())
+
+
+def _from_pickles(pickles: dict[str, Path]) -> Source:
+    """Each pickle is a dictionary: `image_data`, (n, 84, 84, 3), and `class_dict`, the rows of each class."""
+    read = {split: _read(file) for split, file in pickles.items()}
+    classes: list[Category] = []
+    places: list[tuple[str, int, int]] = []  # split, row, label
+    for split, held in read.items():
+        for name, rows in held["class_dict"].items():
+            places += [(split, int(row), len(classes)) for row in rows]
+            classes.append(Category(name, "all", split))
+
+    def pictures() -> Iterator[Picture]:
+        for split, row, label in places:
+            yield Picture(f"{pickles[split].name}: row {row}", label, read[split]["image_data"][row])
+
+    return Source("mini-ImageNet, cached pickles", tuple(classes), len(places), pictures)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    held = unpickle(read_bytes(file), str(file))
+    images, classes = (held.get("image_data"), held.get("class_dict")) if isinstance(held, dict) else (None, None)
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 4:
+        raise InputError(f"{file} has no uint8 array image_data of shape (n, height, width, 3). Get the file again.")
+    if not isinstance(classes, dict) or not all(0 <= row < len(images) for rows in classes.values() for row in rows):
+        raise InputError(f"{file} has no class_dict that gives rows of image_data. Get the file again.")
+    return {"image_data": images, "class_dict": classes}

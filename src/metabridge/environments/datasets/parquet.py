@@ -1,0 +1,162 @@
+"""Parquet files of images, as the Hugging Face hub keeps them.
+
+A column of images (`image` or `img`: the file's bytes, alone or beside its path) and one of labels
+(`label`, `labels` or `fine_label`: numbers or names). Numbers are named by the schema's Hugging Face
+metadata where it is there. The middle square of each image is taken, 84 × 84 and RGB.
+
+Files with train, validation (or val, valid) and test in their names make those splits. A single set,
+or splits that share classes, is split by class, as folders of images are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from metabridge.environments.decode import Form
+from metabridge.environments.source import SPLITS, Category, Picture, Source, pooled, tree
+from metabridge.errors import InputError
+
+FORM = Form(size=84, channels=3, crop=True)
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "labels", "fine_label")
+BATCH = 256  # Rows read at once.
+
+
+def holds(root: Path) -> bool:
+    """Say whether a path is a parquet file, or a folder with some in it.
+
+    >>> holds(Path("photographs.zip"))
+    False
+    """
+    return bool(files(root))
+
+
+def files(root: Path) -> list[Path]:
+    """Return the parquet files at or below a path.
+
+    >>> files(Path("photographs.zip"))
+    []
+    """
+    if root.is_file():
+        return [root] if root.suffix == ".parquet" else []
+    return [file for file in tree(root) if file.suffix == ".parquet"]
+
+
+def source(root: Path) -> Source:
+    """Return the classes and images of the parquet files at a path.
+
+    >>> source(Path("photographs.zip"))
+    Traceback (most recent call last):
+    metabridge.errors.InputError: photographs.zip has no parquet files.
+    """
+    shards = files(root)
+    if not shards:
+        raise InputError(f"{root} has no parquet files.")
+    base = root if root.is_dir() else root.parent
+    labels: dict[Category, int] = {}
+    rows: list[list[int | None]] = []
+    for shard in shards:
+        names = _label_names(shard)
+        split = _split(shard.relative_to(base).as_posix())
+        categories = [None if name is None else Category(name, "all", split) for name in names]
+        for category in sorted({category for category in categories if category is not None}):
+            labels.setdefault(category, len(labels))
+        rows.append([None if category is None else labels[category] for category in categories])
+
+    def pictures() -> Iterator[Picture]:
+        for shard, own in zip(shards, rows):
+            yield from _pictures(shard, shard.relative_to(base).as_posix(), own)
+
+    total = sum(label is not None for own in rows for label in own)
+    splits = dict.fromkeys(category.split for category in labels)
+    form = f"{len(shards)} parquet files" + (f", split into {', '.join(splits)}" if len(splits) > 1 else "")
+    return pooled(Source(form, tuple(labels), total, pictures))
+
+
+def class_names(shard: Path) -> tuple[str, ...] | None:
+    """Return the names of the classes that a file's Hugging Face metadata gives, if any.
+
+    >>> import pyarrow, pyarrow.parquet
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as root:
+    ...     pyarrow.parquet.write_table(pyarrow.table({"label": [0, 1]}), Path(root, "train.parquet"))
+    ...     class_names(Path(root, "train.parquet")) is None
+    True
+    """
+    schema = _opened(shard).schema_arrow
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return tuple(map(str, features[_column(shard, schema, LABEL_COLUMNS)]["names"]))
+    except (KeyError, ValueError, TypeError, InputError):
+        return None
+
+
+def _pictures(shard: Path, name: str, labels: list[int | None]) -> Iterator[Picture]:
+    file = _opened(shard)
+    column = _column(shard, file.schema_arrow, IMAGE_COLUMNS)
+    row = 0
+    try:
+        for batch in file.iter_batches(BATCH, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                label, content = labels[row], value
+                path = f"row {row}"
+                if isinstance(value, dict):
+                    path = value.get("path") or path
+                    content = value.get("bytes")
+                    if content is None and value.get("path"):
+                        content = (shard.parent / value["path"]).read_bytes
+                if label is not None:
+                    yield Picture(f"{name}: {path}", label, content or b"")
+                row += 1
+    except (OSError, ValueError) as error:
+        raise _damaged(shard, error) from error
+
+
+def _label_names(shard: Path) -> list[str | None]:
+    """The name of every row's class; None where it has none."""
+    file = _opened(shard)
+    column = _column(shard, file.schema_arrow, LABEL_COLUMNS)
+    known = class_names(shard)
+    try:
+        values = file.read(columns=[column]).column(0).to_pylist()
+    except (OSError, ValueError) as error:
+        raise _damaged(shard, error) from error
+    names: dict[Any, str | None] = {None: None}
+    for value in set(values) - {None}:
+        number = isinstance(value, int)
+        named = known is not None and number and 0 <= value < len(known)
+        unlabelled = number and value < 0  # The hub's habit for images whose label is kept secret.
+        names[value] = known[value] if known is not None and named else None if unlabelled else str(value)
+    return [names[value] for value in values]
+
+
+def _opened(shard: Path) -> Any:
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(shard)
+    except (OSError, ValueError) as error:
+        raise _damaged(shard, error) from error
+
+
+def _damaged(shard: Path, error: Exception) -> InputError:
+    return InputError(f"{shard} is not a whole parquet file ({str(error).splitlines()[0]}). Get the file again.")
+
+
+def _column(shard: Path, schema: Any, wanted: tuple[str, ...]) -> str:
+    for name in wanted:
+        if name in schema.names:
+            return name
+    raise InputError(
+        f"{shard} has the columns {', '.join(schema.names)}, but none is called {' or '.join(wanted)}. Rename one."
+    )
+
+
+def _split(name: str) -> str:
+    """The split that a file's path speaks of; the last word of it counts."""
+    words = [SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS]
+    return words[-1] if words else ""

@@ -1,0 +1,160 @@
+"""tiered-ImageNet (Ren et al., 2018): 608 classes in 34 categories; no category is in two splits.
+
+Read from `train_images_png.pkl`, `train_labels.pkl` and so on (val, test), or from folders train, val
+and test with a folder of images for every class. Superclasses are the categories, of which the
+pickles have their own names and of which a table here says the WordNet numbers for the folders.
+Images are 84 × 84, RGB, their channels in the order of the files.
+
+`*_images_png.pkl` is a list of PNG files as arrays of bytes. `*_labels.pkl` is a dictionary with
+`label_specific` and `label_general`, the class and category of each image as numbers, and
+`label_specific_str` and `label_general_str`, the names that these count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metabridge.environments.datasets.splits import table
+from metabridge.environments.decode import Form
+from metabridge.environments.source import (
+    Category,
+    Content,
+    Picture,
+    Source,
+    class_folders,
+    listed,
+    read_bytes,
+    split_folders,
+    tree,
+)
+from metabridge.environments.unpickle import unpickle
+from metabridge.errors import InputError
+
+FORM = Form(size=84, channels=3)
+PARTS = {"train": "train", "val": "validation", "test": "test"}
+
+
+def holds(root: Path) -> bool:
+    """Say whether a folder has the pickles, or folders named as tiered-ImageNet's classes in its splits.
+
+    >>> holds(Path("nowhere"))
+    False
+    """
+    return bool(_pickles(root)) or _is_tree(root)
+
+
+def files(root: Path) -> list[Path]:
+    """Return the files that the data set is read from.
+
+    >>> files(Path("nowhere"))
+    Traceback (most recent call last):
+    metabridge.errors.InputError: nowhere has neither train_images_png.pkl and its like nor folders train, ...
+    """
+    if pickles := _pickles(root):
+        return [file for pair in pickles.values() for file in pair]
+    if _is_tree(root):
+        return [file for folder in split_folders(root).values() for file in tree(folder)]
+    raise InputError(
+        f"{root} has neither train_images_png.pkl and its like nor folders train, val and test "
+        "of tiered-ImageNet's classes. Put one of these there."
+    )
+
+
+def source(root: Path) -> Source:
+    """Return the classes and images of either form.
+
+    >>> source(Path("nowhere"))
+    Traceback (most recent call last):
+    metabridge.errors.InputError: nowhere has neither train_images_png.pkl and its like nor folders train, ...
+    """
+    files(root)
+    pickles = _pickles(root)
+    return _from_pickles(pickles) if pickles else _from_tree(root)
+
+
+def _pickles(root: Path) -> dict[str, tuple[Path, Path]]:
+    pairs = {split: (root / f"{part}_images_png.pkl", root / f"{part}_labels.pkl") for part, split in PARTS.items()}
+    found = {split: pair for split, pair in pairs.items() if pair[0].is_file()}
+    for images, labels in found.values():
+        if not labels.is_file():
+            raise InputError(f"{labels.name} is not beside {images}. Put it there.")
+    return found
+
+
+def _is_tree(root: Path) -> bool:
+    known = {(split, name) for split, name, _ in table("tiered_imagenet")}
+    folders = split_folders(root)
+    found = {(split, inner.name) for split, folder in folders.items() for inner in folder.iterdir() if inner.is_dir()}
+    return bool(found) and found <= known
+
+
+def _from_tree(root: Path) -> Source:
+    category = {name: general for _, name, general in table("tiered_imagenet")}
+    classes = {
+        Category(name, category[name], split): [f"{folder.name}/{image}" for image in images]
+        for split, folder in split_folders(root).items()
+        for name, images in class_folders(folder).items()
+        if name in category
+    }
+    return listed("tiered-ImageNet, folders", classes, lambda name: (root / name).read_bytes())
+
+
+def _from_pickles(pickles: dict[str, tuple[Path, Path]]) -> Source:
+    labels = {split: _labels(file) for split, (_, file) in pickles.items()}
+    classes: list[Category] = []
+    label_of: dict[tuple[str, int], int] = {}
+    for split, (specific, general, names, categories) in labels.items():
+        first = {number: place for place, number in reversed(list(enumerate(specific)))}
+        for number, name in enumerate(names):
+            label_of[split, number] = len(classes)
+            classes.append(Category(name, categories[general[first[number]]] if number in first else "none", split))
+
+    def pictures() -> Iterator[Picture]:
+        for split, (file, _) in pickles.items():
+            images = unpickle(read_bytes(file), str(file))
+            specific = labels[split][0]
+            if not isinstance(images, list) or len(images) != len(specific):
+                raise InputError(
+                    f"{file} is not a list of {len(specific)} images, which is how many labels there are. "
+                    "Get the two files from one place."
+                )
+            for row, (image, number) in enumerate(zip(images, specific)):
+                yield Picture(f"{file.name}: row {row}", label_of[split, number], _png(image))
+
+    total = sum(len(specific) for specific, *_ in labels.values())
+    return Source("tiered-ImageNet, pickles", tuple(classes), total, pictures)
+
+
+def _png(image: Any) -> Content:
+    if isinstance(image, np.ndarray):
+        return image.astype(np.uint8).tobytes()
+    return image.encode("latin1") if isinstance(image, str) else bytes(image)
+
+
+def _labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]]:
+    """Class and category of each image, and the names that they count."""
+    held = unpickle(read_bytes(file), str(file))
+    held = {_text(key): value for key, value in held.items()} if isinstance(held, dict) else {}
+    if "label_specific" not in held:
+        raise InputError(f"{file} is not a dictionary with label_specific in it. Get the file again.")
+    specific = [int(number) for number in held["label_specific"]]
+    general = [int(number) for number in held.get("label_general", [0] * len(specific))]
+    names, categories = (
+        [_text(name) for name in held.get(f"{key}_str", range(max(numbers, default=-1) + 1))]
+        for key, numbers in (("label_specific", specific), ("label_general", general))
+    )
+    if len(general) != len(specific) or not _counts(specific, names) or not _counts(general, categories):
+        raise InputError(f"{file} has labels without a name, or not a category for every image. Get the file again.")
+    return specific, general, names, categories
+
+
+def _counts(numbers: list[int], names: list[str]) -> bool:
+    return all(0 <= number < len(names) for number in set(numbers))
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin1") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,243 @@
+"""Decoded images on disk: decoded once, mapped into memory from then on.
+
+A data set is two files in the cache folder, `$METABRIDGE_CACHE` or `~/.cache/metabridge`: the pixels
+as they lie in memory, and an index in JSON of classes, labels and of what could not be read. Their
+names hold a key of the files that they were made from, so other files make another entry. The index
+is written last, and pixels are only believed beside it, so what a killed process leaves is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from metabridge.environments.decode import Form, Unreadable, decoded, each
+from metabridge.environments.images import LabelledImages
+from metabridge.environments.source import Category, Source, named, split_by_class
+from metabridge.errors import InputError
+
+FORMAT = 1  # Raise it with every change to what is stored, or to how a data set's files are read.
+HASHED_FILES, HASHED_BYTES = 64, 2**30  # So much is keyed by its contents: a second's work. Beyond it, by its dates.
+STALE = 24 * 3600
+
+logger = logging.getLogger("metabridge")
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Images in the store with a label each, the classes, and what the files lacked.
+
+    `empty` names classes without a readable image; `skipped` has name and reason of unreadable images.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[Category, ...]
+    empty: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def labelled(self, *, seed: int = 0, strict: bool = False, min_images: int | None = None) -> LabelledImages:
+        """Return the images as a data set, with a warning of what was left out, or an error if `strict`.
+
+        Classes without a split are split by the seed. With `min_images`, smaller classes are in no split.
+
+        >>> classes = (Category("cat", "animals", "train"), Category("oak", "trees", "test"))
+        >>> stored = Stored(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1]), classes)
+        >>> sorted(stored.labelled(min_images=2).splits)
+        ['train']
+        """
+        troubles = self.troubles()
+        if strict and troubles:
+            raise InputError(f"{troubles[0]} Mend or remove what is named, or load without strict.")
+        for sentence in (*troubles, *self.notes):
+            logger.warning("%s", sentence)
+        counts = torch.bincount(self.labels, minlength=len(self.classes)).tolist()
+        kept = [index for index, count in enumerate(counts) if count >= (min_images or 1)]
+        if not kept:
+            raise InputError(
+                f"min_images is {min_images}, but the largest class has {max(counts)} images. "
+                f"Use min_images={max(counts)} or fewer."
+            )
+        members: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+        for index, category in zip(kept, split_by_class([self.classes[index] for index in kept], seed)):
+            members[category.split].append(index)
+        superclasses = {name: place for place, name in enumerate(dict.fromkeys(c.superclass for c in self.classes))}
+        return LabelledImages(
+            images=self.images,
+            labels=self.labels,
+            class_names=tuple(category.name for category in self.classes),
+            superclasses=torch.tensor([superclasses[category.superclass] for category in self.classes]),
+            superclass_names=tuple(superclasses),
+            splits={split: torch.tensor(indices) for split, indices in members.items() if indices},
+        )
+
+    def troubles(self) -> list[str]:
+        """Say what was left out, a sentence for each kind.
+
+        >>> Stored(torch.empty(0), torch.empty(0), (), empty=("oak",)).troubles()
+        ["1 class without a readable image is left out: 'oak'."]
+        """
+        sentences = []
+        if self.skipped:
+            which = named(f"{name} ({reason})" for name, reason in self.skipped)
+            images = "1 unreadable image is" if len(self.skipped) == 1 else f"{len(self.skipped)} unreadable images are"
+            sentences.append(f"{images} left out: {which}.")
+        if self.empty:
+            which = named(f"'{name}'" for name in self.empty)
+            classes, verb = ("class", "is") if len(self.empty) == 1 else ("classes", "are")
+            sentences.append(f"{len(self.empty)} {classes} without a readable image {verb} left out: {which}.")
+        return sentences
+
+
+def cache_folder() -> Path:
+    """Return the folder where decoded images are kept.
+
+    >>> cache_folder() == Path(os.environ.get("METABRIDGE_CACHE") or Path.home() / ".cache" / "metabridge")
+    True
+    """
+    return Path(os.environ.get("METABRIDGE_CACHE") or Path.home() / ".cache" / "metabridge")
+
+
+def fingerprint(files: Iterable[Path], root: Path) -> str:
+    """Return a key of files below `root`: of their names and contents if that is quick to read.
+
+    More than 64 files or 1 GiB are keyed by names, sizes and times of change instead: to read the
+    contents of a tree of 60 000 images takes minutes from a cold disk, and to ask for their dates a
+    second or less.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as root:
+    ...     file = Path(root, "a.png")
+    ...     one, two = (file.write_bytes(content) and fingerprint([file], Path(root)) for content in (b"1", b"2"))
+    >>> one == two
+    False
+    """
+    names = sorted(map(str, files))  # Paths are slow to handle by the ten thousand.
+    facts = [_size_and_time(name) for name in names]
+    by_content = len(names) <= HASHED_FILES and sum(size for size, _ in facts) <= HASHED_BYTES
+    above = len(str(root)) if str(root) != "." else -1
+    key = hashlib.sha256()
+    for name, (size, changed) in zip(names, facts):
+        fact = _digest(name) if by_content else str(changed)
+        key.update(f"{name[above + 1 :]}\0{size}\0{fact}\0".encode("utf-8", "surrogateescape"))
+    return key.hexdigest()[:24]
+
+
+def stored(name: str, key: str, form: Form, gather: Callable[[], Source]) -> Stored:
+    """Return the images of a data set from the store, decoded into it if they are not there.
+
+    `key` stands for the files, and `gather` reads what they hold; it is called on first use alone.
+
+    >>> import numpy as np
+    >>> from metabridge.environments.source import Picture
+    >>> picture = Picture("dot", 0, np.zeros((9, 9), dtype=np.uint8))
+    >>> toy = Source("a toy", (Category("dots", "all", "train"),), 1, lambda: iter([picture]))
+    >>> stored("toy", "key", Form(size=4, channels=1), lambda: toy).images.shape
+    torch.Size([1, 1, 4, 4])
+    """
+    stem = f"{name}-v{FORMAT}-{form.size}px-{form.channels}-{key}"
+    pixels, index = (cache_folder() / f"{stem}.{end}" for end in ("pixels", "json"))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return _read(pixels, index)
+    _write(name, gather, form, pixels, index)
+    return _read(pixels, index)
+
+
+def _size_and_time(file: str) -> tuple[int, int]:
+    try:
+        fact = os.stat(file)
+    except OSError:
+        return 0, 0  # Such as a link to nothing: found out when it is to be decoded.
+    return fact.st_size, fact.st_mtime_ns
+
+
+def _digest(file: str) -> str:
+    try:
+        with open(file, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError:
+        return "unreadable"
+
+
+def _read(pixels: Path, index: Path) -> Stored:
+    held = json.loads(index.read_text(encoding="utf-8"))
+    shape = held["shape"]
+    if pixels.stat().st_size != math.prod(shape):
+        raise ValueError(f"{pixels} has not the size that its index says")
+    flat = torch.from_file(str(pixels), shared=False, size=math.prod(shape), dtype=torch.uint8)
+    return Stored(
+        images=flat.view(shape),
+        labels=torch.tensor(held["labels"]),
+        classes=tuple(Category(*category) for category in held["classes"]),
+        empty=tuple(held["empty"]),
+        skipped=tuple((name, reason) for name, reason in held["skipped"]),
+        notes=tuple(held["notes"]),
+    )
+
+
+def _write(name: str, gather: Callable[[], Source], form: Form, pixels: Path, index: Path) -> None:
+    with _whole(index) as index_stream:
+        with _whole(pixels) as pixel_stream:
+            source = gather()
+            labels: list[int] = []
+            skipped: list[tuple[str, str]] = []
+            for picture, image in each(source, partial(decoded, form=form), f"Decoding {name}"):
+                if isinstance(image, Unreadable):
+                    skipped.append((picture.name, image.reason))
+                else:
+                    labels.append(picture.label)
+                    pixel_stream.write(image.data)
+            if not labels:
+                first = f"; {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
+                raise InputError(f"{name} has no image that can be read ({source.total} tried{first}).")
+        present = sorted(set(labels))
+        place = {label: number for number, label in enumerate(present)}
+        held = {
+            "form": source.form,
+            "shape": [len(labels), form.channels, form.size, form.size],
+            "labels": [place[label] for label in labels],
+            "classes": [source.classes[label] for label in present],
+            "empty": [category.name for label, category in enumerate(source.classes) if label not in place],
+            "skipped": skipped,
+            "notes": source.notes,
+        }
+        index_stream.write(json.dumps(held).encode())
+
+
+@contextlib.contextmanager
+def _whole(file: Path) -> Iterator[BinaryIO]:
+    """Write under another name, which becomes the file's own only when all of it is on the disk."""
+    part = file.with_name(f"{file.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for old in file.parent.glob(f"{file.name}.*.part"):  # Left by a process that was killed.
+            if time.time() - old.stat().st_mtime > STALE:
+                old.unlink()
+        with part.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+    except OSError as error:
+        raise InputError(
+            f"decoded images cannot be kept in {file.parent} ({error.strerror}). "
+            "Free space there, or name a folder that can be written to in METABRIDGE_CACHE."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()

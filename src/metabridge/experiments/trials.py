@@ -1,0 +1,157 @@
+"""Trainings that several experiments share. Each is done once and leaves a record of what it measured.
+
+A record is small and stays valid where the weights are gone: an experiment asked for again reads the
+records that are there, goes on with trainings that were stopped, and begins those that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from metabridge.environments.images import LabelledImages
+from metabridge.errors import InputError
+from metabridge.experiments.result import Environment, Work, environment
+from metabridge.files import make_folder, write_whole
+from metabridge.learners.heads import LogisticRegression
+from metabridge.training import Run, Score, evaluate
+from metabridge.training.evaluate import FeatureTable
+from metabridge.training.plan import Plan
+
+PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)  # A table 5
+COPIES = 5  # of each support image (B §6)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A score, with the data and the head that it is of; `penalty` is None where the method has its own head."""
+
+    split: str
+    shots: int
+    mean: float
+    ci95: float
+    tasks: int
+    penalty: float | None = None
+    copies: int = 0
+
+    @classmethod
+    def of(cls, score: Score, split: str, shots: int, penalty: float | None = None, copies: int = 0) -> Measured:
+        """Note a score."""
+        return cls(split, shots, score.mean, score.ci95, score.tasks, penalty, copies)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one training measured."""
+
+    name: str
+    plan: dict[str, Any]
+    images: str
+    environment: Environment
+    minutes: float  # of training, without validation
+    iterations: int
+    parameters: int
+    curve: tuple[dict[str, float], ...]  # minutes, iteration, accuracy and ci95 of every validation
+    scores: tuple[Measured, ...]
+
+    def score(self, split: str, shots: int, *, penalty: float | None = None, copies: int = 0) -> Measured:
+        """Return the score of this form."""
+        for score in self.scores:
+            if (score.split, score.shots, score.penalty, score.copies) == (split, shots, penalty, copies):
+                return score
+        raise InputError(f"the record of {self.name} has no score on {split} with {shots} shots.")
+
+    def chosen(self, shots: int) -> Measured:
+        """Return the test score of the head that was best in validation."""
+        judged = [score for score in self.scores if score.split == "validation" and score.shots == shots]
+        best = max(judged, key=lambda score: score.mean)
+        return self.score("test", shots, penalty=best.penalty, copies=best.copies)
+
+
+def stored(work: Work, name: str, plan: Plan) -> Record | None:
+    """Return the record that a training of this plan has left, if there is one."""
+    file = work.out / "records" / f"{name}.json"
+    if not file.exists():
+        return None
+    record = _read(file)
+    return record if record.plan == _plain(plan) else None
+
+
+def trial(
+    work: Work, name: str, plan: Plan, images: LabelledImages, shots: tuple[int, ...], tasks: int
+) -> Record | None:
+    """Train, measure, and leave a record; None if the time ran out before the end."""
+    file = make_folder(work.out / "records") / f"{name}.json"
+    run = plan.train(
+        images, device=work.device, out=work.out / "runs" / name, minutes=work.minutes, progress=work.progress
+    )
+    if not run.finished:
+        return None
+    record = Record(
+        name,
+        _plain(plan),
+        f"{images.source['name'] if images.source else 'images'} at {images.images.shape[-1]} px",
+        environment(work.device),
+        run.seconds / 60,
+        run.curve[-1].iteration,
+        sum(value.numel() for value in run.net.features.parameters()),
+        tuple(
+            {
+                "minutes": point.seconds / 60,
+                "iteration": point.iteration,
+                "accuracy": point.score.mean,
+                "ci95": point.score.ci95,
+            }
+            for point in run.curve
+            if point.score is not None
+        ),
+        tuple(_measure(run, images.to(work.device), plan.ways, shots, tasks, work.seed)),
+    )
+    write_whole(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
+    return record
+
+
+def _measure(
+    run: Run, images: LabelledImages, ways: int, shots: tuple[int, ...], tasks: int, seed: int
+) -> list[Measured]:
+    """Score the run on validation and test tasks: with every penalty, with and without copies, if its head has one."""
+    scores = []
+    for split in ("validation", "test"):
+        table = None
+        for count in shots:
+            environment = images.tasks(split, ways=ways, shots=count)
+            if not isinstance(run.method.test, LogisticRegression):
+                scores.append(Measured.of(evaluate(run, environment, tasks=tasks, seed=seed), split, count))
+                continue
+            table = table or FeatureTable.of(run, environment, copies=COPIES, seed=seed)
+            for copies in (0, COPIES):
+                for penalty in PENALTIES:
+                    head = replace(run.method.test, penalty=penalty)
+                    model = replace(run, method=replace(run.method, test=head))
+                    found = table.with_copies(copies).evaluate(model, environment, tasks=tasks, seed=seed)
+                    scores.append(Measured.of(found, split, count, penalty, copies))
+    return scores
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    """The plan as it is read back from JSON."""
+    schedule = {"name": type(plan.schedule).__name__.lower(), **asdict(plan.schedule)}
+    return json.loads(json.dumps(asdict(plan) | {"schedule": schedule}))  # type: ignore[no-any-return]
+
+
+def _read(file: Path) -> Record:
+    stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        return Record(
+            **{
+                **stored,
+                "environment": Environment(**stored["environment"]),
+                "curve": tuple(stored["curve"]),
+                "scores": tuple(Measured(**score) for score in stored["scores"]),
+            }
+        )
+    except (TypeError, KeyError) as error:
+        raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error

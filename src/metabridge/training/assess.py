@@ -1,0 +1,82 @@
+"""A closer look at a trained classifier: which classes it fails, and how far its probabilities can be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metabridge.environments.images import ImageTasks
+from metabridge.errors import InputError
+from metabridge.training.augment import Augment
+from metabridge.training.evaluate import Model, Score, outcomes, score_tasks
+
+BINS = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Assessment:
+    """The accuracy over tasks, and what lies behind it."""
+
+    score: Score
+    classes: dict[str, float]  # accuracy on the queries of each class, over all tasks that it was in
+    calibration: tuple[tuple[float, float, float], ...]  # of each bin: confidence, accuracy, share of the queries
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The class with the lowest accuracy."""
+        return min(self.classes.items(), key=lambda item: item[1])
+
+    @property
+    def calibration_error(self) -> float:
+        """Σ_bins share · |confidence − accuracy|, the expected calibration error."""
+        return sum(share * abs(confidence - accuracy) for confidence, accuracy, share in self.calibration)
+
+
+def assess(
+    model: Model,
+    environment: ImageTasks,
+    *,
+    tasks: int = 600,
+    seed: int = 0,
+    copies: int = 0,
+    augment: Augment | None = None,
+    progress: bool = False,
+) -> Assessment:
+    """Evaluate as `evaluate` does, on the same tasks, and keep count of classes and confidences.
+
+    >>> from metabridge.environments.datasets import load
+    >>> from metabridge.learners import method, parameters
+    >>> from metabridge.models import conv4
+    >>> test, anil, net = load("glyphs").tasks("test"), method("anil"), conv4(1, 28)
+    >>> found = assess(Model(anil, net, parameters(anil, net)), test, tasks=4)
+    >>> len(found.classes) == test.classes, 0 <= found.calibration_error <= 1
+    (False, True)
+    """
+    if not isinstance(environment, ImageTasks):
+        raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks over labelled images.")
+    values, right = [], torch.zeros(environment.classes, dtype=torch.float64)
+    seen, bins = right.clone(), torch.zeros(BINS, 3, dtype=torch.float64)
+    given = outcomes(model, environment, tasks=tasks, seed=seed, copies=copies, augment=augment, progress=progress)
+    for outputs, episodes in given:
+        values.append(score_tasks(outputs, episodes))
+        assert episodes.classes is not None
+        probability, choice = outputs.softmax(-1).max(-1)
+        hit = (choice == episodes.query_y).double()
+        _count(right, episodes.classes.gather(1, episodes.query_y), hit)
+        _count(seen, episodes.classes.gather(1, episodes.query_y), torch.ones_like(hit))
+        place = (probability.double() * BINS).long().clamp_max(BINS - 1)
+        for column, weight in enumerate((probability.double(), hit, torch.ones_like(hit))):
+            _count(bins[:, column], place, weight)
+    names = environment.class_names
+    present = seen.nonzero().squeeze(1).tolist()
+    return Assessment(
+        Score.of(torch.cat(values)),
+        {names[index]: float(right[index] / seen[index]) for index in present},
+        tuple((float(c / n), float(a / n), float(n / bins[:, 2].sum())) for c, a, n in bins if n > 0),
+    )
+
+
+def _count(total: Tensor, places: Tensor, weights: Tensor) -> None:
+    total.index_add_(0, places.flatten().cpu(), weights.flatten().cpu())

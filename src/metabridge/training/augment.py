@@ -1,0 +1,80 @@
+"""Random changes to training images, for a whole batch at once and where the batch lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+
+LUMA = (0.299, 0.587, 0.114)  # how bright red, green and blue look (ITU-R 601)
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Padded random crop, colour jitter and horizontal flip, drawn for every image by itself (A §5.2).
+
+    - Crop: pad with `padding` zeros on every side and cut out the original size anywhere in it.
+    - Jitter: brightness, contrast and saturation in random order; each replaces x by
+      clamp(f·x + (1 − f)·o) with f uniform in [1 − jitter, 1 + jitter], where o is black, the mean
+      grey of the image, and the image in grey.
+    - Flip: mirror half of the images.
+
+    >>> images = torch.rand(4, 3, 84, 84)
+    >>> Augment()(images, torch.Generator().manual_seed(0)).shape
+    torch.Size([4, 3, 84, 84])
+    """
+
+    padding: int = 8
+    jitter: float = 0.4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.padding < 0:
+            raise InputError(f"padding is {self.padding}, but must be 0 pixels or more.")
+        if not 0 <= self.jitter <= 1:
+            raise InputError(f"jitter is {self.jitter}, but must be between 0 and 1.")
+
+    @classmethod
+    def for_size(cls, size: int) -> Augment:
+        """Return the usual changes for photographs of `size` pixels: padding 8 at 84 pixels, 4 at 32."""
+        return cls(padding=8 if size >= 64 else 4)
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Return changed copies of images (n, channels, height, width) with values from 0 to 1."""
+        if self.padding or self.flip:
+            images = self._moved(images, generator)
+        return self._coloured(images, generator) if self.jitter else images
+
+    def episodes(self, episodes: Episodes, generator: torch.Generator) -> Episodes:
+        """Change every image of every task."""
+        return episodes.map_inputs(lambda x: self(x.flatten(0, 1), generator).unflatten(0, x.shape[:2]))
+
+    def _moved(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        n, _, height, width = images.shape
+        device = images.device
+        down, right = torch.randint(2 * self.padding + 1, (2, n, 1), generator=generator, device=device)
+        rows, columns = (torch.arange(side, device=device).expand(n, side) for side in (height, width))
+        if self.flip:
+            mirrored = torch.rand(n, 1, generator=generator, device=device) < 0.5
+            columns = torch.where(mirrored, width - 1 - columns, columns)
+        padded = F.pad(images, [self.padding] * 4)
+        image = torch.arange(n, device=device)[:, None, None]
+        # indexing puts the channels last, which is how convolutions like them
+        return padded[image, :, (rows + down)[:, :, None], (columns + right)[:, None, :]].movedim(-1, 1)
+
+    def _coloured(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        n, channels = images.shape[:2]
+        draws = torch.rand(2, 3, n, 1, 1, 1, generator=generator, device=images.device)
+        order = draws[0].argsort(0)  # 0 brightness, 1 contrast, 2 saturation
+        factors = 1 + self.jitter * (2 * draws[1] - 1)
+        luma = torch.tensor(LUMA if channels == 3 else (1 / channels,) * channels, device=images.device)
+        for kind, factor in zip(order, factors):
+            grey = (images * luma.view(-1, 1, 1)).sum(1, keepdim=True)
+            other = torch.where(kind == 2, grey, torch.where(kind == 1, grey.mean((-2, -1), keepdim=True), 0))
+            images = torch.lerp(other.expand_as(images), images, factor).clamp(0, 1)
+        return images

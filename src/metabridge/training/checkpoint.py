@@ -1,0 +1,205 @@
+"""Runs on disk. Settings are JSON and tensors are safetensors, so that reading a run never runs code.
+
+A run's folder holds
+- `settings.json`: the model, the method, the data and how it was trained;
+- `weights.safetensors`: the best parameters so far, and the network's buffers;
+- `state.safetensors`: everything that training needs to go on as if it had never stopped;
+- `metrics.jsonl`: a line for every point of the learning curve, and `curves.png`, its picture.
+Every file is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metabridge.errors import InputError
+from metabridge.files import make_folder, write_whole
+from metabridge.learners import heads, inner
+from metabridge.learners.inner import task_loss
+from metabridge.learners.method import Method, balance
+from metabridge.models import Network, Params, build
+
+VERSION = 1  # of the folder's form; raise it when a reader of the old form would misread the new one
+
+_STEPS = (inner.GradientDescent, inner.Proximal)
+_SOLVERS: dict[str, tuple[type, ...]] = {
+    "inner": (*_STEPS, inner.Ridge, inner.SupportVectors),
+    "test": (*_STEPS, heads.LogisticRegression, heads.SVM, heads.Ridge, heads.NearestCentroid),
+}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Reads and writes the folder of one run."""
+
+    path: Path
+
+    @property
+    def started(self) -> bool:
+        """Whether a run has left its settings here."""
+        return (self.path / "settings.json").exists()
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Write the settings, or check that a run begun here has the same."""
+        settings = json.loads(json.dumps({"version": VERSION} | settings))  # tuples become lists, as they do on disk
+        if not self.started:
+            make_folder(self.path)
+            text = json.dumps(settings, indent=2, ensure_ascii=False)
+            write_whole(self.path / "settings.json", f"{text}\n".encode())
+            return
+        difference = _difference(self.settings(), settings)
+        if difference:
+            raise InputError(
+                f"{self.path} holds a run with other settings ({difference}). "
+                "Name another folder, or give the same settings to go on with that run."
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the run."""
+        file = self.path / "settings.json"
+        if not self.path.is_dir():
+            raise InputError(f"there is no run at {self.path}: no such folder.")
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"{self.path} is not a run: {file.name} cannot be read ({error.strerror}).") from error
+        except ValueError as error:
+            raise InputError(f"{file} is damaged: it is not JSON ({error}).") from error
+        if not isinstance(settings, dict) or settings.get("version") != VERSION:
+            found = settings.get("version") if isinstance(settings, dict) else None
+            raise InputError(
+                f"{self.path} was written in form {found}, but this version of metabridge reads form {VERSION}. "
+                "Train again, or use the version that wrote it."
+            )
+        return settings
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], notes: Mapping[str, object]) -> None:
+        """Write tensors with JSON notes as `name`.safetensors."""
+        from safetensors.torch import save
+
+        whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        write_whole(self.path / f"{name}.safetensors", save(whole, {"metabridge": json.dumps(notes)}))
+
+    def read(self, name: str) -> tuple[Params, dict[str, Any]] | None:
+        """Return what `write` left as `name`, or None if there is nothing."""
+        from safetensors import SafetensorError, safe_open
+
+        file = self.path / f"{name}.safetensors"
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, framework="pt") as stored:
+                notes = json.loads((stored.metadata() or {})["metabridge"])
+                return {key: stored.get_tensor(key) for key in stored.keys()}, notes  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise InputError(
+                f"{file} is damaged or not of a run ({error}). Delete it, or restore it from a copy."
+            ) from error
+
+    def write_metrics(self, lines: list[dict[str, object]]) -> None:
+        """Write the learning curve, a line a point."""
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        write_whole(self.path / "metrics.jsonl", text.encode())
+
+
+def write_method(method: Method) -> dict[str, object]:
+    """Return a method as plain data.
+
+    >>> from metabridge.learners.method import method
+    >>> write_method(method("maml"))["inner"]
+    {'solver': 'GradientDescent', 'steps': 5, 'lr': 0.01, 'rates': 'fixed'}
+    """
+    if method.loss is not task_loss or method.regulariser not in (None, balance):
+        raise InputError(
+            "a method with a loss or regulariser of your own cannot be saved. "
+            "Train it without out=, and keep run.params."
+        )
+    solvers = {
+        place: None
+        if (solver := getattr(method, place)) is None
+        else {"solver": type(solver).__name__} | asdict(solver)
+        for place in _SOLVERS
+    }
+    plain = {name: getattr(method, name) for name in ("adapts", "outer", "head", "split")}
+    return {**plain, **solvers, "regulariser": None if method.regulariser is None else "balance"}
+
+
+def read_method(data: Mapping[str, Any]) -> Method:
+    """Return the method that `write_method` described.
+
+    >>> from metabridge.learners.method import method
+    >>> read_method(write_method(method("r2d2"))) == method("r2d2")
+    True
+    """
+    data = dict(data)
+    for place, known in _SOLVERS.items():
+        if data[place] is not None:
+            options = dict(data[place])
+            data[place] = {kind.__name__: kind for kind in known}[options.pop("solver")](**options)
+    return Method(**data | {"regulariser": balance if data["regulariser"] else None})
+
+
+def read_network(settings: Mapping[str, Any], net: Network | None) -> Network:
+    """Return the run's network, made anew unless it is given."""
+    if net is None:
+        if settings["model"] is None:
+            raise InputError("this run's network was made by hand. Make it again and give it: load(folder, net=net).")
+        net = build(**settings["model"])
+    return net
+
+
+def fill(net: Network, params: Params, buffers: Params) -> None:
+    """Write parameters and buffers into a network."""
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            weight.copy_(params[name])
+        for name, buffer in net.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def merge(**groups: Mapping[str, Tensor]) -> Params:
+    """Put groups of tensors into one, each name after its group's.
+
+    >>> sorted(merge(a={"x": torch.ones(1)}, b={"x": torch.ones(1)}))
+    ['a.x', 'b.x']
+    """
+    return {f"{group}.{name}": value for group, members in groups.items() for name, value in members.items()}
+
+
+def part(tensors: Params, group: str) -> Params:
+    """Return one group of what `merge` put together."""
+    prefix = f"{group}."
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def describe_environment(environment: object) -> dict[str, object]:
+    """Return what is known of a source of tasks: its own settings, and where its images come from."""
+    known: dict[str, object] = {"environment": type(environment).__name__}
+    try:
+        members = {field.name: getattr(environment, field.name) for field in fields(environment)}  # type: ignore[arg-type]
+    except TypeError:
+        return known
+    for name, value in members.items():
+        if isinstance(value, str | int | float | bool | None):
+            known[name] = value
+        elif name == "data":
+            known[name] = getattr(value, "source", None)
+    return known
+
+
+def _difference(there: object, here: object, name: str = "") -> str | None:
+    """Name the first setting that differs."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in {**there, **here}:
+            found = _difference(there.get(key), here.get(key), f"{name}.{key}" if name else key)
+            if found:
+                return found
+        return None
+    return None if there == here else f"{name} is {there} there and {here} here"

@@ -1,0 +1,300 @@
+"""A training under way: everything that changes from step to step, to be saved and restored as one."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
+
+from metabridge.environments.environment import Environment
+from metabridge.environments.images import ImageBatches
+from metabridge.errors import InputError
+from metabridge.learners.engine import Engine, Mode
+from metabridge.learners.method import Method
+from metabridge.learners.parameters import parameters
+from metabridge.models.network import Network, Params
+from metabridge.models.norm import estimate_statistics, running_layers
+from metabridge.models.resnet12 import DropBlock
+from metabridge.training import checkpoint
+from metabridge.training.augment import Augment
+from metabridge.training.checkpoint import RunFolder, fill, merge, part
+from metabridge.training.evaluate import Model, Score, evaluate
+from metabridge.training.schedule import Schedule
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": Adam,
+    "adamw": AdamW,
+    "radam": RAdam,
+    "sgd": partial(SGD, momentum=0.9, nesterov=True),
+}
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a learning curve. `loss` is the mean outer loss since the point before."""
+
+    iteration: int
+    seconds: float  # of training, without validation
+    loss: float
+    score: Score | None
+    best: bool = False  # whether it was the best score until then
+
+    def told(self) -> str:
+        """Say it in a few words."""
+        judged = "" if self.score is None else f", validation {self.score.told()}"
+        return f"loss {self.loss:.3f}{judged}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train, as plain data."""
+
+    iterations: int
+    tasks: int
+    optimizer: str
+    lr: float
+    weight_decay: float
+    schedule: Schedule
+    augment: Augment | None
+    patience: int | None
+    validate_every: int
+    validate_tasks: int
+    precision: Precision
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.tasks < 1:
+            raise InputError(f"iterations is {self.iterations} and tasks is {self.tasks}, but both must be at least 1.")
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}.")
+        if self.precision not in ("float32", "bfloat16"):
+            raise InputError(f"precision is {self.precision!r}, but must be 'float32' or 'bfloat16'.")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What features are computed in, where that is not the parameters' own."""
+        return torch.bfloat16 if self.precision == "bfloat16" else None
+
+    def plain(self) -> dict[str, object]:
+        """Return the settings as JSON can hold them."""
+        return asdict(self) | {"schedule": {"name": type(self.schedule).__name__.lower()} | asdict(self.schedule)}
+
+
+class Loop:
+    """The parameters, the optimizer, the random generators, the best so far and the learning curve."""
+
+    def __init__(
+        self,
+        net: Network,
+        method: Method,
+        environment: Environment,
+        validate: Environment | None,
+        settings: Settings,
+        device: torch.device,
+        mode: Mode,
+    ) -> None:
+        self.method, self.environment, self.validate, self.settings = method, environment, validate, settings
+        # in low precision convolutions are faster with the channels last, and copies between layouts cost time
+        if settings.dtype is not None:
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.device, self.net = device, net.to(device).train()
+        classes = getattr(environment, "classes", None)
+        self.params = parameters(method, net, classes=classes, seed=settings.seed)
+        trained = [value for value in self.params.values() if value.requires_grad]
+        make = OPTIMIZERS[settings.optimizer]
+        self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay)
+        self.engine = Engine(method, net, mode=mode, dtype=settings.dtype)
+        self.generators = {
+            "tasks": torch.Generator().manual_seed(settings.seed),
+            "augment": torch.Generator(device).manual_seed(settings.seed),
+            "torch": torch.default_generator.manual_seed(settings.seed),  # dropped features draw from it
+        }
+        if device.type == "cuda":
+            torch.cuda.manual_seed(settings.seed)
+            torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
+            self.generators["cuda"] = torch.cuda.default_generators[device.index or 0]
+        self.drops = [block for block in net.modules() if isinstance(block, DropBlock)]
+        self.kept: tuple[Params, Params] | None = None
+        self.curve: list[Point] = []
+        self.total = torch.zeros((), device=device)
+        self.iteration, self.seconds = 0, 0.0
+        self.intact = True  # between steps; not while one is under way
+        self.unsaved = False  # whether what is kept is newer than on disk
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.iteration >= self.settings.iterations or self._tired()
+
+    def _tired(self) -> bool:
+        """Whether the last validations, more than `patience` of them, have brought no new best."""
+        patience = self.settings.patience
+        if patience is None or not any(point.best for point in self.curve):
+            return False
+        waited = next(wait for wait, point in enumerate(reversed(self.curve)) if point.best)
+        return waited > patience
+
+    def step(self) -> bool:
+        """Take one step, and return whether it brought a point of the learning curve."""
+        settings, started = self.settings, time.perf_counter()
+        self.intact = False
+        self._set_pace()
+        episodes = self.environment.sample(settings.tasks, self.generators["tasks"]).to(self.device)
+        if settings.augment is not None:
+            episodes = settings.augment.episodes(episodes, self.generators["augment"])
+        result = self.engine(self.params, episodes)
+        result.assign(self.params)
+        self.optimizer.step()
+        self.total += result.loss
+        self.iteration += 1
+        due = self.iteration % settings.validate_every == 0 or self.iteration == settings.iterations
+        if due or self.device.type == "cpu":  # reading the loss makes a GPU wait
+            self._check_finite(float(result.loss))
+        self.seconds += time.perf_counter() - started
+        if due:
+            self._judge()
+        self.intact = True
+        return due
+
+    def _set_pace(self) -> None:
+        done = self.iteration / self.settings.iterations
+        factor = self.settings.schedule.factor(done, [point.best for point in self.curve if point.score is not None])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * factor
+        if self.iteration % 50 == 0:
+            for block in self.drops:
+                block.rate.fill_(block.full_rate * done)  # reached linearly (A §5.2)
+
+    def _judge(self) -> None:
+        """Add a point to the curve, and keep the parameters if they are the best."""
+        before = self.curve[-1].iteration if self.curve else 0
+        loss = float(self.total) / (self.iteration - before)
+        self.total.zero_()
+        self._settle()
+        score = None
+        if self.validate is not None:
+            model = Model(self.method, self.net, self.params, self.settings.dtype)
+            score = evaluate(model, self.validate, tasks=self.settings.validate_tasks, seed=self.settings.seed)
+        best = next((point.score for point in reversed(self.curve) if point.best), None)
+        better = score is not None and (best is None or score.beats(best))
+        if better or score is None:
+            self.kept = _copy(self.params), _copy(dict(self.net.named_buffers()))
+            self.unsaved = True
+        self.curve.append(Point(self.iteration, self.seconds, loss, score, better))
+
+    def _settle(self) -> None:
+        """Write the weights into the network, and measure its running statistics with them where it has any."""
+        fill(self.net, self.params, dict(self.net.named_buffers()))
+        if running_layers(self.net):
+            generator = torch.Generator().manual_seed(0)
+            count = 8 if self.device.type == "cpu" else 40
+            sets = (self.environment.sample(self.settings.tasks, generator).without_split() for _ in range(count))
+            estimate_statistics(self.net.features, (each.support_x.to(self.device).flatten(0, 1) for each in sets))
+
+    def speed(self) -> str:
+        """Say how fast training is."""
+        tasks = self.iteration * self.settings.tasks / max(self.seconds, 1e-9)
+        if isinstance(self.environment, ImageBatches):
+            return f"{tasks * self.environment.size:.3g} images/s"
+        return f"{tasks:.3g} tasks/s"
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise InputError(
+                f"The loss became {loss} at iteration {self.iteration}. Lower lr (now {self.settings.lr}) or the inner "
+                f"rate (now {self.method.inner or self.method.test}), or look for values in the inputs that are not "
+                "finite."
+            )
+
+    def best(self) -> tuple[Params, Params]:
+        """Return the parameters and buffers to keep: the best, or the last without validation."""
+        return self.kept or (_copy(self.params), _copy(dict(self.net.named_buffers())))
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings of the run, as JSON can hold them."""
+        return {
+            "model": self.net.recipe,
+            "method": checkpoint.write_method(self.method),
+            "tasks": checkpoint.describe_environment(self.environment),
+            "validation": None if self.validate is None else checkpoint.describe_environment(self.validate),
+            "training": self.settings.plain(),
+        }
+
+    def save(self, folder: RunFolder) -> None:
+        """Write the best and the latest into the folder."""
+        curve = [line_of(point) for point in self.curve]
+        notes = {
+            "iteration": self.iteration,
+            "seconds": self.seconds,
+            "finished": self.finished,
+            "curve": curve,
+        }
+        if self.kept is not None and self.unsaved:
+            folder.write("weights", merge(params=self.kept[0], buffers=self.kept[1]), notes)
+        moments = {
+            f"{index}.{key}": torch.as_tensor(value)
+            for index, state in self.optimizer.state_dict()["state"].items()
+            for key, value in state.items()
+            if value is not None
+        }
+        states = {name: generator.get_state() for name, generator in self.generators.items()}
+        tensors = merge(params=self.params, moments=moments, random=states, loss={"total": self.total})
+        folder.write("state", tensors, notes)
+        self.unsaved = False
+        folder.write_metrics(curve)
+
+    def restore(self, folder: RunFolder) -> None:
+        """Go on from what `save` left, if it left anything."""
+        state, weights = folder.read("state"), folder.read("weights")
+        if state is None:
+            return
+        tensors, notes = state
+        with torch.no_grad():
+            for name, value in part(tensors, "params").items():
+                self.params[name].copy_(value)
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in part(tensors, "moments").items():
+            index, _, key = name.partition(".")
+            moments.setdefault(int(index), {})[key] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        for name, value in part(tensors, "random").items():
+            self.generators[name].set_state(value)
+        self.total = tensors["loss.total"].to(self.device)
+        self.iteration, self.seconds = notes["iteration"], notes["seconds"]
+        self.curve = [point_of(line) for line in notes["curve"]]
+        if weights is not None:
+            self.kept = (
+                {key: value.to(self.device) for key, value in part(weights[0], "params").items()},
+                {key: value.to(self.device) for key, value in part(weights[0], "buffers").items()},
+            )
+
+
+def _copy(tensors: Params) -> Params:
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def line_of(point: Point) -> dict[str, object]:
+    """Return a point as JSON can hold it."""
+    score = point.score
+    judged = (
+        {} if score is None else {"metric": score.metric, "mean": score.mean, "ci95": score.ci95, "tasks": score.tasks}
+    )
+    own = {"iteration": point.iteration, "seconds": point.seconds, "loss": point.loss, "best": point.best}
+    return own | {"validation": judged or None}
+
+
+def point_of(line: dict[str, Any]) -> Point:
+    """Return the point of a line; what single tasks scored is not kept there."""
+    judged = line["validation"]
+    score = None
+    if judged is not None:
+        score = Score(judged["mean"], judged["ci95"], judged["tasks"], torch.empty(0), judged["metric"])
+    return Point(line["iteration"], line["seconds"], line["loss"], score, line["best"])

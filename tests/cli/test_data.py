@@ -1,0 +1,94 @@
+import sys
+
+import pytest
+
+from metabridge import cli
+from pictures import write_tree
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """Run `metabridge data check` and return its exit status, what it printed and what it complained of."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["metabridge", "data", "check", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_tree(tmp_path / "data", {"train/cat": 4, "train/dog": 5, "test/elm": 4, "test/[oak]": 4})
+
+
+TASKS = ("--ways", 2, "--shots", 1, "--queries", 3)
+
+
+def test_sound_data_ends_with_status_0(check, root):
+    status, printed, complained = check(root, *TASKS)
+    assert (status, complained) == (0, "")
+    first, *_, last = printed.splitlines()
+    assert first == "folder: folders of images, split into train, test"
+    assert last == "No problems found."
+    assert "2-way 1-shot tasks" in printed
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    assert rows == [["train", "2", "9", "4", "4.5", "5", "yes"], ["test", "2", "8", "4", "4", "4", "yes"]]
+    assert "modes: RGB (17)\nsizes: 8×8 (17)\n" in printed
+
+
+def test_problems_are_named_and_end_with_status_1_or_2_if_strict(check, root):
+    (root / "train" / "cat" / "bad.png").write_bytes(b"no image")
+    (root / "test" / "yeti").mkdir()
+    (root / "test" / "[oak]" / "copy.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
+    status, printed, _ = check(root, *TASKS)
+    assert status == 1
+    assert printed.splitlines()[-4:] == [
+        "unreadable: train/cat/bad.png (it is not an image)",
+        "in train (train/dog/0.png) and test (test/[oak]/copy.png)",
+        "empty class: yeti",
+        "There are problems.",
+    ]
+    assert check(root, *TASKS, "--strict")[0] == 2
+
+
+def test_tasks_that_cannot_be_made_are_a_problem_with_its_reason(check, root):
+    status, printed, _ = check(root, "--ways", 3, "--queries", 1)
+    assert status == 1
+    assert "train: 3 ways need 3 classes, but there are 2." in printed
+
+
+def test_many_sizes_are_told_as_a_range(check, root):
+    from PIL import Image
+
+    for width, height in [(9, 20), (30, 5), (12, 12)]:
+        Image.new("RGB", (width, height), (width, height, 0)).save(root / "train" / "dog" / f"{width}.png")
+    assert "sizes: 4 of them, 8 to 30 wide and 5 to 20 high" in check(root, *TASKS)[1]
+
+
+def test_unusable_data_ends_in_one_sentence_and_status_2(check, tmp_path):
+    assert check(tmp_path / "nowhere") == (
+        2,
+        "",
+        f"metabridge data: there is nothing at {tmp_path / 'nowhere'}. "
+        "Name the folder or file that holds the data set.\n",
+    )
+
+
+def test_the_help_says_what_the_exit_status_means(check):
+    status, printed, _ = check("--help")
+    assert status == 0
+    told = " ".join(printed.split())
+    assert "Ends with status 0 if all is fine, 1 if there are problems, and 2 if the data cannot be used." in told
+    assert "Example: metabridge data check photographs" in told
+
+
+def test_data_alone_shows_its_commands(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["metabridge", "data"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert "check" in capsys.readouterr().out

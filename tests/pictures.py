@@ -1,0 +1,72 @@
+"""Small image files for tests of data sets."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from metabridge.environments import LabelledImages
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def shared(name: str) -> Path:
+    """The real data set of that name, or skip the test."""
+    if not (SHARED / name).exists():
+        pytest.skip(f"{name} is not in {SHARED}")
+    return SHARED / name
+
+
+def encoded(image: Image.Image | np.ndarray, form: str = "png", **options: object) -> bytes:
+    """The file of an image."""
+    stream = BytesIO()
+    image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def flat(value: int, size: int = 8, channels: int = 3) -> np.ndarray:
+    """An image of one brightness, by which it can be told."""
+    return np.full((size, size) if channels == 1 else (size, size, channels), value, dtype=np.uint8)
+
+
+def write_tree(root: Path, classes: Mapping[str, int], start: int = 0) -> Path:
+    """Folders with so many PNG files each; every image has a brightness of its own, counted from `start`."""
+    value = start
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for index in range(count):
+            (root / name / f"{index}.png").write_bytes(encoded(flat(value)))
+            value += 1
+    return root
+
+
+def png16(pixels: np.ndarray) -> bytes:
+    """A PNG of 16 bits a channel in RGB, which Pillow reads but cannot write."""
+    height, width, _ = pixels.shape
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def names_in(images: LabelledImages) -> dict[str, set[str]]:
+    """The class names of every split."""
+    return {split: {images.class_names[member] for member in members} for split, members in images.splits.items()}
+
+
+def values_of(images: LabelledImages, name: str) -> list[int]:
+    """The brightness of every image of a class, sorted."""
+    rows = images.labels == images.class_names.index(name)
+    return sorted(images.images[rows].flatten(1).float().mean(dim=1).round().int().tolist())

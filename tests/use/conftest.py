@@ -1,0 +1,80 @@
+"""A small run, and images of characters that it never saw, as files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from metabridge import cli
+from metabridge.environments import LabelledImages
+from metabridge.learners import LogisticRegression, method
+from metabridge.models import conv4
+from metabridge.training import fit
+
+WAYS, SHOTS, QUERIES = 4, 5, 6
+
+
+@pytest.fixture(scope="session")
+def run(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with running statistics, which adapts to any number of classes."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    net = conv4(1, 28, outputs=WAYS, statistics="running")
+    tasks = glyphs.tasks("train", ways=WAYS, shots=5, queries=5)
+    learner = method("r2d2", test=LogisticRegression(penalty=0.33))
+    fit(net, learner, tasks, iterations=40, lr=5e-3, out=folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def anil(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that adapts a head for four classes, and normalises each set by itself."""
+    folder = tmp_path_factory.mktemp("runs") / "anil"
+    net = conv4(1, 28, outputs=WAYS)
+    tasks = glyphs.tasks("train", ways=WAYS, shots=5, queries=5)
+    fit(net, method("anil", lr=0.5), tasks, iterations=40, lr=1e-2, out=folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folders(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `support` and `query` with class folders of PNG files."""
+    root = tmp_path_factory.mktemp("images")
+    test = glyphs.splits["test"].tolist()
+    for number, label in enumerate(test[:: len(test) // WAYS][:WAYS]):
+        images = glyphs.images[glyphs.labels == label, 0].numpy()
+        for index, image in enumerate(images[: SHOTS + QUERIES]):
+            folder = root / ("support" if index < SHOTS else "query") / f"character {number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{index}.png")
+    return root
+
+
+@pytest.fixture(scope="session")
+def support(folders: Path) -> tuple[list[Path], list[str]]:
+    """The paths and labels of the support images."""
+    files = sorted((folders / "support").rglob("*.png"))
+    return files, [file.parent.name for file in files]
+
+
+@pytest.fixture(scope="session")
+def query(folders: Path) -> tuple[list[Path], list[str]]:
+    """The paths and labels of the query images."""
+    files = sorted((folders / "query").rglob("*.png"))
+    return files, [file.parent.name for file in files]
+
+
+@pytest.fixture
+def metabridge(monkeypatch, capsys):
+    """Run the command line and return its exit status, what it printed and what it complained of."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "250")
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call

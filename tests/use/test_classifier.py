@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.base import clone, is_classifier
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+import metabridge as mb
+from metabridge import FewShotClassifier, InputError
+from metabridge.learners import SVM
+from metabridge.training import evaluate
+
+HEADS = ["logistic", "svm", "ridge", "centroid"]
+
+
+@pytest.fixture
+def fitted(run, support):
+    return FewShotClassifier(run).fit(*support)
+
+
+@pytest.mark.parametrize("head", [None, *HEADS])
+def test_new_characters_are_told_apart_from_files(run, support, query, head):
+    classifier = FewShotClassifier(run, head=head).fit(*support)
+    assert classifier.score(*query) > 0.7
+    assert set(classifier.predict(query[0])) <= set(support[1])
+
+
+def test_paths_pictures_and_arrays_are_predicted_alike(run, support, query):
+    def ways_to_give(files):
+        pictures = [Image.open(file) for file in files]
+        arrays = [np.asarray(picture) for picture in pictures]
+        stack = np.stack(arrays)
+        floats = stack / 255
+        colours = [np.repeat(array[..., None], 3, axis=2) for array in arrays]
+        texts = [str(file) for file in files]
+        return [files, texts, np.array(texts), pictures, arrays, stack, stack[..., None], floats, colours]
+
+    wanted = FewShotClassifier(run).fit(*support).predict_proba(query[0])
+    for images, queries in zip(ways_to_give(support[0]), ways_to_give(query[0])):
+        np.testing.assert_array_equal(FewShotClassifier(run).fit(images, support[1]).predict_proba(queries), wanted)
+
+
+def test_predictions_are_those_of_adapt_and_predict(run, support, query, fitted):
+    model = mb.load(run)
+    x, queries = (
+        torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])[:, None]).float() / 255
+        for files, _ in (support, query)
+    )
+    labels = torch.from_numpy(np.unique(support[1], return_inverse=True)[1])
+    outputs = mb.adapt(model.method, model.net, model.params, x, labels)(queries)
+    np.testing.assert_allclose(fitted.decision_function(query[0]), outputs, atol=1e-5)
+
+
+def test_probabilities_sum_to_one_in_the_order_of_the_classes(fitted, support, query):
+    chances = fitted.predict_proba(query[0])
+    assert fitted.classes_.tolist() == sorted(set(support[1]))
+    assert chances.shape == (len(query[0]), len(fitted.classes_))
+    np.testing.assert_allclose(chances.sum(1), 1)
+    np.testing.assert_array_equal(fitted.classes_[chances.argmax(1)], fitted.predict(query[0]))
+
+
+def test_labels_may_be_numbers(run, support, query):
+    numbers = {name: 10 * place - 7 for place, name in enumerate(sorted(set(support[1])))}
+    classifier = FewShotClassifier(run).fit(support[0], [numbers[name] for name in support[1]])
+    by_name = FewShotClassifier(run).fit(*support).predict(query[0])
+    assert classifier.predict(query[0]).tolist() == [numbers[name] for name in by_name]
+
+
+def test_of_two_classes_a_positive_decision_is_for_the_second(run, support, query):
+    few = [label in ("character 0", "character 1") for label in support[1]]
+    files, labels = ([item for item, take in zip(items, few) if take] for items in support)
+    classifier = FewShotClassifier(run).fit(files, labels)
+    decisions = classifier.decision_function(query[0])
+    assert decisions.shape == (len(query[0]),)
+    np.testing.assert_array_equal(classifier.classes_[(decisions > 0).astype(int)], classifier.predict(query[0]))
+
+
+def test_images_are_predicted_by_themselves_with_running_statistics(fitted, query, monkeypatch):
+    together = fitted.predict_proba(query[0])
+    one_by_one = np.concatenate([fitted.predict_proba([file]) for file in query[0]])
+    monkeypatch.setattr("metabridge.use.classifier.CHUNK", 5)
+    np.testing.assert_allclose(one_by_one, together, atol=1e-5)
+    np.testing.assert_allclose(fitted.predict_proba(query[0]), together, atol=1e-5)
+
+
+def test_images_that_are_normalised_together_are_predicted_together_with_a_warning(anil, support, query):
+    classifier = FewShotClassifier(anil).fit(*support)
+    with pytest.warns(UserWarning, match="depends on the others"):
+        together = classifier.predict_proba(query[0])
+    assert (classifier.classes_[together.argmax(1)] == query[1]).mean() > 0.5
+    with pytest.warns(UserWarning, match="by itself alone"):
+        alone = classifier.predict_proba(query[0][:1])
+    assert not np.allclose(alone, together[:1], atol=1e-3)
+
+
+def test_images_of_any_size_and_mode_are_brought_to_the_runs(fitted, query, tmp_path):
+    file = tmp_path / "large.png"
+    Image.open(query[0][0]).resize((140, 140), Image.Resampling.NEAREST).convert("RGB").save(file)
+    np.testing.assert_allclose(fitted.predict_proba([file]), fitted.predict_proba(query[0][:1]), atol=0.1)
+
+
+def test_dark_ink_is_inverted_for_a_run_that_was_trained_on_inverted_images(run, support, query):
+    model = mb.load(run)
+    settings = model.settings | {"tasks": {"data": {"name": "omniglot:data/omniglot"}}}
+    classifier = FewShotClassifier(replace(model, settings=settings))
+    dark = [[255 - np.asarray(Image.open(file)) for file in files] for files in (support[0], query[0])]
+    wanted = FewShotClassifier(run).fit(*support).predict_proba(query[0])
+    np.testing.assert_array_equal(classifier.fit(dark[0], support[1]).predict_proba(dark[1]), wanted)
+
+
+def test_it_has_the_habits_of_an_estimator(run, support, query):
+    classifier = FewShotClassifier(run, head="ridge")
+    assert classifier.get_params() == {"run": run, "head": "ridge", "device": "cpu"}
+    assert clone(classifier).get_params() == classifier.get_params()
+    assert is_classifier(classifier)
+    classifier.set_params(head="centroid").fit(*support)
+    assert clone(classifier).head == "centroid"
+    with pytest.raises(NotFittedError):
+        clone(classifier).predict(query[0])
+    copied = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_array_equal(copied.predict(query[0]), classifier.predict(query[0]))
+
+
+def test_it_is_cross_validated_and_works_in_a_pipeline(run, query):
+    arrays = np.stack([np.asarray(Image.open(file)) for file in query[0]])
+    assert cross_val_score(FewShotClassifier(run), *query, cv=3).mean() > 0.7
+    inverted = make_pipeline(FunctionTransformer(lambda images: 255 - images), FewShotClassifier(run))
+    assert cross_val_score(inverted, 255 - arrays, query[1], cv=3).mean() > 0.7
+
+
+def test_a_run_is_taken_as_it_is_and_left_as_it_was(run, support, query, fitted):
+    model = mb.load(run)
+    model.net.train()
+    classifier = FewShotClassifier(model).fit(*support)
+    np.testing.assert_array_equal(classifier.predict_proba(query[0]), fitted.predict_proba(query[0]))
+    assert model.net.training
+    assert clone(classifier).fit(*support).score(*query) == fitted.score(*query)
+
+
+@pytest.mark.parametrize("head", [None, "svm"])
+def test_a_saved_model_predicts_the_same_without_its_run(run, support, query, tmp_path, head):
+    model = mb.load(run)
+    classifier = FewShotClassifier(model, head=head).fit(*support)
+    classifier.save(tmp_path / "adapted")
+    loaded = FewShotClassifier.load(tmp_path / "adapted")
+    np.testing.assert_array_equal(loaded.predict_proba(query[0]), classifier.predict_proba(query[0]))
+    assert loaded.classes_.tolist() == classifier.classes_.tolist()
+    with pytest.raises(InputError, match="saved without its run"):
+        loaded.fit(*support)
+
+
+def test_a_saved_model_keeps_adapted_features_and_heads_of_pairs(run, anil, support, query, tmp_path):
+    pairs, gradient = mb.load(run), mb.load(anil)
+    pairs = replace(pairs, method=replace(pairs.method, test=SVM(loss="hinge")))
+    gradient = replace(gradient, method=mb.method("maml", steps=2, lr=0.1))
+    for number, model in enumerate((pairs, gradient)):
+        classifier = FewShotClassifier(model).fit(*support)
+        classifier.save(tmp_path / str(number))
+        loaded = FewShotClassifier.load(tmp_path / str(number))
+        assert type(loaded.adapted_.head) is type(classifier.adapted_.head)
+        given = torch.rand(5, 1, 28, 28)
+        torch.testing.assert_close(loaded.adapted_(given), classifier.adapted_(given))
+
+
+def test_a_saved_model_can_be_fitted_again_from_its_run(fitted, support, query, tmp_path):
+    fitted.set_params(head="ridge").fit(*support).save(tmp_path)
+    loaded = FewShotClassifier.load(tmp_path)
+    assert loaded.fit(*support).score(*query) == fitted.score(*query)
+    assert loaded.head == "ridge"
+
+
+def test_accuracy_is_that_of_evaluate(run, glyphs):
+    model, tasks = mb.load(run), glyphs.tasks("test", ways=5, shots=5, queries=5)
+    episodes = tasks.sample(20, torch.Generator().manual_seed(0))
+    scores = []
+    for task in range(20):
+        x, queries = (
+            (255 * part[task, :, 0]).round().byte().numpy() for part in (episodes.support_x, episodes.query_x)
+        )
+        classifier = FewShotClassifier(model).fit(x, episodes.support_y[task].numpy())
+        scores.append(classifier.score(queries, episodes.query_y[task].numpy()))
+    np.testing.assert_allclose(scores, evaluate(model, tasks, tasks=20).values)
+
+
+def test_classes_must_be_as_many_as_a_fixed_head_has_unless_one_is_solved(anil, support, query):
+    fewer = [(file, label) for file, label in zip(*support) if label != "character 0"]
+    files, labels = zip(*fewer)
+    with pytest.raises(InputError, match=r"y holds 3 classes, but .* trained for 4 .*--ways 3, or use head='logistic'"):
+        FewShotClassifier(anil).fit(files, labels)
+    assert len(FewShotClassifier(anil, head="logistic").fit(files, labels).classes_) == 3
+
+
+@pytest.mark.parametrize(
+    ("X", "complaint"),
+    [
+        ("image.png", r"X is 'image.png', but must be a list of images. For a single one use \['image.png'\]"),
+        ([], "X holds no images"),
+        (["nowhere.png"], r"nowhere.png cannot be read \(No such file or directory\). Mend it or leave it out."),
+        ([__file__], r"test_classifier.py cannot be read \(it is not an image\)"),
+        (np.zeros((3, 784)), r"X\[0\] has the shape \(784,\), but an image is"),
+        (np.zeros((3, 1, 28, 28)), r"X\[0\] has the shape \(1, 28, 28\), but an image is"),
+        (np.full((1, 28, 28), 255.0), r"X\[0\] holds values from 255 to 255, but floats must be from 0 to 1"),
+        (np.full((1, 28, 28), np.nan), "floats must be from 0 to 1"),
+        (np.zeros((1, 28, 28), dtype=int), r"X\[0\] holds int64, but must be uint8, or floats from 0 to 1"),
+        ([3], r"X\[0\] is a int, but must be the path of an image"),
+    ],
+)
+def test_what_is_no_image_is_named(fitted, X, complaint):
+    with pytest.raises(InputError, match=complaint):
+        fitted.predict(X)
+
+
+def test_labels_that_do_not_fit_are_refused(run, support):
+    files, labels = support
+    with pytest.raises(InputError, match="y holds 1 class"):
+        FewShotClassifier(run).fit(files[:2], ["one", "one"])
+    with pytest.raises(InputError, match=r"X holds 19 images, but y 20 labels"):
+        FewShotClassifier(run).fit(files[1:], labels)
+    with pytest.raises(InputError, match="head is 'forest'"):
+        FewShotClassifier(run, head="forest").fit(files, labels)
+    with pytest.raises(InputError, match="there is no run at nowhere"):
+        FewShotClassifier("nowhere").fit(files, labels)
+
+
+def test_a_network_for_other_inputs_than_images_is_refused(support):
+    anil, net = mb.method("anil"), mb.models.mlp(7, 4)
+    with pytest.raises(InputError, match="does not say which images it takes"):
+        FewShotClassifier(mb.Model(anil, net, mb.parameters(anil, net))).fit(*support)
+
+
+def test_folders_without_an_adapted_model_and_damaged_files_are_refused(fitted, tmp_path):
+    with pytest.raises(InputError, match="holds no adapted model"):
+        FewShotClassifier.load(tmp_path)
+    fitted.save(tmp_path).write_bytes(b"damaged")
+    with pytest.raises(InputError, match="is damaged"):
+        FewShotClassifier.load(tmp_path)
+
+
+def test_metabridge_is_imported_without_scikit_learn():
+    code = "import sys, metabridge; assert 'sklearn' not in sys.modules; assert metabridge.FewShotClassifier"
+    subprocess.run([sys.executable, "-c", code], check=True)
