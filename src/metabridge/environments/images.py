@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -75,6 +75,32 @@ class LabelledImages:
     def batches(self, split: str, *, size: int = 64) -> ImageBatches:
         """Return the environment of plain batches over all classes of one split."""
         return ImageBatches(self, split, size=size)
+
+    def turned(self, splits: Collection[str] | None = None) -> LabelledImages:
+        """Add every class of the splits, or of all, turned by 90°, 180° and 270° as a class of its own.
+
+        A turned class is in the superclass and the split of the one it was made of.
+        """
+        names = set(self.splits if splits is None else splits)
+        members = torch.cat([classes for split, classes in self.splits.items() if split in names])
+        place = torch.full((len(self.class_names),), -1)
+        place[members] = torch.arange(len(members))  # where each class is among those that are turned
+        rows = (place[self.labels] >= 0).nonzero().squeeze(1)
+        chosen = self.images[rows.to(self.images.device)]
+        first = len(self.class_names)  # of the turned classes
+        offsets = [first + (quarter - 1) * len(members) for quarter in (1, 2, 3)]
+        old = [self.class_names[index] for index in members.tolist()]
+        return replace(
+            self,
+            images=torch.cat([self.images, *(torch.rot90(chosen, quarter, (2, 3)) for quarter in (1, 2, 3))]),
+            labels=torch.cat([self.labels, *(place[self.labels[rows]] + offset for offset in offsets)]),
+            class_names=(*self.class_names, *(f"{name}/turned{angle}" for angle in (90, 180, 270) for name in old)),
+            superclasses=torch.cat([self.superclasses, self.superclasses[members].repeat(3)]),
+            splits={
+                split: torch.cat([own, *(place[own] + offset for offset in offsets)]) if split in names else own
+                for split, own in self.splits.items()
+            },
+        )
 
     def look_up(self, rows: Tensor) -> Tensor:
         """Return the images at the indices `rows`, of any shape, with values from 0 to 1."""

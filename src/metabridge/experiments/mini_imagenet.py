@@ -9,6 +9,7 @@ from metabridge.environments.images import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.result import Work
 from metabridge.experiments.trials import Record, stored, trial
+from metabridge.training.augment import Augment
 from metabridge.training.plan import Plan
 from metabridge.training.schedule import Cosine
 
@@ -24,13 +25,16 @@ PAPER: dict[str, Plan] = {
     "rfs": replace(
         _RESNET,
         method="rfs",
-        batch=64,
-        iterations=54_000,  # 90 epochs
+        model_options={"dropout": 0.1},
+        batch=128,
+        iterations=50_000,
         optimizer="sgd",
-        lr=0.05,
+        lr=0.1,
         weight_decay=5e-4,
         schedule=Cosine(),
-        validate_every=3000,
+        augment=Augment(scale=(0.3, 1.0)),
+        turns=True,
+        validate_every=5000,
     ),
     "mtl": replace(
         _RESNET,
@@ -63,6 +67,7 @@ PAPER: dict[str, Plan] = {
         _CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=60_000, shots=5, validate_shots=5
     ),
 }
+
 
 def plans(scale: str) -> dict[str, Plan]:
     """Return the trainings of a scale by name; a name that ends in -1 or -5 is trained for that many shots."""

@@ -23,14 +23,16 @@ def resnet12(
     *,
     widths: Sequence[int] = (64, 160, 320, 640),
     drop_rate: float = 0.1,
+    dropout: float = 0.0,
     unit_norm: bool = False,
     statistics: Statistics = "running",
     seed: int = 0,
 ) -> Network:
     """Four residual blocks of three 3×3 convolutions, then global average pooling and a linear head.
 
-    The last two blocks end in DropBlock, of size 5 for images of 84 pixels and 2 for 32. With
-    `unit_norm` the features have length 1, in training too, as MTL is trained (A §5.2).
+    The last two blocks end in DropBlock, of size 5 for images of 84 pixels and 2 for 32, and the first
+    two in plain `dropout` (0.1 in the public code of MetaOptNet and RFS, whose papers do not mention it).
+    With `unit_norm` the features have length 1, in training too, as MTL is trained (A §5.2).
 
     >>> resnet12(size=32).head
     Linear(in_features=640, out_features=5, bias=True)
@@ -44,6 +46,8 @@ def resnet12(
             blocks.append(_Block(channels if index == 0 else widths[index - 1], width, statistics))
             if index >= len(widths) - 2:
                 blocks.append(DropBlock(drop_rate, block_size))
+            elif dropout:
+                blocks.append(nn.Dropout(dropout))
         return Network(
             nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *[UnitNorm()] * unit_norm),
             nn.Linear(widths[-1], outputs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,9 @@ LUMA = (0.299, 0.587, 0.114)  # how bright red, green and blue look (ITU-R 601)
 class Augment:
     """Padded random crop, colour jitter and horizontal flip, drawn for every image by itself (A §5.2).
 
-    - Crop: pad with `padding` zeros on every side and cut out the original size anywhere in it.
+    - Crop: pad with `padding` zeros on every side and cut out the original size anywhere in it. With
+      `scale`, a pair of shares, cut out a rectangle instead that has a share of the area between them
+      and sides of a ratio between 3/4 and 4/3, and stretch it to the original size.
     - Jitter: brightness, contrast and saturation in random order; each replaces x by
       clamp(f·x + (1 − f)·o) with f uniform in [1 − jitter, 1 + jitter], where o is black, the mean
       grey of the image, and the image in grey.
@@ -32,12 +35,15 @@ class Augment:
     padding: int = 8
     jitter: float = 0.4
     flip: bool = True
+    scale: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.padding < 0:
             raise InputError(f"padding is {self.padding}, but must be 0 pixels or more.")
         if not 0 <= self.jitter <= 1:
             raise InputError(f"jitter is {self.jitter}, but must be between 0 and 1.")
+        if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise InputError(f"scale is {self.scale}, but must be two shares of the area, from small to at most 1.")
 
     @classmethod
     def for_size(cls, size: int) -> Augment:
@@ -46,7 +52,9 @@ class Augment:
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Return changed copies of images (n, channels, height, width) with values from 0 to 1."""
-        if self.padding or self.flip:
+        if self.scale is not None:
+            images = self._stretched(images, self.scale, generator)
+        elif self.padding or self.flip:
             images = self._moved(images, generator)
         return self._coloured(images, generator) if self.jitter else images
 
@@ -66,6 +74,19 @@ class Augment:
         image = torch.arange(n, device=device)[:, None, None]
         # indexing puts the channels last, which is how convolutions like them
         return padded[image, :, (rows + down)[:, :, None], (columns + right)[:, None, :]].movedim(-1, 1)
+
+    def _stretched(self, images: Tensor, scale: tuple[float, float], generator: torch.Generator) -> Tensor:
+        n = len(images)
+        area, ratio, down, right, side = torch.rand(5, n, generator=generator, device=images.device)
+        area = scale[0] + (scale[1] - scale[0]) * area
+        root = torch.exp((ratio - 0.5) * math.log(4 / 3))  # of the ratio of width to height
+        width, height = (area.sqrt() * root).clamp_max(1), (area.sqrt() / root).clamp_max(1)
+        zero = torch.zeros_like(width)
+        mirrored = torch.where(side < 0.5, -width, width) if self.flip else width
+        across = torch.stack([mirrored, zero, (1 - width) * (2 * right - 1)], -1)
+        along = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
+        grid = F.affine_grid(torch.stack([across, along], 1), list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
     def _coloured(self, images: Tensor, generator: torch.Generator) -> Tensor:
         n, channels = images.shape[:2]

@@ -23,6 +23,7 @@ class Plan:
 
     `batch` is tasks in a step, or images for a method that trains one classifier over all classes.
     `statistics` are those of batch norm. Images in colour are augmented unless `augment` says otherwise.
+    With `turns`, quarter turns of each training class are training classes of their own.
 
     >>> from metabridge.environments.datasets import load
     >>> run = Plan("mtl", batch=2, iterations=2).train(load("glyphs"), progress=False)
@@ -44,7 +45,8 @@ class Plan:
     lr: float = 1e-3
     weight_decay: float = 0.0
     schedule: Schedule = field(default_factory=Constant)
-    augment: bool | None = None
+    augment: Augment | bool | None = None
+    turns: bool = False
     validate_every: int | None = None
     validate_tasks: int = 200
     validate_shots: int = 1
@@ -64,8 +66,8 @@ class Plan:
         """Train on the images' classes for training, and validate on those for validation if there are any."""
         chosen = self.chosen()
         images = images.to(device)
-        colour, size = images.images.shape[1] == 3, images.images.shape[-1]
-        augment = colour if self.augment is None else self.augment
+        if self.turns:
+            images = images.turned(("train",))
         return fit(
             self.network(images),
             chosen,
@@ -77,7 +79,7 @@ class Plan:
             lr=self.lr,
             weight_decay=self.weight_decay,
             schedule=self.schedule,
-            augment=Augment.for_size(size) if augment else None,
+            augment=self.changes(images),
             patience=self.patience,
             validate_every=self.validate_every,
             validate_tasks=self.validate_tasks,
@@ -93,6 +95,13 @@ class Plan:
     def chosen(self) -> Method:
         """Return the method."""
         return method(self.method, **self.method_options)
+
+    def changes(self, images: LabelledImages) -> Augment | None:
+        """Return the random changes to training images, if there are to be any."""
+        if isinstance(self.augment, Augment):
+            return self.augment
+        wanted = images.images.shape[1] == 3 if self.augment is None else self.augment
+        return Augment.for_size(images.images.shape[-1]) if wanted else None
 
     def network(self, images: LabelledImages) -> Network:
         """Return the untrained network for such images."""

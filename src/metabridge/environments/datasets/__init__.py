@@ -90,7 +90,7 @@ def load(
     base = place if place.is_dir() else place.parent
     held = stored(name, fingerprint(dataset.files(place), base), form, lambda: dataset.source(place))
     images = held.labelled(seed=seed, strict=strict, min_images=min_images)
-    images = omniglot.rotated(images) if rotations else images
+    images = images.turned() if rotations else images
     return _sourced(images, name, place.resolve(), asked, min_images)
 
 

@@ -13,10 +13,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-import torch
-
 from metabridge.environments.decode import Form
-from metabridge.environments.images import LabelledImages
 from metabridge.environments.source import Category, Source, class_folders, listed, tree
 from metabridge.errors import InputError
 
@@ -79,31 +76,6 @@ def source(root: Path) -> Source:
         return archives[part].read(name) if part in archives else (root / name).read_bytes()
 
     return listed(f"Omniglot, {'zip archives' if archives else 'folders'}", classes, read)
-
-
-def rotated(images: LabelledImages) -> LabelledImages:
-    """Add every character turned by 90°, 180° and 270° as a class of its own, in the same alphabet and split.
-
-    >>> one = LabelledImages(
-    ...     images=torch.zeros(1, 1, 28, 28, dtype=torch.uint8), labels=torch.tensor([0]), class_names=("Greek/a",),
-    ...     superclasses=torch.tensor([0]), superclass_names=("Greek",), splits={"train": torch.tensor([0])},
-    ... )
-    >>> rotated(one).class_names
-    ('Greek/a', 'Greek/a/turned090', 'Greek/a/turned180', 'Greek/a/turned270')
-    """
-    classes = len(images.class_names)
-    turned = [f"{name}/turned{angle:03}" for angle in (90, 180, 270) for name in images.class_names]
-    return LabelledImages(
-        images=torch.cat([torch.rot90(images.images, quarter, (2, 3)) for quarter in range(4)]),
-        labels=torch.cat([images.labels + quarter * classes for quarter in range(4)]),
-        class_names=(*images.class_names, *turned),
-        superclasses=images.superclasses.repeat(4),
-        superclass_names=images.superclass_names,
-        splits={
-            split: torch.cat([members + quarter * classes for quarter in range(4)])
-            for split, members in images.splits.items()
-        },
-    )
 
 
 def _opened(file: Path) -> zipfile.ZipFile:
