@@ -30,7 +30,8 @@ def timm(
         from timm.models import is_model
     except ModuleNotFoundError as error:
         raise InputError(
-            f"model is 'timm:{name}', but timm is not installed. Install it with: pip install 'metabridge[timm]'"
+            f"model is 'timm:{name}', but {error.name} is not installed. "
+            "Install it with: pip install 'metabridge[timm]'"
         ) from error
     if not is_model(name):
         raise InputError(f"model is 'timm:{name}', but timm has no model {name!r}. See timm.list_models().")

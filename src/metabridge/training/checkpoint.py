@@ -151,7 +151,10 @@ def read_network(settings: Mapping[str, Any], net: Network | None) -> Network:
     if net is None:
         if settings["model"] is None:
             raise InputError("this run's network was made by hand. Make it again and give it: load(folder, net=net).")
-        net = build(**settings["model"])
+        recipe = dict(settings["model"])
+        if recipe.get("pretrained"):
+            recipe["pretrained"] = False  # the run's own weights come next: nothing to download
+        net = build(**recipe)
     return net
 
 
