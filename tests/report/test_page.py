@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
+from metabridge.experiments import Work
 from metabridge.experiments.glyphs import run
 from metabridge.report import figures, page, tasks
 from metabridge.training import Score
@@ -16,7 +17,7 @@ from metabridge.training import Score
 
 @pytest.fixture
 def outcome(tiny):
-    return run("quick", "cpu", seed=0, progress=False)
+    return run(Work("quick", progress=False))
 
 
 class Table(HTMLParser):

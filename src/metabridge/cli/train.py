@@ -15,7 +15,9 @@ from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
+    from metabridge.training import Run
     from metabridge.training.assess import Assessment
+    from metabridge.training.plan import Plan
 
 
 class Head(StrEnum):
@@ -65,7 +67,7 @@ def train(
     validate_tasks: Annotated[int, typer.Option(min=2, help="Tasks of a validation, the same each time.")] = 200,
     validate_shots: Annotated[int, typer.Option(min=1, help="Support images of each class, in validation.")] = 1,
     patience: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many validations without a new best.")
+        int | None, typer.Option(min=1, help="Stop after more than so many validations without a new best.")
     ] = None,
     precision: Annotated[str, typer.Option(help="float32, or bfloat16 for the features.")] = "float32",
     size: Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels.")] = None,
@@ -112,9 +114,10 @@ def train(
         "seed": seed,
     }
     plan = replace(PLANS[method], **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+    _check_method(plan, option)
     images = load(data, size=size, min_images=min_images)
     run = plan.train(images, device=device_name(device), out=out, minutes=minutes)
-    _draw_curve(out, method)
+    _draw_curve(run, out, method)
     if run.best is not None:
         print(f"Best on {run.best.tasks} validation tasks: {run.best.told()}")
     if run.finished:
@@ -155,6 +158,8 @@ def evaluate(
     from metabridge.training import load
     from metabridge.training.assess import assess
 
+    if penalty is not None and head is None:
+        raise InputError("penalty is given without the head that it is of. Name it with --head.")
     where, table = device_name(device), Table(title=f"{ways}-way tasks of the {split} split, {tasks} of each kind")
     for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first"):
         table.add_column(heading, justify="left" if heading in ("run", "worst class") else "right")
@@ -227,12 +232,25 @@ def _settings(texts: list[str] | None, flag: str) -> dict[str, Any]:
     return settings
 
 
-def _draw_curve(folder: Path, name: str) -> None:
-    from metabridge.files import write_whole
-    from metabridge.training import load
+def _check_method(plan: Plan, texts: list[str] | None) -> None:
+    """Refuse settings of a kind that the method or a saved run cannot take."""
+    from metabridge.training.checkpoint import write_method
 
+    try:
+        write_method(plan.chosen())
+    except InputError:
+        raise
+    except (TypeError, ValueError, KeyError) as error:
+        raise InputError(f"--option is {', '.join(texts or [])}, which {plan.method} cannot take ({error}).") from error
+
+
+def _draw_curve(run: Run, folder: Path, name: str) -> None:
+    from metabridge.files import write_whole
+
+    if run.best is None:
+        return  # there was no validation, or none yet
     try:
         from metabridge.report import figures
     except ModuleNotFoundError:
         return  # without matplotlib there is no picture, but metrics.jsonl has the numbers
-    write_whole(folder / "curves.png", figures.png(figures.learning_curves({name: load(folder)}, "iterations")))
+    write_whole(folder / "curves.png", figures.png(figures.learning_curves({name: run}, "iterations")))

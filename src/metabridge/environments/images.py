@@ -82,6 +82,11 @@ class LabelledImages:
         A turned class is in the superclass and the split of the one it was made of.
         """
         names = set(self.splits if splits is None else splits)
+        if not names or not names <= self.splits.keys():
+            raise InputError(f"splits is {_listed(sorted(names))}, but these images have {_listed(self.splits)}.")
+        height, width = self.images.shape[-2:]
+        if height != width:
+            raise InputError(f"images are {height}×{width} pixels, but only squares keep their shape when turned.")
         members = torch.cat([classes for split, classes in self.splits.items() if split in names])
         place = torch.full((len(self.class_names),), -1)
         place[members] = torch.arange(len(members))  # where each class is among those that are turned

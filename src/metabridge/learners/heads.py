@@ -7,8 +7,6 @@ agree with scikit-learn's estimators. Systems are solved in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import isqrt
 from typing import Literal, NamedTuple
@@ -19,6 +17,7 @@ from torch.nn.functional import normalize, one_hot, pad
 
 from metabridge.errors import InputError, check_positive, describe
 from metabridge.learners import newton, qp
+from metabridge.learners.gram import check_finite, eigenbasis, gram_matrix, in_blocks
 from metabridge.learners.ridge import ridge_dual, ridge_weight
 
 
@@ -96,8 +95,8 @@ class LogisticRegression:
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
         x, y = _tasks(features, labels, outputs, self.normalise)
-        _check_finite("features", x)
-        coordinates, lift = _over_cores(lambda x: _eigenbasis(x.double(), centre=True), x)
+        check_finite("features", x)
+        coordinates, lift = in_blocks(lambda x: eigenbasis(x.double(), centre=True), x)
         points = pad(coordinates, (0, 1), value=1.0)
         penalty = pad(torch.full_like(points[0, 0, :-1], self.penalty), (0, 1))
         solution = newton.minimise(newton.cross_entropy(y, outputs), points, penalty, outputs)
@@ -137,11 +136,11 @@ class SVM:
         x, y = _tasks(features, labels, outputs, self.normalise)
         if self.loss == "hinge":
             # Decisions move by the errors in the Gram matrix C times; libsvm has its own in float32 for any C.
-            gram = _gram(x, rounding=1e-5 / self.C)
-            coefficient, bias = _over_cores(lambda K, y: qp.one_against_one(K, y, outputs, self.C), gram, y)
+            gram = gram_matrix(x, rounding=1e-5 / self.C)
+            coefficient, bias = in_blocks(lambda K, y: qp.one_against_one(K, y, outputs, self.C), gram, y)
             return PairwiseHead(*_reshape(features, coefficient.to(x.dtype) @ x, bias), self.normalise)
-        _check_finite("features", x)
-        points, lift = _over_cores(lambda x: _eigenbasis(pad(x.double(), (0, 1), value=1.0)), x)
+        check_finite("features", x)
+        points, lift = in_blocks(lambda x: eigenbasis(pad(x.double(), (0, 1), value=1.0)), x)
         penalty = torch.full_like(points[0, 0], 1 / self.C)
         solution = newton.minimise(newton.squared_hinge(y, outputs), points, penalty, outputs)
         weight = (lift @ solution).mT
@@ -179,11 +178,11 @@ class Ridge:
 
         if x.shape[-2] < x.shape[-1]:
             # Errors in the Gram matrix move predictions by as much over the penalty.
-            gram = _gram(x, rounding=1e-5 * self.penalty)
-            coefficient, bias = _over_cores(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
+            gram = gram_matrix(x, rounding=1e-5 * self.penalty)
+            coefficient, bias = in_blocks(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
             return LinearHead(*_reshape(features, coefficient.to(x.dtype) @ x, bias), self.normalise)
 
-        _check_finite("features", x)
+        check_finite("features", x)
 
         def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             x, y = x.double(), y.double()
@@ -191,7 +190,7 @@ class Ridge:
             weight = ridge_weight(x - centre, y - middle, penalty)
             return weight, (middle - centre @ weight.mT)[:, 0]
 
-        return LinearHead(*_reshape(features, *_over_cores(solve, x, y)), self.normalise)
+        return LinearHead(*_reshape(features, *in_blocks(solve, x, y)), self.normalise)
 
 
 @dataclass(frozen=True)
@@ -212,76 +211,10 @@ class NearestCentroid:
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
         x, y = _tasks(features, labels, outputs, self.normalise)
-        _check_finite("features", x)
+        check_finite("features", x)
         members = one_hot(y, outputs).to(x.dtype)
         centroid = (members / members.sum(-2, keepdim=True)).mT @ x
         return LinearHead(*_reshape(features, centroid, -0.5 * centroid.square().sum(-1)), self.normalise)
-
-
-def _eigenbasis(points: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
-    """Return coordinates (tasks, n, r) of the points, from their mean if `centre`, in orthogonal directions.
-
-    With them comes what lifts weights back.
-
-    The weight with coordinates v is Σ_n a_n · point_n, a = lift·v, where n < d (the representer theorem), and lift·v
-    itself otherwise.
-    """
-    if points.shape[-2] >= points.shape[-1]:
-        points = points - points.mean(-2, keepdim=True) if centre else points
-        vectors = torch.linalg.eigh(points.mT @ points).eigenvectors
-        return points @ vectors, vectors
-    gram = points @ points.mT
-    if centre:
-        rows = gram - gram.mean(-1, keepdim=True)
-        gram = rows - rows.mean(-2, keepdim=True)
-    values, vectors = torch.linalg.eigh(gram)
-    root = values.clamp_min(0).sqrt()[..., None, :]
-    real = root > 1e-7 * root.amax(-1, keepdim=True)
-    return vectors * torch.where(real, root, 0), vectors * torch.where(real, 1 / root, 0)
-
-
-def _gram(x: Tensor, rounding: float) -> Tensor:
-    """Return xxᵀ in float64; of float32 products if their rounding errors are surely below `rounding`.
-
-    The lengths on its diagonal are finite where the features are, which saves a pass over these.
-    """
-    if x.dtype == torch.float32 and not x.is_cuda and torch.get_float32_matmul_precision() == "highest":
-        gram = (x @ x.mT).double()
-        if gram.diagonal(dim1=-2, dim2=-1).sum(-1).max() * torch.finfo(x.dtype).eps < rounding:
-            return gram
-    blocks = map(Tensor.double, x.tensor_split(_blocks(x)))
-    gram = torch.cat([block @ block.mT for block in blocks])
-    _check_finite("features", gram.diagonal(dim1=-2, dim2=-1))
-    return gram
-
-
-def _over_cores(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply a function to all tasks, on a CPU in blocks with one thread each.
-
-    Several threads on one block would only get in each other's way where matrices are this small.
-    """
-    threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
-    count = _blocks(tensors[0])
-    if count == 1:
-        return function(*tensors)
-
-    def work(*block: Tensor) -> tuple[Tensor, ...]:
-        torch.set_num_threads(1)
-        with torch.set_grad_enabled(gradients):
-            return function(*block)
-
-    count = -(-count // threads) * threads
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            results = list(pool.map(work, *(tensor.tensor_split(count) for tensor in tensors)))
-    finally:
-        torch.set_num_threads(threads)
-    return tuple(torch.cat(parts) for parts in zip(*results))
-
-
-def _blocks(tensor: Tensor) -> int:
-    """Return into how many blocks of tasks a tensor has to be split for one, in float64, to stay in a CPU's cache."""
-    return 1 if tensor.is_cuda else min(len(tensor), -(-tensor.numel() // 500_000))
 
 
 def _tasks(features: Tensor, labels: Tensor, outputs: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -297,16 +230,11 @@ def _tasks(features: Tensor, labels: Tensor, outputs: int, normalise: bool) -> t
             f"labels is {describe(labels)}, but for features of shape {tuple(features.shape)} and {outputs} outputs "
             f"must be int64 of shape {tuple(features.shape[:-1])}."
         )
-    _check_finite("labels", labels)
+    check_finite("labels", labels)
     x, y = features.flatten(0, -3), labels.flatten(0, features.ndim - 3)
     if not y.is_floating_point():
         _check_classes(y, outputs)
     return normalize(x, dim=-1) if normalise else x, y
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    if not all(bound.isfinite() for bound in tensor.aminmax()):
-        raise InputError(f"{name} holds values that are not finite. Check the network or the data they came from.")
 
 
 def _check_classes(labels: Tensor, outputs: int) -> None:

@@ -44,4 +44,10 @@ def build(model: str, **options: object) -> Network:
     for option in options:
         if option not in known:
             raise InputError(f"{model} has no option {option!r}. Its options are {', '.join(known)}.")
-    return BUILDERS[name](**options)
+    try:
+        return BUILDERS[name](**options)
+    except InputError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise InputError(f"{model} cannot be made with {given} ({error}).") from error

@@ -81,7 +81,7 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
 
 
 def _lowered(params: Params, dtype: torch.dtype | None) -> Params:
-    if transforming():
+    if transforming() or not params:
         return {name: value.to(dtype) for name, value in params.items()}
     return dict(zip(params, _Cast.apply(dtype, *params.values())))
 

@@ -80,7 +80,8 @@ class Augment:
         area, ratio, down, right, side = torch.rand(5, n, generator=generator, device=images.device)
         area = scale[0] + (scale[1] - scale[0]) * area
         root = torch.exp((ratio - 0.5) * math.log(4 / 3))  # of the ratio of width to height
-        width, height = (area.sqrt() * root).clamp_max(1), (area.sqrt() / root).clamp_max(1)
+        root = root.clamp(area.sqrt(), area.rsqrt())  # a large share fits into the image only if it is nearly square
+        width, height = area.sqrt() * root, area.sqrt() / root
         zero = torch.zeros_like(width)
         mirrored = torch.where(side < 0.5, -width, width) if self.flip else width
         across = torch.stack([mirrored, zero, (1 - width) * (2 * right - 1)], -1)

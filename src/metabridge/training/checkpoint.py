@@ -26,6 +26,7 @@ from metabridge.learners.inner import task_loss
 from metabridge.learners.method import Method, balance
 from metabridge.models import Network, Params, build
 
+KEYS = ("model", "method", "tasks", "validation", "training")  # of the settings, besides the version
 VERSION = 1  # of the folder's form; raise it when a reader of the old form would misread the new one
 
 _STEPS = (inner.GradientDescent, inner.Proximal)
@@ -78,6 +79,9 @@ class RunFolder:
                 f"{self.path} was written in form {found}, but this version of metabridge reads form {VERSION}. "
                 "Train again, or use the version that wrote it."
             )
+        missing = [key for key in KEYS if key not in settings]
+        if missing:
+            raise InputError(f"{file} is damaged: it does not say the {missing[0]}. Restore it from a copy.")
         return settings
 
     def write(self, name: str, tensors: Mapping[str, Tensor], notes: Mapping[str, object]) -> None:

@@ -15,7 +15,7 @@ from metabridge.environments.environment import Environment
 from metabridge.errors import InputError
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
-from metabridge.models.network import Network
+from metabridge.models.network import Network, Params
 from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, fill, part, read_method, read_network
 from metabridge.training.evaluate import Model, Score
@@ -140,6 +140,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         raise InputError(f"the run in {folder} has no weights yet: it was stopped before its first validation.")
     tensors, notes = weights
     params, buffers = part(tensors, "params"), part(tensors, "buffers")
+    _check_fit(net, params, buffers, kept.path)
     fill(net, params, buffers)
     state = kept.read("state")
     return Run(
@@ -154,6 +155,18 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         settings,
         state is not None and state[1]["finished"],
     )
+
+
+def _check_fit(net: Network, params: Params, buffers: Params, folder: Path) -> None:
+    """Refuse a network whose tensors are not those of the run."""
+    for name, own in (*net.named_parameters(), *net.named_buffers()):
+        stored = params.get(name, buffers.get(name))
+        if stored is None or stored.shape != own.shape:
+            told = "no such tensor" if stored is None else f"{tuple(stored.shape)}"
+            raise InputError(
+                f"the network has {name!r} of shape {tuple(own.shape)}, but the run in {folder} has {told}. "
+                "Give the network that was trained: load(folder, net=net)."
+            )
 
 
 def _bar(progress: bool) -> Progress:

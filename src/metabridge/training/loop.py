@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import ImageBatches
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import parameters
@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
 }
 Precision = Literal["float32", "bfloat16"]
+PACE = 50  # iterations between changes of DropBlock's rate
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.tasks < 1:
             raise InputError(f"iterations is {self.iterations} and tasks is {self.tasks}, but both must be at least 1.")
+        check_positive("lr", self.lr)
+        if not self.weight_decay >= 0:
+            raise InputError(f"weight_decay is {self.weight_decay}, but must be 0 or more.")
+        if self.validate_tasks < 2:
+            raise InputError(f"validate_tasks is {self.validate_tasks}, but an interval needs at least 2.")
+        if self.patience is not None and self.patience < 0:
+            raise InputError(f"patience is {self.patience}, but must be 0 validations or more.")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}.")
         if self.precision not in ("float32", "bfloat16"):
@@ -168,9 +176,13 @@ class Loop:
         factor = self.settings.schedule.factor(done, [point.best for point in self.curve if point.score is not None])
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * factor
-        if self.iteration % 50 == 0:
-            for block in self.drops:
-                block.rate.fill_(block.full_rate * done)  # reached linearly (A §5.2)
+        if self.iteration % PACE == 0:
+            self._set_drop_rate()
+
+    def _set_drop_rate(self) -> None:
+        done = self.iteration // PACE * PACE / self.settings.iterations
+        for block in self.drops:
+            block.rate.fill_(block.full_rate * done)  # reached linearly (A §5.2)
 
     def _judge(self) -> None:
         """Add a point to the curve, and keep the parameters if they are the best."""
@@ -256,6 +268,15 @@ class Loop:
         if state is None:
             return
         tensors, notes = state
+        states = part(tensors, "random")
+        if states.keys() != self.generators.keys():
+            kind = "a GPU" if "cuda" in states else "the CPU"
+            raise InputError(f"the run in {folder.path} was begun on {kind}. Go on there, or name another folder.")
+        if weights is None and notes["curve"]:
+            raise InputError(
+                f"the run in {folder.path} has lost its best weights: weights.safetensors is missing. "
+                "Restore it from a copy, or name another folder."
+            )
         with torch.no_grad():
             for name, value in part(tensors, "params").items():
                 self.params[name].copy_(value)
@@ -265,11 +286,12 @@ class Loop:
             moments.setdefault(int(index), {})[key] = value
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        for name, value in part(tensors, "random").items():
+        for name, value in states.items():
             self.generators[name].set_state(value)
         self.total = tensors["loss.total"].to(self.device)
         self.iteration, self.seconds = notes["iteration"], notes["seconds"]
         self.curve = [point_of(line) for line in notes["curve"]]
+        self._set_drop_rate()
         if weights is not None:
             self.kept = (
                 {key: value.to(self.device) for key, value in part(weights[0], "params").items()},
