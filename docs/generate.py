@@ -104,6 +104,11 @@ def steps(row: dict[str, Any]) -> list[str]:
     return [row["mode"], str(row["steps"]), f"{row['peak MiB']:.0f} MiB", f"{row['ratio']:.2f}×"]
 
 
+def throughput(row: dict[str, Any]) -> list[str]:
+    """Images per second of training."""
+    return [str(row["batch"]), row["path"], f"{row['images_per_second']:,.0f}", f"{row['share_of_matrix_rate']:.0%}"]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "taxonomy": taxonomy,
     "glyphs": glyphs("glyphs"),
@@ -119,6 +124,9 @@ TABLES: dict[str, Callable[[], str]] = {
         head,
     ),
     "flat": by_machine(["bench-flat-cpu"], ["mode", "inner steps", "peak memory", "against 2 steps"], steps),
+    "resnet12": by_machine(
+        ["bench-resnet12-h200"], ["images a step", "", "images a second", "of the matrix rate"], throughput
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 
 from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_mlp
 from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
+from metabridge.learners.engine import CAPTURES
 from metabridge.models import mlp
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -105,6 +106,40 @@ def test_a_replayed_capture_gives_the_gradient_of_new_tasks_and_new_weights(name
     found = engine(on_gpu, clusters(case.shape).to("cuda"))
     expected = reference(moved, clusters(case.shape))
     assert relative(flattened(found.gradients).cpu(), flattened(expected.gradients)) < 1e-9
+
+
+@cuda
+@pytest.mark.parametrize("name", ["maml", "nal"])
+def test_batches_of_two_shapes_in_turn_are_recorded_once_each_and_give_their_own_gradients(name):
+    chosen, net, on_gpu = METHODS[name], smooth_mlp(), smooth_mlp().cuda()
+    params = parameters(chosen, net)
+    copies = {n: v.detach().cuda() for n, v in params.items()}
+    engine, reference = Engine(chosen, on_gpu, mode="captured"), Engine(chosen, net, mode="loop")
+    recorded = []
+    for turn in range(6):
+        episodes = clusters((4,), tasks=3 - turn % 2, shots=2 + turn % 2, seed=turn)
+        params = {n: 1.01 * v.detach() for n, v in params.items()}
+        for n, copy in copies.items():
+            copy.copy_(params[n])
+        found = engine(copies, episodes.to("cuda"))
+        expected = reference(params, episodes)
+        assert relative(flattened(found.gradients).cpu(), flattened(expected.gradients)) < 1e-9
+        recorded.append(list(engine._captures.values()))
+    assert len(recorded[-1]) == 2
+    assert recorded[1] == recorded[-1]
+
+
+@cuda
+def test_parameters_that_move_and_too_many_shapes_free_the_captures_before():
+    chosen, net = METHODS["maml"], smooth_mlp().cuda()
+    engine, params = Engine(chosen, net), parameters(chosen, net)
+    for shots in range(1, CAPTURES + 2):
+        engine(params, clusters((4,), shots=shots).to("cuda"))
+        assert 1 <= len(engine._captures) <= CAPTURES
+    engine(params, clusters((4,)).to("cuda"))
+    moved = {n: v.detach().clone() for n, v in params.items()}
+    engine(moved, clusters((4,)).to("cuda"))
+    assert len(engine._captures) == 1
 
 
 @cuda

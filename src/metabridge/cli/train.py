@@ -138,6 +138,7 @@ def evaluate(
     head: Annotated[Head | None, typer.Option(help="Solve this head instead of what the method does.")] = None,
     penalty: Annotated[float | None, typer.Option(help="Of the head's weights (1/C for svm).")] = None,
     copies: Annotated[int, typer.Option(min=0, help="Changed copies of each support image to adapt to as well.")] = 0,
+    mirrored: Annotated[bool, typer.Option("--mirrored", help="Average over each image and its mirror image.")] = False,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything there as JSON.")] = None,
@@ -174,7 +175,7 @@ def evaluate(
         images = load_images(**source).to(where)
         for count in counts:
             environment = images.tasks(split, ways=ways, shots=count, queries=queries)
-            found = assess(run, environment, tasks=tasks, seed=seed, copies=copies, progress=True)
+            found = assess(run, environment, tasks=tasks, seed=seed, copies=copies, mirrored=mirrored, progress=True)
             first.setdefault(count, found)
             gap = None if found is first[count] else found.score.minus(first[count].score)
             worst, lowest = found.worst

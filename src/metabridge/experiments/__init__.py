@@ -17,6 +17,8 @@ EXPERIMENTS = {
     "bridge-table4": "metabridge.experiments.bridge_table4",
     "bridge-table5": "metabridge.experiments.bridge_table5",
     "bridge-fig2": "metabridge.experiments.bridge_fig2",
+    "landscape-table1": "metabridge.experiments.landscape_table1",
+    "landscape-table2": "metabridge.experiments.landscape_table2",
 }
 
 

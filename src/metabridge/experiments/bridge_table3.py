@@ -31,11 +31,11 @@ class Outcome:
 def run(work: Work) -> Outcome:
     """Train every method, or read what its training measured."""
     found = records(work, tuple(plans(work.scale)))
-    rows = [row for name, record in found.items() for row in _rows(name, record)]
+    rows = [row for name, record in found.items() for row in _rows(name, record, judged=work.scale == "paper")]
     return Outcome(Result.of(work, "bridge-table3", tuple(rows), found), found)
 
 
-def _rows(name: str, record: Record) -> list[Row]:
+def _rows(name: str, record: Record, judged: bool) -> list[Row]:
     rows = []
     for shots in sorted({score.shots for score in record.scores}):
         score = record.chosen(shots)
@@ -48,8 +48,8 @@ def _rows(name: str, record: Record) -> list[Row]:
                 published=published,
                 ours=ours,
                 ci95=ci95,
-                agrees=ours + ci95 >= published - margin,
-                note=f"{record.plan['model']}, {record.minutes:.1f} minutes of training, {told(score)}",
+                agrees=ours + ci95 >= published - margin if judged else None,
+                note=f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes of training, {told(score)}",
             )
         )
     return rows
@@ -57,8 +57,10 @@ def _rows(name: str, record: Record) -> list[Row]:
 
 def told(score: Measured) -> str:
     """Say how a score was taken."""
-    head = "" if score.penalty is None else f", penalty {score.penalty:g} and {score.copies} copies by validation"
-    return f"{score.tasks} test tasks{head}"
+    if score.penalty is None:
+        return f"{score.tasks} test tasks"
+    views = f"{score.copies} copies{' and mirror images' if score.mirrored else ''}"
+    return f"{score.tasks} test tasks; penalty {score.penalty:g} with {views}, chosen in validation"
 
 
 def figure(outcome: Outcome, file: Path) -> None:

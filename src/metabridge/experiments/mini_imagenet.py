@@ -16,7 +16,14 @@ from metabridge.training.schedule import Cosine
 SHOTS = (1, 5)
 
 _RESNET = Plan(
-    "mtl", model="resnet12", statistics="running", precision="bfloat16", validate_tasks=500, validate_shots=5
+    "mtl",
+    model="resnet12",
+    model_options={"dropout": 0.1},
+    statistics="running",
+    augment=Augment(scale=(0.3, 1.0), growth=(60, 0.6)),
+    precision="bfloat16",
+    validate_tasks=500,
+    validate_shots=5,
 )
 _CONV = Plan("maml", validate_tasks=300, queries=15, schedule=Cosine(), augment=False)
 
@@ -25,27 +32,25 @@ PAPER: dict[str, Plan] = {
     "rfs": replace(
         _RESNET,
         method="rfs",
-        model_options={"dropout": 0.1},
-        batch=128,
-        iterations=50_000,
+        batch=256,
+        iterations=40_000,
         optimizer="sgd",
-        lr=0.1,
+        lr=0.2,
         weight_decay=5e-4,
-        schedule=Cosine(),
-        augment=Augment(scale=(0.3, 1.0)),
+        schedule=Cosine(warmup=0.03),
         turns=True,
-        validate_every=5000,
+        validate_every=4000,
     ),
     "mtl": replace(
         _RESNET,
-        model_options={"unit_norm": True},
+        model_options={"dropout": 0.1, "unit_norm": True},
         shots=5,
         queries=5,
-        batch=2,
-        iterations=48_000,  # 60 epochs of 1600 tasks
+        batch=4,
+        iterations=40_000,
         optimizer="radam",
         schedule=Cosine(),
-        validate_every=2400,
+        validate_every=4000,
     ),
     "r2d2": replace(
         _RESNET, method="r2d2", shots=5, queries=10, batch=4, iterations=8000, schedule=Cosine(), validate_every=800
@@ -75,7 +80,8 @@ def plans(scale: str) -> dict[str, Plan]:
         return PAPER
     small: dict[str, Plan] = {}
     for name, plan in PAPER.items():
-        plan = replace(plan, iterations=30, validate_tasks=20, validate_every=10, precision="float32")
+        plan = replace(plan, iterations=30, batch=min(plan.batch, 32), validate_tasks=20, validate_every=10)
+        plan = replace(plan, augment=None, turns=False, precision="float32")
         if plan.model == "resnet12":
             plan = replace(plan, model_options={**plan.model_options, "widths": [8, 16, 32, 64]})
         else:

@@ -17,7 +17,7 @@ from metabridge.errors import InputError
 from metabridge.experiments.result import Environment, Work, environment
 from metabridge.files import make_folder, write_whole
 from metabridge.learners.heads import LogisticRegression
-from metabridge.training import Run, Score, evaluate
+from metabridge.training import Run, evaluate
 from metabridge.training.evaluate import FeatureTable
 from metabridge.training.plan import Plan
 
@@ -35,12 +35,8 @@ class Measured:
     ci95: float
     tasks: int
     penalty: float | None = None
-    copies: int = 0
-
-    @classmethod
-    def of(cls, score: Score, split: str, shots: int, penalty: float | None = None, copies: int = 0) -> Measured:
-        """Note a score."""
-        return cls(split, shots, score.mean, score.ci95, score.tasks, penalty, copies)
+    copies: int = 0  # of each support image, changed at random
+    mirrored: bool = False  # whether features are means over an image and its mirror image
 
 
 @dataclass(frozen=True)
@@ -57,18 +53,18 @@ class Record:
     curve: tuple[dict[str, float], ...]  # minutes, iteration, accuracy and ci95 of every validation
     scores: tuple[Measured, ...]
 
-    def score(self, split: str, shots: int, *, penalty: float | None = None, copies: int = 0) -> Measured:
-        """Return the score of this form."""
+    def score(self, split: str, shots: int, like: Measured | None = None, *, penalty: float | None = None) -> Measured:
+        """Return the score of the head and views of `like`, or of a plain one with the penalty."""
+        wanted = (penalty, 0, False) if like is None else (like.penalty, like.copies, like.mirrored)
         for score in self.scores:
-            if (score.split, score.shots, score.penalty, score.copies) == (split, shots, penalty, copies):
+            if (score.split, score.shots, (score.penalty, score.copies, score.mirrored)) == (split, shots, wanted):
                 return score
-        raise InputError(f"the record of {self.name} has no score on {split} with {shots} shots.")
+        raise InputError(f"the record of {self.name} has no such score on {split} with {shots} shots.")
 
     def chosen(self, shots: int) -> Measured:
-        """Return the test score of the head that was best in validation."""
+        """Return the test score of the head and views that were best in validation."""
         judged = [score for score in self.scores if score.split == "validation" and score.shots == shots]
-        best = max(judged, key=lambda score: score.mean)
-        return self.score("test", shots, penalty=best.penalty, copies=best.copies)
+        return self.score("test", shots, max(judged, key=lambda score: score.mean))
 
 
 def stored(work: Work, name: str, plan: Plan) -> Record | None:
@@ -117,22 +113,27 @@ def trial(
 def _measure(
     run: Run, images: LabelledImages, ways: int, shots: tuple[int, ...], tasks: int, seed: int
 ) -> list[Measured]:
-    """Score the run on validation and test tasks: with every penalty, with and without copies, if its head has one."""
+    """Score the run on validation and test tasks: with every penalty and view, if its head has a penalty."""
     scores = []
     for split in ("validation", "test"):
-        table = None
-        for count in shots:
-            environment = images.tasks(split, ways=ways, shots=count)
-            if not isinstance(run.method.test, LogisticRegression):
-                scores.append(Measured.of(evaluate(run, environment, tasks=tasks, seed=seed), split, count))
-                continue
-            table = table or FeatureTable.of(run, environment, copies=COPIES, seed=seed)
+        environments = {count: images.tasks(split, ways=ways, shots=count) for count in shots}
+        if not isinstance(run.method.test, LogisticRegression):
+            for count, environment in environments.items():
+                found = evaluate(run, environment, tasks=tasks, seed=seed)
+                scores.append(Measured(split, count, found.mean, found.ci95, found.tasks))
+            continue
+        heads = [replace(run.method.test, penalty=penalty) for penalty in PENALTIES]
+        models = [replace(run, method=replace(run.method, test=head)) for head in heads]
+        for mirrored in (False, True):
+            whole = FeatureTable.of(run, environments[shots[0]], copies=COPIES, mirrored=mirrored, seed=seed)
             for copies in (0, COPIES):
-                for penalty in PENALTIES:
-                    head = replace(run.method.test, penalty=penalty)
-                    model = replace(run, method=replace(run.method, test=head))
-                    found = table.with_copies(copies).evaluate(model, environment, tasks=tasks, seed=seed)
-                    scores.append(Measured.of(found, split, count, penalty, copies))
+                table = whole.with_copies(copies)
+                for count, environment in environments.items():
+                    results = table.evaluate(models, environment, tasks=tasks, seed=seed)
+                    scores += [
+                        Measured(split, count, found.mean, found.ci95, found.tasks, penalty, copies, mirrored)
+                        for penalty, found in zip(PENALTIES, results)
+                    ]
     return scores
 
 

@@ -26,6 +26,7 @@ from metabridge.models.norm import running_layers
 log = logging.getLogger("metabridge")
 
 Mode = Literal["auto", "loop", "workers", "vectorised", "captured"]
+CAPTURES = 8  # so many forms of batches are kept recorded; each takes memory of its own
 
 
 class MetaGradient(NamedTuple):
@@ -45,9 +46,10 @@ class Engine:
 
     `mode` says how tasks are laid out: "loop" one after the other, "workers" on one thread a core,
     "vectorised" all at once under `vmap`, "captured" the same as a CUDA graph that is recorded once
-    and replayed; "auto" takes "captured" on a GPU and "workers" elsewhere. `flat` computes exact
-    second-order gradients with memory that does not grow with the inner steps. `dtype` is what the
-    features are computed in, such as `torch.bfloat16`; parameters and gradients keep their own.
+    for every form of batch and replayed; "auto" takes "captured" on a GPU and "workers" elsewhere.
+    `flat` computes exact second-order gradients with memory that does not grow with the inner steps.
+    `dtype` is what the features are computed in, such as `torch.bfloat16`; parameters and gradients
+    keep their own.
 
     On a GPU the gradients of a captured step are overwritten by the next one.
 
@@ -73,16 +75,17 @@ class Engine:
         if mode not in get_args(Mode):
             raise InputError(f"mode is {mode!r}, but must be one of {', '.join(map(repr, get_args(Mode)))}.")
         self.method, self.net, self.mode, self.flat, self.dtype = method, net, mode, flat, dtype
-        self._form: tuple[object, ...] = ()
-        self._capture: _Capture | None = None
+        self._checked: set[tuple[object, ...]] = set()
+        self._captures: dict[tuple[object, ...], _Capture] = {}
+        self._places: tuple[int, ...] = ()  # of the parameters that the captures read
         self._uncapturable = False
 
     def __call__(self, params: Params, episodes: Episodes) -> MetaGradient:
         """Return the mean outer loss of the tasks and its gradient."""
         form = (episodes.device, *(tensor.shape for tensor in episodes.tensors()))
-        if episodes.device.type == "cpu" or form != self._form:  # looking at a GPU's labels would stall it
+        if episodes.device.type == "cpu" or form not in self._checked:  # looking at a GPU's labels would stall it
             check(self.method, self.net, params, episodes)
-            self._form = form
+            self._checked.add(form)
         if not self.method.split:
             episodes = episodes.without_split()
         mode = self.mode
@@ -135,28 +138,25 @@ class Engine:
     def _replayed(self, params: Params, episodes: Episodes) -> MetaGradient:
         if episodes.device.type != "cuda" or self._uncapturable:
             return self._all_at_once(params, episodes)
-        if self._capture is None or not self._capture.fits(params, episodes, self.net.training):
-            self._capture = None  # frees its memory before the next one takes its own
+        places = tuple(value.data_ptr() for value in params.values())
+        form = (self.net.training, *((tensor.shape, tensor.dtype) for tensor in episodes.tensors()))
+        if places != self._places or (form not in self._captures and len(self._captures) == CAPTURES):
+            self._captures.clear()  # frees their memory before the next one takes its own
+            self._places = places
+        if form not in self._captures:
             try:
-                self._capture = _Capture(self._all_at_once, params, episodes, self.net.training)
+                self._captures[form] = _Capture(self._all_at_once, params, episodes)
             except RuntimeError as error:
                 log.warning("this step cannot be captured as a CUDA graph and runs eagerly: %s", error)
                 self._uncapturable = True
                 return self._all_at_once(params, episodes)
-        return self._capture.replay(episodes)
+        return self._captures[form].replay(episodes)
 
 
 class _Capture:
     """A meta-step recorded once as a CUDA graph. Replays read the parameters where they lie."""
 
-    def __init__(
-        self,
-        compute: Callable[[Params, Episodes], MetaGradient],
-        params: Params,
-        episodes: Episodes,
-        training: bool,
-    ) -> None:
-        self.form = _form(params, episodes, training)
+    def __init__(self, compute: Callable[[Params, Episodes], MetaGradient], params: Params, episodes: Episodes) -> None:
         self.episodes = episodes.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -168,19 +168,11 @@ class _Capture:
         with torch.cuda.graph(self.graph):
             self.result = compute(params, self.episodes)
 
-    def fits(self, params: Params, episodes: Episodes, training: bool) -> bool:
-        return self.form == _form(params, episodes, training)
-
     def replay(self, episodes: Episodes) -> MetaGradient:
         for mine, given in zip(self.episodes.tensors(), episodes.tensors()):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
         return self.result
-
-
-def _form(params: Params, episodes: Episodes, training: bool) -> tuple[object, ...]:
-    places = tuple(value.data_ptr() for value in params.values())
-    return places, tuple((tensor.shape, tensor.dtype) for tensor in episodes.tensors()), training
 
 
 def meta_gradient(

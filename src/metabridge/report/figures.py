@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from metabridge.experiments.result import Row
@@ -147,6 +148,9 @@ def costs(curves: Mapping[str, Sequence[tuple[float, float, float]]], theme: The
             axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.plot(minutes, 100 * means, f"-{marker}", color=colour, label=name, linewidth=1.6, markersize=4)
         axes.set(xlabel="minutes of training", ylabel="validation accuracy, %", xscale="log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         figure.legend(loc="outside upper center", ncols=4)
     return figure
 

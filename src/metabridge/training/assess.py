@@ -41,6 +41,7 @@ def assess(
     tasks: int = 600,
     seed: int = 0,
     copies: int = 0,
+    mirrored: bool = False,
     augment: Augment | None = None,
     progress: bool = False,
 ) -> Assessment:
@@ -58,7 +59,8 @@ def assess(
         raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks over labelled images.")
     values, right = [], torch.zeros(environment.classes, dtype=torch.float64)
     seen, bins = right.clone(), torch.zeros(BINS, 3, dtype=torch.float64)
-    given = outcomes(model, environment, tasks=tasks, seed=seed, copies=copies, augment=augment, progress=progress)
+    views = {"copies": copies, "mirrored": mirrored, "augment": augment}
+    given = outcomes(model, environment, tasks=tasks, seed=seed, progress=progress, **views)  # type: ignore[arg-type]
     for outputs, episodes in given:
         values.append(score_tasks(outputs, episodes))
         assert episodes.classes is not None

@@ -27,6 +27,9 @@ class Augment:
       grey of the image, and the image in grey.
     - Flip: mirror half of the images.
 
+    With `growth`, a pair of a size and a share, images are shrunk to that size for the first share of a
+    training: what is learnt there costs less, and the last share learns to see the full size.
+
     >>> images = torch.rand(4, 3, 84, 84)
     >>> Augment()(images, torch.Generator().manual_seed(0)).shape
     torch.Size([4, 3, 84, 84])
@@ -36,6 +39,7 @@ class Augment:
     jitter: float = 0.4
     flip: bool = True
     scale: tuple[float, float] | None = None
+    growth: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
         if self.padding < 0:
@@ -44,23 +48,29 @@ class Augment:
             raise InputError(f"jitter is {self.jitter}, but must be between 0 and 1.")
         if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise InputError(f"scale is {self.scale}, but must be two shares of the area, from small to at most 1.")
+        if self.growth is not None and not (self.growth[0] > 0 and 0 <= self.growth[1] <= 1):
+            raise InputError(f"growth is {self.growth}, but must be a size in pixels and a share of the training.")
 
     @classmethod
     def for_size(cls, size: int) -> Augment:
         """Return the usual changes for photographs of `size` pixels: padding 8 at 84 pixels, 4 at 32."""
         return cls(padding=8 if size >= 64 else 4)
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Return changed copies of images (n, channels, height, width) with values from 0 to 1."""
+    def __call__(self, images: Tensor, generator: torch.Generator, size: int | None = None) -> Tensor:
+        """Return changed copies of images (n, channels, height, width) with values from 0 to 1, `size` pixels wide."""
+        size = images.shape[-1] if size is None else size
         if self.scale is not None:
-            images = self._stretched(images, self.scale, generator)
+            images = self._stretched(images, self.scale, size, generator)
         elif self.padding or self.flip:
             images = self._moved(images, generator)
+        if size != images.shape[-1]:
+            images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
         return self._coloured(images, generator) if self.jitter else images
 
-    def episodes(self, episodes: Episodes, generator: torch.Generator) -> Episodes:
-        """Change every image of every task."""
-        return episodes.map_inputs(lambda x: self(x.flatten(0, 1), generator).unflatten(0, x.shape[:2]))
+    def episodes(self, episodes: Episodes, generator: torch.Generator, done: float = 1.0) -> Episodes:
+        """Change every image of every task, when so much of the training is done."""
+        size = self.growth[0] if self.growth is not None and done < self.growth[1] else None
+        return episodes.map_inputs(lambda x: self(x.flatten(0, 1), generator, size).unflatten(0, x.shape[:2]))
 
     def _moved(self, images: Tensor, generator: torch.Generator) -> Tensor:
         n, _, height, width = images.shape
@@ -75,7 +85,7 @@ class Augment:
         # indexing puts the channels last, which is how convolutions like them
         return padded[image, :, (rows + down)[:, :, None], (columns + right)[:, None, :]].movedim(-1, 1)
 
-    def _stretched(self, images: Tensor, scale: tuple[float, float], generator: torch.Generator) -> Tensor:
+    def _stretched(self, images: Tensor, scale: tuple[float, float], size: int, generator: torch.Generator) -> Tensor:
         n = len(images)
         area, ratio, down, right, side = torch.rand(5, n, generator=generator, device=images.device)
         area = scale[0] + (scale[1] - scale[0]) * area
@@ -86,7 +96,7 @@ class Augment:
         mirrored = torch.where(side < 0.5, -width, width) if self.flip else width
         across = torch.stack([mirrored, zero, (1 - width) * (2 * right - 1)], -1)
         along = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
-        grid = F.affine_grid(torch.stack([across, along], 1), list(images.shape), align_corners=False)
+        grid = F.affine_grid(torch.stack([across, along], 1), [n, images.shape[1], size, size], align_corners=False)
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
     def _coloured(self, images: Tensor, generator: torch.Generator) -> Tensor:

@@ -198,6 +198,7 @@ def describe_environment(environment: object) -> dict[str, object]:
             known[name] = value
         elif name == "data":
             known[name] = getattr(value, "source", None)
+            known["classes"] = getattr(environment, "classes", None)  # quarter turns make more of the same source
     return known
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from rich.progress import track
 from torch import Tensor
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.images import ImageTasks, send
+from metabridge.environments.images import Drawn, ImageTasks, send
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.adapt import adapts_head_alone, predict, predict_from_features
@@ -21,6 +21,9 @@ from metabridge.learners.parameters import check_test
 from metabridge.models.network import Network, Params, apply_features
 from metabridge.models.norm import normalises_each_set, running_layers
 from metabridge.training.augment import Augment
+
+# Tasks are drawn so many at a time for every model on every device: what a seed draws depends on it.
+BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def evaluate(
     tasks: int = 600,
     seed: int = 0,
     copies: int = 0,
+    mirrored: bool = False,
     augment: Augment | None = None,
     progress: bool = False,
 ) -> Score:
@@ -121,7 +125,8 @@ def evaluate(
 
     The same seed draws the same tasks for every model, so that scores can be compared in pairs.
     With `copies`, so many changed copies of every support image are adapted to as well, made by
-    `augment` (which needs features that adaptation leaves alone).
+    `augment`; if `mirrored`, an image's features are the mean of its own and its mirror image's. Both
+    need features that adaptation leaves alone.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method, parameters
@@ -131,7 +136,9 @@ def evaluate(
     20
     """
     values = []
-    given = outcomes(model, environment, tasks=tasks, seed=seed, copies=copies, augment=augment, progress=progress)
+    given = outcomes(
+        model, environment, tasks=tasks, seed=seed, copies=copies, mirrored=mirrored, augment=augment, progress=progress
+    )
     for outputs, episodes in given:
         values.append(score_tasks(outputs, episodes))
     return Score.of(torch.cat(values), "accuracy" if episodes.classification else "squared error")
@@ -144,6 +151,7 @@ def outcomes(
     tasks: int,
     seed: int = 0,
     copies: int = 0,
+    mirrored: bool = False,
     augment: Augment | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[Tensor, Episodes]]:
@@ -162,16 +170,18 @@ def outcomes(
     generator = torch.Generator().manual_seed(seed)
     fixed = adapts_head_alone(model.method) and not normalises_each_set(model.net)
     if fixed and isinstance(environment, ImageTasks):
-        table = FeatureTable.of(model, environment, copies=copies, augment=augment, seed=seed, progress=progress)
+        table = FeatureTable.of(
+            model, environment, copies=copies, mirrored=mirrored, augment=augment, seed=seed, progress=progress
+        )
         yield from table.outcomes(model, environment, tasks, generator)
         return
-    if copies:
+    if copies or mirrored:
         raise InputError(
-            f"copies is {copies}, but this model's features change with the task. "
+            f"copies is {copies} and mirrored is {mirrored}, but this model's features change with the task. "
             "Use a method that solves a head, on a network with running statistics."
         )
-    for size in _batches(tasks, 16 if model.device.type == "cpu" else 100):  # enough to fill the machine
-        episodes = environment.sample(size, generator).to(model.device)
+    for size in _batches(tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK):  # enough to fill the machine
+        episodes = _sampled(environment, size, generator, model.device)
         yield model.predict(episodes), episodes
 
 
@@ -189,6 +199,7 @@ class FeatureTable:
         environment: ImageTasks,
         *,
         copies: int = 0,
+        mirrored: bool = False,
         augment: Augment | None = None,
         seed: int = 0,
         progress: bool = False,
@@ -204,30 +215,39 @@ class FeatureTable:
         for chunk in track(chunks, "features", disable=not progress, transient=True):
             images = environment.data.look_up(chunk).to(device)
             for copy, parts in enumerate(found):
-                parts.append(model.features(images if copy == 0 else augment(images, generator)))
+                seen = images if copy == 0 else augment(images, generator)
+                parts.append(model.features(seen))
+                if mirrored:
+                    parts[-1] = (parts[-1] + model.features(seen.flip(-1))) / 2
         return cls(torch.stack([torch.cat(parts) for parts in found]), places.to(device))
 
     def with_copies(self, copies: int) -> FeatureTable:
         """Return the table with only so many of its copies."""
         return replace(self, features=self.features[: 1 + copies])
 
-    def evaluate(self, model: Model, environment: ImageTasks, *, tasks: int, seed: int = 0) -> Score:
-        """Score a model whose features these are, perhaps with another head, on the tasks `evaluate` draws."""
-        given = self.outcomes(model, environment, tasks, torch.Generator().manual_seed(seed))
-        return Score.of(torch.cat([score_tasks(outputs, episodes) for outputs, episodes in given]))
+    def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
+        """Score models whose features these are, with one head or another, on the tasks that `evaluate` draws."""
+        generator = torch.Generator().manual_seed(seed)
+        values: list[list[Tensor]] = [[] for _ in models]
+        for size in _batches(tasks, 500):
+            episodes = self.episodes(environment, size, generator)
+            for model, scored in zip(models, values):
+                scored.append(score_tasks(predict_from_features(model.method, model.params, episodes), episodes))
+        return [Score.of(torch.cat(scored)) for scored in values]
 
     def outcomes(
         self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, Episodes]]:
         """Draw tasks, solve their heads some hundred at a time, and give the outputs with them."""
-        for size in _batches(tasks, 200):
+        for size in _batches(tasks, 12 * BLOCK):
             episodes = self.episodes(environment, size, generator)
             check_test(model.method, model.net, model.params, episodes)
             yield predict_from_features(model.method, model.params, episodes), episodes
 
     def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw the tasks that the environment would, made of features; the copies enlarge the support."""
-        drawn = environment.draw(tasks, generator)
+        blocks = [environment.draw(size, generator) for size in _batches(tasks, BLOCK)]
+        drawn = Drawn(*(torch.cat(parts) for parts in zip(*blocks)))
         episodes = drawn.episodes(lambda rows: self.features[0, self._at(rows)])
         copies = [features[self._at(drawn.support.flatten(1))] for features in self.features[1:]]
         return replace(
@@ -238,6 +258,14 @@ class FeatureTable:
 
     def _at(self, rows: Tensor) -> Tensor:
         return self.places[send(rows, self.places.device)]
+
+
+def _sampled(environment: Environment, tasks: int, generator: torch.Generator, device: torch.device) -> Episodes:
+    blocks = [environment.sample(size, generator).to(device) for size in _batches(tasks, BLOCK)]
+    if len(blocks) == 1:
+        return blocks[0]
+    columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(Episodes)}
+    return Episodes(**{name: torch.cat(parts) for name, parts in columns.items() if parts[0] is not None})
 
 
 def _batches(tasks: int, size: int) -> list[int]:

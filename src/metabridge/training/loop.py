@@ -156,7 +156,8 @@ class Loop:
         self._set_pace()
         episodes = self.environment.sample(settings.tasks, self.generators["tasks"]).to(self.device)
         if settings.augment is not None:
-            episodes = settings.augment.episodes(episodes, self.generators["augment"])
+            done = self.iteration / settings.iterations
+            episodes = settings.augment.episodes(episodes, self.generators["augment"], done)
         result = self.engine(self.params, episodes)
         result.assign(self.params)
         self.optimizer.step()

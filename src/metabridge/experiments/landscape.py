@@ -1,0 +1,171 @@
+"""Trainings on easy and hard tasks, of which C's tables 1 and 2 are made. Each leaves a record of what it measured.
+
+A record stays valid where the weights are gone: an experiment asked for again reads the records that
+are there, goes on with trainings that were stopped, and begins those that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from metabridge.environments.environment import Environment as Tasks
+from metabridge.environments.images import LabelledImages
+from metabridge.errors import InputError
+from metabridge.experiments.result import Environment, Result, Row, Work, environment
+from metabridge.files import make_folder, write_whole
+from metabridge.learners.method import method
+from metabridge.models import conv4
+from metabridge.training import evaluate, fit
+
+KINDS = ("easy train", "hard train", "easy test", "hard test")  # of tasks, in the order of the published tables
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the four-block net is trained, and how many tasks of each kind judge it (C app. C.4, C.5)."""
+
+    method: str
+    lr: float
+    iterations: int
+    tasks: int  # in an iteration
+    judged: int
+    filters: int = 64
+    steps: int = 1  # of adaptation, which NAL does at test time alone
+    inner_lr: float = 0.1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The mean over tasks and the half-width of its 95 % interval."""
+
+    mean: float
+    ci95: float
+    tasks: int
+
+    @classmethod
+    def over(cls, scores: Sequence[Accuracy]) -> Accuracy:
+        """Return the mean of several; its interval is over their tasks alone, not over what else tells them apart.
+
+        >>> Accuracy.over([Accuracy(0.5, 0.03, 100), Accuracy(0.7, 0.04, 100)])
+        Accuracy(mean=0.6, ci95=0.025, tasks=200)
+        """
+        mean = sum(score.mean for score in scores) / len(scores)
+        ci95 = math.hypot(*(score.ci95 for score in scores)) / len(scores)
+        return cls(mean, ci95, sum(score.tasks for score in scores))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one training measured, by kind of task; `plan` is all that it depends on."""
+
+    name: str
+    plan: dict[str, Any]
+    environment: Environment
+    minutes: float
+    scores: dict[str, Accuracy]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result and the records it was made of."""
+
+    result: Result
+    records: dict[str, Record]
+
+
+def check_only(work: Work, names: Iterable[str]) -> None:
+    """Refuse parts to compute that the experiment has not."""
+    unknown = sorted(set(work.only) - set(names))
+    if unknown:
+        raise InputError(f"only names {', '.join(unknown)}, but the trainings are {', '.join(names)}.")
+
+
+def trained(
+    work: Work,
+    table: str,
+    part: str,
+    how: Training,
+    images: LabelledImages,
+    tasks: Tasks,
+    kinds: Mapping[str, Tasks],
+    about: Mapping[str, object],
+) -> Record | None:
+    """Return the record of a training on `tasks`, judged on those of each kind.
+
+    `about` says what the tasks are. Without a record of the same plan it is trained now, if the part
+    is asked for; None if it is not, or if the time ran out before the end.
+    """
+    channels, size = images.images.shape[1], images.images.shape[-1]
+    source = f"{images.source['name'] if images.source else 'images'} at {size} px"
+    plan = json.loads(json.dumps({"images": source, **about, **asdict(how)}))
+    name = f"{table}-{part}-{work.scale}-{how.seed}"
+    file = work.out / "records" / f"{name}.json"
+    if file.exists() and (record := _read(file)).plan == plan:
+        return record
+    if work.only and part not in work.only:
+        return None
+    make_folder(file.parent)
+    run = fit(
+        conv4(channels, size, tasks.outputs, filters=how.filters, seed=how.seed),
+        method(how.method, steps=how.steps, lr=how.inner_lr),
+        tasks,
+        iterations=how.iterations,
+        tasks=how.tasks,
+        lr=how.lr,
+        device=work.device,
+        seed=how.seed,
+        # a run does not know all of the plan, so a changed one begins in another folder
+        out=work.out / "runs" / f"{name}-{zlib.crc32(json.dumps(plan).encode()):08x}",
+        minutes=work.minutes,
+        progress=work.progress,
+        name=f"{part}, seed {how.seed}",
+    )
+    if not run.finished:
+        return None
+    scores = {kind: evaluate(run, own, tasks=how.judged, seed=how.seed) for kind, own in kinds.items()}
+    found = {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()}
+    record = Record(name, plan, environment(work.device), run.seconds / 60, found)
+    write_whole(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
+    return record
+
+
+def rows(name: str, records: Sequence[Record], published: Sequence[tuple[float, float]], data: str) -> list[Row]:
+    """Return a row for every kind of task, the mean over the seeds; none without a record.
+
+    Ours agrees where the two intervals meet: a question only on the `data` that the paper has.
+    """
+    made = []
+    for kind, (value, margin) in zip(KINDS, published) if records else ():
+        score = Accuracy.over([record.scores[kind] for record in records])
+        ours, ci95, images = 100 * score.mean, 100 * score.ci95, str(records[0].plan["images"])
+        comparable = images.startswith(data)
+        seeds = [f"{100 * record.scores[kind].mean:.1f} with seed {record.plan['seed']}" for record in records]
+        made.append(
+            Row(
+                f"{name}, {kind}",
+                "accuracy %",
+                published=value,
+                ours=ours,
+                ci95=ci95,
+                agrees=abs(ours - value) <= ci95 + margin if comparable else None,
+                note=f"{images}{'' if comparable else f', not {data}'}; {', '.join(seeds)}; "
+                f"interval over {score.tasks} tasks",
+            )
+        )
+    return made
+
+
+def _read(file: Path) -> Record:
+    stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        scores = {kind: Accuracy(**score) for kind, score in stored["scores"].items()}
+        return Record(**{**stored, "environment": Environment(**stored["environment"]), "scores": scores})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error

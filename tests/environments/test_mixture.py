@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from metabridge import method
+from metabridge.environments import Environment, Mixture, Sinusoid
+from metabridge.errors import InputError
+from metabridge.models import conv4
+from metabridge.training import fit
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def within_binomial(count: int, of: int, probability: float) -> bool:
+    return abs(count - of * probability) < 4 * math.sqrt(of * probability * (1 - probability))
+
+
+@pytest.fixture
+def alike(glyphs):
+    """Easy and hard tasks of one shape, out of two splits."""
+    return (
+        glyphs.tasks("train", ways=3, queries=1, superclass="different"),
+        glyphs.tasks("test", ways=3, queries=1, superclass="same"),
+    )
+
+
+@pytest.fixture
+def unlike(glyphs):
+    """Tasks of 2 and of 5 ways, out of one split."""
+    return glyphs.tasks("train", ways=2, shots=3, queries=2), glyphs.tasks("train", ways=5, shots=1, queries=2)
+
+
+def test_each_task_is_of_one_environment_or_the_other_with_the_given_probability():
+    mixture: Environment = Mixture((Sinusoid(), _Zeros()), (3.0, 1.0))
+    tasks = mixture.sample(4000, seeded())
+    assert len(tasks) == 4000
+    assert within_binomial(int((tasks.support_x == 0).all(dim=1).sum()), 4000, 0.25)
+    counts = {int((mixture.sample(8, seeded(seed)).support_x == 0).all(dim=1).sum()) for seed in range(40)}
+    assert len(counts) > 3  # drawn task by task, not a fixed share of each batch
+
+
+class _Zeros:
+    """Tasks that are told apart from sinusoids by their inputs."""
+
+    outputs = 1
+
+    def sample(self, tasks, generator):
+        return Sinusoid().sample(tasks, generator).map_inputs(torch.zeros_like)
+
+
+def test_batches_of_different_shapes_are_of_one_environment_with_the_given_probability(unlike):
+    mixture, generator = Mixture(unlike, (0.8, 0.2)), seeded()
+    shapes = [tuple(mixture.sample(2, generator).support_x.shape[:2]) for _ in range(400)]
+    assert set(shapes) == {(2, 6), (2, 5)}
+    assert within_binomial(shapes.count((2, 5)), 400, 0.2)
+
+
+def test_a_seed_draws_the_same_tasks_and_another_seed_others(alike, unlike):
+    for pair in (alike, unlike):
+        mixture = Mixture(pair, (0.5, 0.5))
+        first, again = (mixture.sample(4, seeded(7)) for _ in range(2))
+        assert torch.equal(first.query_x, again.query_x)
+        other = mixture.sample(4, seeded(8))
+        assert first.query_x.shape != other.query_x.shape or not torch.equal(first.query_x, other.query_x)
+
+
+def test_tasks_of_a_mixture_are_the_environments_own(glyphs, alike):
+    mixture = Mixture(alike, (0.0, 1.0))
+    generator = seeded()
+    torch.multinomial(torch.ones(2), 5, replacement=True, generator=generator)
+    expected = alike[1].sample(5, generator)
+    assert torch.equal(mixture.sample(5, seeded()).support_x, expected.support_x)
+
+
+def test_classes_are_dropped_where_the_environments_count_different_ones(alike):
+    mixture = Mixture(alike, (0.5, 0.5))
+    assert mixture.classes is None
+    assert mixture.sample(4, seeded()).classes is None
+
+
+def test_classes_are_kept_where_the_environments_count_the_same_ones(unlike, glyphs):
+    mixture = Mixture(unlike, (0.5, 0.5))
+    assert mixture.classes == len(glyphs.splits["train"])
+    tasks = mixture.sample(3, seeded())
+    assert tasks.classes.shape == (3, int(tasks.support_y.max()) + 1)
+
+
+def test_a_batch_stays_one_set_where_the_environments_do_not_split(glyphs):
+    batches = glyphs.batches("train", size=4)
+    assert not Mixture((batches, batches), (0.5, 0.5)).sample(6, seeded()).is_split
+
+
+@pytest.mark.parametrize("name", ["maml", "nal"])
+def test_a_network_trains_on_tasks_of_two_shapes_with_the_outputs_of_the_larger(unlike, name):
+    mixture = Mixture(unlike, (0.5, 0.5))
+    assert mixture.outputs == 5
+    net = conv4(channels=1, size=28, outputs=mixture.outputs, filters=4)
+    run = fit(net, method(name, steps=1, lr=0.1), mixture, iterations=8, tasks=2, progress=False)
+    assert math.isfinite(run.curve[-1].loss)
+
+
+def test_a_mixture_of_two_lists_of_classes_refuses_a_method_with_a_row_for_every_class(alike):
+    net = conv4(channels=1, size=28, outputs=3, filters=4)
+    with pytest.raises(InputError, match="classes is None, but head='task-rows' keeps a row for every training class"):
+        fit(net, method("mtl"), Mixture(alike, (0.5, 0.5)), iterations=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("environments", "weights", "sentence"),
+    [
+        ((), (), "there are 0 environments and 0 weights"),
+        ((Sinusoid(),), (0.5, 0.5), "there are 1 environments and 2 weights"),
+        ((Sinusoid(), Sinusoid()), (1.0, -1.0), r"weights is \(1.0, -1.0\), but weights must be finite"),
+        ((Sinusoid(), Sinusoid()), (0.0, 0.0), "not all 0"),
+        ((Sinusoid(), Sinusoid()), (math.nan, 1.0), "must be finite"),
+        ((Mixture((Sinusoid(),), (1.0,)),), (1.0,), "environments holds a Mixture"),
+    ],
+)
+def test_mixtures_that_make_no_sense_are_refused_with_a_sentence(environments, weights, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Mixture(environments, weights)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+
+from metabridge import InputError
+from metabridge.episodes import Episodes
+from metabridge.training import Augment
+
+ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)  # in the order of Augment's kinds
+LEVEL = 1 / 255
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def picture(channels: int, size: int = 24) -> torch.Tensor:
+    """An image of whole 8-bit levels with much light and shade, (channels, size, size)."""
+    levels = torch.randint(256, (channels, size // 4, size // 4), generator=seeded(3))
+    return levels.repeat_interleave(4, 1).repeat_interleave(4, 2) / 255
+
+
+def as_pillow(image: torch.Tensor) -> Image.Image:
+    pixels = (image * 255).round().to(torch.uint8).movedim(0, -1).numpy()
+    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+
+
+def from_pillow(image: Image.Image) -> torch.Tensor:
+    pixels = torch.from_numpy(np.asarray(image).astype(np.float32)) / 255
+    return pixels[None] if pixels.ndim == 2 else pixels.movedim(-1, 0)
+
+
+@pytest.fixture
+def jittered(monkeypatch):
+    """Colour one image with chosen factors of brightness, contrast and saturation, in a chosen order."""
+
+    def call(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
+        draws = torch.zeros(2, 3, 1, 1, 1, 1)
+        for place, kind in enumerate(order):
+            draws[0, kind] = place / 3
+            draws[1, place] = factors[kind] / 2  # of a jitter of 1, whose factors go from 0 to 2
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *shape, **_: draws)
+            return Augment(padding=0, jitter=1.0, flip=False)(image[None], seeded())[0]
+
+    return call
+
+
+def enhanced(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
+    changed = as_pillow(image)
+    for kind in order:
+        changed = ENHANCERS[kind](changed).enhance(factors[kind])
+    return from_pillow(changed)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4])
+@pytest.mark.parametrize("kind", range(3), ids=["brightness", "contrast", "saturation"])
+def test_each_change_of_colour_is_pillows_up_to_its_rounding(jittered, kind, factor, channels):
+    image, factors = picture(channels), tuple(factor if own == kind else 1.0 for own in range(3))
+    found = jittered(image, (0, 1, 2), factors)
+    assert (found - enhanced(image, (kind,), factors)).abs().max() < 1.8 * LEVEL
+    if factor != 1 and (channels, kind) != (1, 2):  # a grey image has no saturation
+        assert (found - image).abs().max() > 20 * LEVEL
+
+
+ORDERS = list(itertools.permutations(range(3)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_changes_of_colour_in_any_order_are_pillows_in_that_order(jittered, order):
+    image, factors = picture(3), (1.8, 1.8, 2.0)
+    found = jittered(image, order, factors)
+    gaps = {other: (found - enhanced(image, other, factors)).abs() for other in ORDERS}
+    assert gaps[order].max() < 8 * LEVEL  # three roundings, each magnified by what follows
+    assert all(gap.max() > 40 * LEVEL for other, gap in gaps.items() if other != order)
+
+
+def test_factors_are_uniform_and_drawn_for_every_image_by_itself():
+    """On a flat grey image only brightness shows, and its factor is the ratio of output to input."""
+    flat = torch.full((4000, 3, 2, 2), 0.5)
+    factors = Augment(padding=0, jitter=0.4, flip=False)(flat, seeded())[:, 0, 0, 0] / 0.5
+    shares = torch.histc(factors, bins=8, min=0.6, max=1.4) / 4000
+    assert (shares - 1 / 8).abs().max() < 5 * (7 / 64 / 4000) ** 0.5
+    assert shares.sum() == 1
+
+
+def windows(image: torch.Tensor, padding: int) -> torch.Tensor:
+    """Every window of the image's own size in the image with zeros around it, (offsets, channels, height, width)."""
+    height, width = image.shape[1:]
+    padded = torch.zeros(len(image), height + 2 * padding, width + 2 * padding)
+    padded[:, padding : padding + height, padding : padding + width] = image
+    offsets = itertools.product(range(2 * padding + 1), repeat=2)
+    return torch.stack([padded[:, down : down + height, right : right + width] for down, right in offsets])
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_crop_is_a_window_of_the_padded_image_and_every_window_is_as_likely(channels, flip):
+    image = 0.1 + 0.9 * torch.rand(channels, 5, 6, generator=seeded())
+    possible = windows(image, padding=2)
+    if flip:
+        possible = torch.cat([possible, possible.flip(-1)])
+    crops = Augment(padding=2, jitter=0, flip=flip)(image.expand(5000, -1, -1, -1), seeded(1))
+    equal = (crops[:, None] == possible).flatten(2).all(-1)
+    assert (equal.sum(1) == 1).all()
+    expected = 5000 / len(possible)
+    chi_square = ((equal.sum(0) - expected) ** 2 / expected).sum()
+    assert chi_square < len(possible) + 5 * (2 * len(possible)) ** 0.5
+
+
+def test_a_flip_is_exactly_the_mirror_half_of_the_time():
+    images = torch.rand(2000, 3, 4, 5, generator=seeded())
+    changed = Augment(padding=0, jitter=0)(images, seeded(1))
+    mirrored = (changed == images.flip(-1)).flatten(1).all(1)
+    assert ((changed == images).flatten(1).all(1) ^ mirrored).all()
+    assert float(mirrored.float().mean()) == pytest.approx(0.5, abs=5 * (0.25 / 2000) ** 0.5)
+
+
+def rectangles(augment: Augment, count: int) -> tuple[torch.Tensor, ...]:
+    """Where crops of `count` images lie: signed width, height and the centre, the image being from −1 to 1."""
+    size, low, high = 64, 20, 43
+    ramp = (torch.arange(size) * 2 + 1) / size - 1
+    image = torch.stack([ramp.expand(size, size), ramp[:, None].expand(size, size)])
+    crops = augment(image.expand(count, -1, -1, -1), seeded())
+    across, along = crops[:, 0, size // 2], crops[:, 1, :, size // 2]
+    reach = ramp[high] - ramp[low]
+    sides = [(line[:, high] - line[:, low]) / reach for line in (across, along)]
+    return *sides, (across[:, high] + across[:, low]) / 2, (along[:, high] + along[:, low]) / 2
+
+
+@pytest.mark.parametrize("scale", [(0.3, 1.0), (0.9, 1.0), (0.5, 0.6)])
+def test_stretched_crops_have_the_claimed_share_of_the_area_and_lie_anywhere_inside(scale):
+    width, height, x, y = rectangles(Augment(jitter=0, scale=scale), 3000)
+    area = width.abs() * height
+    assert scale[0] - 1e-4 < area.min() < scale[0] + 0.01
+    assert scale[1] - 0.01 < area.max() < scale[1] + 1e-4
+    assert float(area.mean()) == pytest.approx(sum(scale) / 2, abs=0.02)
+    ratio = width.abs() / height
+    assert 3 / 4 - 1e-3 < ratio.min() < ratio.max() < 4 / 3 + 1e-3
+    assert float((width < 0).float().mean()) == pytest.approx(0.5, abs=0.05)
+    for side, centre in ((width.abs(), x), (height, y)):
+        assert (centre.abs() <= 1 - side + 1e-4).all()
+        room = side < 0.999
+        places = centre[room] / (1 - side[room])
+        assert places.min() < -0.95
+        assert places.max() > 0.95
+        assert float(places.mean()) == pytest.approx(0, abs=0.06)
+
+
+def test_the_whole_area_without_flip_is_the_image_itself():
+    images = torch.rand(20, 3, 9, 9, generator=seeded())
+    changed = Augment(jitter=0, flip=False, scale=(1.0, 1.0))(images, seeded())
+    assert torch.allclose(changed, images, atol=1e-5)
+
+
+VARIANTS = [Augment(), Augment(padding=0), Augment(jitter=0), Augment(flip=False), Augment(scale=(0.3, 1.0))]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("augment", VARIANTS)
+def test_the_same_generator_state_gives_the_same_images_and_another_one_others(augment, channels):
+    images = torch.rand(6, channels, 12, 12, generator=seeded())
+    first, again, other = (augment(images, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == images.shape
+    assert 0 <= first.min() < first.max() <= 1
+
+
+def test_without_crop_jitter_and_flip_nothing_changes_and_nothing_is_drawn():
+    images, generator = torch.rand(3, 3, 8, 8, generator=seeded()), seeded(1)
+    assert torch.equal(Augment(padding=0, jitter=0, flip=False)(images, generator), images)
+    assert torch.equal(generator.get_state(), seeded(1).get_state())
+
+
+def test_support_and_query_are_changed_independently_and_keep_their_labels():
+    x = torch.rand(1, 1, 3, 8, 8, generator=seeded()).expand(2, 4, -1, -1, -1).contiguous()
+    y = torch.arange(4).expand(2, 4)
+    episodes = Episodes(x, y, x.clone(), y.clone(), classes=torch.arange(8).view(2, 4))
+    changed = Augment(padding=2).episodes(episodes, seeded())
+    every = torch.cat([changed.support_x, changed.query_x]).flatten(0, 1)
+    assert len(every.unique(dim=0)) == 16
+    assert torch.equal(changed.support_y, y)
+    assert torch.equal(changed.query_y, y)
+    assert torch.equal(changed.classes, episodes.classes)
+
+
+def test_tasks_of_one_set_stay_tasks_of_one_set():
+    x, y = torch.rand(2, 4, 3, 8, 8, generator=seeded()), torch.arange(4).expand(2, 4)
+    changed = Augment(padding=2).episodes(Episodes(x, y, x, y), seeded())
+    assert not changed.is_split
+    assert not torch.equal(changed.support_x, x)
+
+
+def test_the_usual_padding_grows_with_the_image():
+    assert [Augment.for_size(size).padding for size in (28, 32, 84)] == [4, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"padding": -1}, "padding is -1, but must be 0 pixels or more."),
+        ({"jitter": 1.5}, "jitter is 1.5, but must be between 0 and 1."),
+        ({"jitter": -0.1}, "jitter is -0.1, but must be between 0 and 1."),
+        ({"scale": (0.0, 1.0)}, "scale is (0.0, 1.0), but must be two shares of the area, from small to at most 1."),
+        ({"scale": (0.8, 0.5)}, "scale is (0.8, 0.5), but must be two shares of the area, from small to at most 1."),
+        ({"scale": (0.5, 1.2)}, "scale is (0.5, 1.2), but must be two shares of the area, from small to at most 1."),
+    ],
+)
+def test_impossible_changes_are_refused_with_a_sentence(options, sentence):
+    with pytest.raises(InputError) as caught:
+        Augment(**options)
+    assert str(caught.value) == sentence

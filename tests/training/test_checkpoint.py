@@ -1,0 +1,489 @@
+"""What is kept of a run, and that a run which was stopped, in whatever way, ends as one which was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from cases import METHODS, WAYS
+from metabridge import InputError, Sinusoid, fit, method
+from metabridge.environments import LabelledImages
+from metabridge.learners import PRESETS, Method
+from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
+from metabridge.learners.inner import GradientDescent, Proximal
+from metabridge.models import Network, conv4, mlp, resnet12
+from metabridge.training import Augment, Constant, Cosine, Plateau, Run, Step, load
+from metabridge.training.checkpoint import RunFolder, read_method, write_method
+
+
+class Watched:
+    """An environment that tells how often it was asked for tasks."""
+
+    def __init__(self, environment, told=lambda count: None) -> None:
+        self.environment, self.told, self.count = environment, told, 0
+
+    def __getattr__(self, name):
+        return getattr(self.environment, name)
+
+    def sample(self, tasks, generator):
+        self.count += 1
+        self.told(self.count)
+        return self.environment.sample(tasks, generator)
+
+
+def colours() -> LabelledImages:
+    """Eight classes of 16-pixel colour images, four to train on and four to validate on."""
+    labels = torch.arange(8).repeat_interleave(12)
+    generator = torch.Generator().manual_seed(0)
+    shades = torch.randint(40, 215, (8, 3, 16, 16), generator=generator)
+    noise = torch.randint(-40, 41, (96, 3, 16, 16), generator=generator)
+    return LabelledImages(
+        images=(shades[labels] + noise).to(torch.uint8),
+        labels=labels,
+        class_names=tuple("abcdefgh"),
+        superclasses=torch.zeros(8, dtype=torch.int64),
+        superclass_names=("all",),
+        splits={"train": torch.arange(4), "validation": torch.arange(4, 8)},
+    )
+
+
+SINUSOIDS = {"iterations": 13, "validate_every": 4, "validate_tasks": 6, "tasks": 2, "mode": "loop", "progress": False}
+PHOTOGRAPHS = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progress": False, "augment": Augment(2)}
+
+
+def on_sinusoids(out: Path | None, told=lambda count: None, **options) -> Run:
+    net, chosen = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02)
+    return fit(net, chosen, Watched(Sinusoid(), told), validate=Sinusoid(), out=out, **SINUSOIDS | options)
+
+
+def on_colours(name: str, out: Path | None, told=lambda count: None, **options) -> Run:
+    """A ResNet-12 with DropBlock, running statistics and augmented images."""
+    data, chosen = colours(), method(name)
+    net = resnet12(3, 16, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
+    train = data.batches("train", size=24) if name == "rfs" else data.tasks("train", ways=3, shots=2, queries=2)
+    validate = data.tasks("validation", ways=3, shots=1, queries=5)
+    tasks = 1 if name == "rfs" else 2
+    return fit(net, chosen, Watched(train, told), validate=validate, out=out, tasks=tasks, **PHOTOGRAPHS | options)
+
+
+def without_times(lines: list[dict]) -> list[dict]:
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """All that a run's folder holds but how long things took."""
+    found: dict[str, object] = {"settings": json.loads((folder / "settings.json").read_text())}
+    found["metrics"] = without_times([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    for name in ("weights", "state"):
+        with safe_open(folder / f"{name}.safetensors", "pt") as file:
+            notes = json.loads(file.metadata()["metabridge"])
+            found[name] = {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
+        found[f"{name} notes"] = without_times([notes])[0] | {"curve": without_times(notes["curve"])}
+    return found
+
+
+def assert_same_run(found: Run, folder: Path, expected: Run, reference: Path) -> None:
+    assert contents(folder) == contents(reference)
+    assert all(torch.equal(value, expected.params[name]) for name, value in found.params.items())
+    assert all(torch.equal(value, expected.net.state_dict()[name]) for name, value in found.net.state_dict().items())
+    assert [replace(p, seconds=0, score=None) for p in found.curve] == [
+        replace(p, seconds=0, score=None) for p in expected.curve
+    ]
+    assert found.finished
+
+
+class Clock:
+    """Stands for the time by which `minutes` are counted."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Train several times, each stopped at a given request for tasks and in a given way, and then to the end."""
+
+    def call(train, way: str, stops: tuple[int, ...]) -> Run:
+        for stop in stops:
+            clock = Clock()
+            monkeypatch.setattr("metabridge.training.fit.time", clock)
+
+            def told(count, stop=stop, clock=clock):
+                if count == stop and way == "interrupt":
+                    raise KeyboardInterrupt
+                if count == stop:
+                    clock.now = 1e6
+
+            if way == "interrupt":
+                with pytest.raises(KeyboardInterrupt):
+                    train(told)
+            else:
+                assert not train(told, minutes=1).finished
+        return train()
+
+    return call
+
+
+SCHEDULES = {"adam": Constant(), "adamw": Cosine(warmup=0.2), "radam": Plateau(patience=0), "sgd": Step()}
+
+
+@pytest.mark.parametrize("way", ["interrupt", "minutes"])
+@pytest.mark.parametrize("optimizer", SCHEDULES)
+def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp_path, interrupted, optimizer, way):
+    options = {"optimizer": optimizer, "schedule": SCHEDULES[optimizer], "weight_decay": 0.01}
+    expected = on_sinusoids(tmp_path / "once", **options)
+    for stops in ((1,), (4,), (5, 2), (7, 3, 1)):
+        out = tmp_path / f"stopped {stops}"
+        found = interrupted(lambda *told, out=out, **more: on_sinusoids(out, *told, **options, **more), way, stops)
+        assert_same_run(found, out, expected, tmp_path / "once")
+
+
+@pytest.mark.parametrize("way", ["interrupt", "minutes"])
+@pytest.mark.parametrize("name", ["mtl", "rfs"])
+def test_interruption_leaves_no_trace_with_drop_block_and_augmentation(tmp_path, interrupted, monkeypatch, name, way):
+    monkeypatch.setattr("metabridge.training.loop.PACE", 3)
+    expected = on_colours(name, tmp_path / "once")
+    found = interrupted(lambda *told, **more: on_colours(name, tmp_path / "twice", *told, **more), way, (2, 4))
+    assert_same_run(found, tmp_path / "twice", expected, tmp_path / "once")
+
+
+def test_a_fresh_network_goes_on_with_the_rate_of_drop_block_that_was_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr("metabridge.training.loop.PACE", 4)
+    rates = []
+
+    def seen(count):
+        frame = sys._getframe(2)  # Loop.step
+        if "self" in frame.f_locals and hasattr(frame.f_locals["self"], "drops"):
+            loop = frame.f_locals["self"]
+            rates.append((loop.iteration, round(float(loop.drops[0].rate), 6)))
+
+    on_colours("rfs", tmp_path / "once", seen)
+    stepping = [rate for iteration, rate in dict(rates).items()]
+    assert stepping == pytest.approx([0.3 * (iteration // 4 * 4) / 9 for iteration in range(9)], abs=1e-6)
+
+
+def test_early_stopping_comes_at_the_same_validation_after_an_interruption(tmp_path, interrupted):
+    options = {"patience": 0, "lr": 0.5, "iterations": 40, "validate_every": 2}
+    expected = on_sinusoids(tmp_path / "once", **options)
+    assert expected.curve[-1].iteration < 40
+    found = interrupted(lambda *told, **more: on_sinusoids(tmp_path / "b", *told, **options, **more), "minutes", (3, 1))
+    assert_same_run(found, tmp_path / "b", expected, tmp_path / "once")
+    again = on_sinusoids(tmp_path / "b", lambda count: pytest.fail("trained on"), **options)
+    assert_same_run(again, tmp_path / "b", expected, tmp_path / "once")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {here!r}]
+import test_checkpoint as own
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def killed_at_request(out, number):
+    own.on_sinusoids(out, lambda count: die() if count == number else None)
+
+def killed_at_write(out, number):
+    replace, count = os.replace, [0]
+    def counted(*paths):
+        count[0] += 1
+        if count[0] == number:
+            die()
+        replace(*paths)
+    os.replace = counted
+    own.on_sinusoids(out)
+
+def forked(call, *arguments):
+    child = os.fork()
+    if child == 0:
+        call(*arguments)
+        os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+root = Path({root!r})
+forked(own.on_sinusoids, root / "once")
+for kill, numbers in ((killed_at_request, (1, 6, 13)), (killed_at_write, range(1, 13))):
+    for number in numbers:
+        out = root / f"{{kill.__name__}} {{number}}"
+        print(forked(kill, out, number))
+        forked(own.on_sinusoids, out)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
+def test_a_run_that_was_killed_at_any_write_or_step_ends_as_one_that_was_not(tmp_path):
+    here = Path(__file__).parent
+    script = KILLED.format(tests=str(here.parent), here=str(here), root=str(tmp_path))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["9"] * 15  # each was killed, by the signal 9
+    expected = contents(tmp_path / "once")
+    folders = [folder for folder in tmp_path.iterdir() if folder.name != "once"]
+    assert len(folders) == 15
+    for folder in folders:
+        assert contents(folder) == expected, folder.name
+
+
+@pytest.mark.parametrize("place", ["write_bytes", "replace"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_write_that_fails_leaves_the_old_files_whole_and_the_run_can_go_on(tmp_path, monkeypatch, place, number):
+    on_sinusoids(tmp_path / "once")
+    out, count = tmp_path / "full", [0]
+    monkeypatch.setattr("metabridge.training.fit.time", clock := Clock())
+    on_sinusoids(out, lambda asked: setattr(clock, "now", 1e6) if asked == 5 else None, minutes=1)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    owner = Path if place == "write_bytes" else os
+    original = getattr(owner, place)
+
+    def full(*arguments):
+        count[0] += 1
+        if count[0] >= number:
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, place, full)
+        with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+            on_sinusoids(out)
+    after = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert after.keys() == before.keys()
+    assert sum(after[name] != before[name] for name in before) == number - 1
+    on_sinusoids(out)
+    assert contents(out) == contents(tmp_path / "once")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lr": 0.5}, "training.lr is 0.001 there and 0.5 here"),
+        ({"iterations": 14}, "training.iterations is 13 there and 14 here"),
+        ({"tasks": 3}, "training.tasks is 2 there and 3 here"),
+        ({"optimizer": "sgd"}, "training.optimizer is adam there and sgd here"),
+        ({"weight_decay": 0.1}, "training.weight_decay is 0.0 there and 0.1 here"),
+        ({"schedule": Cosine()}, "training.schedule.name is constant there and cosine here"),
+        ({"augment": Augment()}, "training.augment is None there and {'padding': 8"),
+        ({"patience": 3}, "training.patience is None there and 3 here"),
+        ({"validate_every": 5}, "training.validate_every is 4 there and 5 here"),
+        ({"validate_tasks": 7}, "training.validate_tasks is 6 there and 7 here"),
+        ({"precision": "bfloat16"}, "training.precision is float32 there and bfloat16 here"),
+        ({"seed": 1}, "training.seed is 0 there and 1 here"),
+        ({"net": mlp(1, 1, width=9)}, "model.width is 8 there and 9 here"),
+        ({"net": Network(nn.Linear(1, 4), nn.Linear(4, 1))}, "model is {'model': 'mlp'"),
+        ({"method": method("anil", steps=1, lr=0.02)}, "method.adapts is all there and head here"),
+        ({"method": method("maml", steps=2, lr=0.02)}, "method.inner.steps is 1 there and 2 here"),
+        ({"environment": Sinusoid(shots=11)}, "tasks.shots is 10 there and 11 here"),
+        ({"validate": None}, "validation is {'environment': 'Sinusoid'"),
+    ],
+)
+def test_another_setting_than_the_runs_is_named_and_refused(tmp_path, change, named):
+    given = {"net": mlp(1, 1, width=8), "method": method("maml", steps=1, lr=0.02), "environment": Sinusoid()}
+    given |= {"validate": Sinusoid(), "out": tmp_path} | SINUSOIDS
+    fit(**given, minutes=0)
+    with pytest.raises(InputError) as caught:
+        fit(**given | change)
+    assert f"holds a run with other settings ({named}" in str(caught.value)
+
+
+def test_turned_classes_are_another_setting(tmp_path):
+    data = colours()
+    options = {"out": tmp_path, "iterations": 1, "progress": False}
+    for images in (data, data.turned(("train",))):
+        net, tasks = mlp(3 * 16 * 16, 3), images.tasks("train", ways=3, shots=1, queries=1)
+        if images is data:
+            fit(net, method("anil"), tasks, **options)
+    with pytest.raises(InputError, match=r"tasks\.classes is 4 there and 16 here"):
+        fit(net, method("anil"), tasks, **options)
+
+
+def test_a_run_of_another_kind_of_device_is_not_continued(tmp_path, monkeypatch):
+    on_sinusoids(tmp_path, minutes=0)
+    monkeypatch.setattr("metabridge.training.loop.part", lambda tensors, group: {"cuda": torch.zeros(1)})
+    with pytest.raises(InputError, match=r"was begun on a GPU\. Go on there, or name another folder\."):
+        on_sinusoids(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    on_sinusoids(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for file in finished.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def cut(name: str):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-50])
+
+
+def settings(change):
+    def apply(folder):
+        known = json.loads((folder / "settings.json").read_text())
+        (folder / "settings.json").write_text(json.dumps(change(known)))
+
+    return apply
+
+
+DAMAGES = {
+    "another version": (settings(lambda s: s | {"version": 2}), "was written in form 2, but this version .* form 1"),
+    "no version": (settings(lambda s: [s]), "was written in form None"),
+    "a missing setting": (settings(lambda s: {"version": 1}), "settings.json is damaged: it does not say the model"),
+    "no JSON": (lambda f: (f / "settings.json").write_text('{"version": 1, '), "settings.json is damaged: it is not"),
+    "no text": (lambda f: (f / "settings.json").write_bytes(b"\xff\xfe\x00"), "settings.json is damaged: it is not"),
+    "truncated weights": (cut("weights.safetensors"), "weights.safetensors is damaged or not of a run"),
+    "truncated state": (cut("state.safetensors"), "state.safetensors is damaged or not of a run"),
+    "empty weights": (lambda f: (f / "weights.safetensors").write_bytes(b""), "weights.safetensors is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_is_refused_with_one_sentence_by_load_and_by_fit(copy, damage):
+    harm, sentence = DAMAGES[damage]
+    harm(copy)
+    for use in (load, on_sinusoids):
+        with pytest.raises(InputError, match=sentence) as caught:
+            use(copy)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_its_weights_is_refused_with_one_sentence(copy):
+    (copy / "weights.safetensors").unlink()
+    with pytest.raises(InputError, match="has no weights yet"):
+        load(copy)
+    with pytest.raises(InputError, match="has lost its best weights: weights.safetensors is missing"):
+        on_sinusoids(copy)
+
+
+def test_what_is_no_run_is_refused_with_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="there is no run at .*: no such folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"is not a run: settings.json cannot be read \(No such file or directory\)"):
+        load(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match="cannot be made"):
+        on_sinusoids(tmp_path / "file")
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("a file was unpickled",)
+
+
+def test_reading_a_run_unpickles_nothing(copy, monkeypatch):
+    assert {file.name for file in copy.iterdir()} == {
+        "settings.json",
+        "weights.safetensors",
+        "state.safetensors",
+        "metrics.jsonl",
+    }
+    with monkeypatch.context() as patch:
+        for place in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
+            patch.setattr(place, lambda *_, **__: pytest.fail("a file was unpickled"))
+        load(copy)
+        on_sinusoids(copy)
+    (copy / "weights.safetensors").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(InputError, match="is damaged or not of a run"):
+        load(copy)
+
+
+def test_a_loaded_run_predicts_what_the_trained_one_does(tmp_path):
+    runs = {"maml": on_sinusoids(tmp_path / "maml"), "rfs": on_colours("rfs", tmp_path / "rfs")}
+    environments = {"maml": Sinusoid(), "rfs": colours().tasks("validation", ways=3, shots=2, queries=3)}
+    for name, run in runs.items():
+        loaded, again = (load(tmp_path / name) for _ in range(2))
+        episodes = environments[name].sample(3, torch.Generator().manual_seed(0))
+        assert torch.equal(loaded.predict(episodes), run.predict(episodes))
+        assert loaded.method == run.method
+        assert loaded.finished
+        assert loaded.settings["training"] == json.loads(json.dumps(run.settings["training"]))
+        assert [point.iteration for point in loaded.curve] == [point.iteration for point in run.curve]
+        assert loaded.best.mean == run.best.mean
+        assert all(torch.equal(value, again.params[key]) for key, value in loaded.params.items())
+
+
+def test_a_network_made_by_hand_must_be_given_again_and_fit(tmp_path):
+    def net(width: int = 6) -> Network:
+        return Network(nn.Sequential(nn.Linear(1, width), nn.Tanh()), nn.Linear(width, 1))
+
+    run = fit(net(), method("maml"), Sinusoid(), iterations=2, out=tmp_path, progress=False)
+    with pytest.raises(InputError, match=r"made by hand. Make it again and give it: load\(folder, net=net\)"):
+        load(tmp_path)
+    with pytest.raises(InputError, match=r"'features.0.weight' of shape \(7, 1\), but the run in .* has \(6, 1\)"):
+        load(tmp_path, net=net(7))
+    with pytest.raises(InputError, match="has no such tensor"):
+        load(tmp_path, net=mlp(1, 1))
+    episodes = Sinusoid().sample(2, torch.Generator().manual_seed(0))
+    assert torch.equal(load(tmp_path, net=net()).predict(episodes), run.predict(episodes))
+
+
+def test_a_pretrained_network_is_made_without_its_download(tmp_path, monkeypatch):
+    run = on_sinusoids(tmp_path)
+    asked = []
+
+    def built(**recipe):
+        asked.append(recipe)
+        return mlp(1, 1, width=8)
+
+    folder = RunFolder(tmp_path)
+    known = folder.settings()
+    known["model"] |= {"pretrained": True}
+    (tmp_path / "settings.json").write_text(json.dumps(known))
+    monkeypatch.setattr("metabridge.training.checkpoint.build", built)
+    assert torch.equal(load(tmp_path).params["head.weight"], run.params["head.weight"])
+    assert asked[0]["pretrained"] is False
+
+
+EVERY_METHOD: dict[str, Method] = (
+    PRESETS
+    | METHODS
+    | {
+        f"mtl with {head}": method("mtl", test=head)
+        for head in (LogisticRegression(3.0, False), SVM(2.0, "hinge"), Ridge(0.1, True), NearestCentroid(True))
+    }
+    | {f"nal with {solver}": method("nal", test=solver) for solver in (GradientDescent(3, 0.1), Proximal(steps=2))}
+)
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_every_method_is_read_back_from_json_as_it_was_written(name):
+    assert read_method(json.loads(json.dumps(write_method(EVERY_METHOD[name])))) == EVERY_METHOD[name]
+
+
+@pytest.mark.parametrize("change", [{"loss": lambda p, y: (p - y).square().mean()}, {"regulariser": lambda p: 0.0}])
+def test_a_method_with_a_function_of_ones_own_cannot_be_saved_but_trained(tmp_path, change):
+    chosen = method("maml", **change) if "loss" in change else method("maml", steps=1)
+    if "regulariser" in change:
+        chosen = replace(chosen, regulariser=lambda params: params["head.weight"].square().sum())
+    options = {"iterations": 1, "progress": False}
+    with pytest.raises(InputError, match="a loss or regulariser of your own cannot be saved"):
+        fit(mlp(1, 1), chosen, Sinusoid(), out=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+    assert fit(mlp(1, 1), chosen, Sinusoid(), **options).finished
+
+
+def test_the_tensors_of_a_run_with_channels_last_are_read_back_in_their_own_order(tmp_path):
+    data = colours().tasks("train", ways=WAYS, shots=1, queries=1)
+    run = fit(conv4(3, 16, WAYS), method("anil"), data, iterations=2, precision="bfloat16", out=tmp_path, progress=False)
+    assert run.params["features.1.0.weight"].is_contiguous(memory_format=torch.channels_last)
+    loaded = load(tmp_path)
+    assert all(torch.equal(value, loaded.params[name]) for name, value in run.params.items())

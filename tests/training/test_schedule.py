@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, ReduceLROnPlateau
+
+from metabridge import InputError
+from metabridge.training import Constant, Cosine, Plateau, Step, schedule
+from metabridge.training.schedule import SCHEDULES
+
+ITERATIONS = 40
+
+
+def optimizer() -> SGD:
+    return SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def rates(scheduler: LRScheduler) -> list[float]:
+    found = []
+    for _ in range(ITERATIONS):
+        found.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Constant(), lambda o: MultiStepLR(o, [])),
+        (Step(), lambda o: MultiStepLR(o, [24, 32], gamma=0.1)),
+        (Step(at=(0.25, 0.5, 0.75), drop=0.5), lambda o: MultiStepLR(o, [10, 20, 30], gamma=0.5)),
+        (Cosine(), lambda o: CosineAnnealingLR(o, T_max=ITERATIONS)),
+    ],
+)
+def test_a_schedule_of_the_iteration_is_pytorchs(ours, theirs):
+    found = [ours.factor(iteration / ITERATIONS, []) for iteration in range(ITERATIONS)]
+    assert found == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
+
+
+def test_a_warm_up_rises_in_a_line_and_then_falls_as_the_cosine_does():
+    warm = Cosine(warmup=0.2)
+    assert [warm.factor(done, []) for done in (0.0, 0.05, 0.1, 0.2)] == pytest.approx([0, 0.25, 0.5, 1])
+    assert warm.factor(0.2 + 0.8 * 0.3, []) == pytest.approx(Cosine().factor(0.3, []))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("patience", "drop"), [(0, 0.5), (2, 0.1), (4, 0.3)])
+def test_a_plateau_drops_the_rate_when_pytorchs_does(patience, drop, seed):
+    draw = random.Random(seed)
+    scores = [draw.random() * index**0.3 for index in range(60)]
+    improved = [score > max(scores[:index], default=-1) for index, score in enumerate(scores)]
+    steps = optimizer()
+    theirs = ReduceLROnPlateau(steps, mode="max", factor=drop, patience=patience, threshold=0, eps=0)
+    for count, score in enumerate(scores, start=1):
+        theirs.step(score)
+        rate = steps.param_groups[0]["lr"]
+        assert Plateau(drop, patience).factor(0.5, improved[:count]) == pytest.approx(rate, rel=1e-9)
+    assert rate < 1  # some waits were in vain
+
+
+def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
+    assert {name: type(schedule(name)) for name in SCHEDULES} == SCHEDULES
+    with pytest.raises(InputError, match="schedule is 'linear', but must be one of constant, step, cosine, plateau"):
+        schedule("linear")
