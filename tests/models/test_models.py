@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from metabridge import InputError
-from metabridge.models import DropBlock, Network, conv4, mlp, resnet12
+from metabridge.models import DropBlock, Network, build, conv4, mlp, resnet12
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,41 @@ def test_any_module_can_serve_as_features():
 def test_impossible_networks_are_refused_with_the_way_out(make, sentence):
     with pytest.raises(InputError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "made"),
+    [
+        ("conv4", {"channels": 1, "size": 28, "filters": 8}, lambda: conv4(1, 28, filters=8)),
+        ("resnet12", {"size": 16, "widths": [4, 4, 4, 4]}, lambda: resnet12(size=16, widths=(4, 4, 4, 4))),
+        ("mlp", {"inputs": 3, "outputs": 2}, lambda: mlp(3, 2)),
+    ],
+)
+def test_a_name_builds_what_its_builder_does(name, options, made):
+    built, expected = build(name, **options), made()
+    assert str(built) == str(expected)
+    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in built.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("conv5", {}, "model is 'conv5', but must be one of conv4, resnet12, mlp or timm:NAME."),
+        ("timm", {}, "model is 'timm', but must be one of conv4, resnet12, mlp or timm:NAME."),
+        ("timm:", {}, "model is 'timm:', but must be one of conv4, resnet12, mlp or timm:NAME."),
+        ("conv4:wide", {}, "model is 'conv4:wide', but must be one of conv4, resnet12, mlp or timm:NAME."),
+        (
+            "conv4",
+            {"depth": 5},
+            "conv4 has no option 'depth'. Its options are channels, size, outputs, filters, statistics, seed.",
+        ),
+        ("conv4", {"filters": "many"}, "conv4 cannot be made with filters='many' ("),
+        ("conv4", {"filters": -1}, "conv4 cannot be made with filters=-1 ("),
+        ("conv4", {"statistics": "layer"}, "statistics is 'layer', but must be 'batch' or 'running'."),
+        ("mlp", {"inputs": 3}, "mlp cannot be made with inputs=3 ("),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_a_sentence(name, options, sentence):
+    with pytest.raises(InputError) as caught:
+        build(name, **options)
+    assert str(caught.value).startswith(sentence)

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metabridge import InputError, Sinusoid, evaluate, fit, method, parameters
+from cases import flattened, relative
+from metabridge import Engine, InputError, Score, Sinusoid, evaluate, fit, method, parameters
 from metabridge.models import conv4, mlp
 from metabridge.training import Model
 
@@ -92,3 +93,99 @@ def test_impossible_counts_are_refused():
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, progress=False)
     with pytest.raises(InputError, match="an interval needs at least 2"):
         evaluate(run, Sinusoid(), tasks=1)
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Give validations made-up scores, and keep the head that each of them judged."""
+
+    def call(means: list[float], metric: str = "accuracy") -> list[torch.Tensor]:
+        judged: list[torch.Tensor] = []
+
+        def made_up(model, *_, **__) -> Score:
+            judged.append(model.params["head.weight"].detach().clone())
+            return Score(means[len(judged) - 1], 0.01, 10, torch.empty(0), metric)
+
+        monkeypatch.setattr("metabridge.training.loop.evaluate", made_up)
+        return judged
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("means", "metric", "patience", "validations", "best"),
+    [
+        ([0.5, 0.6, 0.6, 0.55, 0.9, 0.9], "accuracy", 1, 4, 1),  # as good as the best is no new best
+        ([0.5, 0.6, 0.55, 0.7, 0.6, 0.6], "accuracy", 1, 6, 3),
+        ([0.5, 0.4, 0.9, 0.9, 0.9, 0.9], "accuracy", 0, 2, 0),
+        ([0.5, 0.4, 0.3, 0.2, 0.1, 0.0], "accuracy", None, 6, 0),
+        ([5.0, 4.0, 4.5, 4.2, 1.0, 1.0], "squared error", 1, 4, 1),
+    ],
+)
+def test_training_ends_after_more_than_patience_validations_without_a_new_best_and_keeps_the_best(
+    scored, means, metric, patience, validations, best
+):
+    judged = scored(means, metric)
+    options = {"iterations": 12, "validate_every": 2, "patience": patience, "progress": False}
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), validate=Sinusoid(), **options)
+    assert [point.iteration for point in run.curve] == list(range(2, 2 * validations + 1, 2))
+    assert run.finished
+    assert run.best.mean == means[best]
+    assert torch.equal(run.params["head.weight"], judged[best])
+    assert not torch.equal(judged[best], judged[best - 1])
+
+
+def test_the_learning_curve_has_the_mean_loss_since_the_point_before(monkeypatch):
+    losses = []
+
+    class Noted(Engine):
+        def __call__(self, params, episodes):
+            result = super().__call__(params, episodes)
+            losses.append(float(result.loss))
+            return result
+
+    monkeypatch.setattr("metabridge.training.loop.Engine", Noted)
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=7, validate_every=3, progress=False)
+    means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
+    assert [point.loss for point in run.curve] == pytest.approx(means, rel=1e-5)
+    assert [point.iteration for point in run.curve] == [3, 6, 7]
+
+
+@pytest.mark.parametrize("name", ["maml", "anil", "mtl", "r2d2"])
+def test_a_step_in_bfloat16_has_nearly_the_loss_and_the_gradient_of_one_in_float32(tasks, name):
+    net, chosen = conv4(1, 28, statistics="batch" if name == "maml" else "running"), method(name)
+    params = parameters(chosen, net, classes=tasks["train"].classes)
+    episodes = tasks["train"].sample(2, torch.Generator().manual_seed(0))
+    for mode in ("loop", "vectorised"):
+        exact, low = (Engine(chosen, net, mode=mode, dtype=dtype)(params, episodes) for dtype in (None, torch.bfloat16))
+        assert float(low.loss) == pytest.approx(float(exact.loss), rel=0.02)
+        assert float(low.loss) != float(exact.loss)
+        assert all(value.dtype == torch.float32 for value in low.gradients.values())
+        assert relative(flattened(low.gradients), flattened(exact.gradients)) < 0.2
+
+
+def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks):
+    def first_loss(precision):
+        options = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "tasks": 2, "progress": False}
+        net = conv4(1, 28, filters=8)
+        return fit(net, method("maml"), tasks["train"], precision=precision, **options).curve[0].loss
+
+    assert first_loss("bfloat16") == pytest.approx(first_loss("float32"), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lr": -1.0}, "lr is -1.0, but must be a positive number."),
+        ({"lr": float("nan")}, "lr is nan, but must be a positive number."),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be 0 or more."),
+        ({"patience": -1}, "patience is -1, but must be 0 validations or more."),
+        ({"validate_tasks": 1}, "validate_tasks is 1, but an interval needs at least 2."),
+        ({"optimizer": "lion"}, "optimizer is 'lion', but must be one of adam, adamw, radam, sgd."),
+        ({"precision": "float16"}, "precision is 'float16', but must be 'float32' or 'bfloat16'."),
+    ],
+)
+def test_impossible_settings_are_refused_before_training(options, sentence):
+    with pytest.raises(InputError) as caught:
+        fit(mlp(1, 1), method("maml"), Sinusoid(), progress=False, **options)
+    assert str(caught.value) == sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,8 @@ from torch import Tensor
 from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, describe
+
+log = logging.getLogger("metabridge")
 
 Superclass = Literal["any", "same", "different"]
 
@@ -112,7 +115,20 @@ class LabelledImages:
         return self.images[send(rows, self.images.device)].float() / 255
 
     def to(self, device: torch.device | str) -> LabelledImages:
-        """Put the images on a device; labels and splits stay on the CPU, where tasks are drawn."""
+        """Put the images on a device if they fit; labels and splits stay on the CPU, where tasks are drawn.
+
+        Images that would take more than most of a GPU's free memory stay, and go there batch by batch.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and not self.images.is_cuda:
+            free = torch.cuda.mem_get_info(device)[0]
+            if self.images.nbytes > 0.7 * free:
+                log.warning(
+                    "%.1f GiB of images stay in memory, as the GPU has %.1f GiB free; training will be slower.",
+                    self.images.nbytes / 2**30,
+                    free / 2**30,
+                )
+                return self
         return replace(self, images=self.images.to(device))
 
 

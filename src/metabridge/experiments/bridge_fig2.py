@@ -25,6 +25,9 @@ def run(work: Work) -> Outcome:
                     note=f"after {record.minutes:.1f} minutes",
                 )
             )
+        if record.evaluation_seconds is not None:
+            note = f"{score.tasks} tasks of 1 and of 5 shots, once the features are there"
+            rows.append(Row(f"{name}, evaluation", "seconds", ours=record.evaluation_seconds, note=note))
         rows.append(Row(f"{name}, training", "minutes", ours=record.minutes, note=f"on {record.environment.device}"))
     return Outcome(Result.of(work, "bridge-fig2", tuple(rows), found), found)
 

@@ -49,7 +49,7 @@ def _rows(name: str, record: Record, judged: bool) -> list[Row]:
                 ours=ours,
                 ci95=ci95,
                 agrees=ours + ci95 >= published - margin if judged else None,
-                note=f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes of training, {told(score)}",
+                note=f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes; {told(score)}",
             )
         )
     return rows

@@ -7,6 +7,7 @@ records that are there, goes on with trainings that were stopped, and begins tho
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ class Record:
     parameters: int
     curve: tuple[dict[str, float], ...]  # minutes, iteration, accuracy and ci95 of every validation
     scores: tuple[Measured, ...]
+    evaluation_seconds: float | None  # for the test tasks of all shots once the features are there, one head
 
     def score(self, split: str, shots: int, like: Measured | None = None, *, penalty: float | None = None) -> Measured:
         """Return the score of the head and views of `like`, or of a plain one with the penalty."""
@@ -86,6 +88,7 @@ def trial(
     )
     if not run.finished:
         return None
+    here = images.to(work.device)
     record = Record(
         name,
         _plain(plan),
@@ -104,7 +107,8 @@ def trial(
             for point in run.curve
             if point.score is not None
         ),
-        tuple(_measure(run, images.to(work.device), plan.ways, shots, tasks, work.seed)),
+        tuple(_measure(run, here, plan.ways, shots, tasks, work.seed)),
+        _evaluation_seconds(run, here, plan.ways, shots, tasks),
     )
     write_whole(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
     return record
@@ -135,6 +139,19 @@ def _measure(
                         for penalty, found in zip(PENALTIES, results)
                     ]
     return scores
+
+
+def _evaluation_seconds(
+    run: Run, images: LabelledImages, ways: int, shots: tuple[int, ...], tasks: int
+) -> float | None:
+    if not isinstance(run.method.test, LogisticRegression):
+        return None
+    environments = [images.tasks("test", ways=ways, shots=count) for count in shots]
+    table = FeatureTable.of(run, environments[0])
+    started = time.perf_counter()
+    for test in environments:
+        table.evaluate([run], test, tasks=tasks)  # reads its scores, so the GPU is done as well
+    return time.perf_counter() - started
 
 
 def _plain(plan: Plan) -> dict[str, Any]:

@@ -171,8 +171,8 @@ def _check_fit(net: Network, params: Params, buffers: Params, folder: Path) -> N
 
 def _bar(progress: bool) -> Progress:
     return Progress(
-        TextColumn("{task.description:>16}"),
-        BarColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=8),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[told]}"),

@@ -50,7 +50,7 @@ class Point:
     def told(self) -> str:
         """Say it in a few words."""
         judged = "" if self.score is None else f", validation {self.score.told()}"
-        return f"loss {self.loss:.3f}{judged}"
+        return f"loss {self.loss:.3g}{judged}"
 
 
 @dataclass(frozen=True)

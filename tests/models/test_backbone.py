@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from metabridge import InputError
+from metabridge.models import build, timm
+
+
+@pytest.mark.parametrize("make", [lambda: timm("resnet18"), lambda: build("timm:resnet18", size=32)])
+def test_without_timm_the_sentence_says_how_to_install_it(monkeypatch, make):
+    for module in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(InputError) as caught:
+        make()
+    assert str(caught.value) == (
+        "model is 'timm:resnet18', but timm is not installed. Install it with: pip install 'metabridge[timm]'"
+    )
+
+
+def test_a_backbone_of_timm_gets_a_head_and_can_be_made_again_from_its_recipe():
+    pytest.importorskip("timm")
+    net = build("timm:resnet10t", size=32, outputs=3)
+    assert net.recipe["name"] == "resnet10t"
+    assert str(build(**net.recipe)) == str(net)
+    with pytest.raises(InputError, match="timm has no model 'resnet9000'"):
+        timm("resnet9000")
