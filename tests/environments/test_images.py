@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,3 +190,102 @@ def test_images_that_contradict_their_labels_are_refused(data, wrong, sentence):
     with pytest.raises(InputError) as caught:
         replace(data, **wrong)
     assert str(caught.value).startswith(sentence)
+
+
+def test_batches_draw_every_image_of_the_split_about_equally_often_with_its_class(data):
+    batches = data.batches("train", size=50)
+    drawn = batches.sample(400, seeded())
+    shown, index = pixels(drawn.support_x)
+    assert torch.equal(shown, torch.tensor(SPLITS["train"])[drawn.support_y])
+    assert torch.equal(drawn.classes, torch.arange(10).expand(400, 10))
+    assert not drawn.is_split
+    counts = torch.bincount(index.flatten(), minlength=len(data.labels))
+    inside = torch.isin(data.labels, torch.tensor(SPLITS["train"]))
+    assert (counts[~inside] == 0).all()
+    expected = 400 * 50 / int(inside.sum())
+    assert (counts[inside] - expected).abs().max() < 5 * expected**0.5
+    assert batches.outputs == batches.classes == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"size": 0}, "size is 0, but must be a whole number of at least 1. Use size=1 or more."),
+        ({"split": "dev"}, "split is 'dev', but these images have 'train', 'test'. Use one."),
+    ],
+)
+def test_batches_that_cannot_be_made_are_refused(data, settings, sentence):
+    with pytest.raises(InputError) as caught:
+        data.batches(settings.pop("split", "train"), **settings)
+    assert str(caught.value) == sentence
+
+
+@pytest.fixture
+def square() -> LabelledImages:
+    """Five classes, in mixed order, of 3-pixel images without symmetry; one class is in no split."""
+    labels = torch.tensor([2, 0, 1, 1, 3, 0, 2, 4, 3, 4])
+    images = torch.randint(256, (10, 2, 3, 3), generator=seeded()).to(torch.uint8)
+    return LabelledImages(
+        images,
+        labels,
+        ("ant", "bee", "cat", "dog", "elk"),
+        torch.tensor([0, 0, 1, 1, 1]),
+        ("insects", "mammals"),
+        {"train": torch.tensor([3, 1]), "validation": torch.tensor([2]), "test": torch.tensor([0])},
+    )
+
+
+@pytest.mark.parametrize("splits", [("train",), ("train", "test"), None])
+def test_turning_adds_every_class_of_the_named_splits_in_three_turns(square, splits):
+    turned = square.turned(splits)
+    chosen = set(square.splits if splits is None else splits)
+    for split, members in square.splits.items():
+        old = {square.class_names[member] for member in members.tolist()}
+        new = {turned.class_names[member] for member in turned.splits[split].tolist()}
+        angles = ("/turned90", "/turned180", "/turned270") if split in chosen else ()
+        assert new == old | {name + angle for name in old for angle in angles}
+    assert turned.class_names[:5] == square.class_names
+    assert torch.equal(turned.images[:10], square.images)
+    assert torch.equal(turned.labels[:10], square.labels)
+    for row in range(10, len(turned.images)):
+        name, _, angle = turned.class_names[turned.labels[row]].partition("/turned")
+        sources = square.images[square.labels == square.class_names.index(name)].numpy()
+        found = [np.array_equal(turned.images[row], np.rot90(s, int(angle) // 90, (1, 2))) for s in sources]
+        assert sum(found) == 1
+    for label, name in enumerate(turned.class_names):
+        assert turned.superclasses[label] == square.superclasses[square.class_names.index(name.partition("/")[0])]
+    counts = turned.labels.bincount(minlength=len(turned.class_names))
+    assert (counts == 2).all()
+
+
+def test_what_cannot_be_turned_is_refused(square, data):
+    with pytest.raises(InputError, match="splits is 'trian', but these images have 'train', 'validation', 'test'"):
+        square.turned(("trian",))
+    with pytest.raises(InputError, match="images are 1×2 pixels, but only squares keep their shape when turned"):
+        data.turned()
+
+
+def test_a_draw_filled_from_a_table_of_pixels_is_the_sample(data):
+    environment = data.tasks("train", ways=3, shots=2, queries=2)
+    table = data.images.float() / 255
+    drawn = environment.draw(20, seeded())
+    found, expected = drawn.episodes(lambda rows: table[rows]), environment.sample(20, seeded())
+    assert len(found.tensors()) == 5
+    assert all(torch.equal(one, two) for one, two in zip(found.tensors(), expected.tensors()))
+    features = torch.randn(len(data.labels), 7, generator=seeded())
+    mapped = drawn.episodes(lambda rows: features[rows])
+    assert torch.equal(mapped.query_x, features[pixels(expected.query_x)[1]])
+
+
+def test_the_rows_of_tasks_are_the_images_of_the_split(data):
+    rows = data.tasks("test", ways=2, shots=1, queries=1).rows
+    expected = torch.isin(data.labels, torch.tensor(SPLITS["test"])).nonzero().squeeze(1)
+    assert torch.equal(rows.sort().values, expected)
+
+
+def test_looking_up_gives_the_pixels_from_zero_to_one_in_the_shape_asked(data):
+    rows = torch.tensor([[4, 0, 7], [2, 2, 1]])
+    found = data.look_up(rows)
+    assert found.shape == (2, 3, 1, 1, 2)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, data.images[rows].float() / 255)

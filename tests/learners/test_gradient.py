@@ -51,7 +51,7 @@ def test_multi_task_gradients_are_those_of_one_cross_entropy_over_the_joint_batc
     trained = [key for key, value in params.items() if value.requires_grad]
     expected = torch.autograd.grad(loss / len(whole), [params[key] for key in trained])
     result = Engine(chosen, net)(params, episodes)
-    assert float(result.loss) == pytest.approx(float(loss) / len(whole), rel=1e-12)
+    assert float(result.loss) == pytest.approx(loss.item() / len(whole), rel=1e-12)
     assert relative(flattened(result.gradients), flattened(dict(zip(trained, expected)))) < 1e-10
 
 

@@ -153,8 +153,9 @@ def test_stretched_crops_have_the_claimed_share_of_the_area_and_lie_anywhere_ins
         assert float(places.mean()) == pytest.approx(0, abs=0.06)
 
 
-def test_the_whole_area_without_flip_is_the_image_itself():
-    images = torch.rand(20, 3, 9, 9, generator=seeded())
+@pytest.mark.parametrize("width", [9, 12])
+def test_the_whole_area_without_flip_is_the_image_itself(width):
+    images = torch.rand(20, 3, 9, width, generator=seeded())
     changed = Augment(jitter=0, flip=False, scale=(1.0, 1.0))(images, seeded())
     assert torch.allclose(changed, images, atol=1e-5)
 
@@ -198,6 +199,18 @@ def test_tasks_of_one_set_stay_tasks_of_one_set():
     assert not torch.equal(changed.support_x, x)
 
 
+@pytest.mark.parametrize("scale", [None, (1.0, 1.0)])
+def test_images_are_small_for_the_first_share_of_a_training_and_then_of_their_own_size(scale):
+    growing = Augment(padding=0, jitter=0, flip=False, scale=scale, growth=(6, 0.5))
+    ramp = torch.linspace(0, 1, 12).expand(2, 3, 1, 12, 12).contiguous()
+    episodes = Episodes(ramp, torch.zeros(2, 3, dtype=torch.int64), ramp.clone(), torch.zeros(2, 3, dtype=torch.int64))
+    sizes = {done: growing.episodes(episodes, seeded(), done).query_x.shape[-2:] for done in (0.0, 0.49, 0.5, 1.0)}
+    assert sizes == {0.0: (6, 6), 0.49: (6, 6), 0.5: (12, 12), 1.0: (12, 12)}
+    small = growing.episodes(episodes, seeded(), 0.0).support_x[0, 0, 0]
+    between = ramp[0, 0, 0, 0].view(6, 2).mean(1)  # a pixel of the small image lies between two of the large one
+    assert torch.allclose(small[:, 1:-1], between[1:-1].expand(6, 4), atol=0.01)
+
+
 def test_the_usual_padding_grows_with_the_image():
     assert [Augment.for_size(size).padding for size in (28, 32, 84)] == [4, 4, 8]
 
@@ -210,6 +223,8 @@ def test_the_usual_padding_grows_with_the_image():
         ({"jitter": -0.1}, "jitter is -0.1, but must be between 0 and 1."),
         ({"scale": (0.0, 1.0)}, "scale is (0.0, 1.0), but must be two shares of the area, from small to at most 1."),
         ({"scale": (0.8, 0.5)}, "scale is (0.8, 0.5), but must be two shares of the area, from small to at most 1."),
+        ({"growth": (0, 0.5)}, "growth is (0, 0.5), but must be a size in pixels and a share of the training."),
+        ({"growth": (8, 1.5)}, "growth is (8, 1.5), but must be a size in pixels and a share of the training."),
         ({"scale": (0.5, 1.2)}, "scale is (0.5, 1.2), but must be two shares of the area, from small to at most 1."),
     ],
 )

@@ -45,11 +45,11 @@ class Watched:
 
 
 def colours() -> LabelledImages:
-    """Eight classes of 16-pixel colour images, four to train on and four to validate on."""
+    """Eight classes of 18-pixel colour images, four to train on and four to validate on."""
     labels = torch.arange(8).repeat_interleave(12)
     generator = torch.Generator().manual_seed(0)
-    shades = torch.randint(40, 215, (8, 3, 16, 16), generator=generator)
-    noise = torch.randint(-40, 41, (96, 3, 16, 16), generator=generator)
+    shades = torch.randint(40, 215, (8, 3, 18, 18), generator=generator)
+    noise = torch.randint(-40, 41, (96, 3, 18, 18), generator=generator)
     return LabelledImages(
         images=(shades[labels] + noise).to(torch.uint8),
         labels=labels,
@@ -61,7 +61,8 @@ def colours() -> LabelledImages:
 
 
 SINUSOIDS = {"iterations": 13, "validate_every": 4, "validate_tasks": 6, "tasks": 2, "mode": "loop", "progress": False}
-PHOTOGRAPHS = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progress": False, "augment": Augment(2)}
+PHOTOGRAPHS = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progress": False}
+PHOTOGRAPHS["augment"] = Augment(padding=2, growth=(16, 0.4))
 
 
 def on_sinusoids(out: Path | None, told=lambda count: None, **options) -> Run:
@@ -72,7 +73,7 @@ def on_sinusoids(out: Path | None, told=lambda count: None, **options) -> Run:
 def on_colours(name: str, out: Path | None, told=lambda count: None, **options) -> Run:
     """A ResNet-12 with DropBlock, running statistics and augmented images."""
     data, chosen = colours(), method(name)
-    net = resnet12(3, 16, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
+    net = resnet12(3, 18, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
     train = data.batches("train", size=24) if name == "rfs" else data.tasks("train", ways=3, shots=2, queries=2)
     validate = data.tasks("validation", ways=3, shots=1, queries=5)
     tasks = 1 if name == "rfs" else 2
@@ -172,7 +173,7 @@ def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_pat
             rates.append(float(block.rate))
 
     for stop in (6, 99):
-        net = resnet12(3, 16, 3, widths=(4, 4, 4, 4), drop_rate=0.3)
+        net = resnet12(3, 18, 3, widths=(4, 4, 4, 4), drop_rate=0.3)
         next(block for block in net.modules() if isinstance(block, DropBlock)).register_forward_hook(note)
         monkeypatch.setattr(FIT, "time", clock := Clock())
         told = Watched(tasks, lambda count, stop=stop, clock=clock: setattr(clock, "now", 60.0 * (count >= stop)))
@@ -310,16 +311,17 @@ def test_turned_classes_are_another_setting(tmp_path):
     data = colours()
     options = {"out": tmp_path, "iterations": 1, "progress": False}
     for images in (data, data.turned(("train",))):
-        net, tasks = mlp(3 * 16 * 16, 3), images.tasks("train", ways=3, shots=1, queries=1)
+        net, tasks = mlp(3 * 18 * 18, 3), images.tasks("train", ways=3, shots=1, queries=1)
         if images is data:
             fit(net, method("anil"), tasks, **options)
     with pytest.raises(InputError, match=r"tasks\.classes is 4 there and 16 here"):
         fit(net, method("anil"), tasks, **options)
 
 
-def test_a_run_of_another_kind_of_device_is_not_continued(tmp_path, monkeypatch):
+def test_a_run_of_another_kind_of_device_is_not_continued(tmp_path):
     on_sinusoids(tmp_path, minutes=0)
-    monkeypatch.setattr("metabridge.training.loop.part", lambda tensors, group: {"cuda": torch.zeros(1)})
+    tensors, notes = RunFolder(tmp_path).read("state")
+    RunFolder(tmp_path).write("state", tensors | {"random.cuda": torch.zeros(16, dtype=torch.uint8)}, notes)
     with pytest.raises(InputError, match=r"was begun on a GPU\. Go on there, or name another folder\."):
         on_sinusoids(tmp_path)
 
@@ -492,7 +494,7 @@ def test_a_method_with_a_function_of_ones_own_cannot_be_saved_but_trained(tmp_pa
 def test_the_tensors_of_a_run_with_channels_last_are_read_back_in_their_own_order(tmp_path):
     data = colours().tasks("train", ways=WAYS, shots=1, queries=1)
     run = fit(
-        conv4(3, 16, WAYS), method("anil"), data, iterations=2, precision="bfloat16", out=tmp_path, progress=False
+        conv4(3, 18, WAYS), method("anil"), data, iterations=2, precision="bfloat16", out=tmp_path, progress=False
     )
     assert run.params["features.1.0.weight"].is_contiguous(memory_format=torch.channels_last)
     loaded = load(tmp_path)

@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metabridge import Score, Sinusoid, evaluate, method, parameters
-from metabridge.models import mlp
-from metabridge.training import Model
-from metabridge.training.evaluate import score_tasks
+from metabridge import InputError, Score, Sinusoid, evaluate, method, parameters
+from metabridge.learners.adapt import predict_from_features
+from metabridge.learners.method import named_head
+from metabridge.models import conv4, estimate_statistics, mlp
+from metabridge.training import Augment, Model
+from metabridge.training.evaluate import FeatureTable, _sampled, outcomes, score_tasks
 
 
 def test_the_interval_covers_the_truth_about_nineteen_times_in_twenty():
@@ -44,3 +46,135 @@ def test_every_task_is_scored_by_itself():
     for task in (0, 17, 39):  # of the first, second and third batch
         alone = score_tasks(model.predict(Fixed().all[task]), Fixed().all[task])
         assert float(scores[task]) == pytest.approx(float(alone), rel=1e-5)
+
+
+def inductive(glyphs, name: str, **options) -> Model:
+    """A model whose features depend on neither the task nor the other images."""
+    chosen, net = method(name, **options), conv4(1, 28, statistics="running")
+    images = glyphs.look_up(torch.arange(0, len(glyphs.labels), 97))
+    estimate_statistics(net.features, [images])
+    return Model(chosen, net, parameters(chosen, net, classes=glyphs.tasks("train").classes))
+
+
+def joined(given) -> tuple[torch.Tensor, ...]:
+    """Outputs, labels and classes of all tasks."""
+    parts = [(outputs, episodes.query_y, episodes.classes) for outputs, episodes in given]
+    return tuple(torch.cat(column) for column in zip(*parts))
+
+
+@pytest.fixture(scope="module")
+def test_tasks(glyphs):
+    return glyphs.tasks("test", ways=5, shots=2, queries=3)
+
+
+@pytest.mark.parametrize("name", ["mtl", "r2d2", "metaoptnet", "anil"])
+def test_features_computed_once_give_the_predictions_of_every_task_by_itself(glyphs, test_tasks, name):
+    model = inductive(glyphs, name)
+    outputs, labels, classes = joined(outcomes(model, test_tasks, tasks=20, seed=3))
+    generator = torch.Generator().manual_seed(3)
+    for first, count in ((0, 16), (16, 4)):
+        episodes = test_tasks.sample(count, generator)
+        place = slice(first, first + count)
+        assert torch.allclose(outputs[place], model.predict(episodes), atol=2e-4)
+        assert torch.equal(labels[place], episodes.query_y)
+        assert torch.equal(classes[place], episodes.classes)
+
+
+def test_models_of_every_kind_are_judged_on_the_same_tasks(glyphs, test_tasks):
+    """One that computes features once, solving heads by the hundred, and one that adapts all layers, few at a time."""
+    chosen, net = method("maml", steps=1), conv4(1, 28)
+    direct = Model(chosen, net, parameters(chosen, net))
+    one, other = (joined(outcomes(model, test_tasks, tasks=35)) for model in (inductive(glyphs, "mtl"), direct))
+    assert torch.equal(one[1], other[1])
+    assert torch.equal(one[2], other[2])
+
+
+def test_tasks_drawn_in_blocks_and_joined_are_those_of_the_blocks(test_tasks):
+    """As a GPU takes them: several blocks at once."""
+    for environment in (test_tasks, Sinusoid()):
+        together = _sampled(environment, 40, torch.Generator().manual_seed(0), torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        apart = [environment.sample(count, generator) for count in (16, 16, 8)]
+        for index, tensor in enumerate(together.tensors()):
+            assert torch.equal(tensor, torch.cat([block.tensors()[index] for block in apart]))
+
+
+@pytest.mark.parametrize("name", ["mtl", "r2d2"])
+def test_an_unchanged_copy_doubles_every_support_point(glyphs, test_tasks, name):
+    model = inductive(glyphs, name)
+    same = Augment(padding=0, jitter=0, flip=False)
+    found, _, _ = joined(outcomes(model, test_tasks, tasks=12, seed=1, copies=1, augment=same))
+    episodes = test_tasks.sample(12, torch.Generator().manual_seed(1))
+    doubled = type(episodes)(
+        episodes.support_x.repeat(1, 2, 1, 1, 1),
+        episodes.support_y.repeat(1, 2),
+        episodes.query_x,
+        episodes.query_y,
+        episodes.classes,
+    )
+    expected = model.predict(doubled)
+    assert torch.allclose(found, expected, atol=2e-4)
+    assert not torch.allclose(expected, model.predict(episodes), atol=1e-2)
+
+
+def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_queries_alone(glyphs, test_tasks):
+    model = inductive(glyphs, "mtl")
+    augment = Augment(padding=3)
+    table = FeatureTable.of(model, test_tasks, copies=2, augment=augment, seed=5)
+    plain, copied = (t.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for t in (table.with_copies(0), table))
+    assert torch.equal(plain.query_x, copied.query_x)
+    assert copied.support_y.tolist() == plain.support_y.repeat(1, 3).tolist()
+    kept, first, second = copied.support_x.chunk(3, dim=1)
+    assert torch.equal(kept, plain.support_x)
+    assert not torch.allclose(kept, first, atol=1e-3)
+    assert not torch.allclose(first, second, atol=1e-3)
+    generator = torch.Generator().manual_seed(5)
+    rows = test_tasks.rows[:64]
+    expected = model.features(augment(glyphs.look_up(rows), generator))
+    assert torch.allclose(table.features[1, table.places[rows]], expected, atol=1e-4)
+
+
+def test_a_table_scores_another_head_on_the_tasks_that_evaluate_draws(glyphs, test_tasks):
+    logistic, ridge = (inductive(glyphs, "mtl", test=named_head(name)) for name in ("logistic", "ridge"))
+    found = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
+    for model, score in zip((logistic, ridge), found):
+        assert torch.equal(score.values, evaluate(model, test_tasks, tasks=520, seed=2).values)
+    assert not torch.equal(found[0].values, found[1].values)
+
+
+def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyphs, test_tasks):
+    model = inductive(glyphs, "mtl")
+    table = FeatureTable.of(model, test_tasks, mirrored=True)
+    rows = test_tasks.rows[100:130]
+    images = glyphs.look_up(rows)
+    mean = (model.features(images) + model.features(images.flip(-1))) / 2
+    assert torch.allclose(table.features[0, table.places[rows]], mean, atol=1e-4)
+    episodes = table.episodes(test_tasks, 16, torch.Generator().manual_seed(2))
+    expected = score_tasks(predict_from_features(model.method, model.params, episodes), episodes)
+    assert torch.equal(evaluate(model, test_tasks, tasks=16, seed=2, mirrored=True).values, expected)
+
+
+def test_copies_need_features_that_adaptation_leaves_alone(glyphs, test_tasks):
+    chosen, net = method("maml"), conv4(1, 28)
+    for views in ({"copies": 2}, {"mirrored": True}):
+        with pytest.raises(InputError, match="but this model's features change with the task"):
+            evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, **views)
+
+
+def test_a_difference_of_scores_is_taken_task_by_task():
+    one, other = torch.tensor([0.2, 0.9, 0.5, 0.6]), torch.tensor([0.1, 0.9, 0.2, 0.6])
+    gap = Score.of(one).minus(Score.of(other))
+    assert torch.allclose(gap.values.float(), one - other)
+    assert gap.mean == pytest.approx(0.1)
+    assert gap.ci95 == pytest.approx(1.96 * float((one - other).std()) / 2, rel=1e-5)
+    assert gap.ci95 < Score.of(one).ci95
+    with pytest.raises(InputError, match="the scores are of 4 and 3 tasks"):
+        Score.of(one).minus(Score.of(other[:3]))
+
+
+def test_evaluation_leaves_the_network_in_the_mode_it_was_in(glyphs, test_tasks):
+    model = inductive(glyphs, "mtl")
+    for training in (True, False):
+        model.net.train(training)
+        evaluate(model, test_tasks, tasks=2)
+        assert model.net.training == training

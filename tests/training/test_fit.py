@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import flattened, relative
-from metabridge import Engine, InputError, Score, Sinusoid, evaluate, fit, method, parameters
-from metabridge.models import conv4, mlp
+from cases import flattened
+from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
+from metabridge.models import conv4, mlp, resnet12
 from metabridge.training import Model
 
 
@@ -47,6 +47,31 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
 
     assert torch.equal(weights(0), weights(0))
     assert not torch.equal(weights(0), weights(1))
+
+
+@pytest.mark.parametrize("dropped", [{"drop_rate": 0.3}, {"drop_rate": 0.0, "dropout": 0.3}])
+def test_the_same_seed_gives_the_same_weights_where_features_are_dropped_and_threads_are_many(monkeypatch, dropped):
+    monkeypatch.setattr("metabridge.training.loop.PACE", 1)  # so that the rate of DropBlock rises from the start
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    x = torch.randn(8, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    class Noise:
+        outputs = 3
+
+        def sample(self, tasks, generator):
+            labels = torch.arange(3).expand(tasks, 3)
+            return Episodes(x[:tasks], labels, x[:tasks].flip(0), labels)
+
+    def weights():
+        net = resnet12(1, 16, 3, widths=(4, 4, 4, 4), statistics="batch", **dropped)
+        return flattened(fit(net, method("anil"), Noise(), iterations=4, tasks=8, progress=False).params)
+
+    try:
+        first = weights()
+        assert all(torch.equal(weights(), first) for _ in range(4))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_parameters_of_the_best_validation_are_kept_and_written_into_the_network():
@@ -152,8 +177,9 @@ def test_the_learning_curve_has_the_mean_loss_since_the_point_before(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl", "r2d2"])
-def test_a_step_in_bfloat16_has_nearly_the_loss_and_the_gradient_of_one_in_float32(tasks, name):
-    net, chosen = conv4(1, 28, statistics="batch" if name == "maml" else "running"), method(name)
+def test_a_step_in_bfloat16_has_nearly_the_loss_and_the_direction_of_one_in_float32(tasks, name):
+    chosen = method("maml", steps=1) if name == "maml" else method(name)
+    net = conv4(1, 28, statistics="batch" if name == "maml" else "running")
     params = parameters(chosen, net, classes=tasks["train"].classes)
     episodes = tasks["train"].sample(2, torch.Generator().manual_seed(0))
     for mode in ("loop", "vectorised"):
@@ -161,7 +187,7 @@ def test_a_step_in_bfloat16_has_nearly_the_loss_and_the_gradient_of_one_in_float
         assert float(low.loss) == pytest.approx(float(exact.loss), rel=0.02)
         assert float(low.loss) != float(exact.loss)
         assert all(value.dtype == torch.float32 for value in low.gradients.values())
-        assert relative(flattened(low.gradients), flattened(exact.gradients)) < 0.2
+        assert torch.cosine_similarity(flattened(low.gradients), flattened(exact.gradients), dim=0) > 0.97
 
 
 def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks):

@@ -100,7 +100,7 @@ def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
     found: dict[str, Record] = {}
     images: LabelledImages | None = None
     for name, plan in chosen.items():
-        plan, label = replace(plan, seed=work.seed), f"mini-imagenet-{name}-{work.scale}-{work.seed}"
+        plan, label = replace(plan, seed=work.seed), f"{_data(work)}-{name}-{work.scale}-{work.seed}"
         record = stored(work, label, plan)
         if record is None and (not work.only or name in work.only):
             images = images or _images(work)
@@ -112,13 +112,18 @@ def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
     return found
 
 
+def _data(work: Work) -> str:
+    """Return the data set to use: mini-ImageNet, or at the quick scale glyphs where it is not at hand."""
+    here = work.data is not None and (work.data / "mini-imagenet").exists()
+    return "mini-imagenet" if here or work.scale == "paper" else "glyphs"
+
+
 def _images(work: Work) -> LabelledImages:
-    """Return mini-ImageNet, or at the quick scale glyphs where it is not at hand."""
-    if work.data is not None and (work.data / "mini-imagenet").exists():
-        return load("mini-imagenet", work.data / "mini-imagenet", size=84 if work.scale == "paper" else 32)
-    if work.scale == "paper":
+    if _data(work) == "glyphs":
+        return load("glyphs")
+    if work.data is None or not (work.data / "mini-imagenet").exists():
         raise InputError(
             "the paper scale needs mini-ImageNet, in the folder mini-imagenet of the one that --data names "
             f"(now {work.data}). Use --scale quick to try the experiment without it."
         )
-    return load("glyphs")
+    return load("mini-imagenet", work.data / "mini-imagenet", size=84 if work.scale == "paper" else 32)

@@ -161,8 +161,8 @@ def _plain(plan: Plan) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Record:
-    stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     try:
+        stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return Record(
             **{
                 **stored,
@@ -171,5 +171,5 @@ def _read(file: Path) -> Record:
                 "scores": tuple(Measured(**score) for score in stored["scores"]),
             }
         )
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error

@@ -58,13 +58,13 @@ class Augment:
 
     def __call__(self, images: Tensor, generator: torch.Generator, size: int | None = None) -> Tensor:
         """Return changed copies of images (n, channels, height, width) with values from 0 to 1, `size` pixels wide."""
-        size = images.shape[-1] if size is None else size
+        shape = images.shape[-2:] if size is None else (size, size)
         if self.scale is not None:
-            images = self._stretched(images, self.scale, size, generator)
+            images = self._stretched(images, self.scale, shape, generator)
         elif self.padding or self.flip:
             images = self._moved(images, generator)
-        if size != images.shape[-1]:
-            images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
+        if shape != images.shape[-2:]:
+            images = F.interpolate(images, shape, mode="bilinear", antialias=True)
         return self._coloured(images, generator) if self.jitter else images
 
     def episodes(self, episodes: Episodes, generator: torch.Generator, done: float = 1.0) -> Episodes:
@@ -85,8 +85,10 @@ class Augment:
         # indexing puts the channels last, which is how convolutions like them
         return padded[image, :, (rows + down)[:, :, None], (columns + right)[:, None, :]].movedim(-1, 1)
 
-    def _stretched(self, images: Tensor, scale: tuple[float, float], size: int, generator: torch.Generator) -> Tensor:
-        n = len(images)
+    def _stretched(
+        self, images: Tensor, scale: tuple[float, float], shape: tuple[int, ...], generator: torch.Generator
+    ) -> Tensor:
+        n, channels = images.shape[:2]
         area, ratio, down, right, side = torch.rand(5, n, generator=generator, device=images.device)
         area = scale[0] + (scale[1] - scale[0]) * area
         root = torch.exp((ratio - 0.5) * math.log(4 / 3))  # of the ratio of width to height
@@ -96,7 +98,7 @@ class Augment:
         mirrored = torch.where(side < 0.5, -width, width) if self.flip else width
         across = torch.stack([mirrored, zero, (1 - width) * (2 * right - 1)], -1)
         along = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
-        grid = F.affine_grid(torch.stack([across, along], 1), [n, images.shape[1], size, size], align_corners=False)
+        grid = F.affine_grid(torch.stack([across, along], 1), [n, channels, *shape], align_corners=False)
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
     def _coloured(self, images: Tensor, generator: torch.Generator) -> Tensor:

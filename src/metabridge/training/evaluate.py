@@ -229,7 +229,7 @@ class FeatureTable:
         """Score models whose features these are, with one head or another, on the tasks that `evaluate` draws."""
         generator = torch.Generator().manual_seed(seed)
         values: list[list[Tensor]] = [[] for _ in models]
-        for size in _batches(tasks, 500):
+        for size in _batches(tasks, 32 * BLOCK):
             episodes = self.episodes(environment, size, generator)
             for model, scored in zip(models, values):
                 scored.append(score_tasks(predict_from_features(model.method, model.params, episodes), episodes))

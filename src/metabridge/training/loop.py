@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
@@ -118,6 +118,9 @@ class Loop:
         trained = [value for value in self.params.values() if value.requires_grad]
         make = OPTIMIZERS[settings.optimizer]
         self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay)
+        self.drops = [block for block in net.modules() if isinstance(block, DropBlock)]
+        if device.type == "cpu" and mode in ("auto", "workers") and (self.drops or _dropouts(net)):
+            mode = "loop"  # threads would draw from the one generator in an order that no seed decides
         self.engine = Engine(method, net, mode=mode, dtype=settings.dtype)
         self.generators = {
             "tasks": torch.Generator().manual_seed(settings.seed),
@@ -128,7 +131,6 @@ class Loop:
             torch.cuda.manual_seed(settings.seed)
             torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
             self.generators["cuda"] = torch.cuda.default_generators[device.index or 0]
-        self.drops = [block for block in net.modules() if isinstance(block, DropBlock)]
         self.kept: tuple[Params, Params] | None = None
         self.curve: list[Point] = []
         self.total = torch.zeros((), device=device)
@@ -298,6 +300,10 @@ class Loop:
                 {key: value.to(self.device) for key, value in part(weights[0], "params").items()},
                 {key: value.to(self.device) for key, value in part(weights[0], "buffers").items()},
             )
+
+
+def _dropouts(net: Network) -> bool:
+    return any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in net.modules())
 
 
 def _copy(tensors: Params) -> Params:
