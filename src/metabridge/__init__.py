@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from metabridge import models
+from metabridge import kernels, models
 from metabridge.environments import ImageBatches, ImageTasks, LabelledImages, Quadratic, Sinusoid, datasets
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
@@ -27,7 +27,7 @@ from metabridge.learners import (
     predict,
     task_loss,
 )
-from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, evaluate, fit, load
+from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, Views, evaluate, fit, load
 
 if TYPE_CHECKING:
     from metabridge.use import FewShotClassifier
@@ -64,10 +64,12 @@ __all__ = [
     "Sinusoid",
     "Step",
     "SupportVectors",
+    "Views",
     "adapt",
     "datasets",
     "evaluate",
     "fit",
+    "kernels",
     "load",
     "meta_gradient",
     "method",

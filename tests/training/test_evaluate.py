@@ -7,7 +7,7 @@ from metabridge import InputError, Score, Sinusoid, evaluate, method, parameters
 from metabridge.learners.adapt import predict_from_features
 from metabridge.learners.method import named_head
 from metabridge.models import conv4, estimate_statistics, mlp
-from metabridge.training import Augment, Model
+from metabridge.training import Augment, Model, Views
 from metabridge.training.evaluate import FeatureTable, _sampled, outcomes, score_tasks
 
 
@@ -103,7 +103,7 @@ def test_tasks_drawn_in_blocks_and_joined_are_those_of_the_blocks(test_tasks):
 def test_an_unchanged_copy_doubles_every_support_point(glyphs, test_tasks, name):
     model = inductive(glyphs, name)
     same = Augment(padding=0, jitter=0, flip=False)
-    found, _, _ = joined(outcomes(model, test_tasks, tasks=12, seed=1, copies=1, augment=same))
+    found, _, _ = joined(outcomes(model, test_tasks, tasks=12, seed=1, views=Views(1, augment=same)))
     episodes = test_tasks.sample(12, torch.Generator().manual_seed(1))
     doubled = type(episodes)(
         episodes.support_x.repeat(1, 2, 1, 1, 1),
@@ -120,7 +120,7 @@ def test_an_unchanged_copy_doubles_every_support_point(glyphs, test_tasks, name)
 def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_queries_alone(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     augment = Augment(padding=3)
-    table = FeatureTable.of(model, test_tasks, copies=2, augment=augment, seed=5)
+    table = FeatureTable.of(model, test_tasks, Views(2, augment=augment), seed=5)
     plain, copied = (t.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for t in (table.with_copies(0), table))
     assert torch.equal(plain.query_x, copied.query_x)
     assert copied.support_y.tolist() == plain.support_y.repeat(1, 3).tolist()
@@ -144,21 +144,21 @@ def test_a_table_scores_another_head_on_the_tasks_that_evaluate_draws(glyphs, te
 
 def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
-    table = FeatureTable.of(model, test_tasks, mirrored=True)
+    table = FeatureTable.of(model, test_tasks, Views(mirrored=True))
     rows = test_tasks.rows[100:130]
     images = glyphs.look_up(rows)
     mean = (model.features(images) + model.features(images.flip(-1))) / 2
     assert torch.allclose(table.features[0, table.places[rows]], mean, atol=1e-4)
     episodes = table.episodes(test_tasks, 16, torch.Generator().manual_seed(2))
     expected = score_tasks(predict_from_features(model.method, model.params, episodes), episodes)
-    assert torch.equal(evaluate(model, test_tasks, tasks=16, seed=2, mirrored=True).values, expected)
+    assert torch.equal(evaluate(model, test_tasks, tasks=16, seed=2, views=Views(mirrored=True)).values, expected)
 
 
 def test_copies_need_features_that_adaptation_leaves_alone(glyphs, test_tasks):
     chosen, net = method("maml"), conv4(1, 28)
-    for views in ({"copies": 2}, {"mirrored": True}):
+    for views in (Views(copies=2), Views(mirrored=True)):
         with pytest.raises(InputError, match="but this model's features change with the task"):
-            evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, **views)
+            evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, views=views)
 
 
 def test_a_difference_of_scores_is_taken_task_by_task():

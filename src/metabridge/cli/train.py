@@ -156,7 +156,7 @@ def evaluate(
     from metabridge.environments.datasets import load as load_images
     from metabridge.files import write_whole
     from metabridge.learners.method import named_head
-    from metabridge.training import load
+    from metabridge.training import Views, load
     from metabridge.training.assess import assess
 
     if penalty is not None and head is None:
@@ -175,7 +175,7 @@ def evaluate(
         images = load_images(**source).to(where)
         for count in counts:
             environment = images.tasks(split, ways=ways, shots=count, queries=queries)
-            found = assess(run, environment, tasks=tasks, seed=seed, copies=copies, mirrored=mirrored, progress=True)
+            found = assess(run, environment, tasks=tasks, seed=seed, views=Views(copies, mirrored), progress=True)
             first.setdefault(count, found)
             gap = None if found is first[count] else found.score.minus(first[count].score)
             worst, lowest = found.worst

@@ -19,7 +19,7 @@ from metabridge.experiments.result import Environment, Work, environment
 from metabridge.files import make_folder, write_whole
 from metabridge.learners.heads import LogisticRegression
 from metabridge.training import Run, evaluate
-from metabridge.training.evaluate import FeatureTable
+from metabridge.training.evaluate import FeatureTable, Views
 from metabridge.training.plan import Plan
 
 PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)  # A table 5
@@ -129,7 +129,7 @@ def _measure(
         heads = [replace(run.method.test, penalty=penalty) for penalty in PENALTIES]
         models = [replace(run, method=replace(run.method, test=head)) for head in heads]
         for mirrored in (False, True):
-            whole = FeatureTable.of(run, environments[shots[0]], copies=COPIES, mirrored=mirrored, seed=seed)
+            whole = FeatureTable.of(run, environments[shots[0]], Views(COPIES, mirrored), seed=seed)
             for copies in (0, COPIES):
                 table = whole.with_copies(copies)
                 for count, environment in environments.items():

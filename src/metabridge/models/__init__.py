@@ -12,6 +12,7 @@ from metabridge.models.mlp import mlp
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import BatchNorm, estimate_statistics
 from metabridge.models.resnet12 import DropBlock, resnet12
+from metabridge.models.wide import wide
 
 __all__ = [
     "BatchNorm",
@@ -24,9 +25,16 @@ __all__ = [
     "mlp",
     "resnet12",
     "timm",
+    "wide",
 ]
 
-BUILDERS: dict[str, Callable[..., Network]] = {"conv4": conv4, "resnet12": resnet12, "mlp": mlp, "timm": timm}
+BUILDERS: dict[str, Callable[..., Network]] = {
+    "conv4": conv4,
+    "resnet12": resnet12,
+    "mlp": mlp,
+    "timm": timm,
+    "wide": wide,
+}
 
 
 def build(model: str, **options: object) -> Network:

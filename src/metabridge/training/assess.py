@@ -9,8 +9,7 @@ from torch import Tensor
 
 from metabridge.environments.images import ImageTasks
 from metabridge.errors import InputError
-from metabridge.training.augment import Augment
-from metabridge.training.evaluate import Model, Score, outcomes, score_tasks
+from metabridge.training.evaluate import PLAIN, Predictor, Score, Views, outcomes, score_tasks
 
 BINS = 10
 
@@ -35,14 +34,12 @@ class Assessment:
 
 
 def assess(
-    model: Model,
+    model: Predictor,
     environment: ImageTasks,
     *,
     tasks: int = 600,
     seed: int = 0,
-    copies: int = 0,
-    mirrored: bool = False,
-    augment: Augment | None = None,
+    views: Views = PLAIN,
     progress: bool = False,
 ) -> Assessment:
     """Evaluate as `evaluate` does, on the same tasks, and keep count of classes and confidences.
@@ -50,6 +47,7 @@ def assess(
     >>> from metabridge.environments.datasets import load
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import conv4
+    >>> from metabridge.training import Model
     >>> test, anil, net = load("glyphs").tasks("test"), method("anil"), conv4(1, 28)
     >>> found = assess(Model(anil, net, parameters(anil, net)), test, tasks=4)
     >>> len(found.classes) == test.classes, 0 <= found.calibration_error <= 1
@@ -59,8 +57,7 @@ def assess(
         raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks over labelled images.")
     values, right = [], torch.zeros(environment.classes, dtype=torch.float64)
     seen, bins = right.clone(), torch.zeros(BINS, 3, dtype=torch.float64)
-    views = {"copies": copies, "mirrored": mirrored, "augment": augment}
-    given = outcomes(model, environment, tasks=tasks, seed=seed, progress=progress, **views)  # type: ignore[arg-type]
+    given = outcomes(model, environment, tasks=tasks, seed=seed, views=views, progress=progress)
     for outputs, episodes in given:
         values.append(score_tasks(outputs, episodes))
         assert episodes.classes is not None

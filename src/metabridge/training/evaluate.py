@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from rich.progress import track
@@ -110,23 +110,47 @@ class Score:
         return f"Score(mean={self.mean:.3f}, ci95={self.ci95:.3f}, tasks={self.tasks})"
 
 
+class Predictor(Protocol):
+    """What can be evaluated: a trained `Model`, or a closed-form twin of one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    def predict(self, episodes: Episodes) -> Tensor:
+        """Adapt to the supports and return the outputs for the queries, (tasks, queries, outputs)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Views:
+    """How images are looked at, where their features are computed once and adaptation leaves them alone.
+
+    With `copies`, so many changed copies of every support image are adapted to as well, made by `augment`. If
+    `mirrored`, an image's features are the mean of its own and its mirror image's.
+    """
+
+    copies: int = 0
+    mirrored: bool = False
+    augment: Augment | None = None
+
+
+PLAIN = Views()
+
+
 def evaluate(
-    model: Model,
+    model: Predictor,
     environment: Environment,
     *,
     tasks: int = 600,
     seed: int = 0,
-    copies: int = 0,
-    mirrored: bool = False,
-    augment: Augment | None = None,
+    views: Views = PLAIN,
     progress: bool = False,
 ) -> Score:
     """Adapt to `tasks` tasks of the environment and score their queries.
 
     The same seed draws the same tasks for every model, so that scores can be compared in pairs.
-    With `copies`, so many changed copies of every support image are adapted to as well, made by
-    `augment`; if `mirrored`, an image's features are the mean of its own and its mirror image's. Both
-    need features that adaptation leaves alone.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method, parameters
@@ -136,23 +160,18 @@ def evaluate(
     20
     """
     values = []
-    given = outcomes(
-        model, environment, tasks=tasks, seed=seed, copies=copies, mirrored=mirrored, augment=augment, progress=progress
-    )
-    for outputs, episodes in given:
+    for outputs, episodes in outcomes(model, environment, tasks=tasks, seed=seed, views=views, progress=progress):
         values.append(score_tasks(outputs, episodes))
     return Score.of(torch.cat(values), "accuracy" if episodes.classification else "squared error")
 
 
 def outcomes(
-    model: Model,
+    model: Predictor,
     environment: Environment,
     *,
     tasks: int,
     seed: int = 0,
-    copies: int = 0,
-    mirrored: bool = False,
-    augment: Augment | None = None,
+    views: Views = PLAIN,
     progress: bool = False,
 ) -> Iterator[tuple[Tensor, Episodes]]:
     """Adapt to tasks, some at a time, and give the outputs for their queries with them.
@@ -161,28 +180,31 @@ def outcomes(
     """
     if tasks < 2:
         raise InputError(f"tasks is {tasks}, but an interval needs at least 2.")
-    unset = [layer for layer in running_layers(model.net) if not layer.mean.any() and (layer.variance == 1).all()]
-    if unset:
-        raise InputError(
-            "The network's running statistics were never estimated, so evaluation would not normalise. "
-            "Call estimate_statistics(net, batches) with training images first, or use statistics='batch'."
-        )
     generator = torch.Generator().manual_seed(seed)
-    fixed = adapts_head_alone(model.method) and not normalises_each_set(model.net)
-    if fixed and isinstance(environment, ImageTasks):
-        table = FeatureTable.of(
-            model, environment, copies=copies, mirrored=mirrored, augment=augment, seed=seed, progress=progress
-        )
-        yield from table.outcomes(model, environment, tasks, generator)
-        return
-    if copies or mirrored:
+    if isinstance(model, Model):
+        _check_statistics(model)
+        fixed = adapts_head_alone(model.method) and not normalises_each_set(model.net)
+        if fixed and isinstance(environment, ImageTasks):
+            table = FeatureTable.of(model, environment, views, seed=seed, progress=progress)
+            yield from table.outcomes(model, environment, tasks, generator)
+            return
+    if views != PLAIN:
         raise InputError(
-            f"copies is {copies} and mirrored is {mirrored}, but this model's features change with the task. "
+            f"views is {views}, but this model's features change with the task. "
             "Use a method that solves a head, on a network with running statistics."
         )
     for size in _batches(tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK):  # enough to fill the machine
         episodes = _sampled(environment, size, generator, model.device)
         yield model.predict(episodes), episodes
+
+
+def _check_statistics(model: Model) -> None:
+    layers = running_layers(model.net)
+    if any(not layer.mean.any() and (layer.variance == 1).all() for layer in layers):
+        raise InputError(
+            "The network's running statistics were never estimated, so evaluation would not normalise. "
+            "Call estimate_statistics(net, batches) with training images first, or use statistics='batch'."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,10 +219,8 @@ class FeatureTable:
         cls,
         model: Model,
         environment: ImageTasks,
+        views: Views = PLAIN,
         *,
-        copies: int = 0,
-        mirrored: bool = False,
-        augment: Augment | None = None,
         seed: int = 0,
         progress: bool = False,
     ) -> FeatureTable:
@@ -209,15 +229,15 @@ class FeatureTable:
         places = torch.full((len(environment.data.images),), -1)
         places[rows] = torch.arange(len(rows))
         generator = torch.Generator(device).manual_seed(seed)
-        augment = augment or Augment.for_size(environment.data.images.shape[-1])
+        augment = views.augment or Augment.for_size(environment.data.images.shape[-1])
         chunks = rows.split(64 if device.type == "cpu" else 1000)
-        found: list[list[Tensor]] = [[] for _ in range(1 + copies)]
+        found: list[list[Tensor]] = [[] for _ in range(1 + views.copies)]
         for chunk in track(chunks, "features", disable=not progress, transient=True):
             images = environment.data.look_up(chunk).to(device)
             for copy, parts in enumerate(found):
                 seen = images if copy == 0 else augment(images, generator)
                 parts.append(model.features(seen))
-                if mirrored:
+                if views.mirrored:
                     parts[-1] = (parts[-1] + model.features(seen.flip(-1))) / 2
         return cls(torch.stack([torch.cat(parts) for parts in found]), places.to(device))
 

@@ -1,0 +1,167 @@
+"""Analytic kernels of a ten-layer ReLU net on 2000 × 2000 points, ours against neural-tangents', in one run.
+
+    python benchmarks/ntk_analytic.py --peer nt/bin/python --json ntk-analytic.json
+
+Both return Θ and K in float32. neural-tangents, which needs an environment of its own, is compiled by jax.jit, and what
+that takes is not counted. The two run in turns, each in a process of its own, on the same cores; the seconds are
+medians over all turns. `difference` is the largest one between the two Θ, relative to the largest entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+POINTS, DEPTH, REPEATS = 2000, 10, 3
+FEATURES = (10, 784)
+CASES = tuple((features, symmetric) for features in FEATURES for symmetric in (True, False))
+
+
+def inputs(features: int) -> tuple[Any, Any]:
+    """Return the points of rows and columns."""
+    random = np.random.default_rng(0)
+    x, z = random.normal(size=(2, POINTS, features)).astype(np.float32)
+    return x, z
+
+
+def ours(features: int, symmetric: bool) -> Callable[[], Any]:
+    """Return the computation with metabridge."""
+    import torch
+
+    from metabridge.kernels import fully_connected
+
+    x, z = (torch.from_numpy(values) for values in inputs(features))
+    kernel = fully_connected(DEPTH)
+    return lambda: kernel.both(x, None if symmetric else z)[0]
+
+
+def theirs(features: int, symmetric: bool) -> Callable[[], Any]:
+    """Return the computation with neural-tangents."""
+    import jax  # type: ignore[import-not-found]
+    from neural_tangents import stax  # type: ignore[import-not-found]
+
+    dense = stax.Dense(1, W_std=2**0.5, b_std=0.0)
+    kernel = jax.jit(stax.serial(dense, *(stax.Relu(), dense) * (DEPTH - 1))[2], static_argnames="get")
+    x, z = (jax.numpy.asarray(values) for values in inputs(features))
+
+    def compute() -> Any:
+        return jax.block_until_ready(kernel(x, None if symmetric else z, get=("ntk", "nngp"))).ntk
+
+    return compute
+
+
+def turn(results: Path) -> None:
+    """Time every case a few times, and leave seconds and kernels in the folder."""
+    prepare = theirs if find_spec("neural_tangents") else ours
+    for features, symmetric in CASES:
+        compute = prepare(features, symmetric)
+        kernel = compute()
+        seconds = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            compute()
+            seconds.append(time.perf_counter() - start)
+        np.savez(results / f"{features}-{symmetric}.npz", seconds=seconds, ntk=np.asarray(kernel))
+
+
+def run(python: str, threads: int, cases: dict[tuple[int, bool], list[float]]) -> dict[tuple[int, bool], Any]:
+    """Let one python have its turn, add its seconds to `cases`, and return its kernels."""
+    settings = {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    bind = functools.partial(os.sched_setaffinity, 0, cores)  # jax takes a thread for each core it sees
+    kernels = {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, __file__, "--turn", folder]
+        subprocess.run(command, check=True, env=os.environ | settings, preexec_fn=bind, stderr=subprocess.DEVNULL)
+        for case in CASES:
+            stored = np.load(Path(folder) / f"{case[0]}-{case[1]}.npz")
+            cases[case] += stored["seconds"].tolist()
+            kernels[case] = stored["ntk"]
+    return kernels
+
+
+def main() -> None:
+    """Run the turns, print the table, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", help="a python that has neural-tangents")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # what each of the processes is told
+    options = parser.parse_args()
+    if options.turn:
+        turn(options.turn)
+        return
+
+    mine: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
+    peers: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
+    kernels: dict[tuple[int, bool], Any] = {}
+    references: dict[tuple[int, bool], Any] = {}
+    for _ in range(options.turns):
+        kernels = run(sys.executable, options.threads, mine)
+        if options.peer:
+            references = run(options.peer, options.threads, peers)
+
+    rows = []
+    for case in CASES:
+        features, symmetric = case
+        row: dict[str, object] = {
+            "name": f"{features} features, {'x with itself' if symmetric else 'x with z'}",
+            "points": POINTS,
+            "depth": DEPTH,
+            "seconds": statistics.median(mine[case]),
+        }
+        if options.peer:
+            row["neural_tangents_seconds"] = statistics.median(peers[case])
+            row["ratio"] = statistics.median(peers[case]) / statistics.median(mine[case])
+            row["difference"] = float(abs(kernels[case] - references[case]).max() / abs(references[case]).max())
+        rows.append(row)
+    report(rows, {"threads": options.threads} | (versions(options.peer) if options.peer else {}), options.json)
+
+
+def versions(python: str) -> dict[str, str]:
+    """Return the versions of what the peer runs."""
+    names = ("neural-tangents", "jax")
+    code = f"from importlib.metadata import version; print(*map(version, {names}))"
+    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    return dict(zip(names, found))
+
+
+def report(rows: list[dict[str, Any]], settings: dict[str, Any], path: Path | None) -> None:
+    """Print the rows, and write them with what computed them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from metabridge.experiments.result import environment
+
+    table = Table(
+        title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} points, float32, {settings['threads']} thread(s)"
+    )
+    for heading in ("points", "ours, s", "neural-tangents, s", "ratio", "difference"):
+        table.add_column(heading, justify="left" if heading == "points" else "right")
+    for row in rows:
+        peer = (f"{row['neural_tangents_seconds']:.3f}", f"{row['ratio']:.1f}×", f"{row['difference']:.0e}")
+        table.add_row(row["name"], f"{row['seconds']:.3f}", *(peer if "ratio" in row else ()))
+    Console().print(table)
+    if path:
+        here = asdict(environment("cpu")) | settings
+        document = {"id": "bench-ntk-analytic-cpu", "environment": here, "rows": rows}
+        path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

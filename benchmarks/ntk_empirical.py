@@ -1,0 +1,139 @@
+"""The empirical NTK, all outputs, of conv4 with group norm and of an mlp against the plain torch.func recipe.
+
+    python benchmarks/ntk_empirical.py --device cpu --json ntk-empirical.json
+
+The recipe takes `jacrev` of every output under `vmap` over the images, and contracts the Jacobians of every
+parameter with einsum. Each side runs in processes of its own, which take turns, and computes the same kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+from memory import added_peak
+from metabridge.experiments.result import environment
+from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.models import conv4, mlp
+
+SIDES = ("metabridge", "torch.func")
+NETS = ("conv4", "mlp")
+OUTPUTS, WIDTH = 5, 256
+
+
+def recipe(net: nn.Module, x: Tensor) -> Tensor:
+    """Θ (n, n, k, k) as torch.func's own tutorial computes it."""
+    params = {name: value.detach() for name, value in net.named_parameters()}
+
+    def outputs(params: dict[str, Tensor], point: Tensor) -> Tensor:
+        return functional_call(net, params, (point.unsqueeze(0),)).squeeze(0)  # type: ignore[no-any-return]
+
+    jacobian = vmap(jacrev(outputs), (None, 0))(params, x)
+    parts = [torch.einsum("iop,jup->ijou", value.flatten(2), value.flatten(2)) for value in jacobian.values()]
+    return torch.stack(parts).sum(0)
+
+
+def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
+    """Return the peak memory of a first call in MiB, the seconds of later ones, and a few entries of the kernel."""
+    torch.set_num_threads(options.threads)
+    made = conv4(3, options.size, OUTPUTS) if options.net == "conv4" else mlp(3 * options.size**2, OUTPUTS, width=WIDTH)
+    net = with_group_norm(made).to(options.device)
+    x = torch.randn(options.images, 3, options.size, options.size, generator=torch.Generator().manual_seed(0))
+    x = x.to(options.device)
+    kernel = Empirical(net, outputs="full", memory=options.memory * 2**20)
+    work: Callable[[], Tensor] = (lambda: kernel.ntk(x)) if side == SIDES[0] else lambda: recipe(net, x)
+    if options.device == "cuda":
+        before = torch.cuda.memory_allocated()
+        found = work()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    else:
+        peak = added_peak(work, times=1)
+        found = work()
+    seconds = []
+    for _ in range(options.repeats):
+        start = time.perf_counter()
+        found = work()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "mib": peak, "entries": found[::17, ::13].flatten().tolist()}
+
+
+def compare(net: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Let the sides take turns, and return the medians, their ratios and how far the kernels differ."""
+    found: dict[str, list[Any]] = {side: [] for side in SIDES}
+    for _ in range(options.turns):
+        for side in SIDES:
+            command = [sys.executable, *sys.argv, "--side", side, "--net", net]
+            if net == "mlp":
+                command += ["--size", "28"]
+            found[side].append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+    seconds, theirs = (statistics.median(s for turn in turns for s in turn["seconds"]) for turns in found.values())
+    mib, their_mib = (statistics.median(turn["mib"] for turn in turns) for turns in found.values())
+    entries, exact = (torch.tensor(turns[0]["entries"]) for turns in found.values())
+    return {
+        "net": net,
+        "seconds": seconds,
+        "reference_seconds": theirs,
+        "time_ratio": theirs / seconds,
+        "mib": mib,
+        "reference_mib": their_mib,
+        "memory_ratio": their_mib / mib,
+        "difference": float((entries - exact).norm() / exact.norm()),
+    }
+
+
+def main() -> None:
+    """Let the sides take turns, print the table, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--images", type=int, default=100)
+    parser.add_argument("--size", type=int, default=84, help="pixels of an image's side for conv4; 28 for the mlp")
+    parser.add_argument("--memory", type=int, default=1024, help="MiB that our side may take")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2, help="timed calls in a turn")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--net", choices=NETS, default="conv4", help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(measure(options.side, options)))
+        return
+
+    rows = [compare(net, options) for net in NETS]
+    table = Table(title=f"empirical NTK, {options.images} images, {OUTPUTS} outputs, {options.device}")
+    for heading in ("net", "ours, s", "torch.func, s", "ratio", "ours, MiB", "torch.func, MiB", "ratio", "difference"):
+        table.add_column(heading, justify="left" if heading == "net" else "right")
+    for row in rows:
+        times = f"{row['seconds']:.2f}", f"{row['reference_seconds']:.2f}", f"{row['time_ratio']:.2f}"
+        sizes = f"{row['mib']:.0f}", f"{row['reference_mib']:.0f}", f"{row['memory_ratio']:.1f}"
+        table.add_row(str(row["net"]), *times, *sizes, f"{row['difference']:.0e}")
+    Console(width=120).print(table)
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("images", "size", "memory", "turns", "repeats")}
+        report = {
+            "id": f"bench-ntk-empirical-{options.device}",
+            "environment": {**asdict(environment(options.device)), "threads": options.threads},
+            "settings": {**settings, "outputs": OUTPUTS, "mlp_width": WIDTH},
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

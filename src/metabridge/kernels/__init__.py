@@ -1,0 +1,42 @@
+"""Kernels of wide networks: their NTK and NNGP kernel."""
+
+from metabridge.kernels.activations import Cosine, Erf, Gelu, ReLU, Sine
+from metabridge.kernels.analytic import conv4, convolutional, fully_connected, residual
+from metabridge.kernels.convolution import AveragePool, Conv, Flatten, GlobalAveragePool
+from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.kernels.kernel import Kernel
+from metabridge.kernels.layers import Dense, LayerNorm, Residual
+from metabridge.kernels.meta import anil_kernel, mtl_kernel, split_kernel
+from metabridge.kernels.network import AnalyticKernel
+from metabridge.kernels.predict import FittedKernel, KernelLearner, predict_anil, predict_maml, predict_mtl
+
+__all__ = [
+    "AnalyticKernel",
+    "AveragePool",
+    "Conv",
+    "Cosine",
+    "Dense",
+    "Empirical",
+    "Erf",
+    "FittedKernel",
+    "Flatten",
+    "Gelu",
+    "GlobalAveragePool",
+    "Kernel",
+    "KernelLearner",
+    "LayerNorm",
+    "ReLU",
+    "Residual",
+    "Sine",
+    "anil_kernel",
+    "conv4",
+    "convolutional",
+    "fully_connected",
+    "mtl_kernel",
+    "predict_anil",
+    "predict_maml",
+    "predict_mtl",
+    "residual",
+    "split_kernel",
+    "with_group_norm",
+]

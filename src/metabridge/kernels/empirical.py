@@ -1,0 +1,363 @@
+"""Kernels of a network as it is: inner products of the gradients of its outputs.
+
+J_o(x) = ∂f_o(x)/∂θ, and Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u. A gradient belongs to one sample
+only where samples do not mix, so batch norm must use fixed statistics (evaluation mode, which is what is
+used for a net as given) or be replaced by group norm (`with_group_norm`, which is another network).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vjp, vmap
+
+from metabridge.errors import InputError, check_positive, describe
+from metabridge.kernels.jacobian import Block, Gradients, Outputs, Params, Survey, examine, inner, saved_bytes
+from metabridge.models.network import Network
+from metabridge.models.norm import BatchNorm
+from metabridge.models.resnet12 import DropBlock
+
+Part = Literal["all", "head", "body"]
+Way = Literal["auto", "gradients", "products"]
+CACHED = 2**26  # bytes that a pass over some samples holds on a CPU: larger ones gain nothing there
+
+ELEMENTWISE = 30  # multiplications of a matrix product in the time of one that goes through memory
+
+
+class Plan(NamedTuple):
+    """How a kernel is computed, and what that is estimated to cost in multiplications."""
+
+    way: Literal["gradients", "products"]
+    cost: float
+    tile: int  # samples whose gradients are held
+    chunk: int  # samples, or for products pairs of a sample and an output, that go through the net at a time
+    formed: tuple[Block, ...] = ()
+    factored: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Empirical:
+    """The empirical kernels of `net` at `params` (its own unless given), with k outputs reduced in one of three ways.
+
+    - outputs="mean": Θ(x, z) = (1/k) Σ_o J_o(x)·J_o(z), the kernel per output, (n, m)
+    - outputs="sum": Θ(x, z) = (Σ_o J_o(x))·(Σ_u J_u(z)), of the summed outputs as in TE-NAS and MetaNTK-NAS, (n, m)
+    - outputs="full": Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k)
+
+    `part` says which parameters the gradients are of: all, those of the head (the linear layer whose outputs
+    are the network's), or the body, all but the head's. Computing takes at most about `memory` bytes beside
+    inputs and result. `way` is chosen by estimated cost: gradients layer by layer, or NTK-vector products
+    J(x)(J(z)ᵀe), which need no more than one gradient at a time.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
+    >>> Empirical(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+    tensor([[5., 2.],
+            [2., 1.]])
+    """
+
+    net: nn.Module
+    params: Params | None = None
+    part: Part = "all"
+    outputs: Outputs = "mean"
+    memory: int = 2**30
+    way: Way = "auto"
+
+    def __post_init__(self) -> None:
+        check_positive("memory", self.memory)
+        for name, kinds in (("part", Part), ("outputs", Outputs), ("way", Way)):
+            if getattr(self, name) not in get_args(kinds):
+                wanted = ", ".join(map(repr, get_args(kinds)))
+                raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {wanted}.")
+        _check_network(self.net, self._params())
+
+    def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """Θ(x, z), or Θ(x, x), which is exactly symmetric; its shape is as `outputs` says.
+
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> Empirical(net, outputs="full").ntk(torch.randn(4, 2), torch.randn(5, 2)).shape
+        torch.Size([4, 5, 3, 3])
+        """
+        gradients, survey = self._survey(x, z)
+        n, m = len(x), len(x if z is None else z)
+        r = survey.outputs if self.outputs == "full" else 1
+        result = x.new_zeros(n * r, m * r)
+        plan = self._plan(survey, n, m, z is None, x.device.type)
+        if plan.way == "products":
+            _by_products(gradients, plan, self.outputs, x, z, result.view(n, r, m, r))
+        else:
+            self._by_gradients(gradients, plan, survey.outputs, x, z, result)
+        if z is None:
+            result = result.triu() + result.triu(1).mT
+        if self.outputs == "full":
+            return result.view(n, r, m, r).transpose(1, 2)
+        return result / (survey.outputs if self.outputs == "mean" else 1)
+
+    def nngp(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """K(x, z), the part of Θ that the head's weights and bias make: φ(x)·φ(z), + 1 with a bias, per output.
+
+        >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
+        >>> Empirical(net).nngp(torch.tensor([[1.0, 2.0]]))
+        tensor([[5.]])
+        """
+        return replace(self, part="head").ntk(x, z)
+
+    def both(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Θ(x, z) and K(x, z)."""
+        return self.ntk(x, z), self.nngp(x, z)
+
+    def jacobian(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield J, some samples at a time, in order: parameters flattened in the net's own order.
+
+        Chunks are (samples, k, parameters) for outputs="full". Otherwise they are matrices J, such that
+        Θ(x, z) = J(x)J(z)ᵀ: (samples, k · parameters), divided by √k, for "mean", and (samples, parameters) for "sum".
+
+        >>> net = nn.Sequential(nn.Linear(2, 3))
+        >>> [chunk.shape for chunk in Empirical(net, outputs="sum").jacobian(torch.randn(4, 2))]
+        [torch.Size([4, 9])]
+        """
+        gradients, survey = self._survey(x, None)
+        plan = self._gradient_plan(survey, survey.blocks, 1, len(x), False, x.device.type)
+        if plan.tile < 1:
+            raise self._too_little()
+        for start in range(0, len(x), plan.tile):
+            rows = gradients.rows(x[start : start + plan.tile], survey.blocks, (), survey.outputs, plan.chunk).formed
+            if self.outputs == "full":
+                yield rows
+            else:
+                yield rows.flatten(1).div_(math.sqrt(survey.outputs) if self.outputs == "mean" else 1)
+
+    def _params(self) -> Params:
+        own = {name: value.detach() for name, value in self.net.named_parameters()}
+        for name, value in (self.params or {}).items():
+            if name not in own or own[name].shape != value.shape:
+                wanted = describe(own[name]) if name in own else "no such parameter"
+                raise InputError(f"params has {name!r}, {describe(value)}, but the network has {wanted}.")
+        return own | {name: value.detach() for name, value in (self.params or {}).items()}
+
+    def _survey(self, x: Tensor, z: Tensor | None) -> tuple[Gradients, Survey]:
+        """Send one sample through the net, and see which parameters are whose and what they cost."""
+        params = self._params()
+        _check_inputs(params, x, z)
+        gradients = Gradients(self.net, params, frozenset(params), self.outputs == "sum")
+        try:
+            with saved_bytes(params) as graph:
+                y, leaves, calls = gradients.trace(x[:1])
+            pair = functional_call(self.net, params, (x[:2],)).detach()
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
+        if y.ndim != 2 or len(y) != 1 or len(pair) != len(x[:2]):
+            raise InputError(
+                f"the network maps {len(pair)} samples to {tuple(pair.shape)}, but must give (samples, k)."
+            )
+        if not torch.allclose(pair[:1], y.detach(), rtol=1e-3, atol=1e-3 * float(y.detach().abs().max())):
+            raise InputError(
+                "the network's output for a sample depends on the other samples or on chance, so that it has no "
+                "gradient of its own. Use evaluation mode, or with_group_norm(net)."
+            )
+        head = next((call for call in calls if call.output is y and isinstance(call.module, nn.Linear)), None)
+        if head is None and self.part != "all":
+            raise InputError(
+                "the network has no head: no nn.Linear's outputs are the network's. Use part='all', or a Network."
+            )
+        heads = frozenset(gradients.own(head.module)) if head else frozenset()
+        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[self.part]
+        if not names:
+            raise InputError(f"the network has no parameters in its {self.part}.")
+        outputs = 1 if self.outputs == "sum" else y.shape[1]
+        survey = examine(replace(gradients, names=names), y, leaves, calls, outputs, sum(graph))
+        return replace(gradients, names=names, others=survey.others), survey
+
+    def _plan(self, survey: Survey, n: int, m: int, symmetric: bool, device: str) -> Plan:
+        """The cheapest plan that the memory holds."""
+        r, fold = (survey.outputs, 1) if self.outputs == "full" else (1, survey.outputs)
+
+        def factored_cost(block: Block) -> float:
+            if not block.positions:
+                return math.inf
+            return n * m * block.positions**2 * (block.inputs + r * r * (fold * block.outputs + ELEMENTWISE))
+
+        def formed_cost(block: Block) -> float:
+            return survey.outputs * (n + m) * block.work + n * m * r * r * fold * block.size
+
+        def short(block: Block) -> bool:
+            return 0 < block.positions * (block.inputs + survey.outputs * block.outputs) < survey.outputs * block.size
+
+        cheapest = [block for block in survey.blocks if factored_cost(block) >= formed_cost(block)]
+        shortest = [block for block in survey.blocks if not short(block)]
+        plans: list[Plan] = []
+        if self.way != "products":
+            for formed in (cheapest, shortest):
+                plan = self._gradient_plan(survey, formed, n, m, symmetric, device)
+                contraction = sum(formed_cost(b) if b in formed else factored_cost(b) for b in survey.blocks)
+                plans.append(plan._replace(cost=plan.cost + contraction))
+        if self.way != "gradients":
+            plans.append(self._product_plan(survey, n, m))
+        plans = [plan for plan in plans if plan.tile >= 1]
+        if not plans:
+            raise self._too_little()
+        return min(plans, key=lambda plan: plan.cost)
+
+    def _too_little(self) -> InputError:
+        return InputError(f"memory is {self.memory} bytes, too few for one sample of this network. Allow more.")
+
+    def _gradient_plan(
+        self, survey: Survey, formed: Sequence[Block], n: int, m: int, symmetric: bool, device: str
+    ) -> Plan:
+        """Hold as many samples' gradients as fit beside a pass over some samples."""
+        factored = tuple(block for block in survey.blocks if block not in formed)
+        stored = survey.outputs * sum(block.size for block in formed)
+        stored += sum(block.positions * (block.inputs + survey.outputs * block.outputs) for block in factored)
+        stored *= survey.itemsize
+        passing = survey.graph + survey.outputs * survey.slopes + survey.largest
+        if survey.others:
+            passing = max(passing, 2 * (survey.outputs + 1) * survey.graph + stored)
+        share = max(passing, self.memory // 4)
+        room = self.memory - share
+        whole = max(n, m) * stored * (1 if symmetric else 2) <= room
+        tile = max(n, m) if whole else room // (2 * stored)
+        if tile < 1:
+            return Plan("gradients", math.inf, 0, 1, tuple(formed), factored)
+        tiles = -(-n // tile)
+        samples = (n * (tiles + 1) // 2) if symmetric else n + tiles * m
+        chunk = max(1, min(tile, (min(share, CACHED) if device == "cpu" else share) // passing))
+        cost = samples * survey.work * (1 + survey.outputs) * (3 if survey.others else 1)
+        return Plan("gradients", cost, tile, chunk, tuple(formed), factored)
+
+    def _product_plan(self, survey: Survey, n: int, m: int) -> Plan:
+        """Push pairs of a sample and an output forward together, as many as fit, over as many samples as fit."""
+        size = 3 * survey.itemsize * sum(block.size for block in survey.blocks)
+        pairs = int(min(m * survey.outputs, self.memory // 2 // (size + 2 * survey.graph)))
+        tile = int(min(n, self.memory // 2 // (max(1, pairs) * 3 * survey.graph))) if pairs else 0
+        if pairs > 1 and not tile:
+            pairs, tile = 1, int(min(n, self.memory // 2 // (3 * survey.graph)))
+        return Plan("products", 3 * m * survey.outputs * (1 + n) * survey.work, tile, pairs)
+
+    def _by_gradients(
+        self, gradients: Gradients, plan: Plan, outputs: int, x: Tensor, z: Tensor | None, result: Tensor
+    ) -> None:
+        r = result.shape[0] // len(x)
+        z_or_x = x if z is None else z
+        work = self.memory // 4 // x.element_size()
+        for i in range(0, len(x), plan.tile):
+            left = gradients.rows(x[i : i + plan.tile], plan.formed, plan.factored, outputs, plan.chunk)
+            for j in range(i if z is None else 0, len(z_or_x), plan.tile):
+                right = left
+                if z is not None or i != j:
+                    points = z_or_x[j : j + plan.tile]
+                    right = gradients.rows(points, plan.formed, plan.factored, outputs, plan.chunk)
+                place = result[i * r : (i + plan.tile) * r, j * r : (j + plan.tile) * r]
+                inner(left, right, self.outputs, work, place)
+            del left, right  # before the next are made
+
+
+def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
+    """Return a copy of `net` whose batch norms are group norms of min(groups, channels) groups, scales and shifts kept.
+
+    It is another network: each sample is normalised by itself, over groups of channels. Where the channels
+    are no multiple of that number, the groups are the largest number below it that divides them.
+
+    >>> with_group_norm(nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24)))[1].num_groups
+    12
+    """
+    check_positive("groups", groups)
+    net = copy.deepcopy(net)
+    if isinstance(net, Network):
+        net.recipe = None  # what would be built from it has batch norms
+    for parent in list(net.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, BatchNorm | nn.modules.batchnorm._BatchNorm):
+                setattr(parent, name, _group_norm(layer, groups))
+    return net
+
+
+def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
+    channels = layer.weight.numel() if isinstance(layer, BatchNorm) else layer.num_features
+    count = next(count for count in range(min(groups, channels), 0, -1) if channels % count == 0)
+    affine = layer.weight is not None
+    norm = nn.GroupNorm(count, channels, eps=layer.eps, affine=affine)
+    if affine:
+        norm.weight, norm.bias = copy.deepcopy(layer.weight), copy.deepcopy(layer.bias)
+    return norm.train(layer.training)
+
+
+def _by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor) -> None:
+    """Write Θ into the grid (n, r, m, r) column by column: J(x)(J(z)ᵀe) for each sample of z and each output."""
+    moving = {name: gradients.params[name] for name in gradients.names}
+    fixed = {name: value for name, value in gradients.params.items() if name not in moving}
+    points = x if z is None else z
+
+    def function(samples: Tensor) -> Callable[[Params], Tensor]:
+        def apply(params: Params) -> Tensor:
+            y: Tensor = functional_call(gradients.net, fixed | params, (samples,))
+            return y.sum(1, keepdim=True) if gradients.summed else y
+
+        return apply
+
+    def pulled(point: Tensor, output: Tensor) -> Params:
+        y, pull = vjp(function(point.unsqueeze(0)), moving)[:2]
+        seed = torch.zeros_like(y).scatter(1, output.view(1, 1), 1.0)
+        return pull(seed)[0]  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        k = function(x[:1])(moving).shape[1]
+        for start in range(0, len(points) * k, plan.chunk):
+            pairs = torch.arange(start, min(start + plan.chunk, len(points) * k), device=x.device)
+            samples, which = pairs // k, pairs % k
+            directions = vmap(pulled)(points[samples], which)
+            last = len(x) if z is not None else int(samples[-1]) + 1  # what is below the diagonal is not needed
+            for i in range(0, last, plan.tile):
+                apply = function(x[i : min(i + plan.tile, last)])
+                columns = vmap(lambda direction: jvp(apply, (moving,), (direction,))[1])(directions)  # noqa: B023
+                rows = slice(i, i + columns.shape[1])
+                if outputs == "full":
+                    grid[rows].flatten(2)[:, :, start : start + len(pairs)] = columns.movedim(0, -1)
+                else:
+                    own = columns[torch.arange(len(pairs)), :, which]
+                    grid[rows, 0, :, 0].index_add_(1, samples, own.mT)
+
+
+def _check_network(net: nn.Module, params: Params) -> None:
+    if not params:
+        raise InputError("the network has no parameters, so there are no gradients to make a kernel of.")
+    kinds = {(value.dtype, value.device) for value in params.values()}
+    if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise InputError(f"parameters are {found}, but must all be float32 or all float64, on one device.")
+    for name, layer in net.named_modules():
+        batch = isinstance(layer, BatchNorm) and (layer.statistics == "batch" or layer.training)
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            batch = layer.training or layer.running_mean is None
+        if batch:
+            raise InputError(
+                f"batch norm {name!r} normalises by the batch, which mixes samples, so that none has a gradient of its "
+                "own. Use evaluation mode with statistics='running', estimated, or with_group_norm(net, groups=16)."
+            )
+        if isinstance(layer, DropBlock | nn.modules.dropout._DropoutNd) and layer.training and _drops(layer):
+            raise InputError(f"{name!r} drops at random in training mode. Use net.eval().")
+
+
+def _drops(layer: DropBlock | nn.modules.dropout._DropoutNd) -> bool:
+    return bool(layer.rate if isinstance(layer, DropBlock) else layer.p)
+
+
+def _check_inputs(params: Params, x: Tensor, z: Tensor | None) -> None:
+    value = next(iter(params.values()))
+    for name, points in (("x", x), ("z", z)):
+        if points is None:
+            continue
+        if points.ndim < 1 or not len(points):
+            raise InputError(f"{name} is {describe(points)}, but needs at least one sample.")
+        if points.dtype != value.dtype or points.device != value.device:
+            raise InputError(
+                f"{name} is {describe(points)} on {points.device}, but the parameters are "
+                f"{str(value.dtype).removeprefix('torch.')} on {value.device}. Convert one of them."
+            )
+        if points.shape[1:] != x.shape[1:]:
+            raise InputError(f"z is {describe(points)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
+        if not bool(points.isfinite().all()):
+            raise InputError(f"{name} holds values that are NaN or infinite. Leave those samples out.")

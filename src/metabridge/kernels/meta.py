@@ -1,0 +1,139 @@
+"""Kernels between tasks: what MTL, ANIL and MAML make of a network's NTK Θ and NNGP kernel K.
+
+Points of tasks come with a leading task axis, (tasks, points, ...); kernels between them are matrices over
+all points, task after task. All are per output: k outputs have k independent copies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from metabridge.errors import InputError
+from metabridge.kernels.kernel import Kernel
+
+Heads = Literal["shared", "independent"]
+Adapts = Literal["all", "head"]
+
+
+def adaptation(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
+    """T = M⁻¹(I − e^{−sM}), what `time` s = λτ of gradient flow on a support with the Gram matrix M does (A eq. 17).
+
+    In the eigenbasis each mode is −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞: no inverse
+    of a near-singular matrix is ever formed. `ridge` is added to M.
+
+    >>> adaptation(2 * torch.eye(1), time=math.inf)
+    tensor([[0.5000]])
+    """
+    values, vectors = _modes(gram, ridge)
+    if math.isinf(time):
+        lost = values <= values.amax(-1, keepdim=True) * gram.shape[-1] * torch.finfo(gram.dtype).eps
+        if lost.any():
+            raise InputError(
+                f"a support set of {gram.shape[-1]} points has a Gram matrix that cannot be inverted: points in it are "
+                "the same, or their kernel cannot tell them apart. Remove them, or give a ridge or a finite time."
+            )
+        return (vectors / values[..., None, :]) @ vectors.mT
+    safe = torch.where(values > 0, values, 1)
+    modes = torch.where(values > 0, -torch.expm1(-time * safe) / safe, time)
+    return (vectors * modes[..., None, :]) @ vectors.mT
+
+
+def decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
+    """e^{−sM}, what is left of a residual after `time` s of gradient flow; I − M T.
+
+    >>> decay(torch.eye(1), time=math.log(2))
+    tensor([[0.5000]])
+    """
+    values, vectors = _modes(gram, ridge)
+    left = torch.zeros_like(values) if math.isinf(time) else torch.exp(-time * values)
+    return (vectors * left[..., None, :]) @ vectors.mT
+
+
+def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
+    """Φ_MTL[i, j] = Θ(X_i, X_j) − 1[i≠j] K(X_i, X_j) (A lemma 1).
+
+    The body's part Θ − K stands between all tasks where their heads start from the same value. Where heads
+    start independently it vanishes between tasks as the width grows. A sum of positive semi-definite
+    matrices, so positive semi-definite itself.
+    """
+    ntk, nngp = kernel.both(x.flatten(0, 1))
+    own = own_task(len(x), x.shape[1], ntk)
+    return torch.where(own, ntk, ntk - nngp) if heads == "shared" else torch.where(own, ntk, 0)
+
+
+def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared") -> Tensor:
+    """Φ_ANIL[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j}, K_i = K(X_i, X_i), without a query-support split (A lemma 1)."""
+    tasks, points = x.shape[:2]
+    ntk, nngp = kernel.both(x.flatten(0, 1))
+    if heads == "independent":
+        ntk = torch.where(own_task(tasks, points, ntk), ntk, 0)
+    left = decay(blocks(nngp, points), time)
+    return sandwich(left, ntk, left)
+
+
+def split_kernel(
+    kernel: Kernel,
+    query: Tensor,
+    support: Tensor,
+    others: tuple[Tensor, Tensor] | None = None,
+    *,
+    adapts: Adapts,
+    time: float,
+    ridge: float = 0.0,
+) -> Tensor:
+    """The MetaNTK between the queries of tasks with a query-support split (B def. 2, eq. 106 and 112).
+
+    Φ = R Θ R'ᵀ over queries and supports, R = [I, −M(X, X')T_M(X')]: adaptation takes from each query's gradient
+    the part that the support explains. M is Θ for MAML (`adapts="all"`) and K for ANIL ("head"). `others` are
+    the queries and supports of other tasks for the columns. Positive semi-definite by construction.
+    """
+    points = torch.cat([query, support], 1)
+    rows = residual(kernel, query, support, adapts, time, ridge)
+    if others is None:
+        return sandwich(rows, kernel.ntk(points.flatten(0, 1)), rows)
+    columns = residual(kernel, *others, adapts, time, ridge)
+    middle = kernel.ntk(points.flatten(0, 1), torch.cat(others, 1).flatten(0, 1))
+    return sandwich(rows, middle, columns)
+
+
+def residual(kernel: Kernel, query: Tensor, support: Tensor, adapts: Adapts, time: float, ridge: float = 0.0) -> Tensor:
+    """R = [I, −M(X, X')T_M(X')] of every task, (tasks, queries, queries + supports)."""
+    own = own_grams(kernel, torch.cat([query, support], 1), adapts)
+    queries = query.shape[1]
+    explained = own[:, :queries, queries:] @ adaptation(own[:, queries:, queries:], time, ridge)
+    identity = torch.eye(queries, dtype=own.dtype, device=own.device).expand(len(query), -1, -1)
+    return torch.cat([identity, -explained], -1)
+
+
+def own_grams(kernel: Kernel, x: Tensor, adapts: Adapts) -> Tensor:
+    """The Gram matrix of every task's own points, (tasks, points, points): of Θ, or of K where the head adapts."""
+    choose = kernel.ntk if adapts == "all" else kernel.nngp
+    return torch.stack([choose(points) for points in x])
+
+
+def blocks(matrix: Tensor, points: int) -> Tensor:
+    """The diagonal blocks of a matrix over the points of tasks, (tasks, points, points)."""
+    tasks = len(matrix) // points
+    return matrix.reshape(tasks, points, tasks, points).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def sandwich(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+    """blockdiag(left) · matrix · blockdiag(right)ᵀ, for left (tasks, a, b) and right (tasks', c, d)."""
+    product = torch.einsum("iab,ibk->iak", left, matrix.reshape(len(left), left.shape[2], -1)).flatten(0, 1)
+    wide = product.reshape(len(product), len(right), right.shape[2])
+    return torch.einsum("nkd,kcd->nkc", wide, right).flatten(1)
+
+
+def own_task(tasks: int, points: int, like: Tensor) -> Tensor:
+    """Where row and column belong to the same task."""
+    task = torch.arange(tasks, device=like.device).repeat_interleave(points)
+    return task[:, None] == task
+
+
+def _modes(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(gram)
+    return values.clamp_min(0) + ridge, vectors

@@ -1,0 +1,106 @@
+"""Solving with kernel matrices: never silently, and without the matrix where it would not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metabridge.errors import InputError
+
+log = logging.getLogger("metabridge")
+
+MOST_JITTER = 1e-6  # of the mean of the diagonal; what needs more is not solved but refused
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What a solve found, and what it took: `jitter` was added to the diagonal, beyond any ridge asked for."""
+
+    values: Tensor
+    jitter: float
+
+
+def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Solution:
+    """Solve (M + ridge·I)v = target for a positive semi-definite M.
+
+    Where rounding has made M indefinite, the least of some jitters that mends it is added, and said in a warning.
+
+    >>> cholesky_solve(2 * torch.eye(1), torch.ones(1, 1)).values
+    tensor([[0.5000]])
+    """
+    mean = float(matrix.diagonal().mean())
+    jitters = [0.0] + [mean * 10.0**power for power in range(-14, -5) if 10.0**power <= MOST_JITTER]
+    for jitter in jitters:
+        shifted = matrix.clone()
+        shifted.diagonal().add_(ridge + jitter)
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+        if not failed and float(factor.diagonal().min()) ** 2 > mean * torch.finfo(matrix.dtype).eps:
+            if jitter:
+                log.warning("a kernel matrix of %d points needed a jitter of %.1e to be solved.", len(matrix), jitter)
+            return Solution(torch.cholesky_solve(target, factor), jitter)
+    raise InputError(
+        f"a kernel matrix of {len(matrix)} points is singular: adding {MOST_JITTER:g} of its diagonal does not help. "
+        "Give a ridge, or look for points that are the same or not finite."
+    )
+
+
+def condition_number(matrix: Tensor, ridge: float = 0.0) -> float:
+    """σ_max/σ_min of M + ridge·I; infinite where the smallest eigenvalue is lost in rounding.
+
+    >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))
+    4.0
+    """
+    values = torch.linalg.eigvalsh(matrix) + ridge
+    least, most = float(values[0]), float(values[-1])
+    return most / least if least > most * len(matrix) * torch.finfo(matrix.dtype).eps else float("inf")
+
+
+def conjugate_gradient(
+    product: Callable[[Tensor], Tensor],
+    target: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    *,
+    tolerance: float = 1e-10,
+    most_steps: int = 1000,
+) -> Solution:
+    """Solve Mv = target, columns side by side, where only products with M can be had.
+
+    >>> conjugate_gradient(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
+    tensor([[0.5000]])
+    """
+    solution, rest = torch.zeros_like(target), target.clone()
+    direction = precondition(rest)
+    size = (rest * direction).sum(0)
+    goal = tolerance * target.norm(dim=0)
+    for _ in range(most_steps):
+        if bool((rest.norm(dim=0) <= goal).all()):
+            return Solution(solution, 0.0)
+        image = product(direction)
+        curvature = (direction * image).sum(0)
+        rate = torch.where(curvature > 0, size / curvature, 0.0)
+        solution, rest = solution + rate * direction, rest - rate * image
+        better = precondition(rest)
+        smaller = (rest * better).sum(0)
+        direction = better + torch.where(size > 0, smaller / size, 0.0) * direction
+        size = smaller
+    worst = float((rest.norm(dim=0) / target.norm(dim=0)).max())
+    log.warning("conjugate gradient stopped after %d steps with a relative residual of %.1e.", most_steps, worst)
+    return Solution(solution, 0.0)
+
+
+def refuse_duplicates(x: Tensor, where: str) -> None:
+    """Raise if two points, (points, ...), are the same up to length, which makes a kernel without biases singular."""
+    unit = torch.nn.functional.normalize(x.flatten(1).double(), dim=1)
+    order = torch.unique((unit * 1e6).round(), dim=0, return_inverse=True)[1]
+    first: dict[int, int] = {}
+    for row, group in enumerate(order.tolist()):
+        if group in first:
+            raise InputError(
+                f"points {first[group]} and {row} of {where} are the same up to length, so the kernel is singular. "
+                "Remove one of them, or give a ridge."
+            )
+        first[group] = row

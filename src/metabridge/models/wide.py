@@ -1,0 +1,67 @@
+"""Wide networks in the NTK parameterisation, whose training the kernels predict as the width grows."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from metabridge.errors import InputError
+from metabridge.models.mlp import ACTIVATIONS
+from metabridge.models.network import Network, recorded, seeded
+
+
+@recorded
+def wide(
+    inputs: int,
+    outputs: int = 1,
+    *,
+    width: int = 512,
+    depth: int = 3,
+    activation: Literal["relu", "tanh", "softplus", "sigmoid", "linear"] = "relu",
+    weight_variance: float = 2.0,
+    bias_variance: float = 0.0,
+    seed: int = 0,
+) -> Network:
+    """A fully connected net of `depth` layers whose weights are standard normal and scaled where they are used.
+
+    x ↦ σ_w/√n · Wx + σ_b · b in each layer of n inputs (A app. A.3). The last layer's scale is in the features, so
+    that their products are the NNGP kernel, and the head has no bias.
+
+    >>> net = wide(4, width=8)
+    >>> net(torch.ones(3, 4)).shape, net.head
+    (torch.Size([3, 1]), Linear(in_features=8, out_features=1, bias=False))
+    """
+    if depth < 2:
+        raise InputError(f"depth is {depth}, but a net with features has at least 2 layers.")
+    layers: list[nn.Module] = [nn.Flatten()]
+    with seeded(seed):
+        for layer in range(depth - 1):
+            layers += [_Scaled(inputs if layer == 0 else width, width, weight_variance, bias_variance)]
+            layers += [ACTIVATIONS[activation]()]
+        head = nn.Linear(width, outputs, bias=False)
+        nn.init.normal_(head.weight)
+        return Network(nn.Sequential(*layers, _Times(math.sqrt(weight_variance / width))), head)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, inputs: int, outputs: int, weight_variance: float, bias_variance: float) -> None:
+        super().__init__()
+        self.scale, self.shift = math.sqrt(weight_variance / inputs), math.sqrt(bias_variance)
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias_variance else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.scale * self.weight, None if self.bias is None else self.shift * self.bias)
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x

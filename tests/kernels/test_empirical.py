@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from metabridge.errors import InputError
+from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.models import conv4, estimate_statistics, mlp, resnet12
+
+
+class Odd(nn.Module):
+    """A layer used twice, tied weights, a grouped convolution, and parameters that no known layer owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = nn.Conv2d(2, 4, 3, stride=2, padding="valid", dilation=2, groups=2)
+        self.mirror = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
+        self.twice, self.tied, self.loose = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.tied.weight = self.twice.weight
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.norm, self.rectifier, self.last = nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rectifier(self.mirror(self.spread(x)))
+        x = self.twice(self.norm(x.flatten(2).mT)).tanh()  # a linear layer at several positions
+        x = self.tied(self.twice(x).tanh()).mean(1) * self.scale
+        return self.last(F.linear(x.tanh() + self.loose(x), self.loose.weight))
+
+
+def running(net: nn.Module, x: Tensor) -> nn.Module:
+    estimate_statistics(net, [x])
+    return net.eval()
+
+
+def seen(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+
+
+def conv4_of(statistics: str) -> nn.Module:
+    return conv4(2, 16, 3, filters=4, statistics=statistics).double()  # type: ignore[arg-type]
+
+
+def resnet12_of() -> nn.Module:
+    return resnet12(2, 16, 3, widths=(4, 6, 6, 8)).double()
+
+
+def odd() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Odd().double()
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: mlp(5, 3, width=7).double(), (5,)),
+    "mlp without bias": (lambda: mlp(5, 3, width=7, depth=1, activation="tanh", bias=False).double(), (5,)),
+    "conv4, evaluation mode": (lambda: running(conv4_of("running"), seen(9, 8, 2, 16, 16)), (2, 16, 16)),
+    "conv4, group norm": (lambda: with_group_norm(conv4_of("batch"), groups=2), (2, 16, 16)),
+    "resnet12, evaluation mode": (lambda: running(resnet12_of(), seen(9, 8, 2, 16, 16)), (2, 16, 16)),
+    "resnet12, group norm": (lambda: with_group_norm(resnet12_of()).eval(), (2, 16, 16)),
+    "odd": (odd, (2, 9, 9)),
+}
+OUTPUTS = ("mean", "sum", "full")
+WAYS = ("gradients", "products")
+
+
+def explicit(net: nn.Module, x: Tensor, z: Tensor, outputs: str, keep: Callable[[str], bool]) -> Tensor:
+    """Θ from whole Jacobians, one sample and one output after another."""
+    params = {name: value.detach() for name, value in net.named_parameters() if keep(name)}
+
+    def jacobian(points: Tensor) -> Tensor:
+        rows = [jacrev(lambda p: functional_call(net, p, (point[None],))[0])(params) for point in points]  # noqa: B023
+        return torch.stack([torch.cat([value.flatten(1) for value in row.values()], 1) for row in rows])
+
+    full = torch.einsum("iop,jup->ijou", jacobian(x), jacobian(z))
+    if outputs == "mean":
+        return full.diagonal(dim1=2, dim2=3).mean(-1)
+    return full.sum((2, 3)) if outputs == "sum" else full
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    assert found.shape == exact.shape
+    return float((found - exact.detach()).norm() / exact.detach().norm())
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_every_form_part_and_way_equals_the_product_of_explicit_jacobians(name: str, outputs: str) -> None:
+    make, shape = NETS[name]
+    net, x, z = make(), seen(1, 4, *shape), seen(2, 3, *shape)
+    head = "last." if name == "odd" else "head."
+    parts: dict[str, Callable[[str], bool]] = {
+        "all": lambda name: True,
+        "head": lambda name: name.startswith(head),
+        "body": lambda name: not name.startswith(head),
+    }
+    for part, keep in parts.items():
+        exact = explicit(net, torch.cat([x, z]), torch.cat([x, z]), outputs, keep)
+        for way in WAYS:
+            kernel = Empirical(net, part=part, outputs=outputs, way=way)  # type: ignore[arg-type]
+            assert error(kernel.ntk(x, z), exact[:4, 4:]) < 1e-9, (part, way)
+            own = kernel.ntk(x)
+            assert error(own, exact[:4, :4]) < 1e-9, (part, way)
+            assert torch.equal(own, own.transpose(0, 1).mT if outputs == "full" else own.mT), (part, way)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_body_and_head_make_up_the_whole(name: str) -> None:
+    make, shape = NETS[name]
+    x, kernel = seen(1, 5, *shape), Empirical(make(), outputs="full")
+    ntk, nngp = kernel.both(x)
+    assert error(replace(kernel, part="body").ntk(x) + nngp, ntk) < 1e-12
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nngp_is_the_gram_matrix_of_the_features(bias: bool) -> None:
+    net, x = mlp(5, 3, width=7, bias=bias).double(), seen(1, 6, 5)
+    exact = net.features(x) @ net.features(x).mT + bias
+    assert error(Empirical(net).nngp(x), exact) < 1e-12
+    assert error(Empirical(net, outputs="sum").nngp(x), 3 * exact) < 1e-12
+    full = Empirical(net, outputs="full").nngp(x)
+    assert error(full, exact[..., None, None] * torch.eye(3, dtype=torch.double)) < 1e-12
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("name", NETS)
+def test_the_memory_bound_changes_no_result(name: str, outputs: str) -> None:
+    make, shape = NETS[name]
+    x, z = seen(1, 7, *shape), seen(2, 5, *shape)
+    ample = Empirical(make(), outputs=outputs)  # type: ignore[arg-type]
+    for way in WAYS:
+        tight = replace(ample, way=way, memory=least(replace(ample, way=way), x))
+        assert error(tight.ntk(x), ample.ntk(x)) < 1e-12
+        assert error(tight.ntk(x, z), ample.ntk(x, z)) < 1e-12
+
+
+def least(kernel: Empirical, x: Tensor) -> int:
+    """The least memory, to a few per cent, that the kernel does not refuse."""
+    survey, memory = kernel._survey(x, None)[1], 2**10
+    while True:
+        try:
+            replace(kernel, memory=memory)._plan(survey, len(x), len(x), True, "cpu")
+        except InputError:
+            memory += memory // 16
+        else:
+            return memory
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outputs", ["sum", "full"])
+def test_memory_stays_within_the_bound(outputs: str, way: str) -> None:
+    net, x = with_group_norm(conv4(3, 16, 5, filters=16, statistics="batch")), seen(1, 12, 3, 16, 16).float()
+    kernel = Empirical(net, outputs=outputs, way=way)  # type: ignore[arg-type]
+    for memory in (least(kernel, x), 2 * least(kernel, x), 2**24):
+        kernel = replace(kernel, memory=memory)
+        kernel.ntk(x)
+        assert peak(lambda: kernel.ntk(x)) < memory + 2 * 4 * (12 * 5) ** 2  # noqa: B023
+
+
+def peak(work: Callable[[], object]) -> int:
+    """The most bytes that PyTorch's allocator gives out at a time during `work`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    assert found.profiler is not None
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    assert most > 0
+    return most
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_single_precision_agrees_with_double(name: str) -> None:
+    make, shape = NETS[name]
+    net, x = make(), seen(1, 5, *shape)
+    exact = Empirical(net, outputs="full").ntk(x)
+    for way in WAYS:
+        found = Empirical(net.float(), outputs="full", way=way).ntk(x.float())  # type: ignore[arg-type]
+        assert found.dtype == torch.float32
+        assert error(found.double(), exact) < 1e-4
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_jacobian_chunks_multiply_to_the_kernel(name: str, outputs: str) -> None:
+    make, shape = NETS[name]
+    net, x = make(), seen(1, 5, *shape)
+    kernel = Empirical(net, outputs=outputs)  # type: ignore[arg-type]
+    chunks = list(replace(kernel, memory=4 * least(replace(kernel, way="gradients"), x)).jacobian(x))
+    j = torch.cat(chunks)
+    product = torch.einsum("iop,jup->ijou", j, j) if outputs == "full" else j @ j.mT
+    assert error(product, kernel.ntk(x)) < 1e-12
+    if outputs == "full":
+        size = sum(value.numel() for value in net.parameters())
+        assert j.shape == (5, 3, size)
+
+
+def test_parameters_given_take_the_place_of_the_networks_own() -> None:
+    net, other, x = mlp(5, 3).double(), mlp(5, 3, seed=1).double(), seen(1, 4, 5)
+    params = {name: value.detach() for name, value in other.named_parameters()}
+    assert error(Empirical(net, params).ntk(x), Empirical(other).ntk(x)) < 1e-12
+
+
+def test_linear_layers_are_factored_and_early_convolutions_formed() -> None:
+    net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), torch.randn(2, 3, 84, 84)
+    kernel = Empirical(net, outputs="full")
+    plan = kernel._plan(kernel._survey(x, None)[1], 100, 100, True, "cpu")
+    assert plan.way == "gradients"
+    assert plan.tile == 100
+    assert [block.name for block in plan.factored] == ["head.weight"]
+
+
+def test_a_wide_net_of_many_outputs_on_few_samples_is_taken_by_the_cheaper_way() -> None:
+    net, x = Wide(), torch.randn(2, 8)
+    kernel = Empirical(net, outputs="full")
+    assert kernel._plan(kernel._survey(x, None)[1], 2, 2, True, "cpu").way == "products"
+
+
+class Wide(nn.Module):
+    """Many outputs, from parameters of no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 200) / math.sqrt(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh()
+
+
+def test_group_norm_keeps_scales_and_leaves_the_original_as_it_was() -> None:
+    net = resnet12(2, 16, 3, widths=(4, 6, 24, 32))
+    with torch.no_grad():
+        net.features[0].main[1].weight.fill_(2.0)
+    copy = with_group_norm(net)
+    groups = [layer.num_groups for layer in copy.modules() if isinstance(layer, nn.GroupNorm)]
+    assert sorted(set(groups)) == [4, 6, 12, 16]
+    assert copy.features[0].main[1].weight.eq(2).all()
+    assert dict(copy.named_parameters()).keys() == dict(net.named_parameters()).keys()
+    assert copy.recipe is None
+    assert not any(isinstance(layer, nn.GroupNorm) for layer in net.modules())
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x - x.mean(0)) if len(x) > 1 else self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Empirical(conv4(2, 16, 3)), "with_group_norm"),
+        (lambda: Empirical(conv4(2, 16, 3, statistics="running")), "evaluation mode with statistics='running'"),
+        (lambda: Empirical(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))), "normalises by the batch"),
+        (lambda: Empirical(with_group_norm(resnet12(2, 16, 3))), "drops at random"),
+        (lambda: Empirical(nn.Flatten()), "no parameters"),
+        (lambda: Empirical(mlp(5, 3).half()), "must all be float32 or all float64"),
+        (lambda: Empirical(mlp(5, 3), part="tail"), "part is 'tail'"),  # type: ignore[arg-type]
+        (lambda: Empirical(mlp(5, 3), {"head": torch.ones(2)}), "no such parameter"),
+        (lambda: Empirical(mlp(5, 3), memory=0), "memory is 0"),
+        (lambda: Empirical(mlp(5, 3), memory=100).ntk(torch.ones(2, 5)), "too few for one sample"),
+        (lambda: Empirical(mlp(5, 3), memory=100).jacobian(torch.ones(2, 5)).__next__(), "too few for one sample"),
+        (lambda: Empirical(mlp(5, 3)).ntk(torch.full((2, 5), math.nan)), "x holds values that are NaN"),
+        (lambda: Empirical(mlp(5, 3)).ntk(torch.ones(2, 5), torch.full((2, 5), math.inf)), "z holds values"),
+        (lambda: Empirical(mlp(5, 3)).ntk(torch.ones(2, 5).double()), "Convert one of them"),
+        (lambda: Empirical(mlp(5, 3)).ntk(torch.ones(2, 4)), "which the network does not take"),
+        (lambda: Empirical(mlp(5, 3)).ntk(torch.ones(2, 5), torch.ones(2, 4)), "must have x's shape"),
+        (lambda: Empirical(mlp(5, 3)).ntk(torch.ones(0, 5)), "at least one sample"),
+        (lambda: Empirical(nn.Sequential(nn.Linear(5, 3), nn.Tanh())).nngp(torch.ones(2, 5)), "no head"),
+        (lambda: Empirical(nn.Conv2d(2, 3, 3)).ntk(torch.ones(2, 2, 4, 4)), "must give"),
+        (lambda: Empirical(Mixing()).ntk(torch.randn(2, 5)), "depends on the other samples"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_in_a_sentence(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        make()
