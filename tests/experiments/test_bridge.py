@@ -113,8 +113,8 @@ def test_figure_2_has_accuracy_and_minutes_of_every_method(small, out):
 def test_only_the_named_training_is_done_and_others_are_left_for_later(small, tmp_path):
     found = rows("bridge-table4", tmp_path, only=("metaoptnet",))
     assert set(found) == {"metaoptnet, training"}
-    assert [file.name for file in (tmp_path / "records").iterdir()] == ["mini-imagenet-metaoptnet-quick-0.json"]
-    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["mini-imagenet-metaoptnet-quick-0"]
+    assert [file.name for file in (tmp_path / "records").iterdir()] == ["glyphs-metaoptnet-quick-0.json"]
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["glyphs-metaoptnet-quick-0"]
 
 
 def test_only_refuses_a_training_that_is_not_of_the_experiment(tmp_path):
@@ -142,15 +142,15 @@ def test_the_paper_scale_without_its_data_is_refused_with_a_sentence(tmp_path, d
 def test_a_record_of_another_plan_is_not_taken_for_this_one(small, out):
     work = Work("quick", out=out, progress=False)
     plan = replace(mini_imagenet.plans("quick")["mtl"], seed=0)
-    assert trials.stored(work, "mini-imagenet-mtl-quick-0", plan) is not None
-    assert trials.stored(work, "mini-imagenet-mtl-quick-0", replace(plan, lr=0.5)) is None
-    assert trials.stored(work, "mini-imagenet-mtl-quick-1", plan) is None
+    assert trials.stored(work, "glyphs-mtl-quick-0", plan) is not None
+    assert trials.stored(work, "glyphs-mtl-quick-0", replace(plan, lr=0.5)) is None
+    assert trials.stored(work, "glyphs-mtl-quick-1", plan) is None
 
 
 def test_a_record_of_another_form_is_named(small, tmp_path):
     (tmp_path / "records").mkdir()
-    (tmp_path / "records" / "mini-imagenet-mtl-quick-0.json").write_text(json.dumps({"name": "mtl"}))
-    with pytest.raises(InputError, match=r"mini-imagenet-mtl-quick-0\.json is not a record of this version"):
+    (tmp_path / "records" / "glyphs-mtl-quick-0.json").write_text(json.dumps({"name": "mtl"}))
+    with pytest.raises(InputError, match=r"glyphs-mtl-quick-0\.json is not a record of this version"):
         rows("bridge-table5", tmp_path)
 
 

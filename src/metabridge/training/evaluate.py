@@ -190,8 +190,8 @@ def outcomes(
             return
     if views != PLAIN:
         raise InputError(
-            f"views is {views}, but this model's features change with the task. "
-            "Use a method that solves a head, on a network with running statistics."
+            f"copies is {views.copies} and mirrored is {views.mirrored}, but this model's features change with the "
+            "task. Use a method that solves a head, on a network with running statistics."
         )
     for size in _batches(tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK):  # enough to fill the machine
         episodes = _sampled(environment, size, generator, model.device)
