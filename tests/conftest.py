@@ -1,8 +1,10 @@
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from metabridge import cli
 from metabridge.environments import LabelledImages
 from metabridge.environments.datasets import load_glyphs
 
@@ -32,3 +34,20 @@ def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
         "mtl": Setting(4, 1e-2, batch=2, queries=2),
     }
     monkeypatch.setitem(SETTINGS, "quick", Scale(methods, validation_tasks=4, test_tasks=6, other_tasks=4))
+
+
+@pytest.fixture
+def metabridge(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line and return its exit status, what it printed and what it complained of."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "250")
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        printed, complained = capsys.readouterr()
+        return int(end.value.code or 0), printed, complained
+
+    return call

@@ -9,20 +9,6 @@ from metabridge.experiments.result import Result
 from metabridge.learners import PRESETS
 
 
-@pytest.fixture
-def metabridge(monkeypatch, capsys):
-    """Run the command line and return its exit status, what it printed and what it complained of."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return call
-
-
 def test_version(metabridge):
     assert metabridge("--version") == (0, f"metabridge {__version__}\n", "")
 

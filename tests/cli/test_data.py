@@ -1,23 +1,14 @@
-import sys
+import functools
 
 import pytest
 
-from metabridge import cli
 from pictures import write_tree
 
 
 @pytest.fixture
-def check(monkeypatch, capsys):
+def check(metabridge):
     """Run `metabridge data check` and return its exit status, what it printed and what it complained of."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metabridge", "data", "check", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return call
+    return functools.partial(metabridge, "data", "check")
 
 
 @pytest.fixture
@@ -86,9 +77,7 @@ def test_the_help_says_what_the_exit_status_means(check):
     assert "Example: metabridge data check photographs" in told
 
 
-def test_data_alone_shows_its_commands(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["metabridge", "data"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
-    assert "check" in capsys.readouterr().out
+def test_data_alone_shows_its_commands(metabridge):
+    status, printed, _ = metabridge("data")
+    assert status == 0
+    assert "check" in printed

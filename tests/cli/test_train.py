@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from metabridge import cli
 from metabridge.learners.heads import SVM
 from metabridge.training import load
 
 TRAIN = ("train", "--device", "cpu", "--iterations", 4, "--validate-every", 2, "--validate-tasks", 4, "--queries", 2)
 TRAIN += ("--batch", 2, "--model-option", "filters=6")
 EVALUATE = ("--tasks", 10, "--queries", 4, "--device", "cpu")
-
-
-@pytest.fixture
-def metabridge(monkeypatch, capsys):
-    """Run the command line and return its exit status, what it printed and what it complained of."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "250")
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from metabridge import cli
 from metabridge.environments import LabelledImages
 from metabridge.learners import LogisticRegression, method
 from metabridge.models import conv4
@@ -64,17 +62,3 @@ def query(folders: Path) -> tuple[list[Path], list[str]]:
     """The paths and labels of the query images."""
     files = sorted((folders / "query").rglob("*.png"))
     return files, [file.parent.name for file in files]
-
-
-@pytest.fixture
-def metabridge(monkeypatch, capsys):
-    """Run the command line and return its exit status, what it printed and what it complained of."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "250")
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return call
