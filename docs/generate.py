@@ -109,6 +109,19 @@ def throughput(row: dict[str, Any]) -> list[str]:
     return [str(row["batch"]), row["path"], f"{row['images_per_second']:,.0f}", f"{row['share_of_matrix_rate']:.0%}"]
 
 
+def analytic(row: dict[str, Any]) -> list[str]:
+    """Analytic kernels beside neural-tangents."""
+    seconds = [f"{1000 * row[key]:.0f} ms" for key in ("seconds", "neural_tangents_seconds")]
+    return [row["name"], *seconds, f"{row['ratio']:.1f}×"]
+
+
+def empirical(row: dict[str, Any]) -> list[str]:
+    """Empirical kernels beside the plain recipe."""
+    sizes = [f"{row[key]:.0f} MiB" for key in ("mib", "reference_mib")]
+    seconds = [f"{row[key]:.2f} s" for key in ("seconds", "reference_seconds")]
+    return [row["net"], *seconds, f"{row['time_ratio']:.1f}×", *sizes, f"{row['memory_ratio']:.0f}×"]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "taxonomy": taxonomy,
     "glyphs": glyphs("glyphs"),
@@ -124,6 +137,10 @@ TABLES: dict[str, Callable[[], str]] = {
         head,
     ),
     "flat": by_machine(["bench-flat-cpu"], ["mode", "inner steps", "peak memory", "against 2 steps"], steps),
+    "analytic": by_machine(["bench-ntk-analytic-cpu"], ["points", "ours", "neural-tangents", "ratio"], analytic),
+    "empirical": by_machine(
+        ["bench-ntk-empirical-cpu"], ["net", "ours", "torch.func", "ratio", "memory", "torch.func", "ratio"], empirical
+    ),
     "resnet12": by_machine(
         ["bench-resnet12-h200"], ["images a step", "", "images a second", "of the matrix rate"], throughput
     ),
