@@ -385,7 +385,7 @@ def test_a_run_without_its_weights_is_refused_with_one_sentence(copy):
 
 
 def test_what_is_no_run_is_refused_with_one_sentence(tmp_path):
-    with pytest.raises(InputError, match=r"there is no run at .*: no such folder"):
+    with pytest.raises(InputError, match=r"there is no run at .*\. Name the folder that was given to train"):
         load(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"is not a run: settings.json cannot be read \(No such file or directory\)"):
         load(tmp_path)

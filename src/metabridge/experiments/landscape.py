@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,6 @@ class Outcome:
 
     result: Result
     records: dict[str, Record]
-
-
-def check_only(work: Work, names: Iterable[str]) -> None:
-    """Refuse parts to compute that the experiment has not."""
-    unknown = sorted(set(work.only) - set(names))
-    if unknown:
-        raise InputError(f"only names {', '.join(unknown)}, but the trainings are {', '.join(names)}.")
 
 
 def trained(
@@ -163,9 +156,9 @@ def rows(name: str, records: Sequence[Record], published: Sequence[tuple[float, 
 
 
 def _read(file: Path) -> Record:
-    stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     try:
+        stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         scores = {kind: Accuracy(**score) for kind, score in stored["scores"].items()}
         return Record(**{**stored, "environment": Environment(**stored["environment"]), "scores": scores})
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error

@@ -23,7 +23,6 @@ from metabridge.experiments.landscape import (
     Outcome,
     Record,
     Training,
-    check_only,
     rows,
     trained,
 )
@@ -62,7 +61,7 @@ NAL_LR = 1e-6
 
 def run(work: Work) -> Outcome:
     """Rank the alphabets, then train every method in both settings, or read what the trainings measured."""
-    check_only(work, ("ranking", *PUBLISHED))
+    work.check_only(("ranking", *PUBLISHED))
     scale, images = SCALES[work.scale], _images(work)
     ranking = _rank(work, scale, images)
     if ranking is None:

@@ -15,7 +15,7 @@ from metabridge.environments.datasets import cifar, load
 from metabridge.environments.images import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
-from metabridge.experiments.landscape import Outcome, Record, Training, check_only, rows, trained
+from metabridge.experiments.landscape import Outcome, Record, Training, rows, trained
 from metabridge.experiments.result import Result, Row, Work
 
 ID = "landscape-table2"
@@ -64,7 +64,7 @@ NAL_LR, NAL_STEPS = 1e-6, 5
 
 def run(work: Work) -> Outcome:
     """Train both methods with every share of hard tasks, or read what the trainings measured."""
-    check_only(work, PUBLISHED)
+    work.check_only(PUBLISHED)
     scale = SCALES[work.scale]
     images = _images(work, scale)
     made: list[Row] = []

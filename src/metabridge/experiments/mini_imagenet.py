@@ -94,9 +94,7 @@ def plans(scale: str) -> dict[str, Plan]:
 def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
     """Return the records of these trainings, as far as there is time for them."""
     chosen = {name: plan for name, plan in plans(work.scale).items() if name in names}
-    unknown = set(work.only) - set(chosen)
-    if unknown:
-        raise InputError(f"only names {', '.join(sorted(unknown))}, but the trainings are {', '.join(chosen)}.")
+    work.check_only(chosen)
     found: dict[str, Record] = {}
     images: LabelledImages | None = None
     for name, plan in chosen.items():

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +34,12 @@ class Work:
     def __post_init__(self) -> None:
         if self.scale not in ("quick", "paper"):
             raise InputError(f"scale is '{self.scale}', but must be 'quick' or 'paper'.")
+
+    def check_only(self, names: Collection[str]) -> None:
+        """Refuse parts to compute that the experiment has not."""
+        unknown = sorted(set(self.only) - set(names))
+        if unknown:
+            raise InputError(f"only names {', '.join(unknown)}, but the trainings are {', '.join(names)}.")
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class RunFolder:
         """Return the settings of the run."""
         file = self.path / "settings.json"
         if not self.path.is_dir():
-            raise InputError(f"there is no run at {self.path}: no such folder.")
+            raise InputError(f"there is no run at {self.path}. Name the folder that was given to train as --out.")
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
