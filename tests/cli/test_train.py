@@ -207,7 +207,8 @@ def test_a_folder_that_holds_no_run_is_named(metabridge, tmp_path):
     status, _, complained = metabridge("evaluate", tmp_path / "nothing")
     assert (status, complained) == (
         2,
-        f"metabridge evaluate: there is no run at {tmp_path / 'nothing'}. Name the folder that was given to train as --out.\n",
+        f"metabridge evaluate: there is no run at {tmp_path / 'nothing'}. "
+        "Name the folder that was given to train as --out.\n",
     )
 
 
