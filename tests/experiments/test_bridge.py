@@ -11,6 +11,7 @@ from metabridge.environments import LabelledImages
 from metabridge.experiments import Work, bridge_table3, bridge_table4, bridge_table5, experiment, mini_imagenet, trials
 from metabridge.experiments.result import Environment, Result
 from metabridge.experiments.trials import Measured, Record
+from metabridge.training import Views
 from metabridge.training.plan import Plan
 
 NAMES = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
@@ -29,14 +30,13 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
             small[name] = replace(plan, model_options={**plan.model_options, **options})
         return small
 
-    def brief(*arguments, tasks):
-        return trials.trial(*arguments, tasks=4)
+    def brief(*arguments, shots, tasks, looks):
+        return trials.trial(*arguments, shots=shots, tasks=4, looks=looks[1:])
 
     for module in (mini_imagenet, bridge_table3):
         patch.setattr(module, "plans", short)
     patch.setattr(mini_imagenet, "trial", brief)
     patch.setattr(mini_imagenet, "load", lambda name: few)
-    patch.setattr(trials, "COPIES", 1)
 
 
 @pytest.fixture
@@ -188,12 +188,12 @@ def test_the_ratio_of_hours_is_taken_at_the_best_accuracy_that_both_reach(
 def test_the_test_score_is_that_of_the_head_which_was_best_in_validation():
     scores = (
         Measured("validation", 5, 0.70, 0.01, 10, 0.1),
-        Measured("validation", 5, 0.75, 0.01, 10, 0.1, 5),
-        Measured("validation", 5, 0.72, 0.01, 10, 1.0, 5, True),
-        Measured("validation", 1, 0.99, 0.01, 10, 1.0, 5, True),
+        Measured("validation", 5, 0.75, 0.01, 10, 0.1, Views(5)),
+        Measured("validation", 5, 0.72, 0.01, 10, 1.0, Views(5, True)),
+        Measured("validation", 1, 0.99, 0.01, 10, 1.0, Views(5, True)),
         Measured("test", 5, 0.60, 0.01, 10, 0.1),
-        Measured("test", 5, 0.61, 0.01, 10, 0.1, 5),
-        Measured("test", 5, 0.69, 0.01, 10, 1.0, 5, True),
+        Measured("test", 5, 0.61, 0.01, 10, 0.1, Views(5)),
+        Measured("test", 5, 0.69, 0.01, 10, 1.0, Views(5, True)),
     )
     kept = record("mtl", [(1, 0.5)], scores)
     assert kept.chosen(5).mean == 0.61

@@ -121,7 +121,8 @@ def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_
     model = inductive(glyphs, "mtl")
     augment = Augment(padding=3)
     table = FeatureTable.of(model, test_tasks, Views(2, augment=augment), seed=5)
-    plain, copied = (t.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for t in (table.with_copies(0), table))
+    tables = (FeatureTable.of(model, test_tasks), table)
+    plain, copied = (each.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for each in tables)
     assert torch.equal(plain.query_x, copied.query_x)
     assert copied.support_y.tolist() == plain.support_y.repeat(1, 3).tolist()
     kept, first, second = copied.support_x.chunk(3, dim=1)
@@ -154,9 +155,25 @@ def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyph
     assert torch.equal(evaluate(model, test_tasks, tasks=16, seed=2, views=Views(mirrored=True)).values, expected)
 
 
+def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, test_tasks):
+    model = inductive(glyphs, "mtl")
+    table = FeatureTable.of(model, test_tasks, Views(turned=True))
+    rows = test_tasks.rows[5:20]
+    images = glyphs.look_up(rows)
+    quarter = images.transpose(-2, -1).flip(-2)
+    turns = [images, quarter, images.flip(-2, -1), quarter.flip(-2, -1)]
+    expected = torch.cat([model.features(turn) for turn in turns], -1)
+    assert torch.allclose(table.features[0, table.places[rows]], expected, atol=1e-4)
+
+
+def test_a_negative_number_of_copies_is_refused():
+    with pytest.raises(InputError, match="copies is -1"):
+        Views(copies=-1)
+
+
 def test_copies_need_features_that_adaptation_leaves_alone(glyphs, test_tasks):
     chosen, net = method("maml"), conv4(1, 28)
-    for views in (Views(copies=2), Views(mirrored=True)):
+    for views in (Views(copies=2), Views(mirrored=True), Views(turned=True)):
         with pytest.raises(InputError, match="but this model's features change with the task"):
             evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, views=views)
 

@@ -139,6 +139,7 @@ def evaluate(
     penalty: Annotated[float | None, typer.Option(help="Of the head's weights (1/C for svm).")] = None,
     copies: Annotated[int, typer.Option(min=0, help="Changed copies of each support image to adapt to as well.")] = 0,
     mirrored: Annotated[bool, typer.Option("--mirrored", help="Average over each image and its mirror image.")] = False,
+    turned: Annotated[bool, typer.Option("--turned", help="Look at every quarter turn of an image too.")] = False,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything there as JSON.")] = None,
@@ -165,7 +166,7 @@ def evaluate(
     for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first"):
         table.add_column(heading, justify="left" if heading in ("run", "worst class") else "right")
     report: list[dict[str, object]] = []
-    counts = _counts(shots)
+    counts, views = _counts(shots), Views(copies, mirrored, turned)
     first: dict[int, Assessment] = {}
     for folder in runs:
         run = load(folder, device=where)
@@ -175,7 +176,7 @@ def evaluate(
         images = load_images(**source).to(where)
         for count in counts:
             environment = images.tasks(split, ways=ways, shots=count, queries=queries)
-            found = assess(run, environment, tasks=tasks, seed=seed, views=Views(copies, mirrored), progress=True)
+            found = assess(run, environment, tasks=tasks, seed=seed, views=views, progress=True)
             first.setdefault(count, found)
             gap = None if found is first[count] else found.score.minus(first[count].score)
             worst, lowest = found.worst

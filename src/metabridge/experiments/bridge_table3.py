@@ -59,8 +59,7 @@ def told(score: Measured) -> str:
     """Say how a score was taken."""
     if score.penalty is None:
         return f"{score.tasks} test tasks"
-    views = f"{score.copies} copies{' and mirror images' if score.mirrored else ''}"
-    return f"{score.tasks} test tasks; penalty {score.penalty:g} with {views}, chosen in validation"
+    return f"{score.tasks} test tasks; chosen in validation: penalty {score.penalty:g}, {score.views.told()}"
 
 
 def figure(outcome: Outcome, file: Path) -> None:

@@ -18,7 +18,7 @@ def run(work: Work) -> Outcome:
     rows = []
     for record in found.values():
         for penalty, published in PUBLISHED.items():
-            score = record.score("test", 5, penalty=penalty)
+            score = record.score("test", 5, penalty)
             rows.append(
                 Row(
                     f"penalty {penalty:g}",

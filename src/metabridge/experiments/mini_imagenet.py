@@ -9,11 +9,17 @@ from metabridge.environments.images import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.result import Work
 from metabridge.experiments.trials import Record, stored, trial
+from metabridge.training import Views
 from metabridge.training.augment import Augment
 from metabridge.training.plan import Plan
 from metabridge.training.schedule import Cosine
 
 SHOTS = (1, 5)
+LOOKS = (
+    Views(copies=5),  # B §6
+    Views(mirrored=True),
+    Views(mirrored=True, turned=True),
+)
 
 _RESNET = Plan(
     "mtl",
@@ -44,10 +50,10 @@ PAPER: dict[str, Plan] = {
     ),
     "mtl": replace(
         _RESNET,
-        model_options={"dropout": 0.1, "unit_norm": True},
+        training_ways=20,
         shots=5,
         queries=5,
-        batch=4,
+        batch=1,
         iterations=40_000,
         optimizer="radam",
         schedule=Cosine(),
@@ -104,7 +110,8 @@ def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
             images = images or _images(work)
             own = name.partition("-")[2]
             shots = (int(own),) if own else SHOTS
-            record = trial(work, label, plan, images, shots, tasks=2000 if work.scale == "paper" else 40)
+            tasks, looks = (2000, LOOKS) if work.scale == "paper" else (40, LOOKS[:2])
+            record = trial(work, label, plan, images, shots=shots, tasks=tasks, looks=looks)
         if record is not None:
             found[name] = record
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from metabridge.experiments.result import Environment, Work, environment
 from metabridge.files import make_folder, write_whole
 from metabridge.learners.heads import LogisticRegression
 from metabridge.training import Run, evaluate
-from metabridge.training.evaluate import FeatureTable, Views
+from metabridge.training.evaluate import PLAIN, FeatureTable, Views
 from metabridge.training.plan import Plan
 
 PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)  # A table 5
-COPIES = 5  # of each support image (B §6)
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Measured:
     ci95: float
     tasks: int
     penalty: float | None = None
-    copies: int = 0  # of each support image, changed at random
-    mirrored: bool = False  # whether features are means over an image and its mirror image
+    views: Views = PLAIN
 
 
 @dataclass(frozen=True)
@@ -55,18 +53,23 @@ class Record:
     scores: tuple[Measured, ...]
     evaluation_seconds: float | None  # for the test tasks of all shots once the features are there, one head
 
-    def score(self, split: str, shots: int, like: Measured | None = None, *, penalty: float | None = None) -> Measured:
-        """Return the score of the head and views of `like`, or of a plain one with the penalty."""
-        wanted = (penalty, 0, False) if like is None else (like.penalty, like.copies, like.mirrored)
+    def score(self, split: str, shots: int, penalty: float | None, views: Views = PLAIN) -> Measured:
+        """Return the score of a head with this penalty, on images looked at like this."""
         for score in self.scores:
-            if (score.split, score.shots, (score.penalty, score.copies, score.mirrored)) == (split, shots, wanted):
+            if (score.split, score.shots, score.penalty, score.views) == (split, shots, penalty, views):
                 return score
         raise InputError(f"the record of {self.name} has no such score on {split} with {shots} shots.")
 
     def chosen(self, shots: int) -> Measured:
         """Return the test score of the head and views that were best in validation."""
-        judged = [score for score in self.scores if score.split == "validation" and score.shots == shots]
-        return self.score("test", shots, max(judged, key=lambda score: score.mean))
+        best = best_in_validation(self.scores, shots)
+        return self.score("test", shots, best.penalty, best.views)
+
+
+def best_in_validation(scores: Iterable[Measured], shots: int) -> Measured:
+    """Return the best score on validation tasks with so many shots."""
+    judged = [score for score in scores if score.split == "validation" and score.shots == shots]
+    return max(judged, key=lambda score: score.mean)
 
 
 def stored(work: Work, name: str, plan: Plan) -> Record | None:
@@ -79,9 +82,19 @@ def stored(work: Work, name: str, plan: Plan) -> Record | None:
 
 
 def trial(
-    work: Work, name: str, plan: Plan, images: LabelledImages, shots: tuple[int, ...], tasks: int
+    work: Work,
+    name: str,
+    plan: Plan,
+    images: LabelledImages,
+    *,
+    shots: Sequence[int],
+    tasks: int,
+    looks: Sequence[Views],
 ) -> Record | None:
-    """Train, measure, and leave a record; None if the time ran out before the end."""
+    """Train, measure, and leave a record; None if the time ran out before the end.
+
+    Where the test-time head has a penalty, it and the best of the `looks` are chosen in validation.
+    """
     file = make_folder(work.out / "records") / f"{name}.json"
     run = plan.train(
         images, device=work.device, out=work.out / "runs" / name, minutes=work.minutes, progress=work.progress
@@ -107,7 +120,7 @@ def trial(
             for point in run.curve
             if point.score is not None
         ),
-        tuple(_measure(run, here, plan.ways, shots, tasks, work.seed)),
+        tuple(_measure(run, here, plan.ways, shots, tasks, looks, work.seed)),
         _evaluation_seconds(run, here, plan.ways, shots, tasks),
     )
     write_whole(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
@@ -115,35 +128,51 @@ def trial(
 
 
 def _measure(
-    run: Run, images: LabelledImages, ways: int, shots: tuple[int, ...], tasks: int, seed: int
+    run: Run,
+    images: LabelledImages,
+    ways: int,
+    shots: Sequence[int],
+    tasks: int,
+    looks: Sequence[Views],
+    seed: int,
 ) -> list[Measured]:
-    """Score the run on validation and test tasks: with every penalty and view, if its head has a penalty."""
-    scores = []
-    for split in ("validation", "test"):
-        environments = {count: images.tasks(split, ways=ways, shots=count) for count in shots}
-        if not isinstance(run.method.test, LogisticRegression):
-            for count, environment in environments.items():
-                found = evaluate(run, environment, tasks=tasks, seed=seed)
-                scores.append(Measured(split, count, found.mean, found.ci95, found.tasks))
-            continue
-        heads = [replace(run.method.test, penalty=penalty) for penalty in PENALTIES]
-        models = [replace(run, method=replace(run.method, test=head)) for head in heads]
-        for mirrored in (False, True):
-            whole = FeatureTable.of(run, environments[shots[0]], Views(COPIES, mirrored), seed=seed)
-            for copies in (0, COPIES):
-                table = whole.with_copies(copies)
-                for count, environment in environments.items():
-                    results = table.evaluate(models, environment, tasks=tasks, seed=seed)
-                    scores += [
-                        Measured(split, count, found.mean, found.ci95, found.tasks, penalty, copies, mirrored)
-                        for penalty, found in zip(PENALTIES, results)
-                    ]
+    """Score the run on validation and test tasks.
+
+    If its head has a penalty, every one is scored on plain images in both splits; all `looks` are scored in
+    validation, and in the test split the best alone.
+    """
+    environments = {
+        (split, count): images.tasks(split, ways=ways, shots=count)
+        for split in ("validation", "test")
+        for count in shots
+    }
+    if not isinstance(run.method.test, LogisticRegression):
+        found = {key: evaluate(run, environment, tasks=tasks, seed=seed) for key, environment in environments.items()}
+        return [Measured(*key, score.mean, score.ci95, score.tasks) for key, score in found.items()]
+    head = run.method.test
+
+    def scored(split: str, counts: Sequence[int], penalties: Sequence[float], views: Views) -> list[Measured]:
+        models = [replace(run, method=replace(run.method, test=replace(head, penalty=each))) for each in penalties]
+        table = FeatureTable.of(run, environments[split, shots[0]], views, seed=seed)
+        return [
+            Measured(split, count, score.mean, score.ci95, score.tasks, penalty, views)
+            for count in counts
+            for penalty, score in zip(
+                penalties, table.evaluate(models, environments[split, count], tasks=tasks, seed=seed)
+            )
+        ]
+
+    scores = scored("test", shots, PENALTIES, PLAIN) + scored("validation", shots, PENALTIES, PLAIN)
+    for views in looks:
+        scores += scored("validation", shots, PENALTIES[3:], views)
+    for count in shots:
+        best = best_in_validation(scores, count)
+        if best.views != PLAIN and best.penalty is not None:
+            scores += scored("test", [count], [best.penalty], best.views)
     return scores
 
 
-def _evaluation_seconds(
-    run: Run, images: LabelledImages, ways: int, shots: tuple[int, ...], tasks: int
-) -> float | None:
+def _evaluation_seconds(run: Run, images: LabelledImages, ways: int, shots: Sequence[int], tasks: int) -> float | None:
     if not isinstance(run.method.test, LogisticRegression):
         return None
     environments = [images.tasks("test", ways=ways, shots=count) for count in shots]
@@ -168,7 +197,7 @@ def _read(file: Path) -> Record:
                 **stored,
                 "environment": Environment(**stored["environment"]),
                 "curve": tuple(stored["curve"]),
-                "scores": tuple(Measured(**score) for score in stored["scores"]),
+                "scores": tuple(Measured(**{**score, "views": Views(**score["views"])}) for score in stored["scores"]),
             }
         )
     except (TypeError, KeyError, ValueError) as error:

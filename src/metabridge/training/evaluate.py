@@ -128,12 +128,41 @@ class Views:
     """How images are looked at, where their features are computed once and adaptation leaves them alone.
 
     With `copies`, so many changed copies of every support image are adapted to as well, made by `augment`. If
-    `mirrored`, an image's features are the mean of its own and its mirror image's.
+    `mirrored`, an image's features are the mean of its own and its mirror image's; if `turned`, they are those of
+    its four quarter turns side by side.
     """
 
     copies: int = 0
     mirrored: bool = False
+    turned: bool = False
     augment: Augment | None = None
+
+    def __post_init__(self) -> None:
+        if self.copies < 0:
+            raise InputError(f"copies is {self.copies}, but must be 0 or more.")
+
+    def told(self) -> str:
+        """Say it in a few words.
+
+        >>> Views(mirrored=True, turned=True).told()
+        'mirror images, quarter turns'
+        """
+        said = {
+            f"{self.copies} copies": self.copies > 0,
+            "mirror images": self.mirrored,
+            "quarter turns": self.turned,
+        }
+        return ", ".join(words for words, is_so in said.items() if is_so) or "plain images"
+
+    def features(self, model: Model, images: Tensor) -> Tensor:
+        """Return the features of images (n, channels, height, width) as they are looked at."""
+        found = []
+        for quarters in range(4 if self.turned else 1):
+            image = images.rot90(quarters, (-2, -1))
+            found.append(model.features(image))
+            if self.mirrored:
+                found[-1] = (found[-1] + model.features(image.flip(-1))) / 2
+        return torch.cat(found, -1)
 
 
 PLAIN = Views()
@@ -190,8 +219,8 @@ def outcomes(
             return
     if views != PLAIN:
         raise InputError(
-            f"copies is {views.copies} and mirrored is {views.mirrored}, but this model's features change with the "
-            "task. Use a method that solves a head, on a network with running statistics."
+            f"views asks for {views.told()}, but this model's features change with the task. "
+            "Use a method that solves a head, on a network with running statistics."
         )
     for size in _batches(tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK):  # enough to fill the machine
         episodes = _sampled(environment, size, generator, model.device)
@@ -235,15 +264,8 @@ class FeatureTable:
         for chunk in track(chunks, "features", disable=not progress, transient=True):
             images = environment.data.look_up(chunk).to(device)
             for copy, parts in enumerate(found):
-                seen = images if copy == 0 else augment(images, generator)
-                parts.append(model.features(seen))
-                if views.mirrored:
-                    parts[-1] = (parts[-1] + model.features(seen.flip(-1))) / 2
+                parts.append(views.features(model, images if copy == 0 else augment(images, generator)))
         return cls(torch.stack([torch.cat(parts) for parts in found]), places.to(device))
-
-    def with_copies(self, copies: int) -> FeatureTable:
-        """Return the table with only so many of its copies."""
-        return replace(self, features=self.features[: 1 + copies])
 
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
         """Score models whose features these are, with one head or another, on the tasks that `evaluate` draws."""

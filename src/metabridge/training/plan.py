@@ -23,7 +23,8 @@ class Plan:
 
     `batch` is tasks in a step, or images for a method that trains one classifier over all classes.
     `statistics` are those of batch norm. Images in colour are augmented unless `augment` says otherwise.
-    With `turns`, quarter turns of each training class are training classes of their own.
+    With `turns`, quarter turns of each training class are training classes of their own. Training tasks may have
+    more classes than those at test, `training_ways` of them, where the method's head allows it.
 
     >>> from metabridge.environments.datasets import load
     >>> run = Plan("mtl", batch=2, iterations=2).train(load("glyphs"), progress=False)
@@ -47,6 +48,7 @@ class Plan:
     schedule: Schedule = field(default_factory=Constant)
     augment: Augment | bool | None = None
     turns: bool = False
+    training_ways: int | None = None
     validate_every: int | None = None
     validate_tasks: int = 200
     validate_shots: int = 1
@@ -115,7 +117,7 @@ class Plan:
         """Return the tasks, or the batches over all classes, to train on."""
         if self.chosen().head == "all-rows":
             return images.batches("train", size=self.batch)
-        return images.tasks("train", ways=self.ways, shots=self.shots, queries=self.queries)
+        return images.tasks("train", ways=self.training_ways or self.ways, shots=self.shots, queries=self.queries)
 
     def validation_tasks(self, images: LabelledImages) -> ImageTasks:
         """Return validation tasks, of fewer ways and queries where there are fewer classes or images."""
