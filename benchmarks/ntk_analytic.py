@@ -4,7 +4,8 @@
 
 Both return Θ and K in float32. neural-tangents, which needs an environment of its own, is compiled by jax.jit, and what
 that takes is not counted. The two run in turns, each in a process of its own, on the same cores; the seconds are
-medians over all turns. `difference` is the largest one between the two Θ, relative to the largest entry.
+medians over all turns. `difference` is the largest one between the two Θ, relative to the largest entry. With
+`--device cuda` only ours goes to the GPU, and `mib` is the most memory that PyTorch gives out there, result included.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -38,15 +40,22 @@ def inputs(features: int) -> tuple[Any, Any]:
     return x, z
 
 
-def ours(features: int, symmetric: bool) -> Callable[[], Any]:
+def ours(features: int, symmetric: bool, device: str) -> Callable[[], Any]:
     """Return the computation with metabridge."""
     import torch
 
     from metabridge.kernels import fully_connected
 
-    x, z = (torch.from_numpy(values) for values in inputs(features))
+    x, z = (torch.from_numpy(values).to(device) for values in inputs(features))
     kernel = fully_connected(DEPTH)
-    return lambda: kernel.both(x, None if symmetric else z)[0]
+
+    def compute() -> Any:
+        ntk = kernel.both(x, None if symmetric else z)[0]
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return ntk
+
+    return compute
 
 
 def theirs(features: int, symmetric: bool) -> Callable[[], Any]:
@@ -64,57 +73,70 @@ def theirs(features: int, symmetric: bool) -> Callable[[], Any]:
     return compute
 
 
-def turn(results: Path) -> None:
-    """Time every case a few times, and leave seconds and kernels in the folder."""
-    prepare = theirs if find_spec("neural_tangents") else ours
+def peak(compute: Callable[[], Any]) -> float:
+    """Return the MiB that the GPU gives out at most during a computation, beside what it had given out."""
+    import torch
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    compute()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def turn(results: Path, device: str) -> None:
+    """Time every case a few times, and leave seconds, kernels and a GPU's memory in the folder."""
     for features, symmetric in CASES:
-        compute = prepare(features, symmetric)
+        compute = theirs(features, symmetric) if find_spec("neural_tangents") else ours(features, symmetric, device)
         kernel = compute()
         seconds = []
         for _ in range(REPEATS):
             start = time.perf_counter()
             compute()
             seconds.append(time.perf_counter() - start)
-        np.savez(results / f"{features}-{symmetric}.npz", seconds=seconds, ntk=np.asarray(kernel))
+        ntk = np.asarray(kernel if device == "cpu" else kernel.cpu())
+        mib = peak(compute) if device == "cuda" else math.nan
+        np.savez(results / f"{features}-{symmetric}.npz", seconds=seconds, ntk=ntk, mib=mib)
 
 
-def run(python: str, threads: int, cases: dict[tuple[int, bool], list[float]]) -> dict[tuple[int, bool], Any]:
-    """Let one python have its turn, add its seconds to `cases`, and return its kernels."""
+def run(
+    python: str, threads: int, device: str, cases: dict[tuple[int, bool], list[float]]
+) -> dict[tuple[int, bool], dict[str, Any]]:
+    """Let one python have its turn, add its seconds to `cases`, and return what else it found."""
     settings = {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
     cores = sorted(os.sched_getaffinity(0))[:threads]
     bind = functools.partial(os.sched_setaffinity, 0, cores)  # jax takes a thread for each core it sees
-    kernels = {}
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        command = [python, __file__, "--turn", folder]
+        command = [python, __file__, "--turn", folder, "--device", device]
         subprocess.run(command, check=True, env=os.environ | settings, preexec_fn=bind, stderr=subprocess.DEVNULL)
         for case in CASES:
-            stored = np.load(Path(folder) / f"{case[0]}-{case[1]}.npz")
-            cases[case] += stored["seconds"].tolist()
-            kernels[case] = stored["ntk"]
-    return kernels
+            found[case] = dict(np.load(Path(folder) / f"{case[0]}-{case[1]}.npz"))
+            cases[case] += found[case].pop("seconds").tolist()
+    return found
 
 
 def main() -> None:
     """Run the turns, print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="a python that has neural-tangents")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ours is computed")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # what each of the processes is told
     options = parser.parse_args()
     if options.turn:
-        turn(options.turn)
+        turn(options.turn, options.device)
         return
 
     mine: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
     peers: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
-    kernels: dict[tuple[int, bool], Any] = {}
-    references: dict[tuple[int, bool], Any] = {}
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    references: dict[tuple[int, bool], dict[str, Any]] = {}
     for _ in range(options.turns):
-        kernels = run(sys.executable, options.threads, mine)
+        found = run(sys.executable, options.threads, options.device, mine)
         if options.peer:
-            references = run(options.peer, options.threads, peers)
+            references = run(options.peer, options.threads, "cpu", peers)
 
     rows = []
     for case in CASES:
@@ -125,12 +147,16 @@ def main() -> None:
             "depth": DEPTH,
             "seconds": statistics.median(mine[case]),
         }
+        if options.device == "cuda":
+            row["mib"] = float(found[case]["mib"])
         if options.peer:
+            ntk, exact = found[case]["ntk"], references[case]["ntk"]
             row["neural_tangents_seconds"] = statistics.median(peers[case])
             row["ratio"] = statistics.median(peers[case]) / statistics.median(mine[case])
-            row["difference"] = float(abs(kernels[case] - references[case]).max() / abs(references[case]).max())
+            row["difference"] = float(abs(ntk - exact).max() / abs(exact).max())
         rows.append(row)
-    report(rows, {"threads": options.threads} | (versions(options.peer) if options.peer else {}), options.json)
+    settings = {"threads": options.threads} | (versions(options.peer) if options.peer else {})
+    report(rows, settings, options.device, options.json)
 
 
 def versions(python: str) -> dict[str, str]:
@@ -141,7 +167,7 @@ def versions(python: str) -> dict[str, str]:
     return dict(zip(names, found))
 
 
-def report(rows: list[dict[str, Any]], settings: dict[str, Any], path: Path | None) -> None:
+def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, path: Path | None) -> None:
     """Print the rows, and write them with what computed them."""
     from rich.console import Console
     from rich.table import Table
@@ -149,17 +175,22 @@ def report(rows: list[dict[str, Any]], settings: dict[str, Any], path: Path | No
     from metabridge.experiments.result import environment
 
     table = Table(
-        title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} points, float32, {settings['threads']} thread(s)"
+        title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} points, float32, {device}, {settings['threads']} threads"
     )
-    for heading in ("points", "ours, s", "neural-tangents, s", "ratio", "difference"):
+    for heading in ("points", "ours, s", "ours, MiB", "neural-tangents, s", "ratio", "difference"):
         table.add_column(heading, justify="left" if heading == "points" else "right")
     for row in rows:
-        peer = (f"{row['neural_tangents_seconds']:.3f}", f"{row['ratio']:.1f}×", f"{row['difference']:.0e}")
-        table.add_row(row["name"], f"{row['seconds']:.3f}", *(peer if "ratio" in row else ()))
+        peer = (
+            (f"{row['neural_tangents_seconds']:.3f}", f"{row['ratio']:.1f}×", f"{row['difference']:.0e}")
+            if "ratio" in row
+            else ()
+        )
+        mib = f"{row['mib']:.0f}" if "mib" in row else ""
+        table.add_row(row["name"], f"{row['seconds']:.4f}", mib, *peer)
     Console().print(table)
     if path:
-        here = asdict(environment("cpu")) | settings
-        document = {"id": "bench-ntk-analytic-cpu", "environment": here, "rows": rows}
+        here = asdict(environment(device)) | settings
+        document = {"id": f"bench-ntk-analytic-{device}", "environment": here, "rows": rows}
         path.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -58,7 +58,9 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
     work: Callable[[], Tensor] = (lambda: kernel.ntk(x)) if side == SIDES[0] else lambda: recipe(net, x)
     if options.device == "cuda":
         before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         found = work()
+        torch.cuda.synchronize()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     else:
         peak = added_peak(work, times=1)
@@ -120,7 +122,7 @@ def main() -> None:
     for heading in ("net", "ours, s", "torch.func, s", "ratio", "ours, MiB", "torch.func, MiB", "ratio", "difference"):
         table.add_column(heading, justify="left" if heading == "net" else "right")
     for row in rows:
-        times = f"{row['seconds']:.2f}", f"{row['reference_seconds']:.2f}", f"{row['time_ratio']:.2f}"
+        times = f"{row['seconds']:.3f}", f"{row['reference_seconds']:.3f}", f"{row['time_ratio']:.2f}"
         sizes = f"{row['mib']:.0f}", f"{row['reference_mib']:.0f}", f"{row['memory_ratio']:.1f}"
         table.add_row(str(row["net"]), *times, *sizes, f"{row['difference']:.0e}")
     Console(width=120).print(table)

@@ -1,7 +1,8 @@
 """Put the numbers of results/*.json, and the taxonomy of the code, into README.md and docs/*.md.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; `python docs/generate.py` writes it anew,
-and the tests fail when what stands there is not what the results say.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`, where NAME is one of `TABLES` or the ID of an
+experiment. `python docs/generate.py` writes it anew, and the tests fail when what stands there is not what the
+results say.
 """
 
 from __future__ import annotations
@@ -122,6 +123,52 @@ def empirical(row: dict[str, Any]) -> list[str]:
     return [row["net"], *seconds, f"{row['time_ratio']:.1f}×", *sizes, f"{row['memory_ratio']:.0f}×"]
 
 
+def beside(name: str) -> str:
+    """An experiment's numbers beside the published ones."""
+    result = stored(name)
+    rows = [
+        [
+            row["name"],
+            row["metric"],
+            "" if row["published"] is None else f"{row['published']:.4g}",
+            f"{row['ours']:.4g}" + ("" if row["ci95"] is None else f" ± {row['ci95']:.2g}"),
+            {True: "yes", False: "no", None: ""}[row["agrees"]],
+            row["note"],
+        ]
+        for row in result["rows"]
+    ]
+    table = markdown(["", "", "published", "ours", "agrees", ""], rows)
+    return f"{table}\n\n{machine(result)}, seed {result['seed']}, {result['seconds'] / 60:.1f} minutes."
+
+
+def kernel_fewshot() -> str:
+    """Kernels and nets as few-shot classifiers: a line for each learner and what it learnt from."""
+    result = stored("kernel-fewshot")
+    form = re.compile(r"(\w+, \d-shot), (.+), (support alone|fresh tasks|\d+ tasks(?:, ridge .+?)?)(, gain)?")
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        if (parts := form.fullmatch(row["name"])) and row["metric"].startswith("accuracy"):
+            kind, learner, learnt_from, gain = parts.groups()
+            own = cells.setdefault((learner, learnt_from), {})
+            value = f"{row['ours']:{'+' if gain else ''}.1f} ± {row['ci95']:.1f}"
+            own[kind] = f"{own[kind]} ({value})" if gain else value
+    kinds = list(dict.fromkeys(kind for own in cells.values() for kind in own))
+    last = max((name for _, name in cells if re.fullmatch(r"\d+ tasks", name)), key=lambda name: int(name.split()[0]))
+    rows = [
+        [*key, *(own.get(kind, "") for kind in kinds)]
+        for key, own in cells.items()
+        if not key[1].endswith("tasks") or key[1] in (last, "fresh tasks")
+    ]
+    table = markdown(["learner", "learnt from", *kinds], rows)
+    return f"{table}\n\n{machine(result)}, seed {result['seed']}; {result['settings']['test_tasks']} test tasks."
+
+
+def batched(row: dict[str, Any]) -> list[str]:
+    """Predictions for many tasks at once beside a loop over them."""
+    seconds = [f"{row[key]:.2f} s" for key in ("seconds", "loop_seconds")]
+    return [row["name"], *seconds, f"{row['ratio']:.1f}×", f"{row['mebibytes']:.0f} MiB"]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "taxonomy": taxonomy,
     "glyphs": glyphs("glyphs"),
@@ -141,6 +188,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "empirical": by_machine(
         ["bench-ntk-empirical-cpu"], ["net", "ours", "torch.func", "ratio", "memory", "torch.func", "ratio"], empirical
     ),
+    "kernel-fewshot": kernel_fewshot,
+    "batched": by_machine(
+        ["bench-kernel-predict-cpu"], ["twin", "at once", "in a loop", "ratio", "memory at once"], batched
+    ),
     "resnet12": by_machine(
         ["bench-resnet12-h200"], ["images a step", "", "images a second", "of the matrix rate"], throughput
     ),
@@ -151,9 +202,10 @@ def filled(text: str) -> str:
     """Return the page with every table written anew."""
 
     def write(match: re.Match[str]) -> str:
-        return f"{match[1]}\n\n{TABLES[match[2]]()}\n\n<!-- end -->"
+        name = match[2]
+        return f"{match[1]}\n\n{TABLES[name]() if name in TABLES else beside(name)}\n\n<!-- end -->"
 
-    return re.sub(r"(<!-- table (\w+) -->).*?<!-- end -->", write, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- table ([\w-]+) -->).*?<!-- end -->", write, text, flags=re.DOTALL)
 
 
 def pages() -> list[Path]:

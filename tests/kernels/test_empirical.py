@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from metabridge.errors import InputError
 from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.kernels.plan import Problem
 from metabridge.models import conv4, estimate_statistics, mlp, resnet12
 
 
@@ -147,7 +148,7 @@ def least(kernel: Empirical, x: Tensor) -> int:
     survey, memory = kernel._survey(x, None)[1], 2**10
     while True:
         try:
-            replace(kernel, memory=memory)._plan(survey, len(x), len(x), True, "cpu")
+            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, "cpu"))
         except InputError:
             memory += memory // 16
         else:
@@ -214,7 +215,7 @@ def test_parameters_given_take_the_place_of_the_networks_own() -> None:
 def test_linear_layers_are_factored_and_early_convolutions_formed() -> None:
     net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), torch.randn(2, 3, 84, 84)
     kernel = Empirical(net, outputs="full")
-    plan = kernel._plan(kernel._survey(x, None)[1], 100, 100, True, "cpu")
+    plan = kernel._plan(Problem(kernel._survey(x, None)[1], "full", kernel.memory, 100, 100, True, "cpu"))
     assert plan.way == "gradients"
     assert plan.tile == 100
     assert [block.name for block in plan.factored] == ["head.weight"]
@@ -223,7 +224,27 @@ def test_linear_layers_are_factored_and_early_convolutions_formed() -> None:
 def test_a_wide_net_of_many_outputs_on_few_samples_is_taken_by_the_cheaper_way() -> None:
     net, x = Wide(), torch.randn(2, 8)
     kernel = Empirical(net, outputs="full")
-    assert kernel._plan(kernel._survey(x, None)[1], 2, 2, True, "cpu").way == "products"
+    assert kernel._plan(Problem(kernel._survey(x, None)[1], "full", kernel.memory, 2, 2, True, "cpu")).way == "products"
+
+
+def test_ties_in_overlapping_windows_of_a_pool_go_where_automatic_differentiation_sends_them() -> None:
+    pool = nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, ceil_mode=True)
+    norm = nn.BatchNorm2d(4).eval()
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), norm, pool, nn.Flatten(), nn.Linear(4 * 4 * 7, 3)).double()
+    with torch.no_grad():
+        net[0].weight.copy_(seen(3, 4, 2, 3, 3).round())
+    x = seen(1, 4, 2, 8, 8).round()
+    assert error(Empirical(net, outputs="full").ntk(x), explicit(net, x, x, "full", lambda name: True)) < 1e-9
+
+
+def test_a_network_is_left_as_it_was_by_success_and_by_failure() -> None:
+    net = with_group_norm(conv4_of("batch"))
+    before = [dict(vars(layer)) for layer in net.modules()]
+    Empirical(net).ntk(seen(1, 2, 2, 16, 16))
+    with pytest.raises(InputError, match="does not take"):
+        Empirical(net).ntk(seen(1, 2, 2, 8, 8))
+    assert [dict(vars(layer)) for layer in net.modules()] == before
+    assert not any(layer._forward_hooks for layer in net.modules())
 
 
 class Wide(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from metabridge import InputError
+from metabridge.kernels import fully_connected
 from metabridge.kernels.solve import cholesky_solve, condition_number, conjugate_gradient, refuse_duplicates
 
 
@@ -59,7 +60,14 @@ def test_conjugate_gradient_says_where_it_stopped_short(caplog):
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_points_that_are_the_same_up_to_length_are_named(factor):
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    refuse_duplicates(x, "the training tasks")
+    plain, biased = fully_connected(depth=3), fully_connected(depth=3, bias_variance=0.1)
+    refuse_duplicates(plain, x, "the training tasks")
     x[4] = factor * x[1]
-    with pytest.raises(InputError, match="points 1 and 4 of the training tasks are the same up to length"):
-        refuse_duplicates(x, "the training tasks")
+    words = "points 1 and 4 of the training tasks are the same, or the same up to length"
+    with pytest.raises(InputError, match=words):
+        refuse_duplicates(plain, x, "the training tasks")
+    if factor == 1:
+        with pytest.raises(InputError, match=words):
+            refuse_duplicates(biased, x, "the training tasks")
+    else:
+        refuse_duplicates(biased, x, "the training tasks")

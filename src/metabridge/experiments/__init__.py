@@ -13,12 +13,17 @@ __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Result", "Row", "Work", "exp
 
 EXPERIMENTS = {
     "glyphs": "metabridge.experiments.glyphs",
+    "bridge-fig1": "metabridge.experiments.bridge_fig1",
+    "bridge-depth": "metabridge.experiments.bridge_depth",
     "bridge-table3": "metabridge.experiments.bridge_table3",
     "bridge-table4": "metabridge.experiments.bridge_table4",
     "bridge-table5": "metabridge.experiments.bridge_table5",
     "bridge-fig2": "metabridge.experiments.bridge_fig2",
     "landscape-table1": "metabridge.experiments.landscape_table1",
     "landscape-table2": "metabridge.experiments.landscape_table2",
+    "metantk-thm1": "metabridge.experiments.metantk_thm1",
+    "metantk-thm2": "metabridge.experiments.metantk_thm2",
+    "kernel-fewshot": "metabridge.experiments.kernel_fewshot",
 }
 
 
@@ -48,7 +53,7 @@ def experiment(name: str) -> Experiment:
 
     >>> experiment("figure-1")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    metabridge.errors.InputError: there is no experiment 'figure-1'. The experiments are glyphs, bridge-table3, ...
+    metabridge.errors.InputError: there is no experiment 'figure-1'. The experiments are glyphs, bridge-fig1, ...
     """
     if name not in EXPERIMENTS:
         raise InputError(f"there is no experiment '{name}'. The experiments are {', '.join(EXPERIMENTS)}.")

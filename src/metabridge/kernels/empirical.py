@@ -9,36 +9,25 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import functional_call
 
 from metabridge.errors import InputError, check_positive, describe
-from metabridge.kernels.jacobian import Block, Gradients, Outputs, Params, Survey, examine, inner, saved_bytes
+from metabridge.kernels.gram import Outputs, inner
+from metabridge.kernels.jacobian import Gradients, Params
+from metabridge.kernels.plan import Plan, Problem, Way
+from metabridge.kernels.products import by_products
+from metabridge.kernels.survey import Survey, examine, saved_bytes
 from metabridge.models.network import Network
 from metabridge.models.norm import BatchNorm
 from metabridge.models.resnet12 import DropBlock
 
 Part = Literal["all", "head", "body"]
-Way = Literal["auto", "gradients", "products"]
-CACHED = 2**26  # bytes that a pass over some samples holds on a CPU: larger ones gain nothing there
-
-ELEMENTWISE = 30  # multiplications of a matrix product in the time of one that goes through memory
-
-
-class Plan(NamedTuple):
-    """How a kernel is computed, and what that is estimated to cost in multiplications."""
-
-    way: Literal["gradients", "products"]
-    cost: float
-    tile: int  # samples whose gradients are held
-    chunk: int  # samples, or for products pairs of a sample and an output, that go through the net at a time
-    formed: tuple[Block, ...] = ()
-    factored: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +75,9 @@ class Empirical:
         n, m = len(x), len(x if z is None else z)
         r = survey.outputs if self.outputs == "full" else 1
         result = x.new_zeros(n * r, m * r)
-        plan = self._plan(survey, n, m, z is None, x.device.type)
+        plan = self._plan(Problem(survey, self.outputs, self.memory, n, m, z is None, x.device.type))
         if plan.way == "products":
-            _by_products(gradients, plan, self.outputs, x, z, result.view(n, r, m, r))
+            by_products(gradients, plan, self.outputs, x, z, result.view(n, r, m, r))
         else:
             self._by_gradients(gradients, plan, survey.outputs, x, z, result)
         if z is None:
@@ -121,7 +110,8 @@ class Empirical:
         [torch.Size([4, 9])]
         """
         gradients, survey = self._survey(x, None)
-        plan = self._gradient_plan(survey, survey.blocks, 1, len(x), False, x.device.type)
+        problem = Problem(survey, self.outputs, self.memory, 1, len(x), False, x.device.type)
+        plan = problem.rows(survey.blocks, ())
         if plan.tile < 1:
             raise self._too_little()
         for start in range(0, len(x), plan.tile):
@@ -159,12 +149,12 @@ class Empirical:
                 "the network's output for a sample depends on the other samples or on chance, so that it has no "
                 "gradient of its own. Use evaluation mode, or with_group_norm(net)."
             )
-        head = next((call for call in calls if call.output is y and isinstance(call.module, nn.Linear)), None)
+        head = next((call for call in calls if call.output is y and isinstance(call.layer, nn.Linear)), None)
         if head is None and self.part != "all":
             raise InputError(
                 "the network has no head: no nn.Linear's outputs are the network's. Use part='all', or a Network."
             )
-        heads = frozenset(gradients.own(head.module)) if head else frozenset()
+        heads = frozenset(head.roles) if head else frozenset()
         names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[self.part]
         if not names:
             raise InputError(f"the network has no parameters in its {self.part}.")
@@ -172,70 +162,14 @@ class Empirical:
         survey = examine(replace(gradients, names=names), y, leaves, calls, outputs, sum(graph))
         return replace(gradients, names=names, others=survey.others), survey
 
-    def _plan(self, survey: Survey, n: int, m: int, symmetric: bool, device: str) -> Plan:
-        """The cheapest plan that the memory holds."""
-        r, fold = (survey.outputs, 1) if self.outputs == "full" else (1, survey.outputs)
-
-        def factored_cost(block: Block) -> float:
-            if not block.positions:
-                return math.inf
-            return n * m * block.positions**2 * (block.inputs + r * r * (fold * block.outputs + ELEMENTWISE))
-
-        def formed_cost(block: Block) -> float:
-            return survey.outputs * (n + m) * block.work + n * m * r * r * fold * block.size
-
-        def short(block: Block) -> bool:
-            return 0 < block.positions * (block.inputs + survey.outputs * block.outputs) < survey.outputs * block.size
-
-        cheapest = [block for block in survey.blocks if factored_cost(block) >= formed_cost(block)]
-        shortest = [block for block in survey.blocks if not short(block)]
-        plans: list[Plan] = []
-        if self.way != "products":
-            for formed in (cheapest, shortest):
-                plan = self._gradient_plan(survey, formed, n, m, symmetric, device)
-                contraction = sum(formed_cost(b) if b in formed else factored_cost(b) for b in survey.blocks)
-                plans.append(plan._replace(cost=plan.cost + contraction))
-        if self.way != "gradients":
-            plans.append(self._product_plan(survey, n, m))
-        plans = [plan for plan in plans if plan.tile >= 1]
-        if not plans:
+    def _plan(self, problem: Problem) -> Plan:
+        plan = problem.cheapest(self.way)
+        if plan is None:
             raise self._too_little()
-        return min(plans, key=lambda plan: plan.cost)
+        return plan
 
     def _too_little(self) -> InputError:
         return InputError(f"memory is {self.memory} bytes, too few for one sample of this network. Allow more.")
-
-    def _gradient_plan(
-        self, survey: Survey, formed: Sequence[Block], n: int, m: int, symmetric: bool, device: str
-    ) -> Plan:
-        """Hold as many samples' gradients as fit beside a pass over some samples."""
-        factored = tuple(block for block in survey.blocks if block not in formed)
-        stored = survey.outputs * sum(block.size for block in formed)
-        stored += sum(block.positions * (block.inputs + survey.outputs * block.outputs) for block in factored)
-        stored *= survey.itemsize
-        passing = survey.graph + survey.outputs * survey.slopes + survey.largest
-        if survey.others:
-            passing = max(passing, 2 * (survey.outputs + 1) * survey.graph + stored)
-        share = max(passing, self.memory // 4)
-        room = self.memory - share
-        whole = max(n, m) * stored * (1 if symmetric else 2) <= room
-        tile = max(n, m) if whole else room // (2 * stored)
-        if tile < 1:
-            return Plan("gradients", math.inf, 0, 1, tuple(formed), factored)
-        tiles = -(-n // tile)
-        samples = (n * (tiles + 1) // 2) if symmetric else n + tiles * m
-        chunk = max(1, min(tile, (min(share, CACHED) if device == "cpu" else share) // passing))
-        cost = samples * survey.work * (1 + survey.outputs) * (3 if survey.others else 1)
-        return Plan("gradients", cost, tile, chunk, tuple(formed), factored)
-
-    def _product_plan(self, survey: Survey, n: int, m: int) -> Plan:
-        """Push pairs of a sample and an output forward together, as many as fit, over as many samples as fit."""
-        size = 3 * survey.itemsize * sum(block.size for block in survey.blocks)
-        pairs = int(min(m * survey.outputs, self.memory // 2 // (size + 2 * survey.graph)))
-        tile = int(min(n, self.memory // 2 // (max(1, pairs) * 3 * survey.graph))) if pairs else 0
-        if pairs > 1 and not tile:
-            pairs, tile = 1, int(min(n, self.memory // 2 // (3 * survey.graph)))
-        return Plan("products", 3 * m * survey.outputs * (1 + n) * survey.work, tile, pairs)
 
     def _by_gradients(
         self, gradients: Gradients, plan: Plan, outputs: int, x: Tensor, z: Tensor | None, result: Tensor
@@ -283,42 +217,6 @@ def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int)
     if affine:
         norm.weight, norm.bias = copy.deepcopy(layer.weight), copy.deepcopy(layer.bias)
     return norm.train(layer.training)
-
-
-def _by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor) -> None:
-    """Write Θ into the grid (n, r, m, r) column by column: J(x)(J(z)ᵀe) for each sample of z and each output."""
-    moving = {name: gradients.params[name] for name in gradients.names}
-    fixed = {name: value for name, value in gradients.params.items() if name not in moving}
-    points = x if z is None else z
-
-    def function(samples: Tensor) -> Callable[[Params], Tensor]:
-        def apply(params: Params) -> Tensor:
-            y: Tensor = functional_call(gradients.net, fixed | params, (samples,))
-            return y.sum(1, keepdim=True) if gradients.summed else y
-
-        return apply
-
-    def pulled(point: Tensor, output: Tensor) -> Params:
-        y, pull = vjp(function(point.unsqueeze(0)), moving)[:2]
-        seed = torch.zeros_like(y).scatter(1, output.view(1, 1), 1.0)
-        return pull(seed)[0]  # type: ignore[no-any-return]
-
-    with torch.no_grad():
-        k = function(x[:1])(moving).shape[1]
-        for start in range(0, len(points) * k, plan.chunk):
-            pairs = torch.arange(start, min(start + plan.chunk, len(points) * k), device=x.device)
-            samples, which = pairs // k, pairs % k
-            directions = vmap(pulled)(points[samples], which)
-            last = len(x) if z is not None else int(samples[-1]) + 1  # what is below the diagonal is not needed
-            for i in range(0, last, plan.tile):
-                apply = function(x[i : min(i + plan.tile, last)])
-                columns = vmap(lambda direction: jvp(apply, (moving,), (direction,))[1])(directions)  # noqa: B023
-                rows = slice(i, i + columns.shape[1])
-                if outputs == "full":
-                    grid[rows].flatten(2)[:, :, start : start + len(pairs)] = columns.movedim(0, -1)
-                else:
-                    own = columns[torch.arange(len(pairs)), :, which]
-                    grid[rows, 0, :, 0].index_add_(1, samples, own.mT)
 
 
 def _check_network(net: nn.Module, params: Params) -> None:

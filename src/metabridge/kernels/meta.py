@@ -18,6 +18,8 @@ from metabridge.kernels.kernel import Kernel
 Heads = Literal["shared", "independent"]
 Adapts = Literal["all", "head"]
 
+_SHARED = 128  # points of tasks that share a call of the kernel: more are wasted on pairs of different tasks
+
 
 def adaptation(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
     """T = M⁻¹(I − e^{−sM}), what `time` s = λτ of gradient flow on a support with the Gram matrix M does (A eq. 17).
@@ -33,8 +35,9 @@ def adaptation(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
         lost = values <= values.amax(-1, keepdim=True) * gram.shape[-1] * torch.finfo(gram.dtype).eps
         if lost.any():
             raise InputError(
-                f"a support set of {gram.shape[-1]} points has a Gram matrix that cannot be inverted: points in it are "
-                "the same, or their kernel cannot tell them apart. Remove them, or give a ridge or a finite time."
+                f"a support set of {gram.shape[-1]} points has a Gram matrix that cannot be inverted: "
+                f"{_most_alike(gram, lost)} are the same, or the kernel cannot tell them apart. Remove one of them, or "
+                "give a ridge or a finite time."
             )
         return (vectors / values[..., None, :]) @ vectors.mT
     safe = torch.where(values > 0, values, 1)
@@ -112,7 +115,11 @@ def residual(kernel: Kernel, query: Tensor, support: Tensor, adapts: Adapts, tim
 def own_grams(kernel: Kernel, x: Tensor, adapts: Adapts) -> Tensor:
     """The Gram matrix of every task's own points, (tasks, points, points): of Θ, or of K where the head adapts."""
     choose = kernel.ntk if adapts == "all" else kernel.nngp
-    return torch.stack([choose(points) for points in x])
+    tasks, points = x.shape[:2]
+    # Between vectors a call costs more than its pairs, so some tasks share one; between images every pair is dear.
+    together = max(1, _SHARED // points) if x.ndim == 3 else 1
+    parts = [x[first : first + together] for first in range(0, tasks, together)]
+    return torch.cat([blocks(choose(part.flatten(0, 1)), points) for part in parts])
 
 
 def blocks(matrix: Tensor, points: int) -> Tensor:
@@ -137,3 +144,13 @@ def own_task(tasks: int, points: int, like: Tensor) -> Tensor:
 def _modes(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(gram)
     return values.clamp_min(0) + ridge, vectors
+
+
+def _most_alike(gram: Tensor, lost: Tensor) -> str:
+    """Name the two points with the highest correlation in the first task that has lost modes."""
+    task = int(lost.reshape(-1, gram.shape[-1]).any(1).int().argmax())
+    own = gram.reshape(-1, *gram.shape[-2:])[task]
+    scale = own.diagonal().clamp_min(torch.finfo(own.dtype).tiny).rsqrt()
+    correlation = (own * scale * scale[:, None]).fill_diagonal_(-math.inf)
+    first, second = divmod(int(correlation.argmax()), len(own))
+    return f"its points {first} and {second}" + (f", in task {task}," if gram.ndim > 2 else "")

@@ -19,9 +19,12 @@ from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.kernels import meta
 from metabridge.kernels.kernel import Kernel
+from metabridge.kernels.network import AnalyticKernel
 from metabridge.kernels.solve import Solution, cholesky_solve, condition_number, conjugate_gradient, refuse_duplicates
 
 Twin = Literal["mtl", "anil", "maml", "anil-split"]
+
+_PART = 2**26  # bytes at a time on a CPU, where larger tensors cost more to get from the system than to fill
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,29 @@ class KernelLearner:
 
     def fit(self, episodes: Episodes) -> FittedKernel:
         """Solve for what training on these tasks would learn."""
-        episodes = episodes.to(dtype=torch.float64)
+        episodes = self.prepared(episodes, "training task")
         return FittedKernel(self, episodes if self.splits else episodes.without_split())
+
+    def prepared(self, episodes: Episodes, of: str) -> Episodes:
+        """Return the tasks in float64, images flattened for a kernel of vectors; refuse points without a kernel."""
+        episodes = episodes.to(dtype=torch.float64)
+        if isinstance(self.kernel, AnalyticKernel) and not self.kernel.space:
+            episodes = episodes.map_inputs(lambda x: x.flatten(2))
+        for name, x in (("support", episodes.support_x), ("query", episodes.query_x)):
+            values = x.flatten(2)
+            _refuse(~values.isfinite().all(2), f"{name} points of {of}s hold NaN or infinity", "mend them", of)
+            zero = ~values.any(2)
+            if zero.any() and not self._takes(x[zero][:1]):
+                way_out = "give the network a bias_variance"
+                _refuse(zero, f"{name} points of {of}s are zero, where the kernel vanishes", way_out, of)
+        return episodes
+
+    def _takes(self, point: Tensor) -> bool:
+        try:
+            self.kernel.nngp(point)
+        except InputError:
+            return False
+        return True
 
 
 class FittedKernel:
@@ -94,6 +118,7 @@ class FittedKernel:
 
     def __init__(self, learner: KernelLearner, episodes: Episodes) -> None:
         self.learner, self.kernel, self.shape = learner, learner.kernel, episodes.query_x.shape[2:]
+        self.form = _form(episodes)
         if learner.splits:
             self.points = torch.cat([episodes.query_x, episodes.support_x], 1)
             self.left, explained = self._adapted(episodes, learner.inner_time)
@@ -127,29 +152,45 @@ class FittedKernel:
         return condition_number(self.matrix, self.learner.ridge)
 
     def predict(self, episodes: Episodes) -> Tensor:
-        """Adapt to the supports and return the outputs for the queries, (tasks, queries, outputs)."""
+        """Adapt to the supports and return the outputs for the queries, (tasks, queries, outputs).
+
+        All tasks are adapted to at once. Their kernel with the training points, which is most of the work, is computed
+        for some tasks at a time, as many as `memory` holds at most.
+        """
+        learner, given = self.learner, episodes.query_x.dtype
+        episodes = learner.prepared(episodes, "test task")
+        self._check(episodes)
+        time = learner.inner_time if learner.test_time is None else learner.test_time
+        left, explained = self._adapted(episodes, time)
+        if learner.heads == "independent":
+            return explained.to(given)  # the body learnt nothing that a head which starts elsewhere could use
+        points = torch.cat([episodes.query_x, episodes.support_x], 1)
+        share = self._share(points.shape[1])
+        body = torch.cat([self._body(points[first : first + share]) for first in range(0, len(points), share)])
+        return (explained + left @ body).to(given)
+
+    def _body(self, points: Tensor) -> Tensor:
+        """What the training tasks' weights say of the points before they are adapted to."""
+        ntk, nngp = self.kernel.both(points.flatten(0, 1), self.points.flatten(0, 1))
+        body = (ntk if self.learner.splits else ntk - nngp) @ self.weights
+        return body.unflatten(0, points.shape[:2])  # type: ignore[no-any-return]
+
+    def _check(self, episodes: Episodes) -> None:
+        """Refuse tasks of another form than those of training."""
         if episodes.query_x.shape[2:] != self.shape:
             raise InputError(
                 f"the points are of shape {tuple(episodes.query_x.shape[2:])}, but those of the training tasks of "
-                f"shape {tuple(self.shape)}."
+                f"shape {tuple(self.shape)}. Give both the same features, or the same size of images."
             )
-        given = episodes.query_x.dtype
-        episodes = episodes.to(dtype=torch.float64)
-        share = self._share(episodes.query_x.shape[1] + episodes.support_x.shape[1])
-        parts = [self._predict(episodes[first : first + share]) for first in range(0, len(episodes), share)]
-        return torch.cat(parts).to(given)
-
-    def _predict(self, episodes: Episodes) -> Tensor:
-        learner = self.learner
-        left, explained = self._adapted(
-            episodes, learner.inner_time if learner.test_time is None else learner.test_time
-        )
-        if learner.heads == "independent":
-            return explained  # the body learnt nothing that a head which starts elsewhere could use
-        points = torch.cat([episodes.query_x, episodes.support_x], 1)
-        ntk, nngp = self.kernel.both(points.flatten(0, 1), self.points.flatten(0, 1))
-        body = (ntk if learner.splits else ntk - nngp) @ self.weights
-        return explained + left @ body.unflatten(0, points.shape[:2])  # type: ignore[no-any-return]
+        if _form(episodes) != self.form:
+            raise InputError(
+                f"the test tasks have {_form(episodes)}, but the training tasks have {self.form}. Give both the same."
+            )
+        if episodes.device != self.device:
+            raise InputError(
+                f"the test tasks are on {episodes.device}, but the training tasks on {self.device}. "
+                f"Use episodes.to('{self.device}')."
+            )
 
     def _adapted(self, episodes: Episodes, time: float) -> tuple[Tensor, Tensor]:
         """R of every task with a split, and G(X, X', Y'), what the inner loop alone predicts."""
@@ -175,17 +216,31 @@ class FittedKernel:
         if learner.outer_time < math.inf:
             return Solution(meta.adaptation(self.matrix, learner.outer_time, learner.ridge) @ target, 0.0)
         if learner.ridge == 0:
-            refuse_duplicates(self.points.flatten(0, 1), "the training tasks")
+            self._refuse_duplicates()
         if 3 * 8 * len(target) * self.points.shape[0] * self.points.shape[1] <= learner.memory:
             return cholesky_solve(self.matrix, target, learner.ridge)
         own = self.left @ meta.own_grams(self.kernel, self.points, "all") @ self.left.mT
         own.diagonal(dim1=-2, dim2=-1).add_(learner.ridge)
-        factor = torch.linalg.cholesky(own)  # of each task's own block, which is most of Φ
+        factor, failed = torch.linalg.cholesky_ex(own)  # of each task's own block, which is most of Φ
+        if failed.any():
+            raise InputError(
+                f"training task {int(failed.bool().int().argmax())} has a singular kernel matrix: the kernel cannot "
+                "tell its points apart. Remove those that are alike, or give a ridge."
+            )
 
         def precondition(v: Tensor) -> Tensor:
             return torch.cholesky_solve(v.unflatten(0, own.shape[:2]), factor).flatten(0, 1)
 
         return conjugate_gradient(self._product, target, precondition)
+
+    def _refuse_duplicates(self) -> None:
+        try:
+            refuse_duplicates(self.kernel, self.points.flatten(0, 1), "the training tasks")
+        except InputError as error:
+            order = "queries before supports" if self.learner.splits else "supports before queries"
+            raise InputError(
+                f"{error} Points are counted task after task, {self.points.shape[1]} each, {order}."
+            ) from error
 
     def _product(self, v: Tensor) -> Tensor:
         """(Φ + ridge)v, the rows of some tasks at a time."""
@@ -199,7 +254,8 @@ class FittedKernel:
 
     def _share(self, points: int) -> int:
         """How many tasks of so many points to take at a time, for their kernel with the training points to fit."""
-        return max(1, int(self.learner.memory // (8 * 4 * points * self.points.shape[0] * self.points.shape[1])))
+        memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _PART)
+        return max(1, int(memory // (8 * 4 * points * self.points.shape[0] * self.points.shape[1])))
 
 
 def predict_mtl(kernel: Kernel, train: Episodes, test: Episodes, *, test_time: float = math.inf) -> Tensor:
@@ -223,7 +279,25 @@ def predict_maml(
 
 def _targets(episodes: Episodes, y: Tensor) -> Tensor:
     """Values as they are; labels one-hot."""
+    return one_hot(y, _outputs(episodes)).double() if episodes.classification else y
+
+
+def _outputs(episodes: Episodes) -> int:
     if not episodes.classification:
-        return y
-    outputs = int(episodes.support_y.max()) + 1 if episodes.classes is None else episodes.classes.shape[1]
-    return one_hot(y, outputs).double()
+        return episodes.support_y.shape[2]
+    if episodes.classes is not None:
+        return episodes.classes.shape[1]
+    return 1 + int(max(episodes.support_y.max(), episodes.query_y.max()))
+
+
+def _form(episodes: Episodes) -> str:
+    """Say what kind of targets there are."""
+    return f"{_outputs(episodes)} {'classes' if episodes.classification else 'outputs'}"
+
+
+def _refuse(bad: Tensor, what: str, way_out: str, of: str) -> None:
+    """Raise if any point is bad, (tasks, points), and name the first ones."""
+    places = bad.nonzero().tolist()
+    if places:
+        named = ", ".join(f"{point} of {of} {task}" for task, point in places[:3]) + (", …" if len(places) > 3 else "")
+        raise InputError(f"{what}: {named}. Leave them out, or {way_out}.")

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from metabridge.errors import InputError
+from metabridge.kernels.kernel import Kernel
 
 log = logging.getLogger("metabridge")
 
+MOST_CONDITION = 1e12  # of the kernel between two points that it can tell apart
 MOST_JITTER = 1e-6  # of the mean of the diagonal; what needs more is not solved but refused
 
 
@@ -92,15 +94,16 @@ def conjugate_gradient(
     return Solution(solution, 0.0)
 
 
-def refuse_duplicates(x: Tensor, where: str) -> None:
-    """Raise if two points, (points, ...), are the same up to length, which makes a kernel without biases singular."""
+def refuse_duplicates(kernel: Kernel, x: Tensor, where: str) -> None:
+    """Raise if two points, (points, ...), are the same, or the same up to length and the kernel sees no length."""
     unit = torch.nn.functional.normalize(x.flatten(1).double(), dim=1)
     order = torch.unique((unit * 1e6).round(), dim=0, return_inverse=True)[1]
-    first: dict[int, int] = {}
+    alike: dict[int, list[int]] = {}
     for row, group in enumerate(order.tolist()):
-        if group in first:
-            raise InputError(
-                f"points {first[group]} and {row} of {where} are the same up to length, so the kernel is singular. "
-                "Remove one of them, or give a ridge."
-            )
-        first[group] = row
+        for other in alike.setdefault(group, []):
+            if condition_number(kernel.ntk(x[[other, row]])) > MOST_CONDITION:
+                raise InputError(
+                    f"points {other} and {row} of {where} are the same, or the same up to length, so the kernel is "
+                    "singular. Remove one of them, or give a ridge."
+                )
+        alike[group].append(row)

@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from metabridge.errors import InputError
 from metabridge.models.mlp import ACTIVATIONS
@@ -48,14 +47,18 @@ def wide(
 
 
 class _Scaled(nn.Module):
+    """The scale is on the inputs: a plain linear layer is one whose empirical kernel needs no gradients formed."""
+
     def __init__(self, inputs: int, outputs: int, weight_variance: float, bias_variance: float) -> None:
         super().__init__()
         self.scale, self.shift = math.sqrt(weight_variance / inputs), math.sqrt(bias_variance)
-        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+        self.linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+        nn.init.normal_(self.linear.weight)
         self.bias = nn.Parameter(torch.randn(outputs)) if bias_variance else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.scale * self.weight, None if self.bias is None else self.shift * self.bias)
+        y: Tensor = self.linear(self.scale * x)
+        return y if self.bias is None else y + self.shift * self.bias
 
 
 class _Times(nn.Module):
