@@ -8,7 +8,8 @@ import torch
 
 from metabridge import Engine, method, parameters
 from metabridge.experiments import EXPERIMENTS, Result, Work, experiment, metantk_thm1, metantk_thm2
-from metabridge.experiments.metantk import PowerLaw, descend, initialisations, mean, meta_ntk, sample, squared
+from metabridge.experiments.laws import PowerLaw, mean
+from metabridge.experiments.metantk import descend, initialisations, meta_ntk, sample, squared
 from metabridge.experiments.metantk_thm1 import Training, law_rows, loss_rows
 from metabridge.learners.adapt import predict
 from metabridge.models import wide

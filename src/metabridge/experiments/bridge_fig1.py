@@ -20,7 +20,7 @@ import torch
 
 from metabridge.environments.functions import Quadratic
 from metabridge.episodes import Episodes
-from metabridge.experiments.metantk import PowerLaw, mean
+from metabridge.experiments.laws import PowerLaw, mean
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.kernels import Empirical, FittedKernel, Kernel, KernelLearner, fully_connected
 from metabridge.models import wide

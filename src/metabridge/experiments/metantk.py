@@ -1,4 +1,4 @@
-"""Wide nets under full-batch gradient descent, as B's theorems have them, and laws in their width.
+"""Wide nets under full-batch gradient descent, as B's theorems have them.
 
 The loss is ½‖F − Y‖² over the queries of all tasks (B eq. 23). The nets have the NTK parameterisation, in which
 the paper's rate η₀/l is η₀ and its Φ̂ = JJᵀ/l is JJᵀ: the paper's parameters are ours divided by √l.
@@ -6,13 +6,11 @@ the paper's rate η₀/l is η₀ and its Φ̂ = JJᵀ/l is JJᵀ: the paper's p
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from metabridge.environments.functions import Quadratic
@@ -24,14 +22,9 @@ from metabridge.learners.method import Method
 from metabridge.learners.parameters import moving, starting_heads, trainable
 from metabridge.models.network import Network, Params, apply_features, apply_head
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 DEPTH = 3
 KERNEL = fully_connected(depth=DEPTH)
 TASKS = Quadratic(shots=4, queries=4)
-
-Points = Mapping[int, Sequence[float]]  # by width, a value for each initialisation
 
 
 def initialisations(widths: Sequence[int], count: int, seed: int) -> dict[int, list[int]]:
@@ -107,63 +100,3 @@ def _adapted_outputs(method: Method, net: Network, params: Params, task: Episode
         problem = Problem(apply, method.loss, task.support_x[0], task.support_y[0])
         moved = method.inner.solve(problem, moving(method, start), {}, exact=True)
     return apply(moved, task.query_x[0]).flatten()
-
-
-def mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the half-width of its 95 % interval, Student's.
-
-    >>> mean([1.0, 3.0])
-    (2.0, 12.7...)
-    """
-    spread = float(torch.tensor(values, dtype=torch.float64).std())
-    margin = stats.t.ppf(0.975, len(values) - 1) * spread / math.sqrt(len(values))
-    return sum(values) / len(values), float(margin)
-
-
-@dataclass(frozen=True)
-class PowerLaw:
-    """values ≈ factor · width^exponent, with the half-width of the exponent's 95 % interval."""
-
-    factor: float
-    exponent: float
-    ci95: float
-
-    @classmethod
-    def fit(cls, points: Points) -> PowerLaw:
-        """Fit a line to the logarithms by least squares; the interval is over initialisations.
-
-        >>> PowerLaw.fit({4: [1.0, 1.1], 16: [0.5, 0.55], 64: [0.25, 0.275]})
-        PowerLaw(factor=2.0..., exponent=-0.5..., ci95=0.058...)
-        """
-        pairs = [(math.log(width), math.log(value)) for width, values in points.items() for value in values]
-        line = stats.linregress(*zip(*pairs))
-        margin = stats.t.ppf(0.975, len(pairs) - 2) * line.stderr
-        return cls(math.exp(line.intercept), float(line.slope), float(margin))
-
-    def __call__(self, width: float) -> float:
-        """Return the value at a width."""
-        return float(self.factor * width**self.exponent)
-
-
-def draw_laws(axes: Axes, laws: Mapping[str, Points]) -> None:
-    """Draw every value against its width, both in logarithms, with the power law through them and its exponent."""
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator
-
-    from metabridge.report.figures import COLOURS, MARKERS
-
-    for (label, points), colour, marker in zip(laws.items(), COLOURS, MARKERS):
-        law, widths = PowerLaw.fit(points), list(points)
-        xs, ys = zip(*((width, value) for width, values in points.items() for value in values))
-        axes.plot(xs, ys, marker, color=colour, markersize=4, alpha=0.6)
-        fitted = [law(width) for width in widths]
-        exponent = f"{law.exponent:.2f} ± {law.ci95:.2f}".replace("-", "−")
-        axes.plot(widths, fitted, color=colour, label=f"{label}, exponent {exponent}")
-    guide = [fitted[0] * (width / widths[0]) ** -0.5 for width in widths]
-    axes.plot(widths, guide, "--", color="grey", label="in proportion to width$^{-1/2}$")
-    axes.set(xscale="log", yscale="log", xlabel="width")
-    axes.set_xticks(widths, [str(width) for width in widths])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1))

@@ -17,19 +17,8 @@ import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.experiments.metantk import (
-    DEPTH,
-    KERNEL,
-    TASKS,
-    PowerLaw,
-    descend,
-    draw_laws,
-    initialisations,
-    mean,
-    meta_ntk,
-    sample,
-    squared,
-)
+from metabridge.experiments.laws import PowerLaw, draw_laws, mean
+from metabridge.experiments.metantk import DEPTH, KERNEL, TASKS, descend, initialisations, meta_ntk, sample, squared
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.kernels import split_kernel
 from metabridge.learners.engine import Engine

@@ -19,18 +19,8 @@ import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.experiments.metantk import (
-    DEPTH,
-    KERNEL,
-    TASKS,
-    PowerLaw,
-    descend,
-    draw_laws,
-    initialisations,
-    mean,
-    sample,
-    squared,
-)
+from metabridge.experiments.laws import PowerLaw, draw_laws, mean
+from metabridge.experiments.metantk import DEPTH, KERNEL, TASKS, descend, initialisations, sample, squared
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.kernels.predict import KernelLearner, Twin
 from metabridge.learners.adapt import predict
