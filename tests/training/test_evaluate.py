@@ -166,6 +166,17 @@ def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, te
     assert torch.allclose(table.features[0, table.places[rows]], expected, atol=1e-4)
 
 
+def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_centre(glyphs, test_tasks):
+    model = inductive(glyphs, "mtl")
+    images = glyphs.look_up(test_tasks.rows[:6])
+    corners = [images[:, :, :21, :21], images[:, :, :21, 7:], images[:, :, 7:, :21], images[:, :, 7:, 7:]]
+    parts = [*corners, images[:, :, 3:24, 3:24]]
+    stretched = [torch.nn.functional.interpolate(part, size=28, mode="bilinear") for part in parts]
+    expected = torch.stack([model.features(part) for part in (images, *stretched)]).mean(0)
+    assert torch.allclose(Views(cropped=True).features(model, images), expected, atol=1e-5)
+    assert not torch.allclose(expected, model.features(images), atol=1e-2)
+
+
 def test_a_negative_number_of_copies_is_refused():
     with pytest.raises(InputError, match="copies is -1"):
         Views(copies=-1)

@@ -46,7 +46,7 @@ def train(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="A setting of the method: steps=5.")
     ] = None,
-    model: Annotated[str, typer.Option(help="conv4, resnet12, mlp, or timm:NAME.")] = "conv4",
+    model: Annotated[str, typer.Option(help="conv4, resnet12, mlp, timm:NAME, or an architecture.json.")] = "conv4",
     model_option: Annotated[
         list[str] | None, typer.Option("--model-option", metavar="KEY=VALUE", help="Of the model: filters=64.")
     ] = None,
@@ -140,6 +140,7 @@ def evaluate(
     copies: Annotated[int, typer.Option(min=0, help="Changed copies of each support image to adapt to as well.")] = 0,
     mirrored: Annotated[bool, typer.Option("--mirrored", help="Average over each image and its mirror image.")] = False,
     turned: Annotated[bool, typer.Option("--turned", help="Look at every quarter turn of an image too.")] = False,
+    cropped: Annotated[bool, typer.Option("--cropped", help="Average over each image and five crops of it.")] = False,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything there as JSON.")] = None,
@@ -166,7 +167,7 @@ def evaluate(
     for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first"):
         table.add_column(heading, justify="left" if heading in ("run", "worst class") else "right")
     report: list[dict[str, object]] = []
-    counts, views = _counts(shots), Views(copies, mirrored, turned)
+    counts, views = _counts(shots), Views(copies, mirrored, turned, cropped)
     first: dict[int, Assessment] = {}
     for folder in runs:
         run = load(folder, device=where)

@@ -19,6 +19,8 @@ LOOKS = (
     Views(copies=5),  # B §6
     Views(mirrored=True),
     Views(mirrored=True, turned=True),
+    Views(mirrored=True, cropped=True),
+    Views(mirrored=True, turned=True, cropped=True),
 )
 
 _RESNET = Plan(

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 from rich.progress import track
 from torch import Tensor
+from torch.nn import functional as F
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import Drawn, ImageTasks, send
@@ -128,13 +129,15 @@ class Views:
     """How images are looked at, where their features are computed once and adaptation leaves them alone.
 
     With `copies`, so many changed copies of every support image are adapted to as well, made by `augment`. If
-    `mirrored`, an image's features are the mean of its own and its mirror image's; if `turned`, they are those of
-    its four quarter turns side by side.
+    `mirrored`, an image's features are the mean of its own and its mirror image's; if `cropped`, also of its corners
+    and its centre, of three quarters of its sides and stretched; if `turned`, they are those of its four quarter turns
+    side by side.
     """
 
     copies: int = 0
     mirrored: bool = False
     turned: bool = False
+    cropped: bool = False
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
@@ -150,22 +153,32 @@ class Views:
         said = {
             f"{self.copies} copies": self.copies > 0,
             "mirror images": self.mirrored,
+            "crops": self.cropped,
             "quarter turns": self.turned,
         }
         return ", ".join(words for words, is_so in said.items() if is_so) or "plain images"
 
     def features(self, model: Model, images: Tensor) -> Tensor:
         """Return the features of images (n, channels, height, width) as they are looked at."""
-        found = []
-        for quarters in range(4 if self.turned else 1):
-            image = images.rot90(quarters, (-2, -1))
-            found.append(model.features(image))
-            if self.mirrored:
-                found[-1] = (found[-1] + model.features(image.flip(-1))) / 2
-        return torch.cat(found, -1)
+        parts = [images, *_crops(images)] if self.cropped else [images]
+        if self.mirrored:
+            parts += [part.flip(-1) for part in parts]
+        turns = range(4 if self.turned else 1)
+        found = [[model.features(part.rot90(turn, (-2, -1))) for part in parts] for turn in turns]
+        return torch.cat([torch.stack(own).mean(0) for own in found], -1)
 
 
 PLAIN = Views()
+
+
+def _crops(images: Tensor) -> list[Tensor]:
+    """The four corners and the centre of images, of three quarters of their sides and stretched to the same size."""
+    height, width = images.shape[-2:]
+    tall, wide = -(-3 * height // 4), -(-3 * width // 4)
+    below, right = height - tall, width - wide
+    corners = [(0, 0), (0, right), (below, 0), (below, right), (below // 2, right // 2)]
+    parts = [images[..., down : down + tall, along : along + wide] for down, along in corners]
+    return [F.interpolate(part, (height, width), mode="bilinear", align_corners=False) for part in parts]
 
 
 def evaluate(

@@ -18,9 +18,9 @@ from metabridge.errors import InputError, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import parameters
+from metabridge.models.drop import Drop
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import estimate_statistics, running_layers
-from metabridge.models.resnet12 import DropBlock
 from metabridge.training import checkpoint
 from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, fill, merge, part
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
 }
 Precision = Literal["float32", "bfloat16"]
-PACE = 50  # iterations between changes of DropBlock's rate
+PACE = 50  # iterations between changes of the rates at which layers drop
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Loop:
         trained = [value for value in self.params.values() if value.requires_grad]
         make = OPTIMIZERS[settings.optimizer]
         self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay)
-        self.drops = [block for block in net.modules() if isinstance(block, DropBlock)]
+        self.drops = [block for block in net.modules() if isinstance(block, Drop)]
         if device.type == "cpu" and mode in ("auto", "workers") and (self.drops or _dropouts(net)):
             mode = "loop"  # threads would draw from the one generator in an order that no seed decides
         self.engine = Engine(method, net, mode=mode, dtype=settings.dtype)

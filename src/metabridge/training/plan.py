@@ -9,7 +9,7 @@ from pathlib import Path
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import ImageTasks, LabelledImages
 from metabridge.learners.method import PRESETS, Method, method
-from metabridge.models import Network, build
+from metabridge.models import ARCHITECTURE, Network, build
 from metabridge.models.norm import Statistics
 from metabridge.training.augment import Augment
 from metabridge.training.fit import Run, fit
@@ -110,7 +110,8 @@ class Plan:
         channels, size = images.images.shape[1], images.images.shape[-1]
         shape: dict[str, object] = {"inputs": channels * size**2}
         if self.model != "mlp":
-            shape = {"channels": channels, "size": size, "statistics": self.statistics}
+            colours = "image_channels" if self.model.endswith(ARCHITECTURE) else "channels"
+            shape = {colours: channels, "size": size, "statistics": self.statistics}
         return build(self.model, **{**shape, "outputs": self.ways, "seed": self.seed, **self.model_options})
 
     def training_tasks(self, images: LabelledImages) -> Environment:
