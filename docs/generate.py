@@ -17,6 +17,7 @@ from metabridge.learners.method import PRESETS
 from metabridge.report.taxonomy import described
 
 ROOT = Path(__file__).resolve().parent.parent
+MANY = 40  # rows of a table that a reader still reads
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -124,8 +125,10 @@ def empirical(row: dict[str, Any]) -> list[str]:
 
 
 def beside(name: str) -> str:
-    """An experiment's numbers beside the published ones."""
+    """An experiment's numbers beside the published ones; of very many, those that are judged."""
     result = stored(name)
+    judged = [row for row in result["rows"] if row["agrees"] is not None or row["published"] is not None]
+    shown = judged if len(result["rows"]) > MANY and judged else result["rows"]
     rows = [
         [
             row["name"],
@@ -135,10 +138,13 @@ def beside(name: str) -> str:
             {True: "yes", False: "no", None: ""}[row["agrees"]],
             row["note"],
         ]
-        for row in result["rows"]
+        for row in shown
     ]
     table = markdown(["", "", "published", "ours", "agrees", ""], rows)
-    return f"{table}\n\n{machine(result)}, seed {result['seed']}, {result['seconds'] / 60:.1f} minutes."
+    left = (
+        f" The other {len(result['rows']) - len(shown)} numbers are in results/{name}.json." if shown is judged else ""
+    )
+    return f"{table}\n\n{machine(result)}, seed {result['seed']}, {result['seconds'] / 60:.1f} minutes.{left}"
 
 
 def kernel_fewshot() -> str:

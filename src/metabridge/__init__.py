@@ -2,8 +2,25 @@
 
 from typing import TYPE_CHECKING
 
-from metabridge import kernels, models
-from metabridge.environments import ImageBatches, ImageTasks, LabelledImages, Quadratic, Sinusoid, datasets
+from metabridge import kernels, models, theory
+from metabridge.diagnose import Diagnosis, diagnose
+from metabridge.environments import (
+    GivenNeurons,
+    HardEasy,
+    ImageBatches,
+    ImageTasks,
+    LabelledImages,
+    Landscape,
+    LinearTasks,
+    LogisticTasks,
+    NormalNeurons,
+    Quadratic,
+    SharedRepresentation,
+    Sinusoid,
+    TaskGroup,
+    Teachers,
+    datasets,
+)
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners import (
@@ -41,19 +58,26 @@ __all__ = [
     "Augment",
     "Constant",
     "Cosine",
+    "Diagnosis",
     "Engine",
     "Episodes",
     "FewShotClassifier",
+    "GivenNeurons",
     "GradientDescent",
+    "HardEasy",
     "ImageBatches",
     "ImageTasks",
     "InputError",
     "LabelledImages",
+    "Landscape",
+    "LinearTasks",
     "LogisticRegression",
+    "LogisticTasks",
     "MetaGradient",
     "Method",
     "Model",
     "NearestCentroid",
+    "NormalNeurons",
     "Plateau",
     "Proximal",
     "Quadratic",
@@ -61,12 +85,16 @@ __all__ = [
     "RidgeHead",
     "Run",
     "Score",
+    "SharedRepresentation",
     "Sinusoid",
     "Step",
     "SupportVectors",
+    "TaskGroup",
+    "Teachers",
     "Views",
     "adapt",
     "datasets",
+    "diagnose",
     "evaluate",
     "fit",
     "kernels",
@@ -77,6 +105,7 @@ __all__ = [
     "parameters",
     "predict",
     "task_loss",
+    "theory",
 ]
 
 

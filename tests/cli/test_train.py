@@ -106,7 +106,7 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "magic"], "There is no method 'magic'. The methods are maml"),
         (
             ["--method", "anil", "--model", "vgg"],
-            "model is 'vgg', but must be one of conv4, resnet12, mlp or timm:NAME",
+            "model is 'vgg', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json",
         ),
         (["--method", "anil", "--option", "stepz=3"], "anil has no option 'stepz'. Its options are lr, rates, steps"),
         (["--method", "anil", "--option", "steps"], "--option is 'steps', but must be KEY=VALUE, such as steps=5."),
@@ -193,7 +193,7 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
         (["--split", "dev"], "split is 'dev', but these images have 'train'"),
         (["--queries", "100"], "class '"),
         (["--ways", "6"], "A label is 5, but the head has 5 outputs"),
-        (["--copies", "1"], "copies is 1 and mirrored is False, but this model's features change with the task"),
+        (["--copies", "1"], "views asks for 1 copies, but this model's features change with the task"),
     ],
 )
 def test_what_cannot_be_evaluated_is_named_in_one_line_with_status_2(metabridge, runs, arguments, complaint):

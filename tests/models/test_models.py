@@ -100,10 +100,10 @@ def test_a_name_builds_what_its_builder_does(name, options, made):
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("conv5", {}, "model is 'conv5', but must be one of conv4, resnet12, mlp or timm:NAME."),
-        ("timm", {}, "model is 'timm', but must be one of conv4, resnet12, mlp or timm:NAME."),
-        ("timm:", {}, "model is 'timm:', but must be one of conv4, resnet12, mlp or timm:NAME."),
-        ("conv4:wide", {}, "model is 'conv4:wide', but must be one of conv4, resnet12, mlp or timm:NAME."),
+        ("conv5", {}, "model is 'conv5', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
+        ("timm", {}, "model is 'timm', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
+        ("timm:", {}, "model is 'timm:', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
+        ("conv4:wide", {}, "model is 'conv4:wide', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
         (
             "conv4",
             {"depth": 5},

@@ -7,7 +7,14 @@ from typing import NoReturn, cast
 
 import typer
 
-from metabridge.cli import data, studies, train, use  # noqa: F401  (each module adds its commands to the application)
+from metabridge.cli import (  # noqa: F401  (each module adds its commands to the application)
+    data,
+    diagnose,
+    search,
+    studies,
+    train,
+    use,
+)
 from metabridge.cli.common import app
 from metabridge.errors import InputError
 

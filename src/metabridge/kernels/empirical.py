@@ -23,9 +23,9 @@ from metabridge.kernels.jacobian import Gradients, Params
 from metabridge.kernels.plan import Plan, Problem, Way
 from metabridge.kernels.products import by_products
 from metabridge.kernels.survey import Survey, examine, saved_bytes
+from metabridge.models.drop import Drop
 from metabridge.models.network import Network
-from metabridge.models.norm import BatchNorm
-from metabridge.models.resnet12 import DropBlock
+from metabridge.models.norm import BatchNorm, group_count
 
 Part = Literal["all", "head", "body"]
 
@@ -211,9 +211,8 @@ def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
 
 def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
     channels = layer.weight.numel() if isinstance(layer, BatchNorm) else layer.num_features
-    count = next(count for count in range(min(groups, channels), 0, -1) if channels % count == 0)
     affine = layer.weight is not None
-    norm = nn.GroupNorm(count, channels, eps=layer.eps, affine=affine)
+    norm = nn.GroupNorm(group_count(channels, groups), channels, eps=layer.eps, affine=affine)
     if affine:
         norm.weight, norm.bias = copy.deepcopy(layer.weight), copy.deepcopy(layer.bias)
     return norm.train(layer.training)
@@ -235,12 +234,12 @@ def _check_network(net: nn.Module, params: Params) -> None:
                 f"batch norm {name!r} normalises by the batch, which mixes samples, so that none has a gradient of its "
                 "own. Use evaluation mode with statistics='running', estimated, or with_group_norm(net, groups=16)."
             )
-        if isinstance(layer, DropBlock | nn.modules.dropout._DropoutNd) and layer.training and _drops(layer):
+        if isinstance(layer, Drop | nn.modules.dropout._DropoutNd) and layer.training and _drops(layer):
             raise InputError(f"{name!r} drops at random in training mode. Use net.eval().")
 
 
-def _drops(layer: DropBlock | nn.modules.dropout._DropoutNd) -> bool:
-    return bool(layer.rate if isinstance(layer, DropBlock) else layer.p)
+def _drops(layer: Drop | nn.modules.dropout._DropoutNd) -> bool:
+    return bool(layer.rate if isinstance(layer, Drop) else layer.p)
 
 
 def _check_inputs(params: Params, x: Tensor, z: Tensor | None) -> None:

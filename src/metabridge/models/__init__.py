@@ -6,20 +6,26 @@ import inspect
 from collections.abc import Callable
 
 from metabridge.errors import InputError
+from metabridge.models import cells
 from metabridge.models.backbone import timm
 from metabridge.models.conv4 import conv4
+from metabridge.models.drop import Drop, DropPath
 from metabridge.models.mlp import mlp
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import BatchNorm, estimate_statistics
 from metabridge.models.resnet12 import DropBlock, resnet12
 from metabridge.models.wide import wide
+from metabridge.search.space import Architecture
 
 __all__ = [
     "BatchNorm",
+    "Drop",
     "DropBlock",
+    "DropPath",
     "Network",
     "Params",
     "build",
+    "cells",
     "conv4",
     "estimate_statistics",
     "mlp",
@@ -34,18 +40,24 @@ BUILDERS: dict[str, Callable[..., Network]] = {
     "mlp": mlp,
     "timm": timm,
     "wide": wide,
+    "network": cells.network,
 }
+ARCHITECTURE = ".json"  # how the path of one ends
 
 
 def build(model: str, **options: object) -> Network:
     """Make a network by its builder's name, such as "conv4" or "timm:resnet18", with that builder's options.
 
+    The path of an architecture, a file that ends in .json, makes the network of its cells.
+
     >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
     32
     """
+    if model.endswith(ARCHITECTURE):
+        return build("network", **{**options, "architecture": Architecture.load(model)})
     name, _, backbone = model.partition(":")
     if name not in BUILDERS or (name == "timm") != bool(backbone or "name" in options):
-        raise InputError(f"model is {model!r}, but must be one of conv4, resnet12, mlp or timm:NAME.")
+        raise InputError(f"model is {model!r}, but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json.")
     if backbone:
         options = {"name": backbone, **options}
     known = inspect.signature(BUILDERS[name]).parameters

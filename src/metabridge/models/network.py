@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, is_dataclass
 from typing import Any, ParamSpec
 
 import torch
@@ -121,7 +122,8 @@ def recorded(build: Callable[P, Network]) -> Callable[P, Network]:
         net = build(*args, **options)
         given = inspect.signature(build).bind(*args, **options)
         given.apply_defaults()
-        net.recipe = {"model": build.__name__, **given.arguments}
+        plain = {name: asdict(value) if is_dataclass(value) else value for name, value in given.arguments.items()}  # type: ignore[arg-type]
+        net.recipe = {"model": build.__name__, **plain}
         return net
 
     return builder

@@ -172,6 +172,15 @@ def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
     return module
 
 
+def group_count(channels: int, most: int = 16) -> int:
+    """Return how many groups a group norm has: `most`, or as many below as divide the channels evenly.
+
+    >>> group_count(48), group_count(24), group_count(8)
+    (16, 12, 8)
+    """
+    return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
+
+
 def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     """Set the fixed statistics of every `running` batch norm in `net` from batches of inputs.
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError
+from metabridge.models.drop import Drop
 from metabridge.models.network import Network, recorded, seeded
 from metabridge.models.norm import BatchNorm, Statistics
 
@@ -54,24 +55,18 @@ def resnet12(
         )
 
 
-class DropBlock(nn.Module):
+class DropBlock(Drop):
     """In training, zero squares of `size` × `size` in each channel and rescale what is left.
 
-    Seeds of squares are drawn so that about `rate` of the map is dropped. `rate` is a buffer, so
-    that it can follow a schedule, inside a captured graph too: `block.rate.fill_(0.05)`.
+    Seeds of squares are drawn so that about `rate` of the map is dropped.
 
     >>> DropBlock(0.5, 2).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)
     """
 
-    rate: Tensor
-
     def __init__(self, rate: float, size: int) -> None:
-        super().__init__()
-        if not 0 <= rate < 1:
-            raise InputError(f"drop_rate is {rate}, but must be at least 0 and less than 1.")
-        self.size, self.full_rate = size, float(rate)
-        self.register_buffer("rate", torch.tensor(float(rate)))
+        super().__init__(rate)
+        self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop squares from maps of shape (points, channels, height, width)."""

@@ -73,14 +73,8 @@ def write(outcome: Outcome, folder: str | Path) -> Path:
     ]
     for picture in (*curves, dots, *shown):
         write_whole(folder / f"{picture.name}.png", picture.light)
-    templates = Environment(
-        loader=PackageLoader("metabridge", "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    html = templates.get_template("page.html.jinja").render(
+    html = rendered(
+        "page.html.jinja",
         result=outcome.result,
         tasks=outcome.environment,
         lines=[_line(trial) for trial in outcome.trials],
@@ -88,10 +82,20 @@ def write(outcome: Outcome, folder: str | Path) -> Path:
         curves=curves,
         dots=dots,
         shown=shown,
-        light=LIGHT,
-        dark=DARK,
     )
-    return write_whole(folder / "index.html", html.encode())
+    return write_whole(folder / "index.html", html)
+
+
+def rendered(template: str, **values: object) -> bytes:
+    """Fill a template of this folder, in the style of all pages."""
+    templates = Environment(
+        loader=PackageLoader("metabridge", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return templates.get_template(template).render(**values, light=LIGHT, dark=DARK).encode()
 
 
 def _line(trial: Trial) -> dict[str, str]:

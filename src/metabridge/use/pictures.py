@@ -46,8 +46,9 @@ def image_shape(net: Network) -> tuple[int, int]:
     (1, 28)
     """
     recipe: dict[str, Any] = net.recipe or {}
-    if "channels" in recipe:
-        return recipe["channels"], recipe["size"]
+    for images in ("image_channels", "channels"):  # where it has both, the latter are those of its maps
+        if images in recipe:
+            return recipe[images], recipe["size"]
     for channels in (1, 3):  # a fully connected net knows the number of values alone
         size = isqrt(recipe.get("inputs", 0) // channels)
         if size and channels * size**2 == recipe["inputs"]:

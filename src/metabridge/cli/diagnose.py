@@ -1,0 +1,78 @@
+"""The command that says beforehand which method pays."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.cli.train import DataOption
+
+if TYPE_CHECKING:
+    from metabridge.environments import LabelledImages
+    from metabridge.models import Network
+    from metabridge.training import Model
+
+
+class Groups(StrEnum):
+    """How hard and easy tasks are told apart."""
+
+    hardness = "hardness"
+    superclasses = "superclasses"
+
+
+@app.command()
+def diagnose(
+    data: DataOption = "glyphs",
+    model: Annotated[str, typer.Option(help="conv4, resnet12, mlp or timm:NAME, or the folder of a run.")] = "conv4",
+    out: Annotated[Path, typer.Option(help="Folder for the page, its pictures and the numbers.")] = Path("diagnosis"),
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
+    ways: Annotated[int, typer.Option(min=2, help="Classes in a task.")] = 5,
+    shots: Annotated[int, typer.Option(min=1, help="Support images of each class.")] = 1,
+    queries: Annotated[int, typer.Option(min=1, help="Query images of each class.")] = 15,
+    tasks: Annotated[int, typer.Option(min=10, help="Tasks to sample.")] = 200,
+    groups: Annotated[Groups, typer.Option(help="How hard and easy tasks are found.")] = Groups.hardness,
+    alpha: Annotated[float | None, typer.Option(help="The step of adaptation, if not the largest safe one.")] = None,
+    twins: Annotated[bool, typer.Option(help="Let kernels of wide nets predict as well.")] = True,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Say which method pays on this data before any training: plain pre-training, ANIL or MAML.
+
+    Samples tasks, measures how hard each is for the network's features and where its solution lies,
+    predicts what adaptation in training gains, and weighs that against its cost. Writes
+    diagnosis.json and index.html, a page with pictures.
+
+    Example: **metabridge diagnose --data omniglot:data/omniglot --groups superclasses --out diagnosis**
+    """
+    from metabridge.diagnose import diagnose as diagnosed
+    from metabridge.environments.datasets import load
+    from metabridge.files import make_folder
+    from metabridge.kernels import fully_connected
+    from metabridge.report import diagnosis as report
+
+    make_folder(out)
+    images = load(data).to(device_name(device))
+    found = diagnosed(
+        images.tasks(split, ways=ways, shots=shots, queries=queries),
+        _network(model, images, seed, device_name(device)),
+        kernel=fully_connected(depth=3, bias_variance=0.1) if twins else None,
+        groups=groups.value,
+        tasks=tasks,
+        alpha=alpha,
+        seed=seed,
+        progress=True,
+    )
+    print(found.told())
+    print(f"The page is {report.write(found, out)}")
+
+
+def _network(model: str, images: LabelledImages, seed: int, device: str) -> Network | Model:
+    """The network of a run, if there is such a folder, or a new one."""
+    from metabridge.diagnose import untrained
+    from metabridge.training import load
+
+    return load(model, device=device) if Path(model).is_dir() else untrained(images, model, seed=seed)

@@ -1,0 +1,142 @@
+"""Commands that look for an architecture without training anything, and that score one."""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.cli.train import DataOption
+
+
+class Kernel(StrEnum):
+    """Whose condition number is meant."""
+
+    maml = "maml"
+    anil = "anil"
+    ntk = "ntk"
+
+
+class Guide(StrEnum):
+    """What a search goes by: a kernel and linear regions, regions alone, or nothing."""
+
+    maml = "maml"
+    anil = "anil"
+    ntk = "ntk"
+    none = "none"
+    random = "random"
+
+
+CellsOption = Annotated[int, typer.Option(min=3, help="Cells of the network.")]
+ChannelsOption = Annotated[int, typer.Option(min=1, help="Channels of the first cells.")]
+TasksOption = Annotated[int, typer.Option(min=1, help="Tasks that the kernel is computed for.")]
+WaysOption = Annotated[int, typer.Option(min=1, help="Classes in a task.")]
+ShotsOption = Annotated[int, typer.Option(min=1, help="Support images of each class.")]
+QueriesOption = Annotated[int, typer.Option(min=1, help="Query images of each class.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Initialisations and batches to average over.")]
+TimeOption = Annotated[float, typer.Option(help="λτ, rate times steps of the adaptation; inf adapts to the end.")]
+RidgeOption = Annotated[float, typer.Option(min=0, help="Added to the kernel that adaptation inverts.")]
+InputsOption = Annotated[int, typer.Option(min=1, help="Inputs that linear regions are counted on.")]
+SizeOption = Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels.")]
+
+
+@app.command()
+def search(
+    data: DataOption = "glyphs",
+    kernel: Annotated[Guide, typer.Option(help="The kernel to go by; none takes regions alone.")] = Guide.maml,
+    cells: CellsOption = 5,
+    channels: ChannelsOption = 48,
+    out: Annotated[Path, typer.Option(help="Folder of the search.")] = Path("runs/search"),
+    tasks: TasksOption = 3,
+    ways: WaysOption = 5,
+    shots: ShotsOption = 1,
+    queries: QueriesOption = 1,
+    repeats: RepeatsOption = 3,
+    time: TimeOption = math.inf,
+    ridge: RidgeOption = 1e-3,
+    inputs: InputsOption = 3000,
+    size: SizeOption = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Find an architecture for few-shot learning without training anything.
+
+    Prunes a network of all operators at once by the condition number of its kernel and its number of
+    linear regions. Writes architecture.json, search.jsonl with every score, and cells.png. The same
+    command given again goes on with a search that was stopped.
+
+    Example: **metabridge search --data mini-imagenet:data --size 32 --cells 5 --kernel maml --out runs/search**
+    """
+    from metabridge.environments.datasets import load
+    from metabridge.search.draw import draw
+    from metabridge.search.metantk import Search
+
+    given = {"cells": cells, "channels": channels, "tasks": tasks, "ways": ways, "shots": shots, "queries": queries}
+    settings = Search(kernel.value, **given, repeats=repeats, time=time, ridge=ridge, inputs=inputs, seed=seed)
+    found = settings.run(load(data, size=size), device=device_name(device), out=out)
+    draw(found.architecture, out / "cells.png")
+    print(found.architecture)
+    if found.troubled:
+        print(
+            f"{found.troubled} of {found.measured} networks had a proxy that could not be told; search.jsonl says why."
+        )
+    print(f"The architecture is in {out}. Next: metabridge train --model {out / 'architecture.json'} --data {data}")
+
+
+@app.command()
+def score(
+    model: Annotated[str, typer.Option(help="An architecture.json, or conv4, resnet12, mlp or timm:NAME.")],
+    data: DataOption = "glyphs",
+    kernel: Annotated[list[Kernel] | None, typer.Option(help="Which kernels; all unless told.")] = None,
+    cells: CellsOption = 5,
+    channels: ChannelsOption = 48,
+    tasks: TasksOption = 3,
+    ways: WaysOption = 5,
+    shots: ShotsOption = 1,
+    queries: QueriesOption = 1,
+    repeats: RepeatsOption = 3,
+    time: TimeOption = math.inf,
+    ridge: RidgeOption = 1e-3,
+    inputs: InputsOption = 3000,
+    size: SizeOption = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = Device.auto,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the scores there.")] = None,
+) -> None:
+    """Score an untrained network: how well its kernels are conditioned, and its number of linear regions.
+
+    Batch norms are replaced by group norms, so that every image has a gradient of its own. An
+    architecture is scored as a search does it, with regions of a thin network on patches of images; the
+    regions of another model are its own, on whole images.
+
+    Example: **metabridge score --model runs/search/architecture.json --data glyphs**
+    """
+    from metabridge.environments.datasets import load
+    from metabridge.files import write_whole
+    from metabridge.search.metantk import Search, score_model
+
+    given = {"cells": cells, "channels": channels, "tasks": tasks, "ways": ways, "shots": shots, "queries": queries}
+    images, where = load(data, size=size), device_name(device)
+    table = Table("proxy", title=f"{model}, {repeats} initialisations")
+    for heading in ("mean", "of each", "trouble"):
+        table.add_column(heading, justify="left" if heading == "trouble" else "right")
+    report: list[dict[str, object]] = []
+    for guide in (*(Guide(name) for name in kernel or Kernel), Guide.none):
+        settings = Search(guide.value, **given, repeats=repeats, time=time, ridge=ridge, inputs=inputs, seed=seed)
+        found = score_model(settings, model, images, device=where)
+        told = "linear regions" if guide is Guide.none else f"condition number, {guide.upper()}"
+        each = ", ".join(f"{one.value:.4g}" for one in found.each)
+        table.add_row(told, f"{found.mean.value:.4g}", each, found.mean.trouble or "")
+        values = [one.value if math.isfinite(one.value) else None for one in found.each]
+        report.append({"proxy": told, "values": values, "troubles": [one.trouble for one in found.each]})
+    Console().print(table)
+    if json_file is not None:
+        write_whole(json_file, f"{json.dumps(report, indent=2, ensure_ascii=False)}\n".encode())
+        print(f"The scores are in {json_file}")

@@ -1,0 +1,212 @@
+"""From moments of sampled tasks to a landscape of hard and easy ones, and to what C's formulas say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metabridge.diagnose.moments import Moments
+from metabridge.environments.linear import Landscape, TaskGroup
+from metabridge.errors import InputError
+from metabridge.theory.landscape import (
+    Risks,
+    adapted_covariance,
+    maml_solution,
+    nal_solution,
+    noise_floor,
+    risk_above_floor,
+)
+
+FEWEST = 5  # tasks of a group
+REPEATS = 100  # of the bootstrap
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number with the interval that holds it 95 times of 100."""
+
+    value: float
+    low: float
+    high: float
+
+    def told(self) -> str:
+        """Say it in a few words.
+
+        >>> Interval(2.0, 1.5, 2.75).told()
+        '2.00 (1.50 to 2.75)'
+        """
+        return f"{self.value:#.3g} ({self.low:#.3g} to {self.high:#.3g})"
+
+    def percent(self) -> str:
+        """Say a share in percent.
+
+        >>> Interval(0.2, 0.15, 0.275).percent()
+        '20.0 % (15.0 to 27.5 %)'
+        """
+        return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f} %)"
+
+
+class Prediction(NamedTuple):
+    """What C's formulas say of the estimated landscape."""
+
+    risks: Risks  # 𝓔_m
+    ratio: Interval  # of them
+    saved: Interval  # the share of NAL's whole loss F_m, noise included, that MAML saves
+    left: float  # of the loss of NAL above the noise before it adapts, what MAML has after
+    ratios: Tensor  # one for each resampling of the tasks
+
+
+@dataclass(frozen=True, eq=False)
+class Geography:
+    """Where tasks of a hard and an easy group have their solutions.
+
+    Tasks of a group are taken to share a covariance. `hard` says which tasks are hard.
+    """
+
+    moments: Moments
+    hard: Tensor
+    m: int
+    share: float | None = None  # of hard tasks, where it is known
+
+    def __post_init__(self) -> None:
+        for name, count in (("hard", int(self.hard.sum())), ("easy", int((~self.hard).sum()))):
+            if count < FEWEST:
+                raise InputError(
+                    f"there are {count} {name} tasks, but a group needs at least {FEWEST}. Sample more tasks."
+                )
+
+    @cached_property
+    def solutions(self) -> Tensor:
+        """w* of each half of each task, (tasks, 2, d)."""
+        return self.moments.solutions(self.covariances[(~self.hard).long()])
+
+    @cached_property
+    def covariances(self) -> Tensor:
+        """Of the hard tasks and of the easy ones, (2, d, d)."""
+        return torch.stack([self.moments.covariance[tasks].mean((0, 1)) for tasks in self.members])
+
+    def stable_step(self) -> float:
+        """Return 1/λ, λ the largest curvature of the two groups' covariances."""
+        return 1 / float(torch.linalg.eigvalsh(self.covariances).max())
+
+    def landscape(self, alpha: float, chosen: Sequence[Tensor] | None = None) -> Landscape:
+        """Return the two groups, the hard one first, of the chosen tasks (which may be chosen more than once).
+
+        Covariances are those of all tasks of a group, chosen or not. A group's spread is rI with the r that Q^{(m)}
+        feels as it feels the spread measured, which is unbiased and so may have negative eigenvalues: 𝓔_m depends on
+        tr(Q·spread) alone.
+        """
+        groups = []
+        both = chosen or self.members
+        hard = len(both[0]) / (len(both[0]) + len(both[1])) if self.share is None else self.share
+        for tasks, covariance, probability in zip(both, self.covariances, (hard, 1 - hard)):
+            first, second = self.solutions[tasks].unbind(1)
+            centre = (first.mean(0) + second.mean(0)) / 2
+            # halves share the task alone: their product is of its solution, without the noise of either
+            products = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
+            Q = adapted_covariance(covariance, alpha, self.m)
+            r = float((Q * products).sum() / Q.trace())
+            explained = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
+            noise = float(self.moments.square[tasks].mean() - explained)
+            groups.append(TaskGroup(covariance, centre, max(r, 0.0), max(noise, 0.0), probability))
+        return Landscape(tuple(groups), self.moments.dimension)
+
+    @cached_property
+    def members(self) -> tuple[Tensor, Tensor]:
+        """The numbers of the hard tasks, and of the easy ones."""
+        return self.hard.nonzero().flatten(), (~self.hard).nonzero().flatten()
+
+    def distance(self, landscape: Landscape, alpha: float) -> float:
+        """R between the groups' centres, as the hard tasks' Q^{(m)} feels it, less what the noise of centres adds.
+
+        With Q a multiple of I and centres 0 and R·1 it is C's R.
+        """
+        law = landscape.law
+        Q = adapted_covariance(law.covariance[0], alpha, self.m)
+        gap = law.centre[0] - law.centre[1]
+        noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.members]
+        squared = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
+        return float(squared.clamp_min(0).sqrt())
+
+    def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
+        """Return the risks of NAL and MAML, with intervals from resampling the tasks.
+
+        An estimated distance between centres is longer than the true one by the noise of both. Resampling adds that
+        noise once more, so what it adds to the risks is taken off them.
+        """
+        plain = _losses(self.landscape(alpha), alpha, self.m)
+        drawn = [_losses(self.landscape(alpha, self._resampled(generator)), alpha, self.m) for _ in range(REPEATS)]
+        repeats = torch.tensor(drawn, dtype=torch.float64)
+        added = repeats[:, :2].mean(0) - torch.tensor(plain[:2], dtype=torch.float64)
+        least = 1e-9 * plain[0]
+        nal, maml = (max(value - float(more), least) for value, more in zip(plain[:2], added))
+        shifted = (repeats[:, :2] - 2 * added).clamp_min(least)
+        floor, before = plain[2:]
+        return Prediction(
+            Risks(nal, maml),
+            _interval(nal / maml, shifted[:, 0] / shifted[:, 1]),
+            _interval((nal - maml) / (nal + floor), (shifted[:, 0] - shifted[:, 1]) / (shifted[:, 0] + repeats[:, 2])),
+            maml / before,
+            shifted[:, 0] / shifted[:, 1],
+        )
+
+    def _resampled(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw as many tasks with replacement; each group keeps its size where its share is known, and at least two."""
+        if self.share is not None:
+            drawn = [own[torch.randint(len(own), (len(own),), generator=generator)] for own in self.members]
+            return drawn[0], drawn[1]
+        while True:
+            tasks = torch.randint(len(self.hard), (len(self.hard),), generator=generator)
+            hard, easy = tasks[self.hard[tasks]], tasks[~self.hard[tasks]]
+            if min(len(hard), len(easy)) >= 2:
+                return hard, easy
+
+    def map(self) -> Tensor:
+        """Return every task's solution in two dimensions (tasks, 2): along the line between the centres, and across it.
+
+        Lengths are those that the mean covariance feels. The second axis is the one with the most variance left.
+        """
+        values, vectors = torch.linalg.eigh(self.moments.covariance.mean((0, 1)))
+        points = self.solutions.mean(1) @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+        points = points - points[~self.hard].mean(0)
+        along = torch.nn.functional.normalize(points[self.hard].mean(0), dim=0)
+        rest = points - (points @ along)[:, None] * along
+        across = torch.linalg.eigh(rest.T @ rest).eigenvectors[:, -1]
+        return torch.stack([points @ along, rest @ across], 1)
+
+
+def split_by_rate(rates: Tensor) -> Tensor:
+    """Return which tasks are hard: the cut of log rates into two groups that leaves the least variance within them.
+
+    >>> split_by_rate(torch.tensor([0.1] * 5 + [1.0] * 7)).sum()
+    tensor(5)
+    """
+    if len(rates) < 2 * FEWEST:
+        raise InputError(f"tasks is {len(rates)}, but two groups need at least {2 * FEWEST}. Sample more tasks.")
+    values = rates.double().log().sort().values
+    sizes = range(FEWEST, len(values) - FEWEST + 1)
+    hardest = min(sizes, key=lambda size: float(_variation(values[:size]) + _variation(values[size:])))
+    return rates.argsort().argsort() < hardest
+
+
+def _variation(values: Tensor) -> Tensor:
+    return (values - values.mean()).square().sum()
+
+
+def _losses(landscape: Landscape, alpha: float, m: int) -> tuple[float, float, float, float]:
+    """𝓔_m at the solutions of NAL and MAML (n₂ = m), the noise floor, and 𝓔 of NAL before it adapts."""
+    solutions = torch.stack([nal_solution(landscape), maml_solution(landscape, alpha, m)])
+    nal, maml = risk_above_floor(landscape, solutions, alpha, m).tolist()
+    before = float(risk_above_floor(landscape, solutions[0], 0.0, m))
+    return nal, maml, noise_floor(landscape, alpha, m), before
+
+
+def _interval(value: float, repeats: Tensor) -> Interval:
+    """A value with the 95 % interval of its repeats."""
+    low, high = repeats.quantile(torch.tensor([0.025, 0.975], dtype=repeats.dtype)).tolist()
+    return Interval(value, min(low, value), max(high, value))

@@ -1,0 +1,126 @@
+"""Regression tasks whose targets come from teachers: nets of one hidden layer with a fixed sum above it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from metabridge.environments.environment import require_positive
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError, check_positive, describe
+
+Activation = Literal["softplus", "sigmoid", "relu", "tanh"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softplus": F.softplus,
+    "sigmoid": torch.sigmoid,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}
+
+
+def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
+    """h(x) = Σ_k σ(⟨w^k, x⟩) for points x (..., points, d) and neurons w (..., M, d), as (..., points, 1) (C §4).
+
+    >>> neuron_sum("relu", torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, -3.0], [1.0, 4.0]]))
+    tensor([[2.],
+            [5.]])
+    """
+    return ACTIVATIONS[activation](x @ neurons.mT).sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class NormalNeurons:
+    """Teachers of `width` neurons, each drawn from N(mean·1, variance·I) for every task."""
+
+    dimension: int
+    width: int = 1
+    mean: float = 0.0
+    variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("dimension", self.dimension)
+        require_positive("width", self.width)
+        _check_variance("variance", self.variance)
+
+    def draw(self, tasks: int, generator: torch.Generator) -> Tensor:
+        """Return the neurons of every task, (tasks, width, dimension)."""
+        normal = torch.randn(tasks, self.width, self.dimension, generator=generator)
+        return self.mean + math.sqrt(self.variance) * normal
+
+
+@dataclass(frozen=True, eq=False)
+class GivenNeurons:
+    """Given teachers (teachers, width, dimension); every task has one of them, each with the same probability."""
+
+    neurons: Tensor
+
+    def __post_init__(self) -> None:
+        if not self.neurons.is_floating_point() or self.neurons.ndim != 3 or not self.neurons.numel():
+            raise InputError(
+                f"neurons is {describe(self.neurons)}, but must be floating point of shape "
+                "(teachers, width, dimension). For a single teacher of one neuron use neurons[None, None]."
+            )
+
+    def draw(self, tasks: int, generator: torch.Generator) -> Tensor:
+        """Return the neurons of every task, (tasks, width, dimension)."""
+        return self.neurons[torch.randint(len(self.neurons), (tasks,), generator=generator)]
+
+
+@dataclass(frozen=True, eq=False)
+class Teachers:
+    """y = Σ_k σ(⟨w^k, x⟩) + z with x ~ N(0, ρI), z ~ N(0, σ²) and neurons w of a teacher for each task (C §4).
+
+    `covariance` is ρ and `noise` is σ². The smaller ρ is, the slower gradient descent is on the task: easy and
+    hard tasks differ in it, and a `Mixture` has both.
+
+    >>> from metabridge.environments import Mixture
+    >>> easy = Teachers(NormalNeurons(dimension=2))
+    >>> hard = Teachers(GivenNeurons(torch.tensor([[[1.0, 1.0]]])), covariance=0.5)
+    >>> tasks = Mixture((easy, hard), (0.5, 0.5)).sample(6, torch.Generator().manual_seed(0))
+    >>> tasks.support_x.shape, tasks.query_y.shape
+    (torch.Size([6, 10, 2]), torch.Size([6, 10, 1]))
+    """
+
+    neurons: NormalNeurons | GivenNeurons
+    activation: Activation = "softplus"
+    covariance: float = 1.0
+    noise: float = 0.0
+    shots: int = 10
+    queries: int = 10
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise InputError(f"activation is {self.activation!r}, but must be one of {', '.join(ACTIVATIONS)}.")
+        check_positive("covariance", self.covariance)
+        _check_variance("noise", self.noise)
+        require_positive("shots", self.shots)
+        require_positive("queries", self.queries)
+
+    @property
+    def outputs(self) -> int:
+        """A teacher has one value at each point."""
+        return 1
+
+    def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
+        """Draw tasks with the (CPU) generator, in the precision of the neurons."""
+        require_positive("tasks", tasks)
+        neurons = self.neurons.draw(tasks, generator)
+        shape = (tasks, self.shots + self.queries, neurons.shape[-1])
+        x = math.sqrt(self.covariance) * torch.randn(shape, generator=generator, dtype=neurons.dtype)
+        y = neuron_sum(self.activation, neurons, x)
+        if self.noise:
+            y = y + math.sqrt(self.noise) * torch.randn(y.shape, generator=generator, dtype=y.dtype)
+        support, query = slice(None, self.shots), slice(self.shots, None)
+        return Episodes(x[:, support], y[:, support], x[:, query], y[:, query])
+
+
+def _check_variance(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(f"{name} is {value}, but must be a finite number, 0 or more.")

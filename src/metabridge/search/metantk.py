@@ -1,0 +1,280 @@
+"""MetaNTK-NAS: the search of an architecture by the conditioning of its MetaNTK and its linear regions (B §5, §6)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from metabridge.environments.environment import require_positive
+from metabridge.environments.images import LabelledImages
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.files import make_folder
+from metabridge.kernels.empirical import with_group_norm
+from metabridge.models import ARCHITECTURE
+from metabridge.models.cells import mask, supernet
+from metabridge.models.network import Network
+from metabridge.search.candidates import Candidates
+from metabridge.search.proxies import Conditioning, KernelName, Score, mean, points, regions
+from metabridge.search.prune import Journal, Removal, Scores, evaluations, prune
+from metabridge.search.space import Alive, Architecture, random_architecture
+from metabridge.search.threads import over_threads
+from metabridge.training.plan import Plan
+
+Way = Literal["fast", "reference"]
+Guide = Literal["maml", "anil", "ntk", "none", "random"]
+
+PATCH = 3  # pixels of the sides of what regions are counted on
+
+
+class Found(NamedTuple):
+    """What a search ends with."""
+
+    architecture: Architecture
+    seconds: float  # of this run of it
+    measured: int  # networks, in all
+    troubled: int  # of which some proxy could not be told
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search as data.
+
+    - kernel="maml", "anil": MetaNTK-NAS by the condition number of that kernel, and linear regions
+    - kernel="ntk": TE-NAS, by that of the NTK, and linear regions
+    - kernel="none": linear regions alone
+    - kernel="random": cells drawn at random, which measures nothing
+
+    The kernel is that of a supernet as large as the network will be, at initialisation, for `tasks` tasks of so many
+    ways, shots and queries. Regions are counted on `inputs` random 3×3 patches of training images in a thin
+    network of one channel. All of it is averaged over `repeats` initialisations and batches, drawn anew in every
+    round and the same for all networks of a round.
+
+    >>> from metabridge.environments.datasets import load
+    >>> print(Search("random").run(load("glyphs"), progress=False).architecture)  # doctest: +ELLIPSIS
+    normal     0: ...
+    """
+
+    kernel: Guide = "maml"
+    cells: int = 5
+    channels: int = 48
+    tasks: int = 3
+    ways: int = 5
+    shots: int = 1
+    queries: int = 1
+    repeats: int = 3
+    time: float = math.inf
+    ridge: float = 1e-3
+    inputs: int = 3000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kernel not in get_args(Guide):
+            raise InputError(f"kernel is {self.kernel!r}, but must be one of {', '.join(get_args(Guide))}.")
+        for name in ("channels", "tasks", "ways", "shots", "queries", "repeats", "inputs"):
+            require_positive(name, getattr(self, name))
+        self.conditioning  # noqa: B018  (checks time and ridge)
+
+    @property
+    def conditioning(self) -> Conditioning | None:
+        """The proxy of the kernel, if one is asked for."""
+        kernels: dict[Guide, KernelName] = {"maml": "maml", "anil": "anil", "ntk": "ntk"}
+        return Conditioning(kernels[self.kernel], self.time, self.ridge) if self.kernel in kernels else None
+
+    def run(
+        self,
+        images: LabelledImages,
+        *,
+        device: str = "cpu",
+        out: str | Path | None = None,
+        way: Way = "fast",
+        progress: bool = True,
+    ) -> Found:
+        """Search on the images' training classes.
+
+        The folder `out` gets search.jsonl, from which the same search goes on if it was stopped, and
+        architecture.json. `way` is how kernels are computed; both give the same.
+        """
+        start = time.perf_counter()
+        journal = Journal()
+        if out is not None:
+            journal = Journal(make_folder(out) / "search.jsonl", {**self._settings(), "data": images.source})
+        if self.kernel == "random":
+            architecture = random_architecture(torch.Generator().manual_seed(self.seed))
+        else:
+            proxies = Proxies(self, images.to(device), device, way)
+            with _bar(progress) as bar:
+                task = bar.add_task("search", total=evaluations(Alive.full(), self.repeats), told="")
+                journal.on_score = lambda number, count: bar.update(task, completed=count, told=f"round {number + 1}")
+                architecture = prune(Alive.full(), proxies, repeats=self.repeats, journal=journal)
+        if out is not None:
+            architecture.save(Path(out) / "architecture.json")
+        troubled = sum(
+            any(score is not None and score.trouble for score in scores) for scores in journal.known.values()
+        )
+        return Found(architecture, time.perf_counter() - start, len(journal.known), troubled)
+
+    def _settings(self) -> dict[str, object]:
+        given = asdict(self)
+        return {field.name: repr(given[field.name]) for field in fields(self)}
+
+
+class Proxies:
+    """Measures networks of a search on its images: what `prune` asks."""
+
+    def __init__(self, search: Search, images: LabelledImages, device: str = "cpu", way: Way = "fast") -> None:
+        self.search, self.images, self.device, self.way = search, images, device, way
+        self.environment = images.tasks("train", ways=search.ways, shots=search.shots, queries=search.queries)
+        self._recorded: tuple[Alive, Candidates] | None = None
+
+    def __call__(
+        self, number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
+    ) -> Iterator[tuple[Removal, Scores]]:
+        """Score the networks without each of some operators, with weights and images of this repeat's own."""
+        seed = (self.search.seed * 1000 + number) * 1000 + repeat
+        generator = torch.Generator().manual_seed(seed)
+        tasks = self.environment.sample(self.search.tasks, generator).to(self.device)
+        patches = self._patches(generator)
+        thin = _thin(alive, seed).to(self.device)
+        net = self._supernet(alive, seed)
+
+        def part(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Scores]]:
+            own = copy.deepcopy(thin)
+            for removal, condition in self._conditions(alive, net, tasks, removals):
+                mask(own, _left(alive, removal))
+                yield removal, Scores(condition, regions(own, patches))
+
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            yield from part(removals) if self.device != "cpu" else over_threads(part, removals)
+
+    def _supernet(self, alive: Alive, seed: int) -> Network:
+        channels, size = self.images.images.shape[1], self.images.images.shape[-1]
+        net = supernet(
+            alive,
+            cells=self.search.cells,
+            channels=self.search.channels,
+            image_channels=channels,
+            size=size,
+            outputs=self.search.ways,
+            seed=seed,
+        )
+        return net.to(self.device)
+
+    def _conditions(
+        self, alive: Alive, net: Network, tasks: Episodes, removals: Sequence[Removal]
+    ) -> Iterator[tuple[Removal, Score | None]]:
+        proxy = self.search.conditioning
+        if proxy is None:
+            yield from ((removal, None) for removal in removals)
+        elif self.way == "fast":
+            for removal, grams in self._candidates(alive, net, points(tasks)).grams(removals):
+                yield removal, proxy.of_grams(grams, len(tasks), tasks.query_x.shape[1])
+        else:
+            own = copy.deepcopy(net)
+            for removal in removals:
+                mask(own, _left(alive, removal))
+                yield removal, proxy(own, tasks)
+
+    def _candidates(self, alive: Alive, net: Network, x: Tensor) -> Candidates:
+        """What is recorded on a GPU serves all repeats of a round."""
+        if self.device == "cpu":
+            return Candidates(net, alive, x)
+        if self._recorded is None or self._recorded[0] != alive:
+            self._recorded = None  # frees its memory first
+            self._recorded = alive, Candidates(net, alive, x)
+        self._recorded[1].load(net, x)
+        return self._recorded[1]
+
+    def _patches(self, generator: torch.Generator) -> Tensor:
+        """Random patches of random training images, of one channel each, (inputs, 1, 3, 3)."""
+        images, count = self.images.images, self.search.inputs
+        rows = self.environment.rows
+        sizes = (len(rows), images.shape[1], *(side - PATCH + 1 for side in images.shape[2:]))
+        image, channel, top, left = (torch.randint(size, (count, 1, 1), generator=generator) for size in sizes)
+        steps = torch.arange(PATCH)
+        places = (rows[image], channel, top + steps[:, None], left + steps)
+        return (images[tuple(place.to(images.device) for place in places)].float() / 255).unsqueeze(1).to(self.device)
+
+
+class Repeated(NamedTuple):
+    """A proxy of a model, averaged over initialisations."""
+
+    mean: Score
+    each: tuple[Score, ...]
+
+
+def score_model(search: Search, model: str, images: LabelledImages, *, device: str = "cpu") -> Repeated:
+    """Score a model by a search's proxy: the condition number of its kernel or, with kernel="none", its regions.
+
+    `model` is the path of an architecture, or what `metabridge.models.build` takes. An architecture is scored as
+    in a search. The regions of other models are counted on whole images.
+
+    >>> from metabridge.environments.datasets import load
+    >>> score_model(Search("none", repeats=1, inputs=50), "conv4", load("glyphs")).mean
+    Score(value=50.0, trouble=None)
+    """
+    proxies = Proxies(search, images.to(device), device)
+    each = []
+    for repeat in range(search.repeats):
+        if model.endswith(ARCHITECTURE):
+            alive = Architecture.load(model).alive
+            ((_, scores),) = proxies(0, repeat, alive, [None])
+            each.append(scores.regions if search.conditioning is None else scores.condition)
+            continue
+        generator = torch.Generator().manual_seed(search.seed * 1000 + repeat)
+        tasks = proxies.environment.sample(search.tasks, generator).to(device)
+        net = with_group_norm(
+            Plan("mtl", model=model, ways=search.ways, seed=search.seed * 1000 + repeat).network(images)
+        )
+        if search.conditioning is not None:
+            each.append(search.conditioning(net.to(device), tasks))
+        else:
+            rows = proxies.environment.rows
+            drawn = rows[torch.randint(len(rows), (search.inputs,), generator=generator)]
+            each.append(regions(net.to(device), images.look_up(drawn).to(device)))
+    found = tuple(score for score in each if score is not None)
+    return Repeated(mean(found), found)
+
+
+def _thin(alive: Alive, seed: int) -> Network:
+    """The network that regions are counted in, of one channel in the first cell."""
+    net = supernet(alive, cells=3, channels=1, image_channels=1, size=PATCH, norm="batch", seed=seed)
+    for parent in list(net.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Conv2d):
+                setattr(parent, name, _Dense(layer))
+    return net.requires_grad_(False)
+
+
+class _Dense(nn.Module):
+    """A convolution of maps that are always of the same few pixels, as one matrix: much faster for many of them."""
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        super().__init__()
+        self.layer = layer
+        self.matrix: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.matrix is None:
+            pixels = torch.eye(x[0].numel(), device=x.device).view(-1, *x.shape[1:])
+            self.matrix = self.layer(pixels)
+        return (x.flatten(1) @ self.matrix.flatten(1)).view(len(x), *self.matrix.shape[1:])
+
+
+def _left(alive: Alive, removal: Removal) -> Alive:
+    return alive if removal is None else alive.without(*removal)
+
+
+def _bar(progress: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=8), MofNCompleteColumn())
+    left = TimeRemainingColumn(elapsed_when_finished=True)
+    return Progress(*columns, left, TextColumn("{task.fields[told]}"), disable=not progress)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from metabridge.environments import Environment, HardEasy, Landscape, LinearTasks, LogisticTasks, TaskGroup
+from metabridge.errors import InputError
+from metabridge.learners import PRESETS, meta_gradient, method, parameters, predict
+from metabridge.models import mlp
+
+WORLD = HardEasy(rho_hard=0.2, rho_easy=1.0, R=2.0, r_hard=0.5, r_easy=0.1, dimension=3)
+ENVIRONMENTS = [LinearTasks(WORLD.landscape, 6, 4), LogisticTasks(WORLD.landscape, 6, 4)]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_covariance(dimension: int, seed: int) -> torch.Tensor:
+    root = torch.randn(dimension, dimension, generator=seeded(seed), dtype=torch.float64)
+    return root @ root.mT / dimension + 0.1 * torch.eye(dimension, dtype=torch.float64)
+
+
+def random_landscape(dimension: int = 3, noise: float = 0.0) -> Landscape:
+    groups = (
+        TaskGroup(random_covariance(dimension, 1), 1.0, random_covariance(dimension, 2), noise, 0.3),
+        TaskGroup(random_covariance(dimension, 3), -2.0, random_covariance(dimension, 4), noise / 2, 0.7),
+    )
+    return Landscape(groups, dimension)
+
+
+def solved(episodes):
+    """w* of every task, from noise-free points."""
+    whole = episodes.without_split()
+    return torch.linalg.lstsq(whole.support_x.double(), whole.support_y.double()).solution.squeeze(-1)
+
+
+def same(measured: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> bool:
+    """Whether no entry is further off than 4.5 of its standard errors."""
+    return bool(((measured - expected).abs() <= 4.5 * error).all())
+
+
+def check_covariance(points: torch.Tensor, expected: torch.Tensor) -> None:
+    """Of centred normal points (n, d): the standard error of entry (i, j) is √((Σ_ii Σ_jj + Σ_ij²)/n)."""
+    error = ((torch.outer(expected.diagonal(), expected.diagonal()) + expected**2) / len(points)).sqrt()
+    assert same(points.T @ points / len(points), expected, error)
+
+
+def test_inputs_and_solutions_of_every_group_have_its_law():
+    landscape = random_landscape()
+    episodes = LinearTasks(landscape, 6, 4).sample(6000, seeded())
+    w = solved(episodes)
+    for place in range(2):
+        mine = episodes.classes[:, 0] == place
+        law = [part[place] for part in landscape.law]
+        check_covariance(episodes.query_x[mine].double().flatten(0, 1), law[1])
+        assert same(w[mine].mean(0), law[2], (law[3].diagonal() / mine.sum()).sqrt())
+        check_covariance(w[mine] - law[2], law[3])
+
+
+def test_groups_are_drawn_with_their_probabilities():
+    share = (LinearTasks(random_landscape(), 1, 1).sample(10000, seeded()).classes == 0).double().mean()
+    assert abs(float(share) - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / 10000)
+
+
+def test_what_is_added_to_the_targets_has_the_variance_of_the_group():
+    episodes = LinearTasks(random_landscape(noise=0.5), 20, 20).sample(2000, seeded()).without_split()
+    x, y = episodes.support_x.double(), episodes.support_y.double()
+    residuals = y - x @ torch.linalg.lstsq(x, y).solution
+    for place, variance in enumerate((0.5, 0.25)):
+        own = residuals[episodes.classes[:, 0] == place].square().sum((1, 2)) / (40 - 3)
+        assert abs(float(own.mean()) - variance) < 4.5 * float(own.std()) / math.sqrt(len(own))
+
+
+def test_support_and_query_of_a_task_have_one_solution():
+    episodes = LinearTasks(random_landscape(), 6, 4).sample(50, seeded())
+    torch.testing.assert_close(
+        episodes.query_x.double() @ solved(episodes)[..., None], episodes.query_y.double(), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_hard_and_easy_tasks_are_groups_of_scaled_identities():
+    law, identity = WORLD.landscape.law, torch.eye(3, dtype=torch.float64)
+    torch.testing.assert_close(law.covariance, torch.stack([0.2 * identity, identity]))
+    torch.testing.assert_close(law.centre, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=torch.float64))
+    torch.testing.assert_close(law.spread, torch.stack([0.5 * identity, 0.1 * identity]))
+
+
+def test_drawn_tasks_are_fixed_and_every_one_of_them_has_its_episodes():
+    few = random_landscape().drawn(5, seeded())
+    torch.testing.assert_close(few.law.probability, torch.full((5,), 0.2, dtype=torch.float64))
+    for seed in (1, 2):
+        episodes = LinearTasks(few, 6, 4).every(3, seeded(seed))
+        assert episodes.classes[:, 0].tolist() == [task for task in range(5) for _ in range(3)]
+        torch.testing.assert_close(solved(episodes), few.law.centre.repeat_interleave(3, 0), atol=1e-4, rtol=1e-4)
+
+
+def test_episodes_of_one_drawn_task_share_its_solution_even_where_the_group_has_a_spread():
+    w = solved(LinearTasks(random_landscape(), 6, 4).every(2, seeded()))
+    torch.testing.assert_close(w[0::2], w[1::2], atol=1e-4, rtol=1e-4)
+
+
+def test_labels_are_one_with_the_logistic_probability():
+    landscape = Landscape((TaskGroup(random_covariance(3, 1), torch.tensor([1.0, -2.0, 0.5])),), 3)
+    episodes = LogisticTasks(landscape, 50, 50).sample(1000, seeded()).without_split()
+    chance = (episodes.support_x @ torch.tensor([1.0, -2.0, 0.5])).sigmoid()
+    for low in torch.arange(0, 1, 0.2):
+        here = (chance >= low) & (chance < low + 0.2)
+        gap = (episodes.support_y[here] - chance[here]).double()
+        assert abs(float(gap.mean())) < 4.5 * float((chance * (1 - chance))[here].sum().sqrt()) / int(here.sum())
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda each: type(each).__name__)
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(environment: Environment):
+    first, again, other = (environment.sample(8, seeded(seed)) for seed in (1, 1, 2))
+    for one, two, three in zip(first.tensors(), again.tensors(), other.tensors()):
+        assert torch.equal(one, two)
+        assert not torch.equal(one, three)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_method_learns_and_predicts_logistic_tasks(name):
+    environment = ENVIRONMENTS[1]
+    chosen = method(name)
+    body = {"activation": "linear", "bias": False} if name == "burer-monteiro" else {}
+    net = mlp(3, environment.outputs, width=4, depth=1, **body)
+    params = parameters(chosen, net, classes=environment.classes)
+    episodes = environment.sample(4, seeded())
+    found = meta_gradient(chosen, net, params, episodes)
+    assert all(slope.isfinite().all() for slope in found.gradients.values())
+    assert predict(chosen, net, params, episodes).shape == (4, 4, 2)
+
+
+@pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "r2d2", "nal", "burer-monteiro"])
+def test_every_method_of_regression_learns_and_predicts_linear_tasks(name):
+    environment = ENVIRONMENTS[0]
+    chosen, net = method(name), mlp(3, environment.outputs, width=4, depth=1, activation="linear", bias=False)
+    params = parameters(chosen, net, classes=environment.classes)
+    episodes = environment.sample(4, seeded())
+    assert all(slope.isfinite().all() for slope in meta_gradient(chosen, net, params, episodes).gradients.values())
+    assert predict(chosen, net, params, episodes).shape == (4, 4, 1)
+
+
+SINGULAR = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Landscape((), 2), "groups is empty"),
+        (lambda: Landscape((TaskGroup(1.0),), 0), "dimension is 0, but must be"),
+        (lambda: Landscape((TaskGroup(1.0, probability=0.4),) * 2, 2), "the probabilities of the groups add up to 0.8"),
+        (lambda: Landscape((TaskGroup(1.0, probability=1.5),), 2), "probability of group 0 is 1.5, but must be"),
+        (lambda: Landscape((TaskGroup(SINGULAR),), 2), "covariance of group 0 has the eigenvalue"),
+        (lambda: Landscape((TaskGroup(0.0),), 2), "covariance of group 0 has the eigenvalue 0"),
+        (lambda: Landscape((TaskGroup(SKEWED),), 2), "covariance of group 0 is not symmetric: entries differ"),
+        (lambda: Landscape((TaskGroup(torch.eye(3)),), 2), "covariance of group 0 is float32 of shape (3, 3), but"),
+        (lambda: Landscape((TaskGroup(math.nan),), 2), "covariance of group 0 holds infinite or undefined numbers"),
+        (lambda: Landscape((TaskGroup(1.0, torch.ones(3)),), 2), "centre of group 0 is float32 of shape (3,), but"),
+        (lambda: Landscape((TaskGroup(1.0, 0.0, SKEWED),), 2), "spread of group 0 is not symmetric"),
+        (lambda: Landscape((TaskGroup(1.0, 0.0, -1.0),), 2), "spread of group 0 has the eigenvalue -1, but"),
+        (lambda: Landscape((TaskGroup(1.0, noise=-0.1),), 2), "noise of group 0 is -0.1, but a variance"),
+        (lambda: HardEasy(0.0, 1.0), "rho_hard is 0.0, but must be a positive number"),
+        (lambda: HardEasy(0.1, 1.0, R=math.inf), "R is inf, but must be a finite number"),
+        (lambda: HardEasy(0.1, 1.0, r_easy=-1.0), "r_easy is -1.0, but a variance"),
+        (lambda: LinearTasks(WORLD.landscape, 0), "shots is 0, but must be"),
+        (lambda: LogisticTasks(WORLD.landscape, 1, 0), "queries is 0, but must be"),
+        (lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape), "noise is 0.1, but labels are random"),
+        (lambda: ENVIRONMENTS[0].sample(0, seeded()), "tasks is 0, but must be"),
+        (lambda: ENVIRONMENTS[0].every(0, seeded()), "episodes is 0, but must be"),
+        (lambda: WORLD.landscape.drawn(0, seeded()), "tasks is 0, but must be"),
+    ],
+)
+def test_impossible_settings_are_refused_in_a_sentence(make, sentence):
+    with pytest.raises(InputError) as caught:
+        make()
+    assert str(caught.value).startswith(sentence)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from metabridge import fit, method
+from metabridge.environments import SharedRepresentation
+from metabridge.errors import InputError
+from metabridge.learners import PRESETS, Engine, parameters
+from metabridge.models import mlp
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def slopes_of(world: SharedRepresentation, tasks: int) -> torch.Tensor:
+    """The regression vectors, which a noiseless task of enough points gives away."""
+    drawn = world.sample(tasks, seeded())
+    return torch.linalg.lstsq(drawn.support_x.double(), drawn.support_y.double()).solution[..., 0]
+
+
+def test_slopes_lie_in_the_representation_with_the_mean_and_variances_asked_for():
+    world = SharedRepresentation(8, (0.5, 2.0), mean=(1.0, -3.0), noise=0.0, shots=20, queries=1)
+    slopes = slopes_of(world, 4000)
+    basis = world.representation
+    assert torch.allclose(basis.mT @ basis, torch.eye(2, dtype=torch.float64))
+    assert (slopes - slopes @ basis @ basis.mT).abs().max() < 1e-4
+    weights = slopes @ basis
+    for index, (mean, variance) in enumerate(zip(world.mean, world.variances)):
+        assert weights[:, index].mean().item() == pytest.approx(mean, abs=4 * math.sqrt(variance / 4000))
+        assert weights[:, index].var().item() == pytest.approx(variance, rel=4 * math.sqrt(2 / 4000))
+    assert torch.corrcoef(weights.mT)[0, 1].abs() < 0.07
+
+
+def test_targets_differ_from_the_linear_function_by_noise_of_the_variance_asked_for():
+    world = SharedRepresentation(4, (1.0,), noise=2.5, pool=2000)
+    tasks = world.tasks.without_split()
+    noise = tasks.support_y[..., 0] - (tasks.support_x @ world.slopes[..., None])[..., 0]
+    assert noise.var().item() == pytest.approx(2.5, rel=4 * math.sqrt(2 / noise.numel()))
+    assert tasks.support_x.var().item() == pytest.approx(1, rel=0.02)
+
+
+def test_the_default_variances_are_those_of_the_paper():
+    world = SharedRepresentation()
+    assert torch.tensor(world.variances).norm().item() == pytest.approx(math.sqrt(5))
+    assert [value / world.variances[0] for value in world.variances] == pytest.approx([1, 2, 3, 4, 5])
+
+
+def test_tasks_of_a_pool_stay_the_same_and_name_their_heads():
+    world = SharedRepresentation(6, (1.0, 1.0), pool=10, seed=3)
+    drawn = world.sample(4, seeded())
+    assert len(set(drawn.classes.flatten().tolist())) == 4
+    for place, row in enumerate(drawn.classes.flatten()):
+        assert torch.equal(drawn.support_x[place], world.tasks.support_x[row])
+        assert torch.equal(drawn.query_y[place], world.tasks.query_y[row])
+    assert torch.equal(SharedRepresentation(6, (1.0, 1.0), pool=10, seed=3).tasks.support_y, world.tasks.support_y)
+
+
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_others():
+    world = SharedRepresentation(dimension=6, variances=(1.0,))
+    first, again, other = (world.sample(3, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first.support_y, again.support_y)
+    assert not torch.equal(first.support_y, other.support_y)
+    there = SharedRepresentation(dimension=6, variances=(1.0,), seed=1)
+    assert not torch.equal(world.representation, there.representation)
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"metaoptnet"}))  # which tells classes apart
+def test_every_learner_of_values_takes_the_tasks(name):
+    world = SharedRepresentation(6, (1.0, 1.0), pool=8)
+    net = mlp(6, 1, width=5, depth=1, activation="linear", bias=False)
+    if name == "rfs":  # one classifier over all classes has an output for each, of which a value has one
+        world = SharedRepresentation(6, (1.0, 1.0), pool=1)
+    chosen = method(name)
+    gradient = Engine(chosen, net, mode="loop")(
+        parameters(chosen, net, classes=world.classes), world.sample(world.pool, seeded())
+    )
+    assert gradient.loss.isfinite()
+
+
+def test_training_on_a_pool_lowers_the_loss():
+    world = SharedRepresentation(6, (4.0,), noise=0.01, pool=40)
+    net = mlp(6, 1, width=6, depth=1, activation="linear", bias=False)
+    learner = method("fo-anil", steps=1, lr=0.1)
+    run = fit(net, learner, world, iterations=80, tasks=20, lr=0.05, mode="vectorised", progress=False)
+    assert run.curve[-1].loss < 0.7 * run.curve[0].loss
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: SharedRepresentation(variances=(1.0, 0.0)), "variances is (1.0, 0.0), but Σ* must not be singular"),
+        (lambda: SharedRepresentation(3, (1.0,) * 4), "variances has 4 entries, but dimension is 3."),
+        (lambda: SharedRepresentation(variances=()), "variances has 0 entries"),
+        (lambda: SharedRepresentation(noise=-1.0), "noise is -1.0, but a variance"),
+        (lambda: SharedRepresentation(mean=(1.0,)), "mean has 1 entries, but variances has 5."),
+        (lambda: SharedRepresentation(shots=0), "shots is 0, but must be"),
+        (lambda: SharedRepresentation(pool=0), "pool is 0, but must be"),
+        (lambda: SharedRepresentation(pool=3).sample(4, seeded()), "tasks is 4, but the pool has 3."),
+        (lambda: SharedRepresentation().tasks, "there is no end of tasks without a pool."),
+        (lambda: SharedRepresentation().slopes, "the slopes of tasks are known only in a pool."),
+    ],
+)
+def test_impossible_worlds_are_refused_in_a_sentence(make, sentence):
+    with pytest.raises(InputError) as caught:
+        make()
+    assert str(caught.value).startswith(sentence)

@@ -1,0 +1,186 @@
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.meta import split_kernel
+from metabridge.models import mlp
+from metabridge.models.cells import mask, supernet
+from metabridge.search import OPERATORS, Alive
+from metabridge.search.candidates import Candidates
+from metabridge.search.proxies import Conditioning, Grams, Score, condition_number, mean, points, regions
+
+ADAPTS = {"maml": "all", "anil": "head"}
+
+
+def sampled(tasks: int, ways: int, shots: int, queries: int, *shape: int) -> Episodes:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.rand(tasks, ways * count, *shape, generator=generator, dtype=torch.float64)
+        return x, torch.zeros(tasks, ways * count, dtype=torch.int64)
+
+    return Episodes(*drawn(shots), *drawn(queries))
+
+
+@pytest.mark.parametrize(("time", "ridge"), [(math.inf, 1e-3), (1.0, 1e-5), (0.3, 0.0)])
+@pytest.mark.parametrize("form", [(1, 2, 1, 1), (3, 5, 1, 1), (2, 3, 2, 4)])
+@pytest.mark.parametrize("kernel", ["maml", "anil"])
+def test_condition_number_is_that_of_the_kernel_between_tasks(
+    kernel: str, form: tuple[int, int, int, int], time: float, ridge: float
+) -> None:
+    net, tasks = mlp(6, 5, width=64).double(), sampled(*form, 6)
+    exact = split_kernel(
+        Empirical(net, outputs="sum"), tasks.query_x, tasks.support_x, adapts=ADAPTS[kernel], time=time, ridge=ridge
+    )
+    values = torch.linalg.eigvalsh(exact)
+    found = Conditioning(kernel, time, ridge)(net, tasks)
+    assert found.trouble is None
+    assert found.value == pytest.approx(float(values[-1] / values[0]), rel=1e-6)
+
+
+def test_plain_ntk_is_over_all_images_of_all_tasks() -> None:
+    net, tasks = mlp(6, 5, width=64).double(), sampled(3, 2, 1, 2, 6)
+    x = torch.cat([tasks.query_x, tasks.support_x], 1).flatten(0, 1)
+    values = torch.linalg.eigvalsh(Empirical(net, outputs="sum").ntk(x))
+    assert Conditioning("ntk")(net, tasks).value == pytest.approx(float(values[-1] / values[0]), rel=1e-9)
+
+
+def thinned(each: int) -> Alive:
+    """So many operators an edge, all of them somewhere in either cell."""
+    edges = tuple(frozenset(OPERATORS[(edge + place) % len(OPERATORS)] for place in range(each)) for edge in range(9))
+    return Alive(edges, edges)
+
+
+@pytest.mark.parametrize("size", [8, 9])  # with an odd side there are more even pixels than odd ones
+def test_fast_candidates_equal_the_reference(size: int) -> None:
+    alive = thinned(2)
+    net, tasks = supernet(alive, cells=3, channels=2, size=size).double(), sampled(2, 2, 1, 1, 3, size, size)
+    removals = [None, ("normal", 0, "avg_pool_3x3"), ("reduction", 5, "dil_conv_3x3")]
+    for removal, fast in Candidates(net, alive, points(tasks)).grams(removals):
+        mask(net, alive if removal is None else alive.without(*removal))
+        exact = Grams(*Empirical(net, outputs="sum").both(points(tasks)))
+        torch.testing.assert_close(fast.ntk, exact.ntk, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(fast.nngp, exact.nngp, rtol=1e-6, atol=1e-9)
+        for kernel in ("maml", "anil", "ntk"):
+            found, wanted = (Conditioning(kernel).of_grams(grams, tasks=2, queries=2) for grams in (fast, exact))
+            assert found.value == pytest.approx(wanted.value, rel=1e-6)
+
+
+def test_masked_copies_side_by_side_equal_candidates_one_by_one() -> None:
+    alive = thinned(2)
+    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    removals = [None, *itertools.islice(alive.choices, 0, None, 9)]
+    alone = Candidates(net, alive, x).grams(removals)
+    for (removal, one), (other, two) in zip(alone, Candidates(net, alive, x, side_by_side=3).grams(removals)):
+        assert removal == other
+        torch.testing.assert_close(one.ntk, two.ntk, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(one.nngp, two.nngp, rtol=1e-9, atol=1e-12)
+
+
+def test_loaded_weights_and_images_take_the_place_of_the_first() -> None:
+    alive = thinned(1)
+    first, second = (supernet(alive, cells=3, channels=2, size=8, seed=seed) for seed in (0, 1))
+    x, z = torch.rand(2, 4, 3, 8, 8)
+    candidates = Candidates(first, alive, x)
+    candidates.load(second, z)
+    ((_, found),) = candidates.grams([None])
+    ((_, wanted),) = Candidates(second, alive, z).grams([None])
+    assert torch.equal(found.ntk, wanted.ntk)
+
+
+def test_candidates_want_group_norm() -> None:
+    with pytest.raises(InputError, match="norm='group'"):
+        Candidates(supernet(thinned(1), cells=3, channels=2, norm="batch"), thinned(1), torch.rand(2, 3, 8, 8))
+
+
+def brute_force(net: nn.Sequential, inputs: Tensor) -> int:
+    """Distinct strings of signs, one input at a time, layer by layer."""
+    found = set()
+    for x in inputs:
+        signs = ""
+        for layer in net:
+            if isinstance(layer, nn.ReLU | nn.LeakyReLU):
+                signs += "".join("1" if value > 0 else "0" for value in x.flatten().tolist())
+            x = layer(x)
+        found.add(signs)
+    return len(found)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(1, 1), (3, 1), (5, 3), (20, 2)])
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.LeakyReLU])
+def test_regions_equal_brute_force(width: int, depth: int, kind: type[nn.Module]) -> None:
+    torch.manual_seed(width)
+    layers = [layer for place in range(depth) for layer in (nn.Linear(width if place else 2, width), kind())]
+    net, inputs = nn.Sequential(*layers, nn.Linear(width, 1)), torch.randn(200, 2)
+    assert regions(net, inputs) == Score(brute_force(net, inputs))
+
+
+def test_regions_of_one_relu_on_a_line_are_two() -> None:
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU())
+    assert regions(net, torch.tensor([[-2.0], [-1.0], [1.0], [3.0]])).value == 2
+
+
+def test_regions_do_not_depend_on_how_inputs_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, inputs = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(100, 2)
+    whole = regions(net, inputs)
+    monkeypatch.setattr("metabridge.search.proxies._AT_ONCE", 14)
+    assert regions(net, inputs) == whole
+    assert 1 < whole.value < 100
+
+
+def test_a_network_without_relu_has_no_regions_to_count() -> None:
+    assert "no ReLU" in str(regions(nn.Linear(2, 1), torch.randn(3, 2)).trouble)
+
+
+def test_outputs_that_are_nan_are_reported() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    nn.init.constant_(net[0].weight, math.nan)
+    assert "NaN" in str(regions(net, torch.randn(3, 2)).trouble)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kernel", ["maml", "anil", "ntk"])
+def test_a_kernel_that_is_not_finite_is_reported(kernel: str, bad: float) -> None:
+    gram = torch.eye(4)
+    gram[0, 1] = bad
+    found = Conditioning(kernel).of_grams(Grams(gram, gram), tasks=2, queries=1)
+    assert "NaN or infinite" in str(found.trouble)
+
+
+def test_an_eigenvalue_lost_in_rounding_is_reported() -> None:
+    exact = torch.diag(torch.tensor([1.0, 1e-8], dtype=torch.float64))
+    assert condition_number(exact, eps=1e-16).value == pytest.approx(1e8)
+    assert "lost in rounding" in str(condition_number(exact, eps=1e-7).trouble)
+    single = Conditioning("ntk").of_grams(Grams(exact.float(), None), tasks=1, queries=1)
+    assert "lost in rounding" in str(single.trouble)
+
+
+def test_the_same_image_twice_in_a_support_is_reported_without_a_ridge() -> None:
+    net, tasks = mlp(6, 5, width=16).double(), sampled(2, 3, 1, 1, 6)
+    tasks.support_x[0, 1] = tasks.support_x[0, 0]
+    assert "points 0 and 1" in str(Conditioning("maml", ridge=0.0)(net, tasks).trouble)
+
+
+def test_a_value_that_is_no_number_is_never_without_trouble() -> None:
+    assert Score(math.nan).trouble
+    assert Score(math.inf).trouble
+    assert mean([Score(1.0), Score(math.inf)]).trouble
+
+
+@pytest.mark.parametrize("wrong", [{"kernel": "mtl"}, {"time": 0.0}, {"ridge": -1.0}, {"ridge": math.nan}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        Conditioning(**wrong)
+
+
+def test_any_module_can_be_scored() -> None:
+    tasks = sampled(2, 5, 1, 1, 1, 28, 28).to(dtype=torch.float32)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(324, 5))
+    assert Conditioning("anil")(net, tasks).value > 1
+    assert 1 < regions(net, tasks.query_x.flatten(0, 1)).value <= 10

@@ -1,0 +1,272 @@
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from metabridge.environments import LabelledImages
+from metabridge.errors import InputError
+from metabridge.search import CELLS, EDGES, OPERATORS, Alive, Architecture
+from metabridge.search.metantk import Proxies, Search
+from metabridge.search.proxies import Score
+from metabridge.search.prune import Journal, Removal, Scores, evaluations, importance, prune
+from metabridge.search.threads import over_threads
+
+FIRST, SECOND, THIRD = OPERATORS[:3]
+
+
+class Toy:
+    """Networks whose proxies are known: every operator adds its worth to the regions and takes it from the kernel."""
+
+    def __init__(self, stop_after: float = math.inf) -> None:
+        self.asked: list[tuple[int, int, Removal]] = []
+        self.left = stop_after
+
+    def worth(self, cell: str, edge: int, operator: str) -> float:
+        return 1 + (OPERATORS.index(operator) + edge * (1 + CELLS.index(cell))) % len(OPERATORS) + edge / 100
+
+    def __call__(
+        self, number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
+    ) -> Iterator[tuple[Removal, Scores]]:
+        for removal in removals:
+            if self.left <= 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            self.asked.append((number, repeat, removal))
+            left = alive if removal is None else alive.without(*removal)
+            total = sum(self.worth(*choice) for choice in left.choices)
+            yield removal, Scores(Score((1 + repeat) * (2000 - total)), Score(1000 + total))
+
+
+def gone(file: Path) -> list[list[list[object]]]:
+    return [line["gone"] for line in map(json.loads, file.read_text().splitlines()) if "gone" in line]
+
+
+def test_each_round_takes_the_operator_of_least_worth_from_every_edge(tmp_path: Path) -> None:
+    toy, file = Toy(), tmp_path / "search.jsonl"
+    architecture = prune(Alive.full(), toy, repeats=2, journal=Journal(file, {}))
+    rounds = gone(file)
+    assert len(rounds) == len(OPERATORS)  # six for operators, and one for edges
+    for number, taken in enumerate(rounds[:-1]):
+        expected = [
+            [cell, edge, sorted(OPERATORS, key=lambda operator: toy.worth(cell, edge, operator))[number]]
+            for cell in CELLS
+            for edge in range(len(EDGES))
+        ]
+        assert taken == expected
+    for cell in CELLS:
+        best = {
+            edge: max((toy.worth(cell, edge, operator), operator) for operator in OPERATORS)
+            for edge in range(len(EDGES))
+        }
+        for node, pairs in enumerate(getattr(architecture, cell)):
+            own = [edge for edge, (target, _) in enumerate(EDGES) if target == node]
+            kept = sorted(sorted(own, key=lambda edge: best[edge][0])[-2:])
+            assert pairs == tuple((EDGES[edge][1], best[edge][1]) for edge in kept)
+
+
+def test_as_many_networks_are_measured_as_foretold() -> None:
+    toy = Toy()
+    prune(Alive.full(), toy, repeats=2)
+    assert len(toy.asked) == len(set(toy.asked)) == evaluations(Alive.full(), 2) == 2 * (18 * 27 + 6 + 18 + 1)
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 128, 300, 510])
+def test_a_search_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, stop_after: int) -> None:
+    whole = tmp_path / "whole.jsonl"
+    wanted = prune(Alive.full(), Toy(), repeats=1, journal=Journal(whole, {}))
+    file = tmp_path / "search.jsonl"
+    killed = Toy(stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        prune(Alive.full(), killed, repeats=1, journal=Journal(file, {}))
+    with file.open("a") as stream:
+        stream.write('{"round": 0, "repe')  # cut off in the middle of a line
+    resumed = Toy()
+    assert prune(Alive.full(), resumed, repeats=1, journal=Journal(file, {})) == wanted
+    assert not set(killed.asked) & set(resumed.asked)
+    assert file.read_text() == whole.read_text()
+
+
+def test_a_finished_search_measures_nothing_again(tmp_path: Path) -> None:
+    file = tmp_path / "search.jsonl"
+    wanted = prune(Alive.full(), Toy(), repeats=1, journal=Journal(file, {}))
+    before, again = file.read_text(), Toy(stop_after=0)
+    assert prune(Alive.full(), again, repeats=1, journal=Journal(file, {})) == wanted
+    assert file.read_text() == before
+
+
+def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path / "search.jsonl", {"seed": 0, "cells": 5})
+    with pytest.raises(InputError, match=re.escape("a search with seed=0, not 1")):
+        Journal(tmp_path / "search.jsonl", {"seed": 1, "cells": 5})
+
+
+def scored(*pairs: tuple[float, float]) -> list[Scores]:
+    return [Scores(Score(condition), Score(regions)) for condition, regions in pairs]
+
+
+def choice(operator: str) -> tuple[str, int, str]:
+    return ("normal", 0, operator)
+
+
+def test_importance_is_the_sum_of_two_ranks() -> None:
+    found = {
+        None: scored((10, 100)),
+        choice(FIRST): scored((5, 90)),  # without it the kernel is best, the regions fewest
+        choice(SECOND): scored((8, 120)),
+        choice(THIRD): scored((20, 110)),
+    }
+    assert importance(found) == {choice(FIRST): 0 + 2, choice(SECOND): 1 + 0, choice(THIRD): 2 + 1}
+
+
+def test_equals_share_a_rank_and_the_first_of_them_goes() -> None:
+    def constant(
+        number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
+    ) -> Iterator[tuple[Removal, Scores]]:
+        yield from ((removal, Scores(Score(2.0), Score(3.0))) for removal in removals)
+
+    left = prune(Alive.full(), constant, repeats=1)
+    assert {operator for _, _, operator in left.alive.choices} == {OPERATORS[-1]}
+    assert all([source for source, _ in pairs] == [0, 1] for pairs in (*left.normal, *left.reduction))
+
+
+def test_every_repeat_counts_alike_whatever_its_scale() -> None:
+    found = {
+        None: scored((1e6, 1), (1, 1), (1, 1)),
+        choice(FIRST): scored((0.9e6, 1), (2, 1), (2, 1)),
+        choice(SECOND): scored((1.1e6, 1), (1, 1), (1, 1)),
+    }
+    ranks = importance(found)
+    assert ranks[choice(SECOND)] < ranks[choice(FIRST)]
+
+
+@pytest.mark.parametrize("trouble", [Score(math.nan), Score(math.inf), Score(3.0, "lost in rounding")])
+def test_a_network_that_cannot_be_told_is_worse_than_any_other(trouble: Score) -> None:
+    found = {
+        None: [Scores(Score(1.0), None)] * 2,
+        choice(FIRST): [Scores(trouble, None), Scores(Score(0.1), None)],
+        choice(SECOND): [Scores(Score(1e300), None)] * 2,
+        choice(THIRD): [Scores(Score(2.0), None)] * 2,
+    }
+    ranks = importance(found)
+    assert ranks[choice(THIRD)] < ranks[choice(SECOND)] < ranks[choice(FIRST)]
+
+
+def test_where_the_whole_cannot_be_told_the_rest_is_still_ranked() -> None:
+    found = {
+        None: [Scores(Score(math.inf), None)],
+        choice(FIRST): [Scores(Score(math.inf), None)],
+        choice(SECOND): [Scores(Score(7.0), None)],
+        choice(THIRD): [Scores(Score(5.0), None)],
+    }
+    assert importance(found) == {choice(FIRST): 2, choice(SECOND): 1, choice(THIRD): 0}
+
+
+def test_troubles_survive_the_journal(tmp_path: Path) -> None:
+    file = tmp_path / "search.jsonl"
+    scores = Scores(Score(math.inf, "lost in rounding"), None)
+    Journal(file, {}).add(0, 0, choice(FIRST), scores)
+    (known,) = Journal(file, {}).known.values()
+    assert known.condition is not None
+    assert known.condition.trouble == "lost in rounding"
+    assert known.regions is None
+    assert json.loads(file.read_text().splitlines()[1])["condition"] is None  # JSON has no infinity
+
+
+def few(kernel: str = "maml", **options: int) -> Search:
+    small = {"cells": 3, "channels": 2, "tasks": 2, "ways": 2, "repeats": 1, "inputs": 20}
+    return Search(kernel, **{**small, **options})
+
+
+def thinned() -> Alive:
+    edges = tuple(frozenset(OPERATORS[place % 7] for place in (edge, edge + 1)) for edge in range(len(EDGES)))
+    return Alive(edges, edges)
+
+
+@pytest.mark.parametrize("kernel", ["maml", "none"])
+def test_fast_and_reference_proxies_are_the_same(glyphs: LabelledImages, kernel: str) -> None:
+    alive, removals = thinned(), [None, ("normal", 2, "skip"), ("reduction", 0, "avg_pool_3x3")]
+    fast, reference = (
+        dict(Proxies(few(kernel), glyphs, way=way)(1, 0, alive, removals)) for way in ("fast", "reference")
+    )
+    assert fast.keys() == reference.keys() == set(removals)
+    for removal in removals:
+        assert fast[removal].regions == reference[removal].regions
+        if kernel == "none":
+            assert fast[removal].condition is None
+        else:
+            assert fast[removal].condition.value == pytest.approx(reference[removal].condition.value, rel=1e-3)
+
+
+def test_rounds_and_repeats_have_weights_and_images_of_their_own(glyphs: LabelledImages) -> None:
+    proxies = Proxies(few(), glyphs)
+    values = []
+    for number, repeat in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        ((_, scores),) = proxies(number, repeat, thinned(), [None])
+        values.append(scores.condition.value)
+    assert len(set(values)) == 3
+    assert values[0] == values[3]
+
+
+def test_random_cells_follow_the_seed(glyphs: LabelledImages) -> None:
+    first, again, other = (few("random", seed=seed).run(glyphs).architecture for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_a_search_leaves_its_architecture_and_log(
+    glyphs: LabelledImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metabridge.search.metantk.Alive.full", thinned)
+    found = few("none").run(glyphs, out=tmp_path, progress=False)
+    assert Architecture.load(tmp_path / "architecture.json") == found.architecture
+    assert found.measured == evaluations(thinned(), 1)
+    again = few("none").run(glyphs, out=tmp_path, progress=False)
+    assert again.architecture == found.architecture
+    with pytest.raises(InputError, match="seed"):
+        few("none", seed=1).run(glyphs, out=tmp_path, progress=False)
+
+
+def test_threads_share_the_work_and_pass_errors_on() -> None:
+    before = torch.get_num_threads()
+    assert sorted(over_threads(lambda share: (item * 2 for item in share), [1, 2, 3])) == [2, 4, 6]
+
+    def failing(share: Sequence[int]) -> Iterator[int]:
+        yield from share
+        raise InputError("no more")
+
+    with pytest.raises(InputError, match="no more"):
+        list(over_threads(failing, [1, 2, 3]))
+    assert torch.get_num_threads() == before
+
+
+def test_search_command_writes_architecture_log_and_picture(
+    metabridge: Callable[..., tuple[int, str, str]], glyphs: LabelledImages, tmp_path: Path
+) -> None:
+    status, printed, _ = metabridge("search", "--kernel", "random", "--seed", 3, "--out", tmp_path)
+    assert status == 0
+    assert str(Architecture.load(tmp_path / "architecture.json")) in printed
+    assert {file.name for file in tmp_path.iterdir()} == {"architecture.json", "search.jsonl", "cells.png"}
+
+
+@pytest.mark.parametrize("model", ["conv4", "architecture.json"])
+def test_score_command_tells_all_proxies(
+    metabridge: Callable[..., tuple[int, str, str]], glyphs: LabelledImages, tmp_path: Path, model: str
+) -> None:
+    if model != "conv4":
+        model = str(few("random").run(glyphs).architecture.save(tmp_path / model))
+    few_options = ("--tasks", 2, "--ways", 2, "--repeats", 2, "--inputs", 20, "--cells", 3, "--channels", 4)
+    status, _, _ = metabridge("score", "--model", model, *few_options, "--json", tmp_path / "scores.json")
+    assert status == 0
+    report = {row["proxy"]: row["values"] for row in json.loads((tmp_path / "scores.json").read_text())}
+    assert list(report) == [*(f"condition number, {name}" for name in ("MAML", "ANIL", "NTK")), "linear regions"]
+    assert all(len(set(values)) == 2 for name, values in report.items() if name != "linear regions")
+    assert all(1 <= value <= 20 for value in report["linear regions"])
+
+
+def test_score_command_names_what_it_does_not_know(metabridge: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, complaint = metabridge("score", "--model", "nowhere.json")
+    assert status == 2
+    assert "nowhere.json" in complaint

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.learners import GradientDescent, meta_gradient, method, parameters
+from metabridge.models import Network
+from metabridge.theory import landscape as theory
+
+ALPHA, M = 0.4, 7
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def covariance(seed: int, dimension: int = 4) -> torch.Tensor:
+    root = torch.randn(dimension, dimension, generator=seeded(seed), dtype=torch.float64)
+    return root @ root.mT / dimension / 3 + 0.05 * torch.eye(dimension, dtype=torch.float64)
+
+
+def random_landscape(spread: float = 0.3) -> Landscape:
+    """Three groups whose covariances do not commute."""
+    groups = [
+        TaskGroup(
+            covariance(seed), torch.randn(4, generator=seeded(seed)), spread * covariance(10 + seed), 0.2 * seed, p
+        )
+        for seed, p in ((1, 0.2), (2, 0.5), (3, 0.3))
+    ]
+    return Landscape(tuple(groups), 4)
+
+
+def random_world(seed: int) -> tuple[HardEasy, float]:
+    """A hard/easy mixture with a stable α."""
+    draw = torch.rand(6, generator=seeded(seed), dtype=torch.float64).tolist()
+    hard, easy = 0.05 + draw[0], 0.05 + draw[1]
+    world = HardEasy(hard, easy, R=5 * draw[2], r_hard=draw[3], r_easy=draw[4], dimension=6)
+    return world, 1.9 * draw[5] / max(hard, easy)
+
+
+def linear_net(w: torch.Tensor) -> Network:
+    net = Network(nn.Flatten(), nn.Linear(len(w), 1, bias=False)).double()
+    with torch.no_grad():
+        net.head.weight.copy_(w[None])
+    return net
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_q_is_the_mean_of_the_step_applied_on_both_sides_of_the_covariance(seed):
+    """E[(I − αS)Σ(I − αS)] over S = X̂ᵀX̂/m, by drawing S."""
+    Sigma, draws = covariance(seed), 40_000
+    x = torch.randn(draws, M, 4, generator=seeded(), dtype=torch.float64) @ torch.linalg.cholesky(Sigma).mT
+    step = torch.eye(4, dtype=torch.float64) - ALPHA * x.mT @ x / M
+    values = step @ Sigma @ step
+    error = values.std(0) / math.sqrt(draws)
+    assert ((values.mean(0) - theory.adapted_covariance(Sigma, ALPHA, M)).abs() <= 4.5 * error).all()
+
+
+def test_the_risk_above_the_floor_and_the_floor_add_up_to_the_loss_after_a_step():
+    """F_m(w), measured on tasks of groups with random covariances, for an arbitrary w."""
+    landscape, w = random_landscape(), torch.tensor([1.0, -1.0, 0.5, 2.0])
+    episodes = LinearTasks(landscape, M, 20).sample(60_000, seeded())
+    residual = episodes.support_x @ w[:, None] - episodes.support_y
+    adapted = w[:, None] - ALPHA / M * episodes.support_x.mT @ residual
+    losses = (episodes.query_x @ adapted - episodes.query_y).square().mean((1, 2)).double() / 2
+    expected = float(theory.risk_above_floor(landscape, w, ALPHA, M)) + theory.noise_floor(landscape, ALPHA, M)
+    assert abs(float(losses.mean()) - expected) < 4.5 * float(losses.std()) / math.sqrt(len(losses))
+    assert float(losses.std()) / math.sqrt(len(losses)) < 0.02 * expected
+
+
+def test_the_risk_of_many_initialisations_is_that_of_each():
+    landscape, ws = random_landscape(), torch.randn(2, 3, 4, generator=seeded())
+    found = theory.risk_above_floor(landscape, ws, ALPHA, M)
+    each = [[float(theory.risk_above_floor(landscape, w, ALPHA, M)) for w in row] for row in ws]
+    torch.testing.assert_close(found, torch.tensor(each, dtype=torch.float64))
+
+
+def test_the_solution_of_maml_has_the_least_risk_and_that_of_nal_the_least_before_a_step():
+    landscape = random_landscape()
+    for w, alpha in (
+        (theory.maml_solution(landscape, ALPHA, M), ALPHA),
+        (theory.nal_solution(landscape), 0.0),
+    ):
+        w = w.requires_grad_()
+        (slope,) = torch.autograd.grad(theory.risk_above_floor(landscape, w, alpha, M), w)
+        assert float(slope.abs().max()) < 1e-12
+
+
+def test_maml_without_a_step_is_nal():
+    landscape = random_landscape()
+    torch.testing.assert_close(theory.maml_solution(landscape, 0.0, M), theory.nal_solution(landscape))
+
+
+@pytest.mark.parametrize("name", ["nal", "maml"])
+def test_risks_at_the_solutions_are_those_of_proposition_1(name):
+    """Eq. 6 and 7 as printed: ½ E_i‖E_i'[W_i']⁻¹E_i'[W_i'(w_i'* − w_i*)]‖² in the norm of Q_i, over given tasks."""
+    tasks = random_landscape().drawn(5, seeded())
+    Sigma, w = tasks.law.covariance, tasks.law.centre
+    Q = theory.adapted_covariance(Sigma, ALPHA, M)
+    W = Sigma if name == "nal" else theory.adapted_covariance(Sigma, ALPHA, 3)
+    inverse = torch.linalg.inv(W.mean(0))
+    risks = []
+    for i in range(5):
+        gap = inverse @ torch.stack([W[j] @ (w[j] - w[i]) for j in range(5)]).mean(0)
+        risks.append(gap @ Q[i] @ gap / 2)
+    found = theory.risk_above_floor(tasks, theory.solution(name, tasks, ALPHA, 3), ALPHA, M)
+    assert float(found) == pytest.approx(float(torch.stack(risks).mean()), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_tasks_have_the_solutions_and_risks_of_equations_8_and_9(seed):
+    """Eq. 9 leaves out the factor ‖w₁* − w₂*‖²/4, which is d here."""
+    world, alpha = random_world(seed)
+    rho_H, rho_E, d = world.rho_hard, world.rho_easy, world.dimension
+    groups = TaskGroup(rho_H, 1.0, probability=0.5), TaskGroup(rho_E, -1.0, probability=0.5)
+    tasks = Landscape(groups, d)
+    a_H, a_E = theory.task_weights(world, alpha, M)
+    weights = {"nal": (rho_H, rho_E), "maml": (a_H, a_E)}
+    risks = {
+        "nal": (a_E * rho_H**2 + a_H * rho_E**2) / (rho_E + rho_H) ** 2,
+        "maml": a_E * a_H / (a_E + a_H),
+    }
+    for name, (hard, easy) in weights.items():
+        w = theory.solution(name, tasks, alpha, M)
+        torch.testing.assert_close(w, torch.full_like(w, (hard - easy) / (hard + easy)), rtol=1e-12, atol=1e-12)
+        assert float(theory.risk_above_floor(tasks, w, alpha, M)) == pytest.approx(d * risks[name], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gathered_forms_are_those_of_equations_10_and_11_and_of_the_general_risk(seed):
+    world, alpha = random_world(seed)
+    (a_H, a_E), d = theory.task_weights(world, alpha, M), world.dimension
+    rho_H, rho_E, r_H, r_E, R2 = world.rho_hard, world.rho_easy, world.r_hard, world.r_easy, world.R**2
+    nal = (
+        (a_E * rho_E**2 + 2 * a_E * rho_E * rho_H) * r_E
+        + a_E * rho_H**2 * (r_E + R2)
+        + (a_H * rho_H**2 + 2 * a_H * rho_E * rho_H) * r_H
+        + a_H * rho_E**2 * (r_H + R2)
+    )
+    maml = (
+        (a_E**3 + 2 * a_E**2 * a_H) * r_E
+        + (a_H**3 + 2 * a_E * a_H**2) * r_H
+        + a_E * a_H**2 * (r_E + R2)
+        + a_E**2 * a_H * (r_H + R2)
+    )
+    found = theory.hard_easy_risks(world, alpha, M)
+    assert found.nal == pytest.approx(d / (4 * (rho_E + rho_H) ** 2) * nal, rel=1e-12)
+    assert found.maml == pytest.approx(d / (4 * (a_E + a_H) ** 2) * maml, rel=1e-12)
+    for name in ("nal", "maml"):
+        w = theory.solution(name, world.landscape, alpha, M)
+        general = float(theory.risk_above_floor(world.landscape, w, alpha, M))
+        assert getattr(found, name) == pytest.approx(general, rel=1e-12)
+
+
+def test_the_ratio_tends_to_one_plus_r_squared_over_the_spread_of_hard_tasks():
+    gaps = []
+    for hardness, m in ((1e-1, 1e4), (1e-2, 1e6), (1e-3, 1e8)):
+        world = HardEasy(hardness, 1.0, R=2.0, r_hard=0.5, r_easy=1.0)
+        gaps.append(abs(theory.hard_easy_risks(world, 1.0, m).ratio - theory.asymptotic_ratio(world)))
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 0.05 < 9 == theory.asymptotic_ratio(world)
+    assert theory.asymptotic_ratio(HardEasy(0.1, 1.0)) == math.inf
+
+
+@pytest.mark.parametrize("name", ["nal", "maml"])
+def test_no_stable_step_is_better_than_the_best_one(name):
+    landscape = random_landscape()
+
+    def loss(alpha: float) -> float:
+        w = theory.solution(name, landscape, alpha, M)
+        return float(theory.risk_above_floor(landscape, w, alpha, M)) + theory.noise_floor(landscape, alpha, M)
+
+    best = theory.best_alpha(name, landscape, M)
+    most = 2 / float(torch.linalg.eigvalsh(landscape.law.covariance).max())
+    assert all(loss(best) <= loss(share * most) + 1e-12 for share in torch.linspace(0, 0.999, 77).tolist())
+
+
+def test_the_best_step_of_nal_is_the_vertex_of_its_parabola():
+    """½E[‖g‖²_Σ − 2α‖g‖²_Σ² + α²((1 + 1/m)‖g‖²_Σ³ + tr(Σ²)(‖g‖²_Σ + σ²)/m)], g = w − w*."""
+    landscape = random_landscape()
+    law, w = landscape.law, theory.nal_solution(landscape)
+    spread = torch.einsum("gi,gj->gij", w - law.centre, w - law.centre) + law.spread
+
+    def norm(power: int) -> torch.Tensor:
+        return torch.einsum("gij,gji->g", torch.linalg.matrix_power(law.covariance, power), spread)
+
+    trace = law.covariance.square().sum((1, 2))
+    bend = (1 + 1 / M) * norm(3) + trace * (norm(1) + law.noise) / M
+    vertex = float((law.probability @ norm(2)) / (law.probability @ bend))
+    assert theory.best_alpha("nal", landscape, M) == pytest.approx(vertex, rel=1e-6)
+
+
+@pytest.mark.parametrize(("inner", "outer", "tau", "tasks"), [(7, 5, 1, 6), (2, 9, 4, 3), (30, 1, 5, 2)])
+def test_gradients_of_the_learners_vanish_at_the_empirical_solutions(inner, outer, tau, tasks):
+    episodes = (
+        LinearTasks(random_landscape().drawn(tasks, seeded()), inner, outer)
+        .every(tau, seeded())
+        .to(dtype=torch.float64)
+    )
+    maml = method("maml", steps=1, lr=ALPHA)
+    nal = method("nal", test=GradientDescent(steps=1, lr=ALPHA))
+    for chosen, w in ((maml, theory.empirical_maml(episodes, ALPHA)), (nal, theory.empirical_nal(episodes))):
+        net = linear_net(w)
+        found = meta_gradient(chosen, net, parameters(chosen, net), episodes)
+        assert float(found.gradients["head.weight"].abs().max()) < 1e-10
+        moved = linear_net(w + 0.1)
+        elsewhere = meta_gradient(chosen, moved, parameters(chosen, moved), episodes)
+        assert float(elsewhere.loss) > float(found.loss)
+
+
+def test_empirical_solutions_are_those_of_equations_41_and_43_in_terms_of_solutions_and_noise():
+    generator = seeded()
+    T, n, d = 4, 6, 3
+    w = torch.randn(T, d, 1, generator=generator, dtype=torch.float64)
+    x_in, x_out = torch.randn(2, T, n, d, generator=generator, dtype=torch.float64)
+    z_in, z_out = torch.randn(2, T, n, 1, generator=generator, dtype=torch.float64)
+    episodes = Episodes(x_in, x_in @ w + z_in, x_out, x_out @ w + z_out)
+    P = torch.eye(d, dtype=torch.float64) - ALPHA / n * x_in.mT @ x_in
+    Q = P @ x_out.mT @ x_out @ P
+    right = Q @ w + P @ x_out.mT @ z_out - ALPHA / n * P @ x_out.mT @ x_out @ x_in.mT @ z_in
+    expected = torch.linalg.solve(Q.sum(0), right.sum(0)).squeeze(-1)
+    torch.testing.assert_close(theory.empirical_maml(episodes, ALPHA), expected, rtol=1e-10, atol=1e-10)
+    x, z = torch.cat([x_in, x_out], 1), torch.cat([z_in, z_out], 1)
+    expected = torch.linalg.solve((x.mT @ x).sum(0), (x.mT @ x @ w + x.mT @ z).sum(0)).squeeze(-1)
+    torch.testing.assert_close(theory.empirical_nal(episodes), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_empirical_solutions_come_to_the_population_ones():
+    landscape = random_landscape()
+    tasks = LinearTasks(landscape, M, M)
+
+    def gaps(count: int) -> tuple[float, float]:
+        episodes = tasks.sample(count, seeded())
+        nal = theory.empirical_nal(episodes) - theory.nal_solution(landscape)
+        maml = theory.empirical_maml(episodes, ALPHA) - theory.maml_solution(landscape, ALPHA, M)
+        return float(nal.norm()), float(maml.norm())
+
+    for few, many in zip(gaps(200), gaps(51200)):
+        assert many < few / 4  # a sixteenth on average
+        assert many < 0.05
+
+
+WORLD = HardEasy(0.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: theory.maml_solution(WORLD.landscape, 2.0, M), "alpha is 2.0, but steps of 2 or more diverge"),
+        (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(10), -0.1, M), "alpha is -0.1, but steps"),
+        (lambda: theory.noise_floor(WORLD.landscape, math.nan, M), "alpha is nan, but steps"),
+        (lambda: theory.hard_easy_risks(WORLD, 3.0, M), "alpha is 3.0, but steps"),
+        (lambda: theory.adapted_covariance(torch.eye(2), 1.0, 0), "s is 0, but must be"),
+        (lambda: theory.maml_solution(WORLD.landscape, 1.0, 0), "n2 is 0, but must be a whole number of at least 1"),
+        (lambda: theory.task_weights(WORLD, 1.0, 2.5), "m is 2.5, but must be a whole number"),
+        (lambda: theory.noise_floor(WORLD.landscape, 1.0, -1), "m is -1, but must be a whole number"),
+        (lambda: theory.task_weights(WORLD, 1.0, math.nan), "m is nan, but must be a whole number"),
+        (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(10), 1.0, 0), "m is 0, but must be"),
+        (
+            lambda: theory.empirical_maml(LinearTasks(WORLD.landscape).sample(9, seeded()), -1.0),
+            "alpha is -1.0, but a step size must be",
+        ),
+        (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(3), 1.0, M), "w is float32 of shape (3,), but"),
+        (
+            lambda: theory.empirical_nal(LinearTasks(WORLD.landscape, 2, 2).sample(2, seeded())),
+            "the points of all tasks do not span their 10 dimensions",
+        ),
+        (
+            lambda: theory.empirical_maml(LinearTasks(WORLD.landscape, 20, 3).sample(3, seeded()), 1.0),
+            "the points of all tasks do not span their 10 dimensions",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused_in_a_sentence(make, sentence):
+    with pytest.raises(InputError) as caught:
+        make()
+    assert str(caught.value).startswith(sentence)
