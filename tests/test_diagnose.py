@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import metabridge as mb
-from metabridge.diagnose import Diagnosis, diagnose, untrained
+from metabridge.diagnose import Diagnosis, advice, diagnose, untrained
 from metabridge.diagnose.advice import NOTHING, WORTH, Advice, costs, kernel_twins
 from metabridge.diagnose.estimate import Geography, split_by_rate
 from metabridge.diagnose.moments import Moments, pair_moments, products, rates, regression_moments
@@ -171,7 +171,7 @@ def test_costs_are_those_of_the_presets():
 
 
 def test_twins_are_judged_beside_the_support_alone(monkeypatch):
-    monkeypatch.setattr("metabridge.diagnose.advice.TRAINING_POINTS", 200)
+    monkeypatch.setattr(advice, "TRAINING_POINTS", 200)
     twins = kernel_twins(mb.kernels.fully_connected(depth=3), Quadratic(), seed=0)
     assert [twin.method for twin in twins] == ["support alone", "mtl", "anil", "maml"]
     assert twins[0].gain == 0

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from metabridge.diagnose import advice, estimate
 from metabridge.experiments import EXPERIMENTS, Result, Row, Work, diagnose_worlds, experiment
 from metabridge.experiments.diagnose_worlds import CLEAR, METHODS, SCALES, Outcome, Scale, Trial, World, figure, run
 from metabridge.experiments.result import Environment
@@ -20,10 +21,10 @@ def outcome(glyphs, tmp_path_factory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "quick", Scale(worlds=8, tasks=60, characters=16, ranking=2, seeds=1))
         patch.setattr(diagnose_worlds, "TRAINED", 100)
-        patch.setattr("metabridge.diagnose.estimate.REPEATS", 20)
-        patch.setattr("metabridge.diagnose.advice.TRAINING_POINTS", 160)
-        patch.setattr("metabridge.diagnose.advice.JUDGED_TASKS", 16)
-        patch.setattr("metabridge.diagnose.advice.CHOOSING_TASKS", 8)
+        patch.setattr(estimate, "REPEATS", 20)
+        patch.setattr(advice, "TRAINING_POINTS", 160)
+        patch.setattr(advice, "JUDGED_TASKS", 16)
+        patch.setattr(advice, "CHOOSING_TASKS", 8)
         return run(Work("quick", out=out, progress=False))
 
 

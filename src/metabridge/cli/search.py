@@ -124,7 +124,7 @@ def score(
 
     given = {"cells": cells, "channels": channels, "tasks": tasks, "ways": ways, "shots": shots, "queries": queries}
     images, where = load(data, size=size), device_name(device)
-    table = Table("proxy", title=f"{model}, {repeats} initialisations")
+    table = Table("proxy", title=f"{model}, initialisations: {repeats}")
     for heading in ("mean", "of each", "trouble"):
         table.add_column(heading, justify="left" if heading == "trouble" else "right")
     report: list[dict[str, object]] = []

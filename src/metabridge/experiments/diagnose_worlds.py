@@ -144,14 +144,15 @@ def run(work: Work) -> Outcome:
     trials = tuple(_trial(10_000 * (work.seed + 1) + number, scale.tasks) for number in range(scale.worlds))
     rows = world_rows(trials)
     settings: dict[str, tuple[Diagnosis, ...]] = {}
+    hard: dict[str, dict[str, list[str]]] = {}
     for name, images in _characters(work).items():
         net = untrained(images, seed=work.seed)
-        own = _settings(images, net, scale, work.seed)
+        own, hard[name] = _settings(images, net, scale, work.seed)
         settings |= {f"{name}, {setting} r_H": found for setting, found in own.items()}
         rows += ranking_rows(name, own)
     rows += _order_rows(work, scale)
     seconds = time.perf_counter() - started
-    about = {**asdict(scale), "trained on": TRAINED, "clear": CLEAR, "worth": WORTH}
+    about = {**asdict(scale), "trained on": TRAINED, "clear": CLEAR, "worth": WORTH, "hard alphabets": hard}
     result = Result(ID, work.scale, work.seed, about, environment(work.device), seconds, tuple(rows))
     return Outcome(result, trials, settings)
 
@@ -201,15 +202,17 @@ def world_rows(trials: tuple[Trial, ...]) -> list[Row]:
     return [*rows, Row("linear worlds, exact ratio in the 95 % interval", "worlds %", ours=share, note=note)]
 
 
-def _settings(images: LabelledImages, net: Network, scale: Scale, seed: int) -> dict[str, tuple[Diagnosis, ...]]:
-    """Diagnose tasks with hard ones of many alphabets, and of two that are alike, in one space."""
+def _settings(
+    images: LabelledImages, net: Network, scale: Scale, seed: int
+) -> tuple[dict[str, tuple[Diagnosis, ...]], dict[str, list[str]]]:
+    """Diagnose tasks with hard ones of many alphabets, and of two that are alike, in one space; name the alphabets."""
     own = {name: members for name, members in alphabets(images).items() if len(members) >= WAYS}
     features, slow = _ranked(replace(images, splits=own), net, scale.ranking, seed)
     hardest = sorted(own, key=slow.__getitem__)[:HARD]
     alike = list(ALIKE) if set(ALIKE) <= set(own) else hardest[:2]
     easy = [name for name in own if name not in (*hardest, *alike)]
-    found = {}
-    for setting, hard in {"large": hardest, "small": alike}.items():
+    found, chosen = {}, {"large": hardest, "small": alike}
+    for setting, hard in chosen.items():
         parted = replace(
             images,
             splits={kind: torch.cat([own[name] for name in names]) for kind, names in (("hard", hard), ("easy", easy))},
@@ -225,7 +228,7 @@ def _settings(images: LabelledImages, net: Network, scale: Scale, seed: int) -> 
             diagnose(tasks, features=features, groups="parts", tasks=scale.characters, seed=seed + turn)
             for turn in range(scale.seeds)
         )
-    return found
+    return found, chosen
 
 
 def ranking_rows(name: str, settings: dict[str, tuple[Diagnosis, ...]]) -> list[Row]:
@@ -359,7 +362,8 @@ def figure(outcome: Outcome, file: Path) -> None:
             )
         most = 1.1 * max(max(trial.realised, trial.diagnosis.ratio.high) for trial in outcome.trials)
         worlds.plot([0.95, most], [0.95, most], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
-        worlds.axhline(WORTH, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0)
+        label = f"adaptation is recommended from {WORTH:g} on"
+        worlds.axhline(WORTH, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
         worlds.set(xscale="log", yscale="log", title="random linear worlds")
         worlds.set(xlabel="realised risk of NAL / risk of MAML", ylabel="predicted, with 95 % interval")
         ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < most]

@@ -32,7 +32,7 @@ def over_cores(function: Callable[[Network, Episodes], R], net: Network, episode
     cores = min(torch.get_num_threads(), len(episodes))
     if cores < 2:
         return [function(net, episodes)]
-    _keep_freed_memory()
+    keep_freed_memory()
     bounds = [len(episodes) * core // cores for core in range(cores + 1)]
     shares = [episodes[low:high] for low, high in pairwise(bounds)]
     threads = torch.get_num_threads()
@@ -51,7 +51,7 @@ def over_cores(function: Callable[[Network, Episodes], R], net: Network, episode
 
 
 @functools.cache
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc reuse freed blocks of up to 32 MiB instead of handing each back to the system.
 
     Otherwise every activation is mapped and zeroed anew, and threads wait for each other while the

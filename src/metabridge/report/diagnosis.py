@@ -64,7 +64,7 @@ def solutions(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
             axes.plot(own[:, 0], own[:, 1], marker, color=colour, markersize=4, alpha=0.6, label=f"{group.name} tasks")
             x, y = own.mean(0)
             axes.plot(
-                x, y, "P", color=colour, markeredgecolor=theme.ink, markersize=12, label=f"their centre, {group.name}"
+                x, y, "P", color=colour, markeredgecolor=theme.ink, markersize=12, label=f"centre of the {group.name}"
             )
         axes.set(xlabel="along the line between the centres", ylabel="across it")
         axes.set_aspect("equal", adjustable="datalim")

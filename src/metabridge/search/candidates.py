@@ -255,7 +255,9 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         (x,), layer, slope = ctx.saved_tensors, ctx.layer, slopes[0].contiguous()
-        if layer.groups == 1 and (x.is_cuda or layer.kernel_size == (1, 1)):
+        if layer.kernel_size == layer.stride == (1, 1):
+            ctx.into.add(slope.flatten(2) @ x.flatten(2).mT)
+        elif layer.groups == 1 and x.is_cuda:
             ctx.into.add(slope.flatten(2) @ patches(layer, x)[:, 0].mT)
         else:  # one convolution whose groups are those of all samples
             samples = len(x)

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -124,8 +124,8 @@ class Search:
         return Found(architecture, time.perf_counter() - start, len(journal.known), troubled)
 
     def _settings(self) -> dict[str, object]:
-        given = asdict(self)
-        return {field.name: repr(given[field.name]) for field in fields(self)}
+        """As plain data; JSON has no infinity."""
+        return {**asdict(self), "time": str(self.time)}
 
 
 class Proxies:
@@ -230,17 +230,16 @@ def score_model(search: Search, model: str, images: LabelledImages, *, device: s
             ((_, scores),) = proxies(0, repeat, alive, [None])
             each.append(scores.regions if search.conditioning is None else scores.condition)
             continue
-        generator = torch.Generator().manual_seed(search.seed * 1000 + repeat)
+        seed = search.seed * 1000 + repeat
+        generator = torch.Generator().manual_seed(seed)
         tasks = proxies.environment.sample(search.tasks, generator).to(device)
-        net = with_group_norm(
-            Plan("mtl", model=model, ways=search.ways, seed=search.seed * 1000 + repeat).network(images)
-        )
+        net = with_group_norm(Plan("mtl", model=model, ways=search.ways, seed=seed).network(images)).to(device).eval()
         if search.conditioning is not None:
-            each.append(search.conditioning(net.to(device), tasks))
+            each.append(search.conditioning(net, tasks))
         else:
             rows = proxies.environment.rows
             drawn = rows[torch.randint(len(rows), (search.inputs,), generator=generator)]
-            each.append(regions(net.to(device), images.look_up(drawn).to(device)))
+            each.append(regions(net, images.look_up(drawn).to(device)))
     found = tuple(score for score in each if score is not None)
     return Repeated(mean(found), found)
 

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from metabridge.learners.workers import _keep_freed_memory
+from metabridge.learners.workers import keep_freed_memory
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 def over_threads(function: Callable[[Sequence[T]], Iterator[R]], items: Sequence[T]) -> Iterator[R]:
     """Yield what `function` yields for shares of the items, one share and one thread a core, as it comes."""
-    _keep_freed_memory()
+    keep_freed_memory()
     cores = min(torch.get_num_threads(), len(items))
     found: Queue[Callable[[], R] | None] = Queue()
     stopped = Event()
