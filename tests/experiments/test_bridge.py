@@ -26,7 +26,7 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
         small = {}
         for name, plan in made(scale).items():
             options = {"filters": 4} if plan.model == "conv4" else {"widths": [4, 4, 8, 8]}
-            plan = replace(plan, iterations=2, validate_every=1, validate_tasks=2, batch=2)
+            plan = replace(plan, iterations=2, validate_every=1, validate_tasks=2, batch=2, training_ways=None)
             small[name] = replace(plan, model_options={**plan.model_options, **options})
         return small
 

@@ -46,6 +46,13 @@ def test_validation_has_the_ways_and_queries_that_its_classes_and_images_allow()
     assert (large.ways, large.shots, large.queries) == (2, 1, 15)
 
 
+def test_training_tasks_may_have_more_ways_than_those_at_test():
+    plan = replace(PLANS["mtl"], **SHORT, batch=1, shots=1, ways=3, training_ways=6)
+    assert plan.training_tasks(images()).ways == 6
+    assert plan.validation_tasks(images()).ways == 3
+    assert plan.train(images(), progress=False).best.tasks == 2
+
+
 def test_without_validation_classes_there_is_no_validation():
     run = replace(PLANS["anil"], **SHORT, ways=3).train(images(validation=0), progress=False)
     assert run.best is None
