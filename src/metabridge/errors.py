@@ -31,6 +31,17 @@ def check_positive(name: str, value: float) -> None:
         raise InputError(f"{name} is {value}, but must be a positive number.")
 
 
+def check_variance(name: str, value: float) -> None:
+    """Refuse a setting that is not a finite number, 0 or more.
+
+    >>> check_variance("noise", -1.0)
+    Traceback (most recent call last):
+    metabridge.errors.InputError: noise is -1.0, but must be a finite number, 0 or more.
+    """
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(f"{name} is {value}, but must be a finite number, 0 or more.")
+
+
 def describe(tensor: Tensor) -> str:
     """Say a tensor's dtype and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

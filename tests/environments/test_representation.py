@@ -95,7 +95,7 @@ def test_training_on_a_pool_lowers_the_loss():
         (lambda: SharedRepresentation(variances=(1.0, 0.0)), "variances is (1.0, 0.0), but Σ* must not be singular"),
         (lambda: SharedRepresentation(3, (1.0,) * 4), "variances has 4 entries, but dimension is 3."),
         (lambda: SharedRepresentation(variances=()), "variances has 0 entries"),
-        (lambda: SharedRepresentation(noise=-1.0), "noise is -1.0, but a variance"),
+        (lambda: SharedRepresentation(noise=-1.0), "noise is -1.0, but must be a finite number"),
         (lambda: SharedRepresentation(mean=(1.0,)), "mean has 1 entries, but variances has 5."),
         (lambda: SharedRepresentation(shots=0), "shots is 0, but must be"),
         (lambda: SharedRepresentation(pool=0), "pool is 0, but must be"),

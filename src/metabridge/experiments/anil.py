@@ -6,24 +6,21 @@ again reads the records that are there, goes on with trainings that were stopped
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from metabridge.environments.representation import SharedRepresentation
-from metabridge.errors import InputError
 from metabridge.experiments.anil_runs import Curves, Setting, Trained, descend, factorise
 from metabridge.experiments.laws import mean
+from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
-from metabridge.files import make_folder, write_whole
+from metabridge.files import make_folder
 from metabridge.theory.adaptation import one_step_risk, ridge_risks
 from metabridge.theory.anil import Moments
 from metabridge.training.checkpoint import RunFolder
@@ -79,16 +76,12 @@ def trained(work: Work, setting: Setting, methods: Sequence[str] = tuple(METHODS
 
 
 def _record(work: Work, method: str, setting: Setting) -> Record | None:
-    plan = json.loads(json.dumps({"method": method, "seed": work.seed, **asdict(setting)}))
+    plan = plain({"method": method, "seed": work.seed, **asdict(setting)})
     name = f"anil{'' if setting.mean is None else '-mean'}-{method}-{work.scale}-{work.seed}"
-    file = work.out / "records" / f"{name}.json"
-    if file.exists() and (record := _read(file)).plan == plan:
+    record = stored(work, name, plan, lambda held: Record(**{**held, "curves": Curves(**held["curves"])}))
+    if record is not None or (work.only and method not in work.only):
         return record
-    if work.only and method not in work.only:
-        return None
-    make_folder(file.parent)
-    # a state does not know its plan, so a changed one begins in another folder
-    folder = RunFolder(make_folder(work.out / "runs" / f"{name}-{zlib.crc32(json.dumps(plan).encode()):08x}"))
+    folder = RunFolder(make_folder(run_folder(work, name, plan)))
     worlds = setting.worlds(work.seed)
     until = math.inf if work.minutes is None else time.perf_counter() + 60 * work.minutes
     if method == "burer-monteiro":
@@ -98,7 +91,7 @@ def _record(work: Work, method: str, setting: Setting) -> Record | None:
     if done is None:
         return None
     record = Record(name, plan, environment(work.device), done.seconds / 60, done.curves, _risks(setting, worlds, done))
-    write_whole(file, f"{json.dumps(asdict(record))}\n".encode())
+    keep(work, name, record)
     return record
 
 
@@ -161,12 +154,3 @@ def pictured(outcome: Outcome, title: str, panels: int, **options: Any) -> tuple
     for own in axes:
         own.set(xlabel=share)
     return picture, axes
-
-
-def _read(file: Path) -> Record:
-    try:
-        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        made = {"environment": Environment(**stored["environment"]), "curves": Curves(**stored["curves"])}
-        return Record(**{**stored, **made})
-    except (TypeError, KeyError, ValueError) as error:
-        raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error

@@ -8,8 +8,6 @@ without the representation. The paper prints no numbers, and how it trained thes
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import Any
 import torch
 
 from metabridge.environments.representation import SharedRepresentation
-from metabridge.errors import InputError
 from metabridge.experiments.anil import row
+from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
-from metabridge.files import make_folder, write_whole
+from metabridge.files import write_whole
 from metabridge.learners.heads import Ridge
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
@@ -91,14 +89,11 @@ def run(work: Work) -> Outcome:
 
 
 def _record(work: Work, part: str, setting: Setting, seed: int) -> Record | None:
-    plan = json.loads(json.dumps({"student": part, "seed": seed, **asdict(setting)}))
+    plan = plain({"student": part, "seed": seed, **asdict(setting)})
     name = f"{ID}-{part}-{work.scale}-{seed}"
-    file = work.out / "records" / f"{name}.json"
-    if file.exists() and (record := _read(file)).plan == plan:
+    record = stored(work, name, plan, lambda held: Record(**held))
+    if record is not None or (work.only and part not in work.only):
         return record
-    if work.only and part not in work.only:
-        return None
-    make_folder(file.parent)
     learner, _, layers = part.rpartition("-")
     world = SharedRepresentation(pool=setting.pool, seed=seed)
     net = mlp(world.dimension, 1, width=setting.width, depth=int(layers) - 1, bias=False, seed=seed).to(work.device)
@@ -114,8 +109,7 @@ def _record(work: Work, part: str, setting: Setting, seed: int) -> Record | None
         device=work.device,
         mode="captured" if work.device.startswith("cuda") else "vectorised",
         seed=seed,
-        # a run does not know all of the plan, so a changed one begins in another folder
-        out=work.out / "runs" / f"{name}-{zlib.crc32(json.dumps(plan).encode()):08x}",
+        out=run_folder(work, name, plan),
         minutes=work.minutes,
         progress=work.progress,
         name=f"{learner}, {layers} layers, seed {seed}",
@@ -125,7 +119,7 @@ def _record(work: Work, part: str, setting: Setting, seed: int) -> Record | None
     after = _judged(trained, world, setting)
     risks = {key: [before[1][key], after[1][key]] for key in after[1]}
     record = Record(name, plan, environment(work.device), trained.seconds / 60, [before[0], after[0]], risks)
-    write_whole(file, f"{json.dumps(asdict(record))}\n".encode())
+    keep(work, name, record)
     return record
 
 
@@ -202,7 +196,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the first layer's singular values, and the risk of ridge regression, before and after training."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     records = outcome.records
@@ -239,11 +232,3 @@ def _arrows(axes: Any, students: list[list[list[dict[str, float]]]], key: str, l
             axes.plot([x, x], [before[key], after[key]], color=colour, linewidth=1)
             axes.plot([x], [before[key]], "o", color=colour, markerfacecolor="none")
             axes.plot([x], [after[key]], "o", color=colour, label=named)
-
-
-def _read(file: Path) -> Record:
-    try:
-        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return Record(**{**stored, "environment": Environment(**stored["environment"])})
-    except (TypeError, KeyError, ValueError) as error:
-        raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error

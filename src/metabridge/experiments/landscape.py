@@ -1,24 +1,16 @@
-"""Trainings on easy and hard tasks, of which C's tables 1 and 2 are made. Each leaves a record of what it measured.
-
-A record stays valid where the weights are gone: an experiment asked for again reads the records that
-are there, goes on with trainings that were stopped, and begins those that are missing.
-"""
+"""Trainings on easy and hard tasks, of which C's tables 1 and 2 are made. Each leaves a record of what it measured."""
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from metabridge.environments.environment import Environment as Tasks
 from metabridge.environments.images import LabelledImages
-from metabridge.errors import InputError
+from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
-from metabridge.files import make_folder, write_whole
 from metabridge.learners.method import method
 from metabridge.models import conv4
 from metabridge.training import evaluate, fit
@@ -97,14 +89,11 @@ def trained(
     """
     channels, size = images.images.shape[1], images.images.shape[-1]
     source = f"{images.source['name'] if images.source else 'images'} at {size} px"
-    plan = json.loads(json.dumps({"images": source, **about, **asdict(how)}))
+    plan = plain({"images": source, **about, **asdict(how)})
     name = f"{table}-{part}-{work.scale}-{how.seed}"
-    file = work.out / "records" / f"{name}.json"
-    if file.exists() and (record := _read(file)).plan == plan:
+    record = stored(work, name, plan, _made)
+    if record is not None or (work.only and part not in work.only):
         return record
-    if work.only and part not in work.only:
-        return None
-    make_folder(file.parent)
     run = fit(
         conv4(channels, size, tasks.outputs, filters=how.filters, seed=how.seed),
         method(how.method, steps=how.steps, lr=how.inner_lr),
@@ -114,8 +103,7 @@ def trained(
         lr=how.lr,
         device=work.device,
         seed=how.seed,
-        # a run does not know all of the plan, so a changed one begins in another folder
-        out=work.out / "runs" / f"{name}-{zlib.crc32(json.dumps(plan).encode()):08x}",
+        out=run_folder(work, name, plan),
         minutes=work.minutes,
         progress=work.progress,
         name=f"{part}, seed {how.seed}",
@@ -125,7 +113,7 @@ def trained(
     scores = {kind: evaluate(run, own, tasks=how.judged, seed=how.seed) for kind, own in kinds.items()}
     found = {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()}
     record = Record(name, plan, environment(work.device), run.seconds / 60, found)
-    write_whole(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
+    keep(work, name, record)
     return record
 
 
@@ -155,10 +143,5 @@ def rows(name: str, records: Sequence[Record], published: Sequence[tuple[float, 
     return made
 
 
-def _read(file: Path) -> Record:
-    try:
-        stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        scores = {kind: Accuracy(**score) for kind, score in stored["scores"].items()}
-        return Record(**{**stored, "environment": Environment(**stored["environment"]), "scores": scores})
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error
+def _made(held: dict[str, Any]) -> Record:
+    return Record(**{**held, "scores": {kind: Accuracy(**score) for kind, score in held["scores"].items()}})

@@ -17,6 +17,9 @@ from torch import Tensor
 from metabridge.environments.linear import Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.landscape_linear import (
     NAMES,
+    End,
+    Ends,
+    Outcome,
     Scale,
     compared,
     completed,
@@ -25,7 +28,7 @@ from metabridge.experiments.landscape_linear import (
     judge,
     learners,
 )
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Row, Work
 from metabridge.theory.landscape import Solution, noise_floor, risk_above_floor, solution
 
 ID = "landscape-fig2"
@@ -46,25 +49,6 @@ SCALES = {
     "quick": Settings(Scale(judged=500, runs=5), (500, 50), GRID[::3]),
     "paper": Settings(Scale(), (2000, 500, 100, 50), GRID),
 }
-
-
-@dataclass(frozen=True)
-class End:
-    """Where the runs of SGD ended, by their first coordinates, and what it is worth."""
-
-    coordinate: Tensor
-    risk: Tensor
-
-
-Ends = dict[tuple[int, float], dict[Solution, End]]  # by m and ρ_H
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result and the ends of SGD."""
-
-    result: Result
-    ends: Ends
 
 
 def world(rho: float) -> Landscape:
@@ -89,7 +73,7 @@ def run(work: Work) -> Outcome:
     return Outcome(completed(work, ID, started, rows(ends), about), ends)
 
 
-def theory(name: Solution, rho: float, m: int) -> tuple[float, float]:
+def theory(name: Solution, rho: float, m: float) -> tuple[float, float]:
     """Return the first coordinate of a solution and its 𝓔_m."""
     w = solution(name, world(rho), ALPHA, m)
     return float(w[0]), float(risk_above_floor(world(rho), w, ALPHA, m))

@@ -17,9 +17,20 @@ import torch
 from torch import Tensor
 
 from metabridge.environments.linear import Landscape, LogisticTasks, TaskGroup
-from metabridge.experiments.landscape_linear import NAMES, Learner, Scale, completed, descend, draw_runs, judge
+from metabridge.experiments.landscape_linear import (
+    NAMES,
+    End,
+    Ends,
+    Learner,
+    Outcome,
+    Scale,
+    completed,
+    descend,
+    draw_runs,
+    judge,
+)
 from metabridge.experiments.laws import mean
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Row, Work
 from metabridge.theory.landscape import Solution
 
 ID = "landscape-fig7"
@@ -41,25 +52,6 @@ SCALES = {
     "quick": Settings(Scale(iterations=2500, judged=500, runs=5), GRID[::3]),
     "paper": Settings(Scale(), GRID),
 }
-
-
-@dataclass(frozen=True)
-class End:
-    """Where the runs of SGD ended, by their first coordinates, and what it is worth."""
-
-    coordinate: Tensor
-    risk: Tensor
-
-
-Ends = dict[tuple[float, float], dict[Solution, End]]  # by α and ρ_H
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result and the ends of SGD."""
-
-    result: Result
-    ends: Ends
 
 
 def world(rho: float) -> Landscape:

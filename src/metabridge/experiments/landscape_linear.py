@@ -41,6 +41,25 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class End:
+    """Where the runs of SGD ended, by their first coordinates, and what it is worth."""
+
+    coordinate: Tensor
+    risk: Tensor
+
+
+Ends = dict[tuple[float, float], dict[Solution, End]]  # by m or α, and ρ_H
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result and the ends of SGD."""
+
+    result: Result
+    ends: Ends
+
+
+@dataclass(frozen=True)
 class Learner:
     """A step size of SGD; α if the learner adapts in training; the weight of a hard task, where an easy one's is 1."""
 

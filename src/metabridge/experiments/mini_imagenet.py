@@ -8,7 +8,7 @@ from metabridge.environments.datasets import load
 from metabridge.environments.images import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.result import Work
-from metabridge.experiments.trials import Record, stored, trial
+from metabridge.experiments.trials import Record, recorded, trial
 from metabridge.training import Views
 from metabridge.training.augment import Augment
 from metabridge.training.plan import Plan
@@ -107,7 +107,7 @@ def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
     images: LabelledImages | None = None
     for name, plan in chosen.items():
         plan, label = replace(plan, seed=work.seed), f"{_data(work)}-{name}-{work.scale}-{work.seed}"
-        record = stored(work, label, plan)
+        record = recorded(work, label, plan)
         if record is None and (not work.only or name in work.only):
             images = images or _images(work)
             own = name.partition("-")[2]

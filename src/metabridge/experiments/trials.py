@@ -1,22 +1,16 @@
-"""Trainings that several experiments share. Each is done once and leaves a record of what it measured.
-
-A record is small and stays valid where the weights are gone: an experiment asked for again reads the
-records that are there, goes on with trainings that were stopped, and begins those that are missing.
-"""
+"""Trainings that several experiments share. Each is done once and leaves a record of what it measured."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from metabridge.environments.images import LabelledImages
 from metabridge.errors import InputError
+from metabridge.experiments import records
 from metabridge.experiments.result import Environment, Work, environment
-from metabridge.files import make_folder, write_whole
 from metabridge.learners.heads import LogisticRegression
 from metabridge.training import Run, evaluate
 from metabridge.training.evaluate import PLAIN, FeatureTable, Views
@@ -72,13 +66,9 @@ def best_in_validation(scores: Iterable[Measured], shots: int) -> Measured:
     return max(judged, key=lambda score: score.mean)
 
 
-def stored(work: Work, name: str, plan: Plan) -> Record | None:
+def recorded(work: Work, name: str, plan: Plan) -> Record | None:
     """Return the record that a training of this plan has left, if there is one."""
-    file = work.out / "records" / f"{name}.json"
-    if not file.exists():
-        return None
-    record = _read(file)
-    return record if record.plan == _plain(plan) else None
+    return records.stored(work, name, _plain(plan), _made)
 
 
 def trial(
@@ -95,7 +85,6 @@ def trial(
 
     Where the test-time head has a penalty, it and the best of the `looks` are chosen in validation.
     """
-    file = make_folder(work.out / "records") / f"{name}.json"
     run = plan.train(
         images, device=work.device, out=work.out / "runs" / name, minutes=work.minutes, progress=work.progress
     )
@@ -123,7 +112,7 @@ def trial(
         tuple(_measure(run, here, plan.ways, shots, tasks, looks, work.seed)),
         _evaluation_seconds(run, here, plan.ways, shots, tasks),
     )
-    write_whole(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
+    records.keep(work, name, record)
     return record
 
 
@@ -184,21 +173,10 @@ def _evaluation_seconds(run: Run, images: LabelledImages, ways: int, shots: Sequ
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """The plan as it is read back from JSON."""
     schedule = {"name": type(plan.schedule).__name__.lower(), **asdict(plan.schedule)}
-    return json.loads(json.dumps(asdict(plan) | {"schedule": schedule}))  # type: ignore[no-any-return]
+    return records.plain(asdict(plan) | {"schedule": schedule})
 
 
-def _read(file: Path) -> Record:
-    try:
-        stored: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return Record(
-            **{
-                **stored,
-                "environment": Environment(**stored["environment"]),
-                "curve": tuple(stored["curve"]),
-                "scores": tuple(Measured(**{**score, "views": Views(**score["views"])}) for score in stored["scores"]),
-            }
-        )
-    except (TypeError, KeyError, ValueError) as error:
-        raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error
+def _made(held: dict[str, Any]) -> Record:
+    scores = (Measured(**{**score, "views": Views(**score["views"])}) for score in held["scores"])
+    return Record(**{**held, "curve": tuple(held["curve"]), "scores": tuple(scores)})
