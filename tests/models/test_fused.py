@@ -74,6 +74,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.skipif(not CUDA, reason="so many tiles are for a GPU")
+def test_a_map_may_have_more_tiles_than_the_second_axis_of_a_grid_has_places():
+    points = 2 + (65_536 * fused.TILE // 64) // (84 * 84)
+    inputs = [maps(64, 84, 84, torch.bfloat16, points=points), *affine(64, torch.bfloat16)]
+    agree(lambda *given: fused.rectified(*given, EPS, SLOPE), rectified, inputs, 1e-2)
+
+
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
 @pytest.mark.parametrize("size", SIZES)
 def test_rectified_is_the_rectifier_of_the_norm_with_its_gradients(size, dtype, error):

@@ -59,7 +59,7 @@ def kept(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype) -> Tensor
     height, width = down + size - 1, across + size - 1
     result = _empty((n, c, height, width), dtype, noise.device)
     rows, tile = n * height * width, _tile(c)
-    kernels.keep[c // tile["BC"], _parts(rows, tile["BR"])](
+    kernels.keep[_tiles(rows, c, tile)](
         _channels_last(noise), chance, result, rows, height, width, c, SIZE=size, **tile
     )
     return result
@@ -71,7 +71,7 @@ class _Rectified(torch.autograd.Function):
         norm, y = _statistics(x, weight, bias, eps), torch.empty_like(x)
         rows, c = _shape(x)
         tile = _tile(c)
-        kernels.rectify[c // tile["BC"], _parts(rows, tile["BR"])](x, norm, y, rows, c, slope, **tile)
+        kernels.rectify[_tiles(rows, c, tile)](x, norm, y, rows, c, slope, **tile)
         ctx.save_for_backward(x, weight, bias, norm)
         ctx.settings = eps, slope
         return y
@@ -89,8 +89,7 @@ class _Rectified(torch.autograd.Function):
         partial = x.new_empty(2, parts, c, dtype=torch.float32)
         kernels.rectify_sums[c // tile["BC"], parts](g, x, norm, partial, rows, chunk, c, slope, **tile, STAGES=STAGES)
         (total, (gb, gw)), gx = _added(partial, weight.dtype), torch.empty_like(x)
-        grid = c // tile["BC"], _parts(rows, tile["BR"])
-        kernels.rectify_back[grid](g, x, norm, total, gx, rows, c, slope, 1 / rows, **tile)
+        kernels.rectify_back[_tiles(rows, c, tile)](g, x, norm, total, gx, rows, c, slope, 1 / rows, **tile)
         return gx, gw, gb, None, None
 
 
@@ -113,7 +112,7 @@ class _Merged(torch.autograd.Function):
         y, main_kept, shortcut_kept = (_empty(pooled, main.dtype, main.device) for _ in range(3))
         choice = torch.empty_like(y, dtype=torch.uint8)
         windows, tile = n * (height // 2) * (width // 2), _tile(c, WINDOWS)
-        kernels.merge[c // tile["BC"], _parts(windows, tile["BR"])](
+        kernels.merge[_tiles(windows, c, tile)](
             main, shortcut, first, second, y, main_kept, shortcut_kept, choice, windows, height, width, c, slope, **tile
         )
         ctx.save_for_backward(main, shortcut, w1, b1, w2, b2, first, second, main_kept, shortcut_kept, choice)
@@ -138,7 +137,7 @@ class _Merged(torch.autograd.Function):
         total, (gb, gw1, gw2) = _added(partial, w1.dtype)
         gmain, gshortcut = torch.empty_like(main), torch.empty_like(shortcut)
         windows, tile = n * ((height + 1) // 2) * ((width + 1) // 2), _tile(c, WINDOWS)
-        kernels.merge_back[c // tile["BC"], _parts(windows, tile["BR"])](
+        kernels.merge_back[_tiles(windows, c, tile)](
             g,
             choice,
             main,
@@ -241,6 +240,11 @@ def _tile(channels: int, elements: int = TILE) -> dict[str, int]:
     """Rows and columns of a tile; the columns divide the channels, so that no tile is partly empty."""
     columns = min(64, channels & -channels)
     return {"BR": elements // columns, "BC": columns}
+
+
+def _tiles(rows: int, channels: int, tile: dict[str, int]) -> tuple[int]:
+    """The grid of a kernel in which every program has one tile."""
+    return (_parts(rows, tile["BR"]) * (channels // tile["BC"]),)
 
 
 def _chunks(rows: int, channels: int) -> tuple[int, int]:

@@ -29,6 +29,12 @@ def channel(norm, column, c):
 
 
 @jit
+def tile_of(c, BC: tl.constexpr):
+    """The row and the column of a program's tile. They share the grid's first axis: the others end at 65 535."""
+    return tl.program_id(0) // (c // BC), tl.program_id(0) % (c // BC)
+
+
+@jit
 def moments(x, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     """Mean and sum of squared deviations of a chunk of rows: Welford's rule in each lane, then Chan's over lanes."""
     column, lane = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BR)
@@ -85,8 +91,8 @@ def add(partial, total, rounded, parts, c, PARTS: tl.constexpr, BC: tl.constexpr
 @jit
 def rectify(x, norm, y, rows, c, slope, BR: tl.constexpr, BC: tl.constexpr):
     """LeakyReLU of the normalised map."""
-    column = tl.program_id(0) * BC + tl.arange(0, BC)
-    row = tl.program_id(1) * BR + tl.arange(0, BR)
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
     inside = (row < rows)[:, None]
     place = row[:, None].to(tl.int64) * c + column[None, :]
     mean, r, weight, bias = channel(norm, column, c)
@@ -122,8 +128,8 @@ def rectify_sums(g, x, norm, partial, rows, chunk, c, slope, BR: tl.constexpr, B
 @jit
 def rectify_back(g, x, norm, total, gx, rows, c, slope, share, BR: tl.constexpr, BC: tl.constexpr):
     """gx = wr(g − m(g) − n m(gn)), where m is the mean over the rows."""
-    column = tl.program_id(0) * BC + tl.arange(0, BC)
-    row = tl.program_id(1) * BR + tl.arange(0, BR)
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
     inside = (row < rows)[:, None]
     place = row[:, None].to(tl.int64) * c + column[None, :]
     mean, r, weight, bias = channel(norm, column, c)
@@ -153,14 +159,15 @@ def merge(
     BC: tl.constexpr,
 ):
     """Pool the sum of two norms, and keep of both what was chosen, where, and (+4) whether it is positive."""
-    column = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
-    window = tl.program_id(1) * BR + tl.arange(0, BR)[:, None]
+    below, right = tile_of(c, BC)
+    flat, window = right * BC + tl.arange(0, BC), below * BR + tl.arange(0, BR)[:, None]
+    column = flat[None, :]
     inside = window < windows
     across, down = width // 2, height // 2
     top = (window // across // down * height + window // across % down * 2) * width + window % across * 2
     corner = top.to(tl.int64) * c + column
-    mean1, r1, w1, b1 = channel(first, tl.program_id(0) * BC + tl.arange(0, BC), c)
-    mean2, r2, w2, b2 = channel(second, tl.program_id(0) * BC + tl.arange(0, BC), c)
+    mean1, r1, w1, b1 = channel(first, flat, c)
+    mean2, r2, w2, b2 = channel(second, flat, c)
     scale1, scale2 = r1 * w1, r2 * w2
     best = tl.zeros([BR, BC], tl.float32)
     one = tl.zeros([BR, BC], tl.float32)
@@ -249,9 +256,9 @@ def merge_back(
     BC: tl.constexpr,
 ):
     """Both gradients of a block's end; the windows that an odd size cuts off receive the means' part alone."""
-    flat = tl.program_id(0) * BC + tl.arange(0, BC)
+    below, right = tile_of(c, BC)
+    flat, window = right * BC + tl.arange(0, BC), below * BR + tl.arange(0, BR)[:, None]
     column = flat[None, :]
-    window = tl.program_id(1) * BR + tl.arange(0, BR)[:, None]
     across, down = (width + 1) // 2, (height + 1) // 2
     point, i, j = window // across // down, window // across % down, window % across
     whole = (window < windows) & (i < height // 2) & (j < width // 2)
@@ -350,8 +357,8 @@ def stem_back(
 @jit
 def keep(noise, chance, result, rows, height, width, c, SIZE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """What DropBlock keeps: 0 where a square was dropped, else 1."""
-    column = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
-    row = tl.program_id(1) * BR + tl.arange(0, BR)[:, None]
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR)[:, None], right * BC + tl.arange(0, BC)[None, :]
     down, across = height - SIZE + 1, width - SIZE + 1
     point, i, j = row // width // height, row // width % height, row % width
     lowest = tl.full([BR, BC], 1.0, tl.float32)
