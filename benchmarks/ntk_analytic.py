@@ -5,7 +5,8 @@
 Both return Θ and K in float32. neural-tangents, which needs an environment of its own, is compiled by jax.jit, and what
 that takes is not counted. The two run in turns, each in a process of its own, on the same cores; the seconds are
 medians over all turns. `difference` is the largest one between the two Θ, relative to the largest entry. With
-`--device cuda` only ours goes to the GPU, and `mib` is the most memory that PyTorch gives out there, result included.
+`--device cuda` only ours goes to the GPU, and `mib` is the most memory that PyTorch gives out there, result included;
+without a peer ours there is compared with ours on the CPU.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="a python that has neural-tangents")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ours is computed")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, help="of each side: 3 unless given, and 1 on a GPU")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # what each of the processes is told
@@ -129,14 +130,16 @@ def main() -> None:
         turn(options.turn, options.device)
         return
 
+    turns = options.turns or (3 if options.device == "cpu" else 1)
+    peer = options.peer or (sys.executable if options.device == "cuda" else None)
     mine: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
     peers: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     references: dict[tuple[int, bool], dict[str, Any]] = {}
-    for _ in range(options.turns):
+    for _ in range(turns):
         found = run(sys.executable, options.threads, options.device, mine)
-        if options.peer:
-            references = run(options.peer, options.threads, "cpu", peers)
+        if peer:
+            references = run(peer, options.threads, "cpu", peers)
 
     rows = []
     for case in CASES:
@@ -149,9 +152,9 @@ def main() -> None:
         }
         if options.device == "cuda":
             row["mib"] = float(found[case]["mib"])
-        if options.peer:
+        if peer:
             ntk, exact = found[case]["ntk"], references[case]["ntk"]
-            row["neural_tangents_seconds"] = statistics.median(peers[case])
+            row["neural_tangents_seconds" if options.peer else "cpu_seconds"] = statistics.median(peers[case])
             row["ratio"] = statistics.median(peers[case]) / statistics.median(mine[case])
             row["difference"] = float(abs(ntk - exact).max() / abs(exact).max())
         rows.append(row)
@@ -177,14 +180,12 @@ def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, pa
     table = Table(
         title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} points, float32, {device}, {settings['threads']} threads"
     )
-    for heading in ("points", "ours, s", "ours, MiB", "neural-tangents, s", "ratio", "difference"):
+    other = "ours on the CPU, s" if "cpu_seconds" in rows[0] else "neural-tangents, s"
+    for heading in ("points", "ours, s", "ours, MiB", other, "ratio", "difference"):
         table.add_column(heading, justify="left" if heading == "points" else "right")
     for row in rows:
-        peer = (
-            (f"{row['neural_tangents_seconds']:.3f}", f"{row['ratio']:.1f}×", f"{row['difference']:.0e}")
-            if "ratio" in row
-            else ()
-        )
+        seconds = row.get("neural_tangents_seconds", row.get("cpu_seconds"))
+        peer = (f"{seconds:.3f}", f"{row['ratio']:.1f}×", f"{row['difference']:.0e}") if "ratio" in row else ()
         mib = f"{row['mib']:.0f}" if "mib" in row else ""
         table.add_row(row["name"], f"{row['seconds']:.4f}", mib, *peer)
     Console().print(table)

@@ -107,12 +107,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=84, help="pixels of an image's side for conv4; 28 for the mlp")
     parser.add_argument("--memory", type=int, default=1024, help="MiB that our side may take")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, help="of each side: 3 unless given, and 1 on a GPU")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls in a turn")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--net", choices=NETS, default="conv4", help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.turns = options.turns or (3 if options.device == "cpu" else 1)
     if options.side:
         print(json.dumps(measure(options.side, options)))
         return

@@ -1,10 +1,16 @@
-"""Condition numbers of a search's candidates: as the search computes them, and in two plain ways.
+"""Condition numbers of a search's candidates: as the search computes them, and in three plain ways.
 
     python benchmarks/search.py --device cpu --channels 16 --cells 3 --json search.json
 
-The straightforward way asks the library for the MAML kernel of the empirical NTK of each candidate, from scratch. The
-other takes one Gram matrix of all images from the empirical NTK, which is the search's reference path. All three take
-turns on the same candidates in one process, with supernets as they are in the first, a middle and the last round.
+- gradients: for each candidate a network without the operator, for each image a backward pass of its summed outputs,
+  and one product of the stacked gradients. An image goes through the net by itself, which is cheaper than going back
+  through a batch for each of its images.
+- kernel: the library's MAML kernel between tasks of the empirical NTK
+- one Gram: the same from one matrix over all images, which is the search's reference path
+
+All ways take turns on the same candidates in one process, with supernets as they are in the first, the middle and the
+last round of a search. The time of all rounds is extrapolated from these: that of a candidate is interpolated between
+them by the number of operators on an edge. Linear regions, which are the same for all ways, are left out.
 """
 
 from __future__ import annotations
@@ -17,8 +23,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -29,92 +36,122 @@ from metabridge.kernels.empirical import Empirical
 from metabridge.kernels.meta import split_kernel
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network
-from metabridge.search import EDGES, OPERATORS, Alive
+from metabridge.search import EDGES, NODES, OPERATORS, Alive
 from metabridge.search.candidates import Candidates
-from metabridge.search.proxies import Conditioning, condition_number, points
-from metabridge.search.prune import Removal, removable
+from metabridge.search.proxies import Conditioning, Grams, condition_number, points
+from metabridge.search.prune import evaluations
+from metabridge.search.space import Choice
 from metabridge.search.threads import over_threads
 
-WAYS = ("search", "one Gram", "straightforward")
-OPERATORS_LEFT = (7, 4, 2)  # on an edge, in the rounds that are measured
+ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # operators on an edge
+MEASURED = (7, 4, 1)
+REPEATS = 3
 CONDITION = Conditioning("maml")
 
-Values = dict[Removal, float]
+Values = dict[Choice, float]
 
 
-def supernets(left: int) -> Alive:
-    """So many operators on every edge."""
-    edges = tuple(frozenset(OPERATORS[(edge + k) % len(OPERATORS)] for k in range(left)) for edge in range(len(EDGES)))
-    return Alive(edges, edges)
-
-
-def by_search(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Removal]) -> Values:
+def by_search(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
     """Return the condition numbers as a search finds them."""
+    candidates = Candidates(net, alive, points(tasks))
 
-    def part(share: Sequence[Removal]) -> Iterator[tuple[Removal, float]]:
-        for removal, grams in Candidates(net, alive, points(tasks)).grams(share):
+    def part(share: Sequence[Choice]) -> Iterator[tuple[Any, float]]:
+        for removal, grams in candidates.grams(share):
             yield removal, CONDITION.of_grams(grams, len(tasks), tasks.query_x.shape[1]).value
 
     return dict(part(removals) if tasks.device.type == "cuda" else over_threads(part, removals))
 
 
-def by_grams(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Removal]) -> Values:
+def by_grams(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
     """Return them from one Gram matrix of each candidate."""
     found: Values = {}
     for removal in removals:
-        mask(net, alive if removal is None else alive.without(*removal))
+        mask(net, alive.without(*removal))
         found[removal] = CONDITION(net, tasks).value
-    mask(net, alive)
     return found
 
 
-def by_kernels(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Removal]) -> Values:
+def by_kernels(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
     """Return them from the kernel between tasks of the empirical NTK."""
     found: Values = {}
     for removal in removals:
-        mask(net, alive if removal is None else alive.without(*removal))
+        mask(net, alive.without(*removal))
         kernel = Empirical(net, outputs="sum")
         ends = tasks.query_x, tasks.support_x
         matrix = split_kernel(kernel, *ends, adapts="all", time=CONDITION.time, ridge=CONDITION.ridge)
         found[removal] = condition_number(matrix.double().cpu(), torch.finfo(matrix.dtype).eps).value
-    mask(net, alive)
     return found
+
+
+def by_gradients(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
+    """Return them from the gradients of each image, of a network made for each candidate."""
+    found: Values = {}
+    x, weights, features = points(tasks), net.state_dict(), cast(Any, net.features)
+    cells, channels = len(features.cells), features.stem[0].out_channels // NODES
+    for removal in removals:
+        pruned = supernet(alive.without(*removal), cells=cells, channels=channels, size=x.shape[-1]).to(x.device)
+        pruned.load_state_dict({name: weights[name] for name in pruned.state_dict()})
+        rows = []
+        for image in x.split(1):
+            pruned.zero_grad()
+            pruned(image).sum().backward()
+            rows.append(torch.cat([p.grad.flatten() for p in pruned.parameters() if p.grad is not None]))
+        jacobian = torch.stack(rows)
+        grams = Grams(jacobian @ jacobian.mT, None)
+        found[removal] = CONDITION.of_grams(grams, len(tasks), tasks.query_x.shape[1]).value
+    return found
+
+
+WAYS: dict[str, Callable[[Network, Alive, Episodes, Sequence[Choice]], Values]] = {
+    "search": by_search,
+    "one Gram": by_grams,
+    "kernel": by_kernels,
+    "gradients": by_gradients,
+}
+PLAIN = [way for way in WAYS if way != "search"]
 
 
 def compare(left: int, options: argparse.Namespace) -> dict[str, Any]:
     """Let the ways take turns, and return seconds a candidate, ratios and how far the condition numbers differ."""
-    alive = supernets(left)
+    edges = tuple(frozenset(OPERATORS[(edge + k) % len(OPERATORS)] for k in range(left)) for edge in range(len(EDGES)))
+    alive = Alive(edges, edges)
     net = supernet(alive, cells=options.cells, channels=options.channels, size=options.size).to(options.device)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(2, options.tasks, 5, 3, options.size, options.size, generator=generator)
     labels = torch.zeros(options.tasks, 5, dtype=torch.int64)
     tasks = Episodes(drawn[0], labels, drawn[1], labels).to(options.device)
-    choices = removable(alive)
-    sides: dict[str, Callable[..., Values]] = dict(zip(WAYS, (by_search, by_grams, by_kernels)))
-    counts = dict(zip(WAYS, (options.candidates, options.plain, options.plain)))
+    choices = list(alive.choices)
+    chosen = choices[1 :: len(choices) // options.candidates][: options.candidates]  # from both cells and all edges
+    few = chosen[:: len(chosen) // options.plain][: options.plain]
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     values: dict[str, Values] = {}
-    for way in WAYS:  # libraries choose their algorithms
-        sides[way](net, alive, tasks, choices[:1])
-    for _ in range(options.turns):
-        for way, side in sides.items():
+    for turn in range(options.turns + 1):
+        for way, side in WAYS.items():
+            removals = chosen if way == "search" else few
             start = time.perf_counter()
-            values[way] = side(net, alive, tasks, choices[: counts[way]])
-            if options.device == "cuda":
-                torch.cuda.synchronize()
-            seconds[way].append((time.perf_counter() - start) / counts[way])
+            values[way] = side(net, alive, tasks, removals)
+            if turn > 0:  # in the first, libraries choose their algorithms
+                seconds[way].append((time.perf_counter() - start) / len(removals))
     took = {way: statistics.median(seconds[way]) for way in WAYS}
-    exact = values[WAYS[2]]
-    gaps = [abs(values[WAYS[0]][removal] / value - 1) for removal, value in exact.items() if math.isfinite(value)]
     return {
         "operators": left,
-        "seconds": took[WAYS[0]],
-        "gram_seconds": took[WAYS[1]],
-        "reference_seconds": took[WAYS[2]],
-        "gram_ratio": took[WAYS[1]] / took[WAYS[0]],
-        "time_ratio": took[WAYS[2]] / took[WAYS[0]],
-        "difference": max(gaps, default=math.nan),
+        "seconds": took,
+        "ratios": {way: took[way] / took["search"] for way in PLAIN},
+        "differences": {way: max(_gaps(values["search"], values[way]), default=math.nan) for way in PLAIN},
     }
+
+
+def _gaps(found: Values, exact: Values) -> list[float]:
+    return [abs(found[removal] / value - 1) for removal, value in exact.items() if math.isfinite(value)]
+
+
+def in_all(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Extrapolate to all rounds of a search: those measured stand in order of falling numbers of operators."""
+    counts = [REPEATS * (2 * len(EDGES) * left + 1) for left in ROUNDS]
+    assert sum(counts) == evaluations(Alive.full(), REPEATS)
+    known = [row["operators"] for row in rows[::-1]]
+    took = {way: float(np.interp(ROUNDS, known, [row["seconds"][way] for row in rows[::-1]]) @ counts) for way in WAYS}
+    return {"candidates": sum(counts), "seconds": took, "ratios": {way: took[way] / took["search"] for way in PLAIN}}
 
 
 def main() -> None:
@@ -125,25 +162,32 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--tasks", type=int, default=3, help="tasks of 5 support and 5 query images")
-    parser.add_argument("--candidates", type=int, default=8, help="that the search's way is timed on")
-    parser.add_argument("--plain", type=int, default=2, help="of them, those that the others are timed on")
+    parser.add_argument("--candidates", type=int, default=16, help="that the search's way is timed on")
+    parser.add_argument("--plain", type=int, default=1, help="of them, those that the others are timed on")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2, help="that are timed, after one that is not")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.backends.cudnn.allow_tf32 = False
 
-    rows = [compare(left, options) for left in OPERATORS_LEFT]
-    form = f"{options.cells} cells, {options.channels} channels, {10 * options.tasks} images"
-    table = Table(title=f"a candidate's condition number, {form}, {options.device}")
-    for heading in ("operators an edge", *(f"{way}, ms" for way in WAYS), "ratio", "ratio", "difference"):
+    rows = [compare(left, options) for left in MEASURED]
+    whole = in_all(rows)
+    form = f"{options.cells} cells, {options.channels} channels, {10 * options.tasks} images, {options.device}"
+    table = Table(title=f"condition numbers, {form}")
+    for heading in ("operators an edge", *(f"{way}, ms" for way in WAYS)):
         table.add_column(heading, justify="right")
+    for heading in ("ratios", "differences"):
+        table.add_column(f"{heading}: {', '.join(PLAIN)}", justify="right")
     for row in rows:
-        times = (f"{1e3 * row[name]:.1f}" for name in ("seconds", "gram_seconds", "reference_seconds"))
-        ratios = (f"{row[name]:.1f}" for name in ("gram_ratio", "time_ratio"))
-        table.add_row(str(row["operators"]), *times, *ratios, f"{row['difference']:.0e}")
-    Console(width=120).print(table)
+        times = (f"{1e3 * row['seconds'][way]:.0f}" for way in WAYS)
+        ratios = ", ".join(f"{row['ratios'][way]:.1f}" for way in PLAIN)
+        table.add_row(
+            str(row["operators"]), *times, ratios, ", ".join(f"{row['differences'][way]:.0e}" for way in PLAIN)
+        )
+    minutes = (f"{whole['seconds'][way] / 60:.1f} min" for way in WAYS)
+    table.add_row("all rounds", *minutes, ", ".join(f"{whole['ratios'][way]:.1f}" for way in PLAIN), "")
+    Console(width=140).print(table)
     if options.json:
         names = ("cells", "channels", "size", "tasks", "candidates", "plain", "turns")
         report = {
@@ -151,6 +195,7 @@ def main() -> None:
             "environment": {**asdict(environment(options.device)), "threads": options.threads},
             "settings": {name: getattr(options, name) for name in names},
             "rows": rows,
+            "search": {**whole, "extrapolated": True},
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import metabridge as mb
-from metabridge.diagnose import Diagnosis, advice, diagnose, untrained
+from metabridge.diagnose import Diagnosis, advice, diagnose, estimate, untrained
 from metabridge.diagnose.advice import NOTHING, WORTH, Advice, costs, kernel_twins
-from metabridge.diagnose.estimate import Geography, split_by_rate
-from metabridge.diagnose.moments import Moments, pair_moments, products, rates, regression_moments
+from metabridge.diagnose.estimate import Geography, hard_tasks, split_by_rate
+from metabridge.diagnose.moments import Moments, misfits, pair_moments, products, rates, regression_moments
 from metabridge.environments import HardEasy, Landscape, LinearTasks, Quadratic, TaskGroup
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
@@ -59,6 +59,24 @@ def test_the_predicted_ratio_is_that_of_corollary_1(found):
 def test_groups_are_found_by_hardness():
     moments, hard = moments_of(WORLD, 200, 40)
     assert (split_by_rate(rates(moments)) == hard).all()
+    assert (hard_tasks(moments) == hard).all()
+
+
+def test_covariances_tell_groups_apart_whose_rates_overlap():
+    moments, hard = moments_of(replace(WORLD, rho_hard=0.75, dimension=12), 200, 150)
+    assert (split_by_rate(rates(moments)) != hard).sum() > 5
+    assert (hard_tasks(moments) == hard).all()
+
+
+def test_a_misfit_is_the_likelihood_of_a_covariance():
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(2, 30, 3, generator=generator).double()
+    roots = torch.randn(2, 3, 3, generator=generator).double()
+    shared = roots @ roots.mT
+    found = misfits(regression_moments(points, points[..., :1]), shared)
+    laws = [torch.distributions.MultivariateNormal(torch.zeros(3).double(), own) for own in shared]
+    exact = torch.stack([-2 * law.log_prob(points).mean(1) for law in laws], 1)
+    torch.testing.assert_close(found[:, 0] - found[:, 1], exact[:, 0] - exact[:, 1])
 
 
 def test_random_covariances_are_predicted_too():
@@ -90,9 +108,42 @@ def test_noise_of_few_points_is_not_taken_for_dispersion(shots):
     assert geography.distance(landscape, 0.5) == pytest.approx(1.0, abs=0.15)
 
 
+def test_intervals_hold_the_ratio_as_often_as_they_say(monkeypatch):
+    monkeypatch.setattr(estimate, "REPEATS", 40)
+    world = replace(WORLD, rho_hard=0.6, R=2.0, dimension=3)
+    exact, held = hard_easy_risks(world, 0.9, 60).ratio, 0
+    for seed in range(40):
+        moments, hard = moments_of(world, 40, 60, seed)
+        ratio = Geography(moments, hard, 60, 0.5).predict(0.9, torch.Generator().manual_seed(seed)).ratio
+        held += ratio.low <= exact <= ratio.high
+    assert 34 <= held < 40  # from 85 % on, and not by being as wide as all there is
+
+
+def test_intervals_know_that_covariances_are_estimated():
+    """Without noise and dispersion every task's solution is found exactly: the covariances alone are uncertain."""
+    world = HardEasy(rho_hard=0.3, rho_easy=1.0, R=1.0, dimension=3)
+    moments, hard = moments_of(world, 60, 30)
+    ratio = Geography(moments, hard, 30, 0.5).predict(0.9, torch.Generator().manual_seed(0)).ratio
+    assert ratio.low < hard_easy_risks(world, 0.9, 30).ratio < ratio.high
+    assert ratio.high - ratio.low > 0.01
+
+
+def test_a_step_that_few_tasks_tell_of_does_not_diverge_on_resampled_ones():
+    """The steepest of few tasks decides the step: resampled without it, or with it twice, they have another."""
+    moments, hard = moments_of(WORLD, 40, 20)
+    steep = torch.ones(40, 1, 1, 1).double()
+    steep[(~hard).nonzero()[0]] = 300.0
+    geography = Geography(replace(moments, covariance=steep * moments.covariance), hard, 20, 0.5)
+    ratio = geography.predict(None, torch.Generator().manual_seed(0)).ratio
+    assert 1 <= ratio.low <= ratio.value <= ratio.high
+    with pytest.raises(InputError, match="diverge on the steepest"):
+        geography.predict(geography.stable_step(), torch.Generator().manual_seed(0))
+
+
 def test_where_tasks_lie_in_one_place_nothing_beats_plain_pre_training():
     found = diagnose(tasks(ALIKE), alpha=0.9, tasks=150)
     assert found.ratio.value == pytest.approx(1, abs=0.02)
+    assert found.ratio.low >= 1  # MAML has the least risk there is
     assert not found.advice.adapts
     assert found.advice.method == "nal"
     assert NOTHING in found.told().lower()

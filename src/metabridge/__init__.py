@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from metabridge import kernels, models, theory
+from metabridge import kernels, models, search, theory
 from metabridge.diagnose import Diagnosis, diagnose
 from metabridge.environments import (
     GivenNeurons,
@@ -44,6 +44,8 @@ from metabridge.learners import (
     predict,
     task_loss,
 )
+from metabridge.search import Architecture
+from metabridge.search.metantk import Search
 from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, Views, evaluate, fit, load
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ __all__ = [
     "PRESETS",
     "SVM",
     "Adapted",
+    "Architecture",
     "Augment",
     "Constant",
     "Cosine",
@@ -85,6 +88,7 @@ __all__ = [
     "RidgeHead",
     "Run",
     "Score",
+    "Search",
     "SharedRepresentation",
     "Sinusoid",
     "Step",
@@ -104,6 +108,7 @@ __all__ = [
     "models",
     "parameters",
     "predict",
+    "search",
     "task_loss",
     "theory",
 ]

@@ -31,10 +31,10 @@ def check_positive(name: str, value: float) -> None:
         raise InputError(f"{name} is {value}, but must be a positive number.")
 
 
-def check_variance(name: str, value: float) -> None:
+def check_not_negative(name: str, value: float) -> None:
     """Refuse a setting that is not a finite number, 0 or more.
 
-    >>> check_variance("noise", -1.0)
+    >>> check_not_negative("noise", -1.0)
     Traceback (most recent call last):
     metabridge.errors.InputError: noise is -1.0, but must be a finite number, 0 or more.
     """

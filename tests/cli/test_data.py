@@ -49,7 +49,7 @@ def test_problems_are_named_and_end_with_status_1_or_2_if_strict(check, root):
 def test_tasks_that_cannot_be_made_are_a_problem_with_its_reason(check, root):
     status, printed, _ = check(root, "--ways", 3, "--queries", 1)
     assert status == 1
-    assert "train: 3 ways need 3 classes, but there are 2." in printed
+    assert "train: 3 ways need 3 classes, but there are 2: use fewer ways, or more classes." in printed
 
 
 def test_many_sizes_are_told_as_a_range(check, root):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_tra
     assert [json.loads(line)["iteration"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [2, 4]
     best = load(out).best
     assert f"Best on 4 validation tasks: {best.told()}" in printed
-    assert f"The run is in {out}. Next: metabridge evaluate {out} --shots 1,5" in printed
+    assert f"The run is in {out}. Next: metabridge evaluate {out} --ways 5 --shots 1,5" in printed
     before = (out / "weights.safetensors").read_bytes()
     monkeypatch.setattr("metabridge.training.loop.Loop.step", lambda self: pytest.fail("trained again"))
     status, again, _ = metabridge(*TRAIN, "--method", "mtl", "--out", out)
@@ -69,6 +70,23 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_pa
     metabridge(*command[:-1], tmp_path / "once")
     stopped, once = load(tmp_path / "run"), load(tmp_path / "once")
     assert all(torch.equal(value, once.params[name]) for name, value in stopped.params.items())
+
+
+def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own_ways(metabridge, tmp_path):
+    generator = np.random.default_rng(0)
+    for name in "abcdefgh":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for place in range(9):
+            picture = Image.fromarray(generator.integers(0, 256, (16, 16), dtype=np.uint8))
+            picture.save(tmp_path / "photos" / name / f"{place}.png")
+    command = (*TRAIN, "--data", tmp_path / "photos", "--size", 16, "--ways", 2, "--out", tmp_path / "run")
+    status, printed, _ = metabridge(*command, "--method", "anil")
+    assert status == 0
+    assert "There are no two classes to validate on, so the last weights are kept." in printed
+    assert f"Next: metabridge evaluate {tmp_path / 'run'} --ways 2" in printed
+    status, printed, _ = metabridge("evaluate", tmp_path / "run", "--shots", 1, *EVALUATE)
+    assert status == 0
+    assert "2-way tasks of the test split" in printed
 
 
 def test_another_setting_in_the_same_folder_is_refused(metabridge, runs):
@@ -120,7 +138,7 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd."),
         (["--precision", "float8"], "precision is 'float8', but must be 'float32' or 'bfloat16'."),
         (["--lr", "-1"], "lr is -1.0, but must be a positive number."),
-        (["--data", "nowhere"], "name is 'nowhere', but the known data sets are"),
+        (["--data", "nowhere"], "the data set is 'nowhere', but the known ones are"),
         (["--size", "32"], "size is 32, but 'glyphs' does not take it."),
         (["--ways", "5000"], "ways is 5000, but split 'train' has"),
         (["--iterations", "0"], "Invalid value for '--iterations'"),
@@ -224,6 +242,19 @@ def test_a_run_that_names_no_data_asks_for_some(metabridge, runs, tmp_path):
     assert metabridge("evaluate", tmp_path, *EVALUATE, "--shots", 1, "--data", "glyphs")[0] == 0
 
 
+def test_runs_on_different_data_are_not_compared_unless_some_is_named_for_both(metabridge, runs, tmp_path):
+    for file in runs["anil"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    settings["tasks"]["data"]["seed"] = 1
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    both = ("evaluate", runs["anil"], tmp_path, *EVALUATE, "--shots", 1)
+    status, _, complained = metabridge(*both)
+    assert status == 2
+    assert f"the runs in {runs['anil']} and {tmp_path} were trained on different data" in complained
+    assert metabridge(*both, "--data", "glyphs")[0] == 0
+
+
 @pytest.fixture
 def photographs(tmp_path) -> Path:
     """Class folders of small PNG files in colour, each class with a hue of its own, split by folders."""
@@ -254,3 +285,17 @@ def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, p
     accuracies = [float(found) for found in re.findall(r"│ +[12] │ +([\d.]+) ±", printed)]
     assert len(accuracies) == 2
     assert min(accuracies) > 50  # hues tell the classes apart, where guessing gives 33 %
+
+
+@pytest.mark.parametrize(
+    ("left", "hint"),
+    [(3, "Next: metabridge evaluate {out} --ways 3 "), (1, "There is no second class left to test on")],
+)
+def test_what_to_do_next_can_be_done_with_the_classes_that_are_left(metabridge, photographs, tmp_path, left, hint):
+    for label in range(left, 3):
+        shutil.rmtree(photographs / "test" / f"test {label}")
+    out = tmp_path / "run"
+    tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
+    status, printed, _ = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
+    assert status == 0
+    assert f"The run is in {out}. {hint.format(out=out)}" in printed

@@ -32,8 +32,8 @@ def test_too_few_classes_or_images_are_told_for_each_split(root):
     assert [split.obstacle for split in report.splits] == [
         "1-shot tasks with 3 queries need 4 images a class, but 1 class has fewer: 'cat' has 3; "
         "min_images=4 leaves 2 classes",
-        "2 ways need 2 classes, but there are 1",
-        "2 ways need 2 classes, but there are 1",
+        "2 ways need 2 classes, but there are 1: use fewer ways, or more classes",
+        "2 ways need 2 classes, but there are 1: use fewer ways, or more classes",
     ]
     assert check(root, ways=2, shots=4, queries=1).splits[0].obstacle.endswith("2 classes have fewer: 'cat' has 3")
 

@@ -383,6 +383,7 @@ ONES = torch.ones(2, 3)
         (lambda: Conv(3, padding="full"), "padding is 'full'"),
         (lambda: convolutional([Conv(3), Dense()]), "one Flatten or GlobalAveragePool"),
         (lambda: convolutional([Flatten(), Conv(3), Dense()]), "one Flatten or GlobalAveragePool"),
+        (lambda: AnalyticKernel((Residual((ReLU(), Conv(3))), Dense())), "one Flatten or GlobalAveragePool"),
         (lambda: convolutional([Dense()]), "needs a Flatten"),
         (lambda: AnalyticKernel((Dense(), ReLU())), "last layer must be Dense"),
         (
@@ -396,6 +397,16 @@ ONES = torch.ones(2, 3)
 def test_what_has_no_kernel_is_refused_in_words(compute: Callable[[], Tensor], words: str) -> None:
     with pytest.raises(InputError, match=words):
         compute()
+
+
+def test_pooling_in_a_residual_branch_sees_every_pair_of_pixels() -> None:
+    """Means over windows of one pixel change nothing, but are only defined between all pixels."""
+    plain, pooled = (
+        convolutional([Conv(3), Residual((ReLU(), *pool, Conv(3))), ReLU(), Flatten(), Dense()])
+        for pool in ((), (AveragePool(1),))
+    )
+    x = points(plain, 3)
+    torch.testing.assert_close(pooled.ntk(x), plain.ntk(x))
 
 
 def test_layer_norm_makes_the_kernel_independent_of_the_scale_of_points() -> None:

@@ -37,6 +37,24 @@ class Odd(nn.Module):
         return self.last(F.linear(x.tanh() + self.loose(x), self.loose.weight))
 
 
+class Branching(nn.Module):
+    """Two first convolutions whose normed maps are pooled, one with windows that overlap, one rectified in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Conv2d(2, 6, 3, stride=2, padding=1, padding_mode="circular")
+        self.plain = nn.Sequential(first, nn.GroupNorm(3, 6), nn.MaxPool2d(3, 2, padding=1), nn.ReLU(inplace=True))
+        norm = nn.BatchNorm2d(4).eval()
+        self.rectified = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.head = nn.Linear(6 + 4, 3)
+        for value in self.parameters():
+            nn.init.normal_(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.plain(x), self.rectified(x)
+        return self.head(torch.cat([part.square().mean((2, 3)) for part in parts], 1))  # type: ignore[no-any-return]
+
+
 def running(net: nn.Module, x: Tensor) -> nn.Module:
     estimate_statistics(net, [x])
     return net.eval()
@@ -54,10 +72,10 @@ def resnet12_of() -> nn.Module:
     return resnet12(2, 16, 3, widths=(4, 6, 6, 8)).double()
 
 
-def odd() -> nn.Module:
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Odd().double()
+        return make().double()
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -67,7 +85,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv4, group norm": (lambda: with_group_norm(conv4_of("batch"), groups=2), (2, 16, 16)),
     "resnet12, evaluation mode": (lambda: running(resnet12_of(), seen(9, 8, 2, 16, 16)), (2, 16, 16)),
     "resnet12, group norm": (lambda: with_group_norm(resnet12_of()).eval(), (2, 16, 16)),
-    "odd": (odd, (2, 9, 9)),
+    "odd": (lambda: seeded(Odd), (2, 9, 9)),
+    "branching": (lambda: seeded(Branching), (2, 11, 11)),
 }
 OUTPUTS = ("mean", "sum", "full")
 WAYS = ("gradients", "products")
@@ -219,6 +238,15 @@ def test_linear_layers_are_factored_and_early_convolutions_formed() -> None:
     assert plan.way == "gradients"
     assert plan.tile == 100
     assert [block.name for block in plan.factored] == ["head.weight"]
+
+
+@pytest.mark.parametrize("name", ["conv4, evaluation mode", "conv4, group norm", "branching"])
+def test_first_convolutions_are_taken_together_with_their_norms_and_pools(name: str) -> None:
+    make, shape = NETS[name]
+    gradients, survey = Empirical(make())._survey(seen(1, 2, *shape), None)
+    picks = [call.picks for call in gradients.trace(seen(1, 2, *shape))[2] if call.picks]
+    assert len(picks) == (2 if name == "branching" else 1)
+    assert not survey.others
 
 
 def test_a_wide_net_of_many_outputs_on_few_samples_is_taken_by_the_cheaper_way() -> None:

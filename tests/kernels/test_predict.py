@@ -185,10 +185,6 @@ def test_bad_input_is_named(small):
     assert fitted.jitter == 0
 
 
-def squared(prediction, target):
-    return (prediction - target).square().sum() / 2
-
-
 @dataclass
 class Counted:
     """A kernel that counts how often it is asked."""

@@ -225,6 +225,12 @@ def test_unusable_input_is_named(head):
         head.fit(x, y, 2).scores(torch.randn(2, 4, 5))
 
 
+@pytest.mark.parametrize("head", [LogisticRegression(), SVM(), SVM(loss="hinge"), NearestCentroid()], ids=repr)
+def test_heads_for_classes_refuse_values(head):
+    with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 4, 1\).*Values are fitted by Ridge alone"):
+        head.fit(torch.randn(2, 4, 3), torch.randn(2, 4, 1), 1)
+
+
 def test_settings_out_of_range_are_named():
     for make in (lambda: LogisticRegression(0.0), lambda: SVM(-1.0), lambda: Ridge(float("nan"))):
         with pytest.raises(InputError, match="must be a positive number"):

@@ -14,7 +14,7 @@ from metabridge import (
     method,
 )
 
-STEPS = GradientDescent()
+STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 
 
 def test_the_fourteen_methods_are_there():
@@ -30,6 +30,8 @@ def test_options_go_to_the_solver_or_to_the_method():
     assert method("nal", steps=1).test == GradientDescent(steps=1, lr=0.01)
     assert method("mtl", penalty=2.0).test == LogisticRegression(penalty=2.0, normalise=True)
     assert method("metaoptnet", C=1.0).inner == SupportVectors(C=1.0)
+    assert method("maml", inner=Proximal(), steps=3).inner == Proximal(steps=3)
+    assert method("mtl", test=STEPS_AT_TEST, lr=0.3, head="learned").test == GradientDescent(steps=2, lr=0.3)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,7 @@ def test_options_go_to_the_solver_or_to_the_method():
         (lambda: method("maml", lr={"head": float("nan")}), "lr is nan"),
         (lambda: method("maml", rates="all"), "rates is 'all'"),
         (lambda: method("imaml", strength=-1.0), "strength is -1.0"),
+        (lambda: method("imaml", tolerance=-1.0), "tolerance is -1.0"),
         (lambda: Method("body", STEPS), "adapts is 'body'"),
         (lambda: Method("none", STEPS), "contradict each other"),
         (lambda: Method("all", None, outer="plain"), "contradict each other"),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from metabridge import InputError
-from metabridge.models import DropBlock, Network, build, conv4, mlp, resnet12
+from metabridge.models import DropBlock, Network, build, conv4, mlp, resnet12, wide
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,10 @@ def test_any_module_can_serve_as_features():
         (lambda: resnet12(3, 8), "at least 16×16"),
         (lambda: mlp(4, 2, depth=0), "depth is 0"),
         (lambda: mlp(4, 2, activation="gelu"), "activation is 'gelu'"),
+        (lambda: wide(4, activation="gelu"), "activation is 'gelu'"),
+        (lambda: wide(4, width=0), "width is 0"),
+        (lambda: wide(4, weight_variance=-1.0), "weight_variance is -1.0"),
+        (lambda: wide(4, bias_variance=-1.0), "bias_variance is -1.0"),
         (lambda: DropBlock(1.5, 3), "drop_rate is 1.5"),
     ],
 )

@@ -78,6 +78,15 @@ def test_running_statistics_are_those_of_the_batches_given():
     assert torch.allclose(norm(everything).std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-4)
 
 
+def test_running_statistics_keep_their_digits_where_the_mean_is_large():
+    norm = BatchNorm(3, "running")
+    batches = [(1000 + inputs(400, 3) / 50).float(), (999 + inputs(400, 3) / 50).float()]
+    estimate_statistics(nn.Sequential(norm), batches)
+    exact = torch.cat(batches).double().var(0, correction=0)
+    assert torch.allclose(norm.variance.double(), exact, rtol=1e-3)
+    assert norm.eval()(batches[0]).isfinite().all()
+
+
 def test_batch_statistics_depend_on_the_other_points_even_in_evaluation():
     norm = BatchNorm(3).double().eval()
     x = inputs(6, 3)

@@ -1,5 +1,7 @@
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from metabridge.kernels.empirical import Empirical
 from metabridge.kernels.meta import split_kernel
 from metabridge.models import mlp
 from metabridge.models.cells import mask, supernet
-from metabridge.search import OPERATORS, Alive
+from metabridge.search import EDGES, OPERATORS, Alive, Choice
 from metabridge.search.candidates import Candidates
 from metabridge.search.proxies import Conditioning, Grams, Score, condition_number, mean, points, regions
+from metabridge.search.thin import ThinRegions, thin
+from metabridge.search.walk import Memory, Walker
 
 ADAPTS = {"maml": "all", "anil": "head"}
 
@@ -72,26 +76,57 @@ def test_fast_candidates_equal_the_reference(size: int) -> None:
             assert found.value == pytest.approx(wanted.value, rel=1e-6)
 
 
-def test_masked_copies_side_by_side_equal_candidates_one_by_one() -> None:
-    alive = thinned(2)
+def gradients_of_each(net: nn.Module, x: Tensor) -> Tensor:
+    rows = []
+    for image in x.split(1):
+        slopes = torch.autograd.grad(net(image).sum(), list(net.parameters()), materialize_grads=True)
+        rows.append(torch.cat([slope.flatten() for slope in slopes]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("side_by_side", [1, 3])
+def test_candidates_equal_products_of_the_gradients_of_each_image(side_by_side: int) -> None:
+    alive = Alive.full()
     net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
-    removals = [None, *itertools.islice(alive.choices, 0, None, 9)]
-    alone = Candidates(net, alive, x).grams(removals)
-    for (removal, one), (other, two) in zip(alone, Candidates(net, alive, x, side_by_side=3).grams(removals)):
-        assert removal == other
-        torch.testing.assert_close(one.ntk, two.ntk, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(one.nngp, two.nngp, rtol=1e-9, atol=1e-12)
+    removals = [("normal", 0, "skip"), None, ("normal", 8, "conv_3x3"), ("reduction", 4, "dil_conv_3x3")]
+    for removal, fast in Candidates(net, alive, x, side_by_side).grams(removals):
+        mask(net, alive if removal is None else alive.without(*removal))
+        rows = gradients_of_each(net, x)
+        torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
 
-def test_loaded_weights_and_images_take_the_place_of_the_first() -> None:
-    alive = thinned(1)
-    first, second = (supernet(alive, cells=3, channels=2, size=8, seed=seed) for seed in (0, 1))
-    x, z = torch.rand(2, 4, 3, 8, 8)
-    candidates = Candidates(first, alive, x)
-    candidates.load(second, z)
-    ((_, found),) = candidates.grams([None])
-    ((_, wanted),) = Candidates(second, alive, z).grams([None])
-    assert torch.equal(found.ntk, wanted.ntk)
+def test_a_source_that_no_operator_takes_up_has_no_part() -> None:
+    edges = tuple(frozenset() if source in (0, 3) else {"conv_3x3"} for _, source in EDGES)
+    alive = Alive(edges, edges)
+    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    ((_, fast),) = Candidates(net, alive, x).grams([None])
+    rows = gradients_of_each(net, x)
+    torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
+
+
+def test_what_a_missing_operator_does_not_reach_is_not_run_again() -> None:
+    class Ran(NamedTuple):
+        output: Tensor
+
+    def run(layers: Sequence[nn.Module]) -> Callable[[Tensor], Ran]:
+        def step(x: Tensor) -> Ran:
+            count[0] += 1
+            return Ran(nn.Sequential(*layers)(x))
+
+        return step
+
+    count, alive, memory, x = [0], thinned(3), Memory(), torch.rand(2, 3, 8, 8)
+    walker = Walker(supernet(alive, cells=3, channels=2, size=8).features, run)
+
+    def ran(removal: Choice | None, known: Memory) -> int:
+        count[0] = 0
+        walker(x, alive if removal is None else alive.without(*removal), known)
+        return count[0]
+
+    whole = ran(None, memory)
+    assert ran(None, Memory(memory)) == 0
+    assert ran(("normal", 0, "max_pool_3x3"), Memory(memory)) > whole / 2
+    assert 0 < ran(("reduction", 8, "skip"), Memory(memory)) < whole / 2  # the last cell, and nothing before it
 
 
 def test_candidates_want_group_norm() -> None:
@@ -132,6 +167,19 @@ def test_regions_do_not_depend_on_how_inputs_are_split(monkeypatch: pytest.Monke
     monkeypatch.setattr("metabridge.search.proxies._AT_ONCE", 14)
     assert regions(net, inputs) == whole
     assert 1 < whole.value < 100
+
+
+def test_regions_of_the_thin_network_are_those_of_what_is_left() -> None:
+    alive = thinned(2)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.linspace(0, 1, 300).view(-1, 1, 1, 1) * torch.randn(1, 1, 3, 3, generator=generator)
+    fast, net = ThinRegions(alive, inputs, seed=0), thin(alive, seed=0)
+    counts = set()
+    for removal in (None, *itertools.islice(alive.choices, 0, None, 5)):
+        mask(net, alive if removal is None else alive.without(*removal))
+        assert fast.score(removal) == regions(net, inputs)
+        counts.add(fast.score(removal).value)
+    assert len(counts) > 1
 
 
 def test_a_network_without_relu_has_no_regions_to_count() -> None:

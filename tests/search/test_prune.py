@@ -2,6 +2,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from metabridge.environments import LabelledImages
 from metabridge.errors import InputError
 from metabridge.search import CELLS, EDGES, OPERATORS, Alive, Architecture
-from metabridge.search.metantk import Proxies, Search
+from metabridge.search.metantk import Proxies, Search, TimeUpError
 from metabridge.search.proxies import Score
 from metabridge.search.prune import Journal, Removal, Scores, evaluations, importance, prune
 from metabridge.search.threads import over_threads
@@ -176,7 +177,7 @@ def test_troubles_survive_the_journal(tmp_path: Path) -> None:
     assert json.loads(file.read_text().splitlines()[1])["condition"] is None  # JSON has no infinity
 
 
-def few(kernel: str = "maml", **options: int) -> Search:
+def few(kernel: str = "maml", **options: object) -> Search:
     small = {"cells": 3, "channels": 2, "tasks": 2, "ways": 2, "repeats": 1, "inputs": 20}
     return Search(kernel, **{**small, **options})
 
@@ -216,17 +217,30 @@ def test_random_cells_follow_the_seed(glyphs: LabelledImages) -> None:
     assert first == again != other
 
 
-def test_a_search_leaves_its_architecture_and_log(
-    glyphs: LabelledImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_search_leaves_its_architecture_and_log_and_goes_on_when_its_time_was_up(
+    glyphs: LabelledImages, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("metabridge.search.metantk.Alive.full", thinned)
-    found = few("none").run(glyphs, out=tmp_path, progress=False)
+    search = few("none", operators=("skip", "conv_3x3"))
+    with pytest.raises(TimeUpError, match="goes on where it stopped"):
+        search.run(glyphs, out=tmp_path, minutes=0, progress=False)
+    assert not (tmp_path / "architecture.json").exists()
+    found = search.run(glyphs, out=tmp_path, progress=False)
     assert Architecture.load(tmp_path / "architecture.json") == found.architecture
-    assert found.measured == evaluations(thinned(), 1)
-    again = few("none").run(glyphs, out=tmp_path, progress=False)
+    assert {operator for _, _, operator in found.architecture.alive.choices} <= set(search.operators)
+    assert found.measured == evaluations(Alive.full(search.operators), 1)
+    again = search.run(glyphs, out=tmp_path, progress=False)
     assert again.architecture == found.architecture
+    assert again.seconds > found.seconds
     with pytest.raises(InputError, match="seed"):
-        few("none", seed=1).run(glyphs, out=tmp_path, progress=False)
+        replace(search, seed=1).run(glyphs, out=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("operators", "complaint"), [((), "operators is empty"), (("conv_9x9",), "no operator 'conv_9x9'")]
+)
+def test_a_search_needs_operators_that_there_are(operators: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        Search(operators=operators)
 
 
 def test_threads_share_the_work_and_pass_errors_on() -> None:
@@ -245,7 +259,8 @@ def test_threads_share_the_work_and_pass_errors_on() -> None:
 def test_search_command_writes_architecture_log_and_picture(
     metabridge: Callable[..., tuple[int, str, str]], glyphs: LabelledImages, tmp_path: Path
 ) -> None:
-    status, printed, _ = metabridge("search", "--kernel", "random", "--seed", 3, "--out", tmp_path)
+    given = ("--kernel", "random", "--seed", 3, "--operators", "skip, conv_3x3")
+    status, printed, _ = metabridge("search", *given, "--out", tmp_path)
     assert status == 0
     assert str(Architecture.load(tmp_path / "architecture.json")) in printed
     assert {file.name for file in tmp_path.iterdir()} == {"architecture.json", "search.jsonl", "cells.png"}

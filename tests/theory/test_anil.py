@@ -328,6 +328,11 @@ EYE = torch.eye(2, dtype=torch.float64)
         (lambda: check_limit(EYE, Rates(1.5, 1.0)), "alpha · beta · the largest eigenvalue of Σ* is 1.5"),
         (lambda: initial(3, 4, 0.1, seeded()), "width is 4, but D's layers are no wider than the inputs."),
         (lambda: error_bound(torch.ones(1), EYE, 1.0, Rates(), 1), "points is 1, but proposition 1 needs"),
+        (lambda: ridge(EYE, EYE[None], EYE[:1], 0.0), "penalty is 0.0, but must be a positive number."),
+        (
+            lambda: ridge_risks(EYE, Moments(EYE[0], EYE, 1.0), EYE[None], torch.tensor([1.0, 0.0])),
+            "penalty is 0.0, but must be a positive number.",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_in_a_sentence(make, sentence):

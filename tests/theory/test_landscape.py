@@ -246,6 +246,10 @@ def test_empirical_solutions_come_to_the_population_ones():
         assert many < 0.05
 
 
+def test_where_a_step_solves_every_task_no_risk_is_left_above_the_floor():
+    assert theory.hard_easy_risks(HardEasy(1.0, 1.0, R=2.0, r_hard=1.0), 1.0, math.inf) == (0.0, 0.0)
+
+
 WORLD = HardEasy(0.1, 1.0)
 
 
@@ -253,6 +257,10 @@ WORLD = HardEasy(0.1, 1.0)
     ("make", "sentence"),
     [
         (lambda: theory.maml_solution(WORLD.landscape, 2.0, M), "alpha is 2.0, but steps of 2 or more diverge"),
+        (
+            lambda: theory.maml_solution(HardEasy(1.0, 1.0).landscape, 1.0, math.inf),
+            "a step on infinitely many samples solves every task",
+        ),
         (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(10), -0.1, M), "alpha is -0.1, but steps"),
         (lambda: theory.noise_floor(WORLD.landscape, math.nan, M), "alpha is nan, but steps"),
         (lambda: theory.hard_easy_risks(WORLD, 3.0, M), "alpha is 3.0, but steps"),

@@ -442,8 +442,29 @@ def test_a_network_made_by_hand_must_be_given_again_and_fit(tmp_path):
         load(tmp_path, net=net(7))
     with pytest.raises(InputError, match="has no such tensor"):
         load(tmp_path, net=mlp(1, 1))
+    with pytest.raises(InputError, match=r"of shape \(7, 1\), but the run in .* has \(6, 1\).*or name another folder"):
+        fit(net(7), method("maml"), Sinusoid(), iterations=2, out=tmp_path, progress=False)
     episodes = Sinusoid().sample(2, torch.Generator().manual_seed(0))
     assert torch.equal(load(tmp_path, net=net()).predict(episodes), run.predict(episodes))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda known: known["method"].pop("inner"),
+        lambda known: known["method"]["inner"].update(solver="Newton"),
+        lambda known: known["method"]["inner"].update(momentum=0.9),
+        lambda known: known.update(training=None),
+        lambda known: known["model"].pop("model"),
+    ],
+)
+def test_settings_of_another_kind_are_refused_in_a_sentence(tmp_path, damage):
+    on_sinusoids(tmp_path)
+    known = RunFolder(tmp_path).settings()
+    damage(known)
+    (tmp_path / "settings.json").write_text(json.dumps(known))
+    with pytest.raises(InputError, match=r"settings.json is damaged: its settings cannot be read"):
+        load(tmp_path)
 
 
 def test_a_pretrained_network_is_made_without_its_download(tmp_path, monkeypatch):

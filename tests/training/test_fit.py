@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from cases import flattened
 from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
 from metabridge.models import conv4, mlp, resnet12
 from metabridge.training import Model
+from metabridge.training.checkpoint import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +32,14 @@ def test_training_on_sinusoids_beats_the_untrained_net():
 
 @pytest.mark.parametrize(
     ("name", "iterations", "batch", "options"),
-    [("anil", 60, 4, {"lr": 0.1}), ("r2d2", 40, 4, {}), ("rfs", 100, 16, {})],
+    [("anil", 60, 4, {"lr": 0.1}), ("r2d2", 40, 4, {}), ("rfs", 100, 1, {})],
 )
-def test_training_on_glyphs_beats_the_untrained_net(tasks, name, iterations, batch, options):
+def test_training_on_glyphs_beats_the_untrained_net(glyphs, tasks, name, iterations, batch, options):
     chosen, net = method(name, **options), conv4(1, 28)
-    untrained = Model(chosen, net, parameters(chosen, net, classes=tasks["train"].classes))
+    train = glyphs.batches("train", size=128) if name == "rfs" else tasks["train"]
+    untrained = Model(chosen, net, parameters(chosen, net, classes=train.classes))
     before = evaluate(untrained, tasks["test"], tasks=100)
-    run = fit(net, chosen, tasks["train"], iterations=iterations, tasks=batch, lr=3e-3, progress=False)
+    run = fit(net, chosen, train, iterations=iterations, tasks=batch, lr=3e-3, progress=False)
     after = evaluate(run, tasks["test"], tasks=100)
     assert after.mean - after.ci95 > before.mean + before.ci95
 
@@ -65,11 +69,11 @@ def test_the_same_seed_gives_the_same_weights_where_features_are_dropped_and_thr
 
     def weights():
         net = resnet12(1, 16, 3, widths=(4, 4, 4, 4), statistics="batch", **dropped)
-        return flattened(fit(net, method("anil"), Noise(), iterations=4, tasks=8, progress=False).params)
+        return flattened(fit(net, method("anil"), Noise(), iterations=3, tasks=8, progress=False).params)
 
     try:
         first = weights()
-        assert all(torch.equal(weights(), first) for _ in range(4))
+        assert all(torch.equal(weights(), first) for _ in range(2))
     finally:
         torch.set_num_threads(before)
 
@@ -110,6 +114,40 @@ def test_running_statistics_are_estimated_before_evaluation(tasks):
 def test_a_loss_that_is_not_finite_ends_training_with_a_sentence():
     with pytest.raises(InputError, match=r"The loss became (nan|inf) at iteration \d+. Lower lr \(now 1e\+20\)"):
         fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=20, lr=1e20, progress=False)
+
+
+def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
+    environment, drawn = Sinusoid(), []
+    sample = Sinusoid.sample
+
+    def counted(self, tasks, generator):
+        drawn.append(tasks)
+        if len(drawn) == 4:
+            raise KeyboardInterrupt
+        return sample(self, tasks, generator)
+
+    monkeypatch.setattr(Sinusoid, "sample", counted)
+    for seconds, done in ((1e9, None), (0.0, 3)):
+        monkeypatch.setattr(sys.modules["metabridge.training.fit"], "SAVED", seconds)
+        drawn.clear()
+        with pytest.raises(KeyboardInterrupt):
+            fit(mlp(1, 1), method("maml"), environment, iterations=100, out=tmp_path / f"{done}", progress=False)
+        state = RunFolder(tmp_path / f"{done}").read("state")
+        assert (None if state is None else state[1]["iteration"]) == done
+
+
+def test_without_a_terminal_every_validation_is_told_on_a_line(capsys):
+    fit(mlp(1, 1), method("maml"), Sinusoid(), validate=Sinusoid(), iterations=4, validate_every=2, validate_tasks=2)
+    told = capsys.readouterr().out
+    assert [line.split(":")[0] for line in told.splitlines() if "validation" in line][:2] == [
+        "training 2/4",
+        "training 4/4",
+    ]
+
+
+def test_a_method_is_not_its_name():
+    with pytest.raises(InputError, match=r"method is 'anil', but must be a Method. Use metabridge.method\('anil'\)."):
+        fit(mlp(1, 1), "anil", Sinusoid())
 
 
 def test_impossible_counts_are_refused():
@@ -204,8 +242,9 @@ def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks)
     [
         ({"lr": -1.0}, "lr is -1.0, but must be a positive number."),
         ({"lr": float("nan")}, "lr is nan, but must be a positive number."),
-        ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be 0 or more."),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be a finite number, 0 or more."),
         ({"patience": -1}, "patience is -1, but must be 0 validations or more."),
+        ({"validate_every": 0}, "validate_every is 0, but must be at least 1 iteration."),
         ({"validate_tasks": 1}, "validate_tasks is 1, but an interval needs at least 2."),
         ({"optimizer": "lion"}, "optimizer is 'lion', but must be one of adam, adamw, radam, sgd."),
         ({"precision": "float16"}, "precision is 'float16', but must be 'float32' or 'bfloat16'."),

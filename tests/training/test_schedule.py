@@ -62,6 +62,12 @@ def test_a_plateau_drops_the_rate_when_pytorchs_does(patience, drop, seed):
     assert rate < 1  # some waits were in vain
 
 
+@pytest.mark.parametrize("warmup", [-0.1, 1.0])
+def test_a_warm_up_that_leaves_no_training_is_refused(warmup):
+    with pytest.raises(InputError, match=f"warmup is {warmup}"):
+        Cosine(warmup)
+
+
 def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
     assert {name: type(schedule(name)) for name in SCHEDULES} == SCHEDULES
     with pytest.raises(InputError, match="schedule is 'linear', but must be one of constant, step, cosine, plateau"):

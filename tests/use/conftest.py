@@ -22,7 +22,7 @@ def run(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Pat
     net = conv4(1, 28, outputs=WAYS, statistics="running")
     tasks = glyphs.tasks("train", ways=WAYS, shots=5, queries=5)
     learner = method("r2d2", test=LogisticRegression(penalty=0.33))
-    fit(net, learner, tasks, iterations=40, lr=5e-3, out=folder, progress=False)
+    fit(net, learner, tasks, iterations=40, lr=5e-3, validate_every=40, out=folder, progress=False)
     return folder
 
 

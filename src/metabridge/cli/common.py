@@ -41,7 +41,8 @@ def metabridge(
 ) -> None:
     """Learn from few examples: gradient-based meta-learning and multi-task learning, side by side.
 
-    Start with **metabridge demo**, which needs no data and a few minutes.
+    Start with **metabridge demo**, which needs no data and a few minutes. With images of your own, a folder
+    for every class: **metabridge data check FOLDER**, then train, evaluate and adapt.
     """
     if version:
         from metabridge import __version__

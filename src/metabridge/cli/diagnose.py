@@ -37,6 +37,7 @@ def diagnose(
     groups: Annotated[Groups, typer.Option(help="How hard and easy tasks are found.")] = Groups.hardness,
     alpha: Annotated[float | None, typer.Option(help="The step of adaptation, if not the largest safe one.")] = None,
     twins: Annotated[bool, typer.Option(help="Let kernels of wide nets predict as well.")] = True,
+    size: Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels: smaller is faster.")] = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
@@ -55,7 +56,7 @@ def diagnose(
     from metabridge.report import diagnosis as report
 
     make_folder(out)
-    images = load(data).to(device_name(device))
+    images = load(data, size=size).to(device_name(device))
     found = diagnosed(
         images.tasks(split, ways=ways, shots=shots, queries=queries),
         _network(model, images, seed, device_name(device)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +64,10 @@ def search(
     ridge: RidgeOption = 1e-3,
     inputs: InputsOption = 3000,
     size: SizeOption = None,
+    operators: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Such as skip,conv_3x3; all unless told.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so long; the same command goes on.")] = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
@@ -76,11 +81,30 @@ def search(
     """
     from metabridge.environments.datasets import load
     from metabridge.search.draw import draw
-    from metabridge.search.metantk import Search
+    from metabridge.search.metantk import Search, TimeUpError
+    from metabridge.search.space import OPERATORS
 
-    given = {"cells": cells, "channels": channels, "tasks": tasks, "ways": ways, "shots": shots, "queries": queries}
-    settings = Search(kernel.value, **given, repeats=repeats, time=time, ridge=ridge, inputs=inputs, seed=seed)
-    found = settings.run(load(data, size=size), device=device_name(device), out=out)
+    chosen = OPERATORS if operators is None else tuple(name.strip() for name in operators.split(",") if name.strip())
+    settings = Search(
+        kernel.value,
+        cells=cells,
+        channels=channels,
+        tasks=tasks,
+        ways=ways,
+        shots=shots,
+        queries=queries,
+        repeats=repeats,
+        time=time,
+        ridge=ridge,
+        inputs=inputs,
+        operators=chosen,
+        seed=seed,
+    )
+    try:
+        found = settings.run(load(data, size=size), device=device_name(device), out=out, minutes=minutes)
+    except TimeUpError:
+        print(f"Stopped after {minutes:g} minutes. The scores so far are in {out}; the same command goes on.")
+        return
     draw(found.architecture, out / "cells.png")
     print(found.architecture)
     if found.troubled:
@@ -122,15 +146,26 @@ def score(
     from metabridge.files import write_whole
     from metabridge.search.metantk import Search, score_model
 
-    given = {"cells": cells, "channels": channels, "tasks": tasks, "ways": ways, "shots": shots, "queries": queries}
     images, where = load(data, size=size), device_name(device)
     table = Table("proxy", title=f"{model}, initialisations: {repeats}")
     for heading in ("mean", "of each", "trouble"):
         table.add_column(heading, justify="left" if heading == "trouble" else "right")
     report: list[dict[str, object]] = []
+    settings = Search(
+        cells=cells,
+        channels=channels,
+        tasks=tasks,
+        ways=ways,
+        shots=shots,
+        queries=queries,
+        repeats=repeats,
+        time=time,
+        ridge=ridge,
+        inputs=inputs,
+        seed=seed,
+    )
     for guide in (*(Guide(name) for name in kernel or Kernel), Guide.none):
-        settings = Search(guide.value, **given, repeats=repeats, time=time, ridge=ridge, inputs=inputs, seed=seed)
-        found = score_model(settings, model, images, device=where)
+        found = score_model(replace(settings, kernel=guide.value), model, images, device=where)
         told = "linear regions" if guide is Guide.none else f"condition number, {guide.upper()}"
         each = ", ".join(f"{one.value:.4g}" for one in found.each)
         table.add_row(told, f"{found.mean.value:.4g}", each, found.mean.trouble or "")

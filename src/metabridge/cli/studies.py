@@ -51,7 +51,9 @@ def demo(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="ID", help="The experiment, such as glyphs.")],
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="The experiment, such as glyphs; an unknown ID prints them all.")
+    ],
     scale: Annotated[Scale, typer.Option(help="quick: minutes on a CPU; paper: the full size.")] = Scale.quick,
     device: DeviceOption = Device.auto,
     seed: SeedOption = 0,
@@ -60,7 +62,7 @@ def reproduce(
         Path | None,
         typer.Option(help="Folder with omniglot/ and mini-imagenet/.", envvar="METABRIDGE_DATA"),
     ] = None,
-    only: Annotated[str, typer.Option(metavar="NAME,...", help="Train these methods alone.")] = "",
+    only: Annotated[str, typer.Option(metavar="NAME,...", help="Do these parts alone, such as methods.")] = "",
     minutes: Annotated[
         float | None, typer.Option(help="Stop each training after so long; the same command goes on.")
     ] = None,

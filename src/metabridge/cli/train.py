@@ -15,6 +15,7 @@ from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
+    from metabridge.environments import LabelledImages
     from metabridge.training import Run
     from metabridge.training.assess import Assessment
     from metabridge.training.plan import Plan
@@ -116,12 +117,14 @@ def train(
     plan = replace(PLANS[method], **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
     _check_method(plan, option)
     images = load(data, size=size, min_images=min_images)
+    if len(images.splits.get("validation", ())) < 2:
+        print("There are no two classes to validate on, so the last weights are kept.")
     run = plan.train(images, device=device_name(device), out=out, minutes=minutes)
     _draw_curve(run, out, method)
     if run.best is not None:
         print(f"Best on {run.best.tasks} validation tasks: {run.best.told()}")
     if run.finished:
-        print(f"The run is in {out}. Next: metabridge evaluate {out} --shots 1,5")
+        print(f"The run is in {out}. {_next(out, images, plan.ways)}")
     else:
         print(f"Stopped after {minutes:g} minutes. The same command goes on from there.")
 
@@ -131,7 +134,7 @@ def evaluate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of trained runs.")],
     shots: Annotated[str, typer.Option(metavar="K,...", help="Support images of each class.")] = "1,5",
     tasks: Annotated[int, typer.Option(min=2, help="Tasks to judge on.")] = 2000,
-    ways: Annotated[int, typer.Option(min=2, help="Classes in a task.")] = 5,
+    ways: Annotated[int | None, typer.Option(min=2, help="Classes in a task; as in training unless told.")] = None,
     queries: Annotated[int, typer.Option(min=1, help="Query images of each class.")] = 15,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     data: Annotated[str | None, typer.Option(metavar="DATA", help="Another data set than the run's own.")] = None,
@@ -163,17 +166,18 @@ def evaluate(
 
     if penalty is not None and head is None:
         raise InputError("penalty is given without the head that it is of. Name it with --head.")
+    ways = ways or _ways(runs[0])
     where, table = device_name(device), Table(title=f"{ways}-way tasks of the {split} split, {tasks} of each kind")
     for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first"):
         table.add_column(heading, justify="left" if heading in ("run", "worst class") else "right")
     report: list[dict[str, object]] = []
     counts, views = _counts(shots), Views(copies, mirrored, turned, cropped)
     first: dict[int, Assessment] = {}
-    for folder in runs:
+    sources: list[dict[str, Any]] = [{"name": data}] * len(runs) if data is not None else _sources(runs)
+    for folder, source in zip(runs, sources):
         run = load(folder, device=where)
         if head is not None:
             run = replace(run, method=replace(run.method, test=named_head(head.value, penalty)))
-        source = {"name": data} if data is not None else _source(run.settings, folder)
         images = load_images(**source).to(where)
         for count in counts:
             environment = images.tasks(split, ways=ways, shots=count, queries=queries)
@@ -206,6 +210,13 @@ def _reported(folder: Path, shots: int, found: Assessment, gap: Any) -> dict[str
     }
 
 
+def _ways(folder: Path) -> int:
+    """Return how many classes a task had in training."""
+    from metabridge.training.checkpoint import RunFolder
+
+    return int((RunFolder(folder).settings()["model"] or {}).get("outputs", 5))
+
+
 def _counts(shots: str) -> list[int]:
     try:
         counts = [int(part) for part in shots.split(",")]
@@ -214,11 +225,23 @@ def _counts(shots: str) -> list[int]:
     return counts
 
 
-def _source(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    source = (settings.get("tasks") or {}).get("data")
-    if source is None:
-        raise InputError(f"the run in {folder} does not say what data it was trained on. Name some with --data.")
-    return dict(source)
+def _sources(runs: list[Path]) -> list[dict[str, Any]]:
+    """Return what each run was trained on, which must be the same but for how its images are decoded."""
+    from metabridge.training.checkpoint import RunFolder
+
+    found, origins = [], []
+    for folder in runs:
+        source = (RunFolder(folder).settings()["tasks"] or {}).get("data")
+        if source is None:
+            raise InputError(f"the run in {folder} does not say what data it was trained on. Name some with --data.")
+        found.append(dict(source))
+        origins.append({key: value for key, value in source.items() if key not in ("size", "channels")})
+        if origins[-1] != origins[0]:
+            raise InputError(
+                f"the runs in {runs[0]} and {folder} were trained on different data, of which the same tasks cannot be "
+                "drawn. Name some for both with --data, or evaluate them one by one."
+            )
+    return found
 
 
 def _settings(texts: list[str] | None, flag: str) -> dict[str, Any]:
@@ -245,6 +268,14 @@ def _check_method(plan: Plan, texts: list[str] | None) -> None:
         raise
     except (TypeError, ValueError, KeyError) as error:
         raise InputError(f"--option is {', '.join(texts or [])}, which {plan.method} cannot take ({error}).") from error
+
+
+def _next(out: Path, images: LabelledImages, ways: int) -> str:
+    """Say how to judge a finished run, with no more classes in a task than are left to test on."""
+    left = len(images.splits.get("test", ()))
+    if left < 2:
+        return "There is no second class left to test on: metabridge evaluate needs --data with more."
+    return f"Next: metabridge evaluate {out} --ways {min(ways, left)} --shots 1,5"
 
 
 def _draw_curve(run: Run, folder: Path, name: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.progress import track
 
 from metabridge.diagnose.estimate import Prediction
 from metabridge.environments.environment import Environment
@@ -71,7 +72,7 @@ class Advice:
         return f"{said[0].upper()}{said[1:]}. Resampled tasks agree in {100 * self.confidence:.0f} % of cases."
 
 
-def kernel_twins(kernel: Kernel, environment: Environment, seed: int) -> tuple[Twin, ...]:
+def kernel_twins(kernel: Kernel, environment: Environment, seed: int, *, progress: bool = False) -> tuple[Twin, ...]:
     """Return what the twins of MTL, ANIL and MAML predict on new tasks, beside regression on the support alone.
 
     Supports are fitted to the end. The ridge of training is the best of `RIDGES` on tasks that are not judged on.
@@ -83,7 +84,7 @@ def kernel_twins(kernel: Kernel, environment: Environment, seed: int) -> tuple[T
     alone = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
     base = evaluate(alone, environment, tasks=JUDGED_TASKS, seed=seed + 2)
     found = [_twin("support alone", base, base.minus(base))]
-    for name in TWINS:
+    for name in track(TWINS, "kernels", disable=not progress, transient=True):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
         grid = [
             KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)

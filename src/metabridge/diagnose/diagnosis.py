@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch
 from rich.progress import track
 
 from metabridge.diagnose.advice import Advice, Cost, Twin, advise, costs, kernel_twins
-from metabridge.diagnose.estimate import FEWEST, Geography, Interval, split_by_rate
+from metabridge.diagnose.estimate import FEWEST, Geography, Interval, hard_tasks
 from metabridge.diagnose.moments import Features, Moments, rates
 from metabridge.diagnose.space import Space
 from metabridge.environments.environment import Environment
@@ -25,7 +26,7 @@ from metabridge.training.plan import Plan
 
 Grouping = Literal["hardness", "superclasses", "parts"]
 GROUPINGS: dict[str, str] = {
-    "hardness": "the cut of the tasks' rates that leaves the least variance within two groups",
+    "hardness": "two kinds of tasks with a covariance each, of which the hard ones have the lower rates",
     "superclasses": "hard tasks tell classes of one superclass apart, easy ones those of different superclasses",
     "parts": "the two parts of the mixture, the hard one first",
 }
@@ -76,6 +77,14 @@ class Diagnosis:
     twins: tuple[Twin, ...]
     costs: tuple[Cost, ...]
     advice: Advice
+
+    def promises_more(self, other: Diagnosis) -> bool:
+        """Whether adaptation gains more here than on other tasks, by 1 + R²/r_H.
+
+        Where a step is short the ratio is close to 1 on any tasks, and noise decides which one is larger.
+        """
+        here, there = (math.inf if one.limit is None else one.limit for one in (self, other))
+        return here > there
 
     def told(self) -> str:
         """Say it in a few lines."""
@@ -135,10 +144,10 @@ def diagnose(
     moments = _measured(space, parts, each, seed, progress)
     speeds, m = rates(moments), space.samples(examples[0])
     known = len(parts) == 2
-    hard = torch.arange(len(moments)) < each if known else split_by_rate(speeds)
+    hard = torch.arange(len(moments)) < each if known else hard_tasks(moments)
     geography = Geography(moments, hard, m, _share(environment) if known else None)
+    prediction = geography.predict(alpha, torch.Generator().manual_seed(seed))
     step = geography.stable_step() if alpha is None else alpha
-    prediction = geography.predict(step, torch.Generator().manual_seed(seed))
     landscape = geography.landscape(step)
     hard_group, easy_group = (
         Group(name, len(own), float(speeds[own].log().mean().exp()), float(torch.as_tensor(group.spread)))
@@ -149,7 +158,7 @@ def diagnose(
     plain = "rfs" if space.classification else "nal"
     joint = ("mtl",) if space.classification else ()
     weighed = (plain, "maml") if network is None else (plain, *joint, "anil", "maml")
-    twins = () if kernel is None else kernel_twins(kernel, environment, seed)
+    twins = () if kernel is None else kernel_twins(kernel, environment, seed, progress=progress)
     return Diagnosis(
         space=space.name,
         dimension=moments.dimension,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from metabridge.diagnose.moments import Moments
+from metabridge.diagnose.moments import Moments, misfits, rates
 from metabridge.environments.linear import Landscape, TaskGroup
 from metabridge.errors import InputError
 from metabridge.theory.landscape import (
@@ -23,7 +22,7 @@ from metabridge.theory.landscape import (
 )
 
 FEWEST = 5  # tasks of a group
-REPEATS = 100  # of the bootstrap
+REPEATS = 200  # of the bootstrap
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,14 @@ class Interval:
         '20.0 % (15.0 to 27.5 %)'
         """
         return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f} %)"
+
+    def meets(self, other: Interval) -> bool:
+        """Whether the two intervals overlap.
+
+        >>> Interval(2.0, 1.5, 2.75).meets(Interval(3.0, 2.5, 4.0))
+        True
+        """
+        return self.low <= other.high and other.low <= self.high
 
 
 class Prediction(NamedTuple):
@@ -94,17 +101,15 @@ class Geography:
         """Return 1/λ, λ the largest curvature of the two groups' covariances."""
         return 1 / float(torch.linalg.eigvalsh(self.covariances).max())
 
-    def landscape(self, alpha: float, chosen: Sequence[Tensor] | None = None) -> Landscape:
-        """Return the two groups, the hard one first, of the chosen tasks (which may be chosen more than once).
+    def landscape(self, alpha: float) -> Landscape:
+        """Return the two groups, the hard one first.
 
-        Covariances are those of all tasks of a group, chosen or not. A group's spread is rI with the r that Q^{(m)}
-        feels as it feels the spread measured, which is unbiased and so may have negative eigenvalues: 𝓔_m depends on
-        tr(Q·spread) alone.
+        A group's spread is rI with the r that Q^{(m)} feels as it feels the spread measured, which is unbiased and so
+        may have negative eigenvalues: 𝓔_m depends on tr(Q·spread) alone.
         """
         groups = []
-        both = chosen or self.members
-        hard = len(both[0]) / (len(both[0]) + len(both[1])) if self.share is None else self.share
-        for tasks, covariance, probability in zip(both, self.covariances, (hard, 1 - hard)):
+        hard = float(self.hard.double().mean()) if self.share is None else self.share
+        for tasks, covariance, probability in zip(self.members, self.covariances, (hard, 1 - hard)):
             first, second = self.solutions[tasks].unbind(1)
             centre = (first.mean(0) + second.mean(0)) / 2
             # halves share the task alone: their product is of its solution, without the noise of either
@@ -133,38 +138,50 @@ class Geography:
         squared = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
         return float(squared.clamp_min(0).sqrt())
 
-    def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
+    def predict(self, alpha: float | None, generator: torch.Generator) -> Prediction:
         """Return the risks of NAL and MAML, with intervals from resampling the tasks.
+
+        Without an `alpha` the step is the stable one, in each resampling its own.
 
         An estimated distance between centres is longer than the true one by the noise of both. Resampling adds that
         noise once more, so what it adds to the risks is taken off them.
         """
-        plain = _losses(self.landscape(alpha), alpha, self.m)
-        drawn = [_losses(self.landscape(alpha, self._resampled(generator)), alpha, self.m) for _ in range(REPEATS)]
-        repeats = torch.tensor(drawn, dtype=torch.float64)
-        added = repeats[:, :2].mean(0) - torch.tensor(plain[:2], dtype=torch.float64)
-        least = 1e-9 * plain[0]
-        nal, maml = (max(value - float(more), least) for value, more in zip(plain[:2], added))
-        shifted = (repeats[:, :2] - 2 * added).clamp_min(least)
-        floor, before = plain[2:]
+        plain = self._losses(alpha)
+        repeats = torch.stack([self._resampled(generator)._losses(alpha) for _ in range(REPEATS)])
+        added = repeats.mean(0) - plain
+        least = torch.tensor([0.0, 1e-9 * float(plain[1])], dtype=torch.float64)
+        gain, maml = (plain - added)[:2].clamp_min(least).tolist()
+        gains, mamls = (repeats - 2 * added)[:, :2].clamp_min(least).unbind(1)
+        floor, before = plain[2:].tolist()
+        ratios = 1 + gains / mamls
         return Prediction(
-            Risks(nal, maml),
-            _interval(nal / maml, shifted[:, 0] / shifted[:, 1]),
-            _interval((nal - maml) / (nal + floor), (shifted[:, 0] - shifted[:, 1]) / (shifted[:, 0] + repeats[:, 2])),
+            Risks(maml + gain, maml),
+            _interval(1 + gain / maml, ratios),
+            _interval(gain / (gain + maml + floor), gains / (gains + mamls + repeats[:, 2])),
             maml / before,
-            shifted[:, 0] / shifted[:, 1],
+            ratios,
         )
 
-    def _resampled(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw as many tasks with replacement; each group keeps its size where its share is known, and at least two."""
-        if self.share is not None:
-            drawn = [own[torch.randint(len(own), (len(own),), generator=generator)] for own in self.members]
-            return drawn[0], drawn[1]
+    def _losses(self, alpha: float | None) -> Tensor:
+        """What MAML (n₂ = m) saves of NAL's 𝓔_m, its own 𝓔_m, the noise floor, and 𝓔 of NAL before it adapts."""
+        alpha = self.stable_step() if alpha is None else alpha
+        landscape, m = self.landscape(alpha), self.m
+        solutions = torch.stack([nal_solution(landscape), maml_solution(landscape, alpha, m)])
+        nal, maml = risk_above_floor(landscape, solutions, alpha, m)
+        before = risk_above_floor(landscape, solutions[0], 0.0, m)
+        return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), before])
+
+    def _resampled(self, generator: torch.Generator) -> Geography:
+        """Draw as many tasks with replacement, each for its group; a group keeps its size where shares are known."""
         while True:
-            tasks = torch.randint(len(self.hard), (len(self.hard),), generator=generator)
-            hard, easy = tasks[self.hard[tasks]], tasks[~self.hard[tasks]]
-            if min(len(hard), len(easy)) >= 2:
-                return hard, easy
+            if self.share is None:
+                tasks = torch.randint(len(self.hard), (len(self.hard),), generator=generator)
+            else:
+                own = [one[torch.randint(len(one), (len(one),), generator=generator)] for one in self.members]
+                tasks = torch.cat(own)
+            hard = self.hard[tasks]
+            if min(int(hard.sum()), int((~hard).sum())) >= FEWEST:
+                return replace(self, moments=self.moments.of_tasks(tasks), hard=hard)
 
     def map(self) -> Tensor:
         """Return every task's solution in two dimensions (tasks, 2): along the line between the centres, and across it.
@@ -178,6 +195,23 @@ class Geography:
         rest = points - (points @ along)[:, None] * along
         across = torch.linalg.eigh(rest.T @ rest).eigenvectors[:, -1]
         return torch.stack([points @ along, rest @ across], 1)
+
+
+def hard_tasks(moments: Moments) -> Tensor:
+    """Return which tasks are hard: those with the lower rates, of two groups with a covariance each.
+
+    Rates are cut in two, then every task goes to the group under whose covariance its points are likelier. A rate is
+    of one direction, that of the task's solution. A covariance is of all of them, and tells groups apart whose rates
+    overlap. This is done once: more rounds would end at whatever two covariances differ most, hard or not.
+    """
+    speeds = rates(moments)
+    hard = split_by_rate(speeds)
+    misfit = misfits(moments, torch.stack([moments.covariance[own].mean((0, 1)) for own in (hard, ~hard)]))
+    likelier = misfit[:, 0] < misfit[:, 1]
+    if min(int(likelier.sum()), int((~likelier).sum())) < FEWEST:
+        return hard
+    slow, fast = (float(speeds[own].log().mean()) for own in (likelier, ~likelier))
+    return likelier if slow <= fast else ~likelier
 
 
 def split_by_rate(rates: Tensor) -> Tensor:
@@ -196,14 +230,6 @@ def split_by_rate(rates: Tensor) -> Tensor:
 
 def _variation(values: Tensor) -> Tensor:
     return (values - values.mean()).square().sum()
-
-
-def _losses(landscape: Landscape, alpha: float, m: int) -> tuple[float, float, float, float]:
-    """𝓔_m at the solutions of NAL and MAML (n₂ = m), the noise floor, and 𝓔 of NAL before it adapts."""
-    solutions = torch.stack([nal_solution(landscape), maml_solution(landscape, alpha, m)])
-    nal, maml = risk_above_floor(landscape, solutions, alpha, m).tolist()
-    before = float(risk_above_floor(landscape, solutions[0], 0.0, m))
-    return nal, maml, noise_floor(landscape, alpha, m), before
 
 
 def _interval(value: float, repeats: Tensor) -> Interval:

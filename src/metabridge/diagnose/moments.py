@@ -7,7 +7,7 @@ and multiplied by what is estimated from the other has no bias from the noise of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class Moments:
         covariance, pull, square = (torch.cat(same) for same in zip(*tensors))
         return cls(covariance, pull, square, parts[0].points)
 
+    def of_tasks(self, tasks: Tensor) -> Moments:
+        """Return the tasks of these numbers, of which some may be the same."""
+        return replace(self, covariance=self.covariance[tasks], pull=self.pull[tasks], square=self.square[tasks])
+
     def __len__(self) -> int:
         return len(self.square)
 
@@ -59,11 +63,7 @@ class Moments:
         """
         metric = self.covariance if self.points >= ENOUGH else shared[:, None]
         found, failed = torch.linalg.solve_ex(metric, self.pull[..., None])
-        if failed.any():
-            raise InputError(
-                "the covariance of a task's features is singular: they do not vary in every direction, so the task has "
-                "no single solution. Leave out features that are constant or follow from others."
-            )
+        _refuse_singular(failed)
         return found.squeeze(-1)  # type: ignore[no-any-return]
 
 
@@ -76,6 +76,16 @@ def rates(moments: Moments) -> Tensor:
     fitted = (pull[:, None] @ torch.linalg.pinv(covariance, hermitian=True) @ pull[..., None]).flatten()
     speeds: Tensor = pull.square().sum(-1) / fitted
     return speeds
+
+
+def misfits(moments: Moments, shared: Tensor) -> Tensor:
+    """tr(Σ⁻¹Σ̂) + log det Σ of each task's Σ̂ and each Σ of `shared` (groups, d, d), (tasks, groups).
+
+    Up to a constant this is −2 times the log likelihood of Σ, for a point of the task and normal inputs.
+    """
+    inverses, failed = torch.linalg.inv_ex(shared)
+    _refuse_singular(failed)
+    return torch.einsum("gij,tij->tg", inverses, moments.covariance.mean(1)) + torch.logdet(shared)
 
 
 def regression_moments(z: Tensor, y: Tensor) -> Moments:
@@ -133,6 +143,14 @@ def principal(found: Tensor, directions: int) -> Features:
     scale = values[-directions:][kept].sum().sqrt()
     basis = vectors[:, -directions:][:, kept] / scale
     return lambda features: (features - centre) @ basis
+
+
+def _refuse_singular(failed: Tensor) -> None:
+    if failed.any():
+        raise InputError(
+            "the covariance of a task's features is singular: they do not vary in every direction, so the task has "
+            "no single solution. Leave out features that are constant or follow from others."
+        )
 
 
 def _halves(values: Tensor, half: int) -> Tensor:

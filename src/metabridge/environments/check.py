@@ -155,7 +155,7 @@ def _order(split_of: dict[int, str]) -> list[str]:
 def _obstacle(images: list[int], smallest: str, ways: int, shots: int, queries: int) -> str:
     """Why a split does not allow the tasks, and the way out; empty if it does."""
     if len(images) < ways:
-        return f"{ways} ways need {ways} classes, but there are {len(images)}"
+        return f"{ways} ways need {ways} classes, but there are {len(images)}: use fewer ways, or more classes"
     needed = shots + queries
     if min(images) < needed:
         few = sum(count < needed for count in images)

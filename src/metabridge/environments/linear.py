@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError, check_positive, check_variance, describe
+from metabridge.errors import InputError, check_not_negative, check_positive, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class HardEasy:
         if not math.isfinite(self.R):
             raise InputError(f"R is {self.R}, but must be a finite number.")
         for name in ("r_hard", "r_easy", "noise"):
-            check_variance(name, getattr(self, name))
+            check_not_negative(name, getattr(self, name))
 
     @cached_property
     def landscape(self) -> Landscape:
@@ -262,7 +262,7 @@ def _check_group(place: int, group: TaskGroup, dimension: int) -> None:
     _check_shape(f"covariance of group {place}", group.covariance, (dimension, dimension))
     _check_shape(f"centre of group {place}", group.centre, (dimension,))
     _check_shape(f"spread of group {place}", group.spread, (dimension, dimension))
-    check_variance(f"noise of group {place}", group.noise)
+    check_not_negative(f"noise of group {place}", group.noise)
     if not 0 <= group.probability <= 1:
         raise InputError(f"probability of group {place} is {group.probability}, but must be between 0 and 1.")
     least, most = _modes(f"covariance of group {place}", group.covariance)

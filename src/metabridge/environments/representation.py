@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError, check_variance
+from metabridge.errors import InputError, check_not_negative
 
 # Proportional to 1, …, 5 and of Frobenius norm √5, like the identity's (D §5).
 VARIANCES = tuple(index / math.sqrt(11) for index in range(1, 6))
@@ -58,7 +58,7 @@ class SharedRepresentation:
                 f"variances is {self.variances}, but Σ* must not be singular: give positive numbers, "
                 "and leave out directions in which tasks do not differ."
             )
-        check_variance("noise", self.noise)
+        check_not_negative("noise", self.noise)
         if self.mean is not None and len(self.mean) != self.rank:
             raise InputError(
                 f"mean has {len(self.mean)} entries, but variances has {self.rank}. Give one for each direction."

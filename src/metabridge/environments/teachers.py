@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError, check_positive, check_variance, describe
+from metabridge.errors import InputError, check_not_negative, check_positive, describe
 
 Activation = Literal["softplus", "sigmoid", "relu", "tanh"]
 
@@ -47,7 +47,7 @@ class NormalNeurons:
     def __post_init__(self) -> None:
         require_positive("dimension", self.dimension)
         require_positive("width", self.width)
-        check_variance("variance", self.variance)
+        check_not_negative("variance", self.variance)
 
     def draw(self, tasks: int, generator: torch.Generator) -> Tensor:
         """Return the neurons of every task, (tasks, width, dimension)."""
@@ -99,7 +99,7 @@ class Teachers:
         if self.activation not in ACTIVATIONS:
             raise InputError(f"activation is {self.activation!r}, but must be one of {', '.join(ACTIVATIONS)}.")
         check_positive("covariance", self.covariance)
-        check_variance("noise", self.noise)
+        check_not_negative("noise", self.noise)
         require_positive("shots", self.shots)
         require_positive("queries", self.queries)
 

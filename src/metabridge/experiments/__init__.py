@@ -28,6 +28,7 @@ EXPERIMENTS = {
     "landscape-table1": "metabridge.experiments.landscape_table1",
     "landscape-table2": "metabridge.experiments.landscape_table2",
     "diagnose-worlds": "metabridge.experiments.diagnose_worlds",
+    "diagnose-images": "metabridge.experiments.diagnose_images",
     "landscape-table3": "metabridge.experiments.landscape_table3",
     "landscape-rates": "metabridge.experiments.landscape_rates",
     "metantk-thm1": "metabridge.experiments.metantk_thm1",
@@ -38,6 +39,10 @@ EXPERIMENTS = {
     "anil-table1": "metabridge.experiments.anil_table1",
     "anil-mean": "metabridge.experiments.anil_mean",
     "anil-relu": "metabridge.experiments.anil_relu",
+    "nas-table1": "metabridge.experiments.nas_table1",
+    "nas-table2": "metabridge.experiments.nas_table2",
+    "nas-fig2": "metabridge.experiments.nas_fig2",
+    "nas-ranks": "metabridge.experiments.nas_ranks",
 }
 
 

@@ -1,34 +1,26 @@
-"""Is a diagnosis right where the truth is known, and does it rank real data as C's table 1 does?
+"""Is a diagnosis right where the truth is known?
 
 Linear worlds are drawn at random. What the diagnosis predicts from sampled tasks of each is set beside the ratio of
-the exact risks of NAL and MAML, both trained on other tasks of it. On characters, hard tasks of alike alphabets
-("small r_H") must rank above hard tasks of many. Where the numbers of the experiment glyphs lie in the folder, the
-predicted order of methods is set beside their accuracies.
+the exact risks of NAL and MAML, both trained on other tasks of it, and its interval beside the ratio that endless
+training has. Of two worlds that differ in r_H alone, adaptation gains more in the one with the smaller r_H, and the
+diagnosis must say so even where steps are short and gains small.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from metabridge.diagnose import Diagnosis, diagnose, untrained
+from metabridge.diagnose import Diagnosis, diagnose
 from metabridge.diagnose.advice import WORTH
-from metabridge.diagnose.moments import Features, rates
-from metabridge.diagnose.space import Space
-from metabridge.environments import HardEasy, LabelledImages, Landscape, LinearTasks, TaskGroup
-from metabridge.environments.datasets import load
-from metabridge.environments.mixture import Mixture
-from metabridge.episodes import Episodes
-from metabridge.experiments.landscape_table1 import ALIKE, TARGETS, WAYS, alphabets
+from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.result import Result, Row, Work, environment
-from metabridge.kernels import fully_connected
-from metabridge.models import Network
 from metabridge.theory.landscape import (
     Risks,
     empirical_maml,
@@ -41,26 +33,21 @@ from metabridge.theory.landscape import (
 ID = "diagnose-worlds"
 CLEAR = (1.1, 1.5)  # below the first plain pre-training is right, above the second adaptation is
 OUTER = 25  # queries of a task
+STEEPEST = 1.5  # the largest step, times the largest curvature; from 2 on descent diverges
+WIDER, SHORTER = 4, 0.1  # times r_H in the second world of a pair, and times the step in both
 TRAINED = 500  # tasks that NAL and MAML are trained on
-HARD = 10  # alphabets with the lowest rates, as many as C has
-METHODS = ("rfs", "mtl", "anil", "maml")  # whose order is predicted
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many worlds, tasks of each, and tasks of each setting of characters, over how many seeds."""
+    """How many worlds and pairs of worlds, and how many tasks of each are diagnosed."""
 
     worlds: int
+    pairs: int
     tasks: int
-    characters: int
-    ranking: int  # tasks that rank an alphabet
-    seeds: int
 
 
-SCALES = {
-    "quick": Scale(worlds=16, tasks=100, characters=128, ranking=6, seeds=1),
-    "paper": Scale(worlds=80, tasks=200, characters=256, ranking=12, seeds=3),
-}
+SCALES = {"quick": Scale(worlds=16, pairs=8, tasks=100), "paper": Scale(worlds=120, pairs=40, tasks=200)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +80,9 @@ class World:
             TaskGroup(hard * _covariance(d, generator), centre, r_hard, noise, 0.5),
             TaskGroup(easy * _covariance(d, generator), 0.0, r_easy, noise, 0.5),
         )
-        return cls(Landscape(groups, d), alpha, m)
+        landscape = Landscape(groups, d)
+        steepest = float(torch.linalg.eigvalsh(landscape.law.covariance).max())
+        return cls(landscape, min(alpha, STEEPEST / steepest), m)
 
     def diagnosed(self, tasks: int, seed: int) -> Diagnosis:
         """Diagnose sampled tasks of this world."""
@@ -128,38 +117,90 @@ class Trial:
             return None
         return self.diagnosis.advice.adapts == (self.realised > CLEAR[1])
 
+    @property
+    def covered(self) -> bool:
+        """Whether the exact ratio is in the interval."""
+        return self.diagnosis.ratio.low <= self.exact <= self.diagnosis.ratio.high
+
+    @property
+    def miss(self) -> float:
+        """How far the exact ratio is from the predicted one: beyond −1 and 1 it is outside the interval."""
+        ratio = self.diagnosis.ratio
+        side = ratio.high - ratio.value if self.exact > ratio.value else ratio.value - ratio.low
+        return (self.exact - ratio.value) / max(side, 1e-12)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The diagnoses of two worlds that differ in r_H alone. Adaptation gains more in the first."""
+
+    narrow: Diagnosis
+    wide: Diagnosis
+
+    @property
+    def apart(self) -> bool:
+        """Whether the intervals of their ratios do not meet."""
+        return not self.narrow.ratio.meets(self.wide.ratio)
+
+    @property
+    def ranked(self) -> bool:
+        """Whether their ratios rank them right."""
+        return self.narrow.ratio.value > self.wide.ratio.value
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result, the worlds, and the diagnoses of each setting of characters, one a seed."""
+    """The result and the worlds."""
 
     result: Result
     trials: tuple[Trial, ...]
-    settings: dict[str, tuple[Diagnosis, ...]]
 
 
 def run(work: Work) -> Outcome:
-    """Diagnose random worlds and characters."""
+    """Diagnose random worlds."""
     scale, started = SCALES[work.scale], time.perf_counter()
     trials = tuple(_trial(10_000 * (work.seed + 1) + number, scale.tasks) for number in range(scale.worlds))
-    rows = world_rows(trials)
-    settings: dict[str, tuple[Diagnosis, ...]] = {}
-    hard: dict[str, dict[str, list[str]]] = {}
-    for name, images in _characters(work).items():
-        net = untrained(images, seed=work.seed)
-        own, hard[name] = _settings(images, net, scale, work.seed)
-        settings |= {f"{name}, {setting} r_H": found for setting, found in own.items()}
-        rows += ranking_rows(name, own)
-    rows += _order_rows(work, scale)
+    pairs = [_pair(10_000 * (work.seed + 1) + 5_000 + number, scale.tasks) for number in range(scale.pairs)]
     seconds = time.perf_counter() - started
-    about = {**asdict(scale), "trained on": TRAINED, "clear": CLEAR, "worth": WORTH, "hard alphabets": hard}
-    result = Result(ID, work.scale, work.seed, about, environment(work.device), seconds, tuple(rows))
-    return Outcome(result, trials, settings)
+    about = {**asdict(scale), "trained on": TRAINED, "clear": CLEAR, "worth": WORTH}
+    rows = (*world_rows(trials), *pair_rows(pairs))
+    return Outcome(Result(ID, work.scale, work.seed, about, environment(work.device), seconds, rows), trials)
 
 
 def _trial(seed: int, tasks: int) -> Trial:
     world = World.drawn(seed)
     return Trial(world.diagnosed(tasks, seed), world.realised(seed + 1_000_000).ratio, world.exact().ratio)
+
+
+def _pair(seed: int, tasks: int) -> Pair:
+    world = World.drawn(seed)
+    narrow = replace(world, alpha=SHORTER * world.alpha)
+    hard, easy = world.landscape.groups
+    wider = replace(world.landscape, groups=(replace(hard, spread=WIDER * hard.spread), easy))
+    wide = replace(narrow, landscape=wider)
+    return Pair(narrow.diagnosed(tasks, seed), wide.diagnosed(tasks, seed + 1_000_000))
+
+
+def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
+    """Return how often the world with the smaller r_H ranks above the other."""
+    apart = [pair for pair in pairs if pair.apart]
+    right = {
+        "ratio": (
+            [pair.ranked for pair in pairs],
+            f"intervals apart in {len(apart)}, and then right in {sum(pair.ranked for pair in apart)}",
+        ),
+        "1 + R²/r_H": ([pair.narrow.promises_more(pair.wide) for pair in pairs], ""),
+    }
+    what = f"pairs of worlds, one with {WIDER} times the other's r_H, steps {SHORTER:g} times as long, ranked by"
+    return [
+        Row(
+            f"{what} {name}",
+            "pairs right %",
+            ours=100 * sum(each) / len(each),
+            note=f"{len(pairs)} pairs; {note}".rstrip("; "),
+        )
+        for name, (each, note) in right.items()
+    ]
 
 
 def world_rows(trials: tuple[Trial, ...]) -> list[Row]:
@@ -196,121 +237,15 @@ def world_rows(trials: tuple[Trial, ...]) -> list[Row]:
                     note=f"{len(right)} worlds",
                 )
             )
-    inside = [trial.diagnosis.ratio.low <= trial.exact <= trial.diagnosis.ratio.high for trial in trials]
-    share = 100 * sum(inside) / len(inside)
-    note = "of endless training; 95 would be right if groups and covariances were known and not found"
-    return [*rows, Row("linear worlds, exact ratio in the 95 % interval", "worlds %", ours=share, note=note)]
-
-
-def _settings(
-    images: LabelledImages, net: Network, scale: Scale, seed: int
-) -> tuple[dict[str, tuple[Diagnosis, ...]], dict[str, list[str]]]:
-    """Diagnose tasks with hard ones of many alphabets, and of two that are alike, in one space; name the alphabets."""
-    own = {name: members for name, members in alphabets(images).items() if len(members) >= WAYS}
-    features, slow = _ranked(replace(images, splits=own), net, scale.ranking, seed)
-    hardest = sorted(own, key=slow.__getitem__)[:HARD]
-    alike = list(ALIKE) if set(ALIKE) <= set(own) else hardest[:2]
-    easy = [name for name in own if name not in (*hardest, *alike)]
-    found, chosen = {}, {"large": hardest, "small": alike}
-    for setting, hard in chosen.items():
-        parted = replace(
-            images,
-            splits={kind: torch.cat([own[name] for name in names]) for kind, names in (("hard", hard), ("easy", easy))},
-        )
-        tasks = Mixture(
-            (
-                parted.tasks("hard", ways=WAYS, queries=TARGETS, superclass="same"),
-                parted.tasks("easy", ways=WAYS, queries=TARGETS, superclass="different"),
-            ),
-            (0.5, 0.5),
-        )
-        found[setting] = tuple(
-            diagnose(tasks, features=features, groups="parts", tasks=scale.characters, seed=seed + turn)
-            for turn in range(scale.seeds)
-        )
-    return found, chosen
-
-
-def ranking_rows(name: str, settings: dict[str, tuple[Diagnosis, ...]]) -> list[Row]:
-    """Return R, r_H and the predicted ratio in both settings, and whether they rank as C's table 1 says."""
-    rows = []
-    for setting, found in settings.items():
-        R, r = (
-            sum(values) / len(found) for values in zip(*((one.distance, one.groups[0].dispersion) for one in found))
-        )
-        note = f"R {R:.3g}, r_H {r:.3g}; {len(found)} seeds"
-        mean = sum(one.ratio.value for one in found) / len(found)
-        rows.append(Row(f"{name}, {setting} r_H", "predicted ratio", ours=mean, note=note))
-        if r > 0:
-            rows.append(Row(f"{name}, {setting} r_H", "1 + R²/r_H", ours=1 + R**2 / r, note=note))
-    pairs = list(zip(settings["small"], settings["large"]))
-    ranked = {
-        "predicted ratio, small r_H above large": [one.ratio.value > other.ratio.value for one, other in pairs],
-        "1 + R²/r_H, small r_H above large": [_promise(one) > _promise(other) for one, other in pairs],
-    }
-    for metric, right in ranked.items():
-        share, note = 100 * sum(right) / len(right), "C §5: adaptation gains more where hard tasks are alike"
-        rows.append(Row(f"{name}, {metric}", "seeds %", ours=share, agrees=all(right), note=note))
-    return rows
-
-
-def _promise(found: Diagnosis) -> float:
-    return math.inf if found.limit is None else found.limit
-
-
-def _order_rows(work: Work, scale: Scale) -> list[Row]:
-    """Return the predicted order of every two methods on glyphs beside that of their trained accuracies."""
-    file = work.out / "glyphs.json"
-    if not file.exists():
-        return []
-    trained = {row.name.partition(",")[0]: row for row in Result.read(file).rows if row.name.endswith(", test tasks")}
-    if not set(METHODS) <= set(trained):
-        return []
-    images = load("glyphs")
-    kernel = fully_connected(depth=3, bias_variance=0.1)
-    found = diagnose(
-        images.tasks("train"), untrained(images, seed=work.seed), kernel=kernel, tasks=scale.characters, seed=work.seed
-    )
-    twins = {twin.method: twin for twin in found.twins}
-    rows = []
-    for first, second in combinations(METHODS, 2):
-        gap = trained[first].ours - trained[second].ours
-        sides = {"formulas": _formula_side(found, first, second)}
-        if first in twins and second in twins:
-            sides["kernels"] = 1 if twins[first].gain > twins[second].gain else -1
-        for source, side in sides.items():
-            if side is None:
-                continue
-            rows.append(
-                Row(
-                    f"glyphs, {source}: {first} {'>' if side > 0 else '<'} {second}",
-                    "trained accuracy, difference %",
-                    ours=gap,
-                    agrees=gap * side > 0,
-                    note=f"trained: {first} {trained[first].ours:.1f}, {second} {trained[second].ours:.1f}",
-                )
-            )
-    return rows
-
-
-def _formula_side(found: Diagnosis, first: str, second: str) -> int | None:
-    """1 if the formulas say that the first is the better choice, −1 if the second; of two of a kind, nothing."""
-    plain = [name in ("rfs", "mtl") for name in (first, second)]
-    if plain[0] == plain[1]:
-        return None
-    return 1 if plain[0] != found.advice.adapts else -1
-
-
-def _ranked(images: LabelledImages, net: Network, tasks: int, seed: int) -> tuple[Features, dict[str, float]]:
-    """Return features along the principal directions of all alphabets, and the mean rate of tasks within each."""
-
-    def sample(name: str) -> Episodes:
-        drawn = images.tasks(name, ways=WAYS, queries=TARGETS)
-        return drawn.sample(tasks, torch.Generator().manual_seed(seed))
-
-    space = Space.of([sample(name) for name in images.splits], net, None)
-    slow = {name: float(rates(space.moments(sample(name))).log().mean().exp()) for name in images.splits}
-    return lambda x: space.directions(space.features(x).double().cpu()), slow
+    intervals = [trial.diagnosis.ratio for trial in trials]
+    widths = torch.tensor([(one.high - one.low) / one.value for one in intervals], dtype=torch.float64)
+    share, width = 100 * sum(trial.covered for trial in trials) / len(trials), 100 * float(widths.median())
+    note = "of endless training; 95 would be right if groups were known and not found, and tasks endless"
+    return [
+        *rows,
+        Row("linear worlds, exact ratio in the 95 % interval", "worlds %", ours=share, note=note),
+        Row("linear worlds, width of the 95 % interval", "median % of the ratio", ours=width),
+    ]
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
@@ -324,16 +259,8 @@ def _covariance(d: int, generator: torch.Generator) -> Tensor:
     return (directions * (values / values.mean())) @ directions.T  # type: ignore[no-any-return]
 
 
-def _characters(work: Work) -> dict[str, LabelledImages]:
-    """Return glyphs, and Omniglot where it is at hand."""
-    found = {"glyphs": load("glyphs")}
-    if work.data is not None and (work.data / "omniglot").exists():
-        found["omniglot"] = load("omniglot", work.data / "omniglot")
-    return {name: images.to(work.device) for name, images in found.items()}
-
-
 def figure(outcome: Outcome, file: Path) -> None:
-    """Draw predicted against realised ratios, and R² against r_H of the characters."""
+    """Draw predicted against realised ratios, and how far exact ones are from the middle of their intervals."""
     from matplotlib.figure import Figure
 
     from metabridge.files import write_whole
@@ -341,7 +268,7 @@ def figure(outcome: Outcome, file: Path) -> None:
 
     with figures.LIGHT.context():
         page = Figure(figsize=(10.4, 4.6), layout="constrained")
-        worlds, characters = page.subplots(1, 2)
+        worlds, misses = page.subplots(1, 2)
         for right, label, colour, marker in (
             (True, "recommendation right", figures.COLOURS[0], "o"),
             (None, f"true ratio from {CLEAR[0]:g} to {CLEAR[1]:g}: not clear", figures.COLOURS[6], "s"),
@@ -371,18 +298,15 @@ def figure(outcome: Outcome, file: Path) -> None:
             axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
             axis.set_ticks([], minor=True)
         worlds.legend(fontsize=8)
-        for (name, found), colour in zip(outcome.settings.items(), (*figures.COLOURS[1:3], *figures.COLOURS[3:5])):
-            characters.plot(
-                [one.groups[0].dispersion for one in found],
-                [one.distance**2 for one in found],
-                "o" if "small" in name else "x",
-                color=colour,
-                label=name.replace("r_H", "$r_H$"),
-            )
-        characters.set(title="hard and easy tasks of characters, one mark a seed", xlim=(0, None), ylim=(0, None))
-        characters.set(
-            xlabel="dispersion $r_H$ of the hard tasks' solutions", ylabel="$R^2$ between the groups' centres"
-        )
-        characters.margins(0.15)
-        characters.legend(fontsize=8)
+        kinds = ((True, "in the 95 % interval", figures.COLOURS[0], "o"), (False, "outside", figures.COLOURS[1], "X"))
+        for covered, label, colour, marker in kinds:
+            own = [trial for trial in outcome.trials if trial.covered is covered]
+            places = [trial.exact for trial in own], [trial.miss for trial in own]
+            misses.plot(*places, marker, color=colour, markersize=4, label=f"{label} ({len(own)})")
+        misses.axhspan(-1, 1, color=figures.LIGHT.line, alpha=0.5, zorder=0)
+        misses.set(xscale="log", title="exact ratio and interval")
+        misses.set(xlabel="exact risk of NAL / risk of MAML", ylabel="exact less predicted, in sides of the interval")
+        misses.xaxis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        misses.xaxis.set_ticks([], minor=True)
+        misses.legend(fontsize=8)
     write_whole(file, figures.png(page))

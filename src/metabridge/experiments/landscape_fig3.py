@@ -133,9 +133,7 @@ def figure(outcome: Outcome, file: Path) -> None:
             ratios = {R: own["nal"] / own["maml"] for R, own in outcome.risks[setting].items()}
             middle.axhline(hard_easy_risks(world(setting, 1.0), ALPHA, M).ratio, color=colour)
             draw_runs(middle, ratios, colour, f"{setting}, SGD", marker)
-        middle.set(
-            xlabel="R, distance of hard from easy tasks", ylim=(1, None), title=f"risk of NAL over MAML\nm = {M}"
-        )
+        middle.set(xlabel="R, distance of hard from easy tasks", ylim=(1, None))
         middle.set(
             title=f"risk of NAL over that of MAML\nm = {M}", ylabel="$\\mathcal{E}_m$(NAL) / $\\mathcal{E}_m$(MAML)"
         )

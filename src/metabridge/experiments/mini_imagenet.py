@@ -120,9 +120,14 @@ def _data(work: Work) -> str:
 def _images(work: Work) -> LabelledImages:
     if _data(work) == "glyphs":
         return load("glyphs")
+    return mini_imagenet(work, 84 if work.scale == "paper" else 32)
+
+
+def mini_imagenet(work: Work, size: int) -> LabelledImages:
+    """Return mini-ImageNet at so many pixels."""
     if work.data is None or not (work.data / "mini-imagenet").exists():
         raise InputError(
             "the paper scale needs mini-ImageNet, in the folder mini-imagenet of the one that --data names "
             f"(now {work.data}). Use --scale quick to try the experiment without it."
         )
-    return load("mini-imagenet", work.data / "mini-imagenet", size=84 if work.scale == "paper" else 32)
+    return load("mini-imagenet", work.data / "mini-imagenet", size=size)

@@ -19,12 +19,12 @@ from torch.func import functional_call
 
 from metabridge.errors import InputError, check_positive, describe
 from metabridge.kernels.gram import Outputs, inner
-from metabridge.kernels.jacobian import Gradients, Params
+from metabridge.kernels.jacobian import Gradients
 from metabridge.kernels.plan import Plan, Problem, Way
 from metabridge.kernels.products import by_products
 from metabridge.kernels.survey import Survey, examine, saved_bytes
 from metabridge.models.drop import Drop
-from metabridge.models.network import Network
+from metabridge.models.network import Network, Params
 from metabridge.models.norm import BatchNorm, group_count
 
 Part = Literal["all", "head", "body"]
@@ -137,6 +137,7 @@ class Empirical:
         try:
             with saved_bytes(params) as graph:
                 y, leaves, calls = gradients.trace(x[:1])
+            plain = functional_call(self.net, leaves, (x[:1],))
             pair = functional_call(self.net, params, (x[:2],)).detach()
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
@@ -159,7 +160,8 @@ class Empirical:
         if not names:
             raise InputError(f"the network has no parameters in its {self.part}.")
         outputs = 1 if self.outputs == "sum" else y.shape[1]
-        survey = examine(replace(gradients, names=names), y, leaves, calls, outputs, sum(graph))
+        exact = torch.autograd.grad(plain.sum(), tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+        survey = examine(replace(gradients, names=names), y, dict(zip(leaves, exact)), calls, outputs, sum(graph))
         return replace(gradients, names=names, others=survey.others), survey
 
     def _plan(self, problem: Problem) -> Plan:
@@ -256,5 +258,5 @@ def _check_inputs(params: Params, x: Tensor, z: Tensor | None) -> None:
             )
         if points.shape[1:] != x.shape[1:]:
             raise InputError(f"z is {describe(points)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
-        if not bool(points.isfinite().all()):
+        if not all(extreme.isfinite() for extreme in points.aminmax()):  # NaN is both
             raise InputError(f"{name} holds values that are NaN or infinite. Leave those samples out.")

@@ -3,15 +3,15 @@
 A layer y = Wa, applied at P positions, has for sample i and output o the gradient Σ_p g_iop a_ipᵀ, where
 g is what reaches y from the output. One backward pass an output gives g for a whole batch, since samples
 do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every sample,
-and automatic differentiation keeps them apart. Parameters of layers that are not known here go through
-`vmap` of `jacrev`.
+and automatic differentiation keeps them apart. On a CPU a first convolution, its norm and its max pooling are
+taken together (`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,33 +20,35 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
 
+from metabridge.kernels.stand_ins import NORMS, Picked, StandIn, normed, picked, pooled, standing_in, window
+from metabridge.models.network import Params
 from metabridge.models.norm import BatchNorm
 
-Params = dict[str, Tensor]
-StandIn = Callable[[Any, Tensor], Tensor]  # what a layer makes of its input
-
-NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm)
 LINEAR = (nn.Linear, nn.Conv2d)
+SPARSE = 3  # multiplications of a matrix product in the time of one by a patch that is looked up
 CACHED = 2**21  # bytes of a layer's gradients that are taken at a time on a CPU: what is copied stays in its cache
 
 
 class Call(NamedTuple):
     """A place in a forward pass where gradients are read off: what arrives at `edge` is that of `output`.
 
-    It is a linear layer's output, with the layer's input, or a norm's parameter, repeated for every sample.
+    It is a linear layer's output, with the layer's input, or a norm's parameter, repeated for every sample, or
+    the output of a pool behind a first convolution and its norm, with what it picks.
     """
 
     layer: nn.Module
-    roles: dict[str, str]  # of parameters: "weight" or "bias" of a linear layer, "copies" of a norm
+    roles: dict[str, str]  # of parameters: "weight" or "bias" of a linear layer, or "copies"
     x: Tensor
     output: Tensor
     edge: GradientEdge
+    picks: tuple[Picked, Params] | None = None  # with the parameters that the picked values depend on
 
     @property
     def linear(self) -> bool:
-        """Whether it is a linear layer's."""
-        return isinstance(self.layer, LINEAR)
+        """Whether it is a linear layer's output."""
+        return "copies" not in self.roles.values()
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,73 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class _Tracing:
+    """What is noted of a forward pass, by hooks and by layers' stand-ins."""
+
+    leaves: Params
+    owned: dict[nn.Module, dict[str, str]]  # names of the parameters in each role of a layer
+    wanted: frozenset[str]
+    calls: list[Call] = field(default_factory=list)
+
+    def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if inputs:
+            roles = {name: role for role, name in self.owned[layer].items() if name in self.wanted}
+            self.calls.append(Call(layer, roles, inputs[0].detach(), output, get_gradient_edge(output)))
+
+    def norm(self, layer: nn.Module, x: Tensor) -> Tensor:
+        copies = self._copies(layer, len(x))
+        for role, name in self.owned[layer].items():
+            if name in self.wanted:
+                edge = get_gradient_edge(copies[role])
+                self.calls.append(Call(layer, {name: "copies"}, x.detach(), copies[role], edge))
+        return normed(layer, x, copies)
+
+    def chain(self, layers: nn.Sequential, x: Tensor) -> Tensor:
+        """Take a convolution, its norm and its pool together where they are the net's first layers."""
+        own: list[Any] = list(layers)
+        convolution, norm, *rest = own
+        if x.requires_grad or x.ndim != 4:
+            for layer in own:
+                x = layer(x)
+            return x
+        weights, copies = self._copies(convolution, len(x)), self._copies(norm, len(x))
+        pool = next(layer for layer in rest if isinstance(layer, nn.MaxPool2d))
+        picks = picked(pool, windows(convolution, x), norm, weights, copies)
+        named = {self.owned[convolution][role]: value for role, value in weights.items()}
+        named |= {self.owned[norm][role]: value for role, value in copies.items()}
+        moving = {name: value for name, value in named.items() if name in self.wanted}
+        y = picks.largest.requires_grad_().clone()  # a leaf could not be rectified in place
+        roles = dict.fromkeys(moving, "copies")
+        self.calls.append(Call(convolution, roles, x, y, get_gradient_edge(y), (picks, moving)))
+        for layer in rest:
+            y = y if layer is pool else layer(y)
+        return y
+
+    def _copies(self, layer: nn.Module, samples: int) -> Params:
+        values = {role: self.leaves[name] for role, name in self.owned[layer].items()}
+        return {role: value.expand(samples, *value.shape) for role, value in values.items()}
+
+
+def _pools_first(layers: nn.Sequential) -> bool:
+    """Whether layers are a convolution, a norm of its channels, and a max pool, before which maps may be rectified.
+
+    Rectifying and pooling may change places.
+    """
+    found: list[Any] = [*layers, None, None, None, None]
+    convolution, norm, after, last = found[:4]
+    pool = last if type(after) is nn.ReLU else after
+    return bool(
+        type(convolution) is nn.Conv2d
+        and convolution.groups == 1
+        and type(norm) in (BatchNorm, nn.BatchNorm2d, nn.GroupNorm)
+        and type(pool) is nn.MaxPool2d
+        and not pool.return_indices
+        and math.prod(window(pool)[1]) >= SPARSE
+        and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+    )
+
+
+@dataclass(frozen=True)
 class Gradients:
     """The per-sample gradients of `net` at `params` with respect to the parameters `names`."""
 
@@ -96,34 +165,22 @@ class Gradients:
         }
         wanted = self.names - self.others
         layers = [layer for layer, roles in owned.items() if wanted.intersection(roles.values())]
-        calls: list[Call] = []
-
-        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if inputs:
-                roles = {name: role for role, name in owned[layer].items() if name in wanted}
-                calls.append(Call(layer, roles, inputs[0].detach(), output, get_gradient_edge(output)))
-
-        def normed(layer: nn.Module, point: Tensor) -> Tensor:
-            values = {role: leaves[name] for role, name in owned[layer].items()}
-            copies = {role: value.expand(len(point), *value.shape) for role, value in values.items()}
-            for role, name in owned[layer].items():
-                if name in wanted:
-                    edge = get_gradient_edge(copies[role])
-                    calls.append(Call(layer, {name: "copies"}, point.detach(), copies[role], edge))
-            return _normed(layer, point, copies)
-
-        others: dict[nn.Module, StandIn] = {layer: normed for layer in layers if isinstance(layer, NORMS)}
+        tracing = _Tracing(leaves, owned, wanted)
+        others: dict[nn.Module, StandIn] = {layer: tracing.norm for layer in layers if isinstance(layer, NORMS)}
         if x.device.type == "cpu":
             pools = [layer for layer in self.net.modules() if type(layer) is nn.MaxPool2d and not layer.return_indices]
-            others |= dict.fromkeys(pools, _pooled)
-        hooks = [layer.register_forward_hook(record) for layer in layers if layer not in others]
+            others |= dict.fromkeys(pools, pooled)
+            for chain in self.net.modules():
+                if type(chain) is nn.Sequential and _pools_first(chain) and {*list(chain)[:2]} <= {*layers}:
+                    others[chain] = tracing.chain
+        hooks = [layer.register_forward_hook(tracing.record) for layer in layers if layer not in others]
         try:
-            with torch.enable_grad(), _standing_in(others):
+            with torch.enable_grad(), standing_in(others):
                 y = functional_call(self.net, leaves, (x,))
         finally:
             for hook in hooks:
                 hook.remove()
-        return y, leaves, calls
+        return y, leaves, tracing.calls
 
     def rows(self, x: Tensor, formed: Sequence[Block], factored: Sequence[Block], outputs: int, chunk: int) -> Rows:
         """The gradients for all samples `x`, `chunk` samples at a time."""
@@ -180,14 +237,16 @@ def formed(call: Call, slopes: Sequence[Tensor], place: slice = slice(None)) -> 
 
     `slopes` is what arrives there from each output.
     """
+    if call.picks is not None:
+        picks, params = call.picks
+        return dict(zip(params, picks.pulled(slopes, list(params.values()))))
     g = gathered(call, [slope[place] for slope in slopes])
     found: Params = {}
     for name, role in call.roles.items():
         if role == "weight":
-            a = patches(call.layer, call.x[place])
-            groups = a.shape[1]
+            groups = getattr(call.layer, "groups", 1)
             side = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)  # (samples, groups, channels, positions)
-            product = (a @ side.mT).mT  # one product for all outputs, the faster way round
+            product = _product(call.layer, call.x[place], side, slopes[0].shape[2:])  # one for all outputs
             found[name] = product.unflatten(2, (len(slopes), -1)).transpose(1, 2)
         else:
             found[name] = g.sum(-1) if role == "bias" else g
@@ -206,11 +265,36 @@ def patches(layer: nn.Module, x: Tensor) -> Tensor:
     """
     if not isinstance(layer, nn.Conv2d):
         return _positions(layer, x).unsqueeze(1)
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+    views = windows(layer, x)
+    return views.reshape(len(x), layer.groups, -1, math.prod(views.shape[4:]))
+
+
+def windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """A view of what a convolution sees, (samples, channels, *window, *positions)."""
+    x = _padded(layer, x)
     for axis, (size, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation), 2):
         x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    return x.permute(0, 1, 4, 5, 2, 3).reshape(len(x), layer.groups, -1, x.shape[2] * x.shape[3])
+    return x.permute(0, 1, 4, 5, 2, 3)
+
+
+def _product(layer: nn.Module, x: Tensor, side: Tensor, shape: Sequence[int]) -> Tensor:
+    """Σ_p g_p a_pᵀ, (samples, groups, channels, inputs).
+
+    On a CPU that of a convolution is itself one, in which every sample is a group, and no patch is copied.
+    """
+    if not isinstance(layer, nn.Conv2d) or x.device.type != "cpu":
+        return (patches(layer, x) @ side.mT).mT  # the faster way round
+    samples, groups, channels, _ = side.shape
+    a, g = _padded(layer, x), side.reshape(1, -1, *shape)
+    size = samples * groups * channels, *layer.weight.shape[1:]
+    a = a.reshape(1, -1, *a.shape[2:])
+    found: Tensor = conv2d_weight(a, size, g, layer.stride, 0, layer.dilation, samples * groups)
+    return found.reshape(samples, groups, channels, -1)
+
+
+def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
 
 
 def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, slice]) -> None:
@@ -224,7 +308,8 @@ def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, sl
     if not call.roles:
         return
     samples = len(call.x)
-    taken = len(slopes) * slopes[0].nbytes // CACHED if call.x.device.type == "cpu" else 1
+    whole = call.picks is not None or call.x.device.type != "cpu"
+    taken = 1 if whole else len(slopes) * slopes[0].nbytes // CACHED
     step = max(1, samples // max(1, taken))
     for start in range(0, samples, step):
         place = slice(start, start + step)
@@ -237,66 +322,3 @@ def _positions(layer: nn.Module, value: Tensor) -> Tensor:
     if isinstance(layer, nn.Linear):
         return value.reshape(len(value), -1, value.shape[-1]).mT
     return value.flatten(2)
-
-
-@contextlib.contextmanager
-def _standing_in(others: dict[nn.Module, StandIn]) -> Iterator[None]:
-    """Let other functions of a layer and its input do what the layers do."""
-
-    def bound(layer: nn.Module, function: StandIn) -> Callable[..., Tensor]:
-        return lambda *inputs, **named: function(layer, *inputs, *named.values())
-
-    own = {layer: vars(layer).get("forward") for layer in others}
-    for layer, function in others.items():
-        vars(layer)["forward"] = bound(layer, function)
-    try:
-        yield
-    finally:
-        for layer, forward in own.items():
-            del vars(layer)["forward"]
-            if forward is not None:
-                vars(layer)["forward"] = forward
-
-
-def _pooled(layer: nn.MaxPool2d, x: Tensor) -> Tensor:
-    sides = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    pairs = [[side, side] if isinstance(side, int) else list(side) for side in sides]
-    pool: Callable[..., Tensor] = torch.max_pool2d if x.ndim == 3 else _MaxPool.apply
-    return pool(x, *pairs, layer.ceil_mode)
-
-
-class _MaxPool(torch.autograd.Function):
-    """Max pooling as PyTorch's, whose forward pass on a CPU is about four times faster where channels are last.
-
-    The maps themselves are not kept: only their shape is needed to pull a gradient back.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *window: Any) -> Tensor:
-        last = x.contiguous(memory_format=torch.channels_last)
-        y, indices = torch.ops.aten.max_pool2d_with_indices(last, *window)
-        ctx.save_for_backward(indices.contiguous())
-        ctx.shape, ctx.window = x.shape, window
-        return y.contiguous()  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        like = slopes[0].new_empty(()).expand(ctx.shape)
-        found = torch.ops.aten.max_pool2d_with_indices_backward(slopes[0], like, *ctx.window, *ctx.saved_tensors)
-        return found, *(None,) * len(ctx.window)
-
-
-def _normed(layer: Any, x: Tensor, copies: Params) -> Tensor:
-    """What a norm makes of `x` with a weight and a bias for each sample."""
-    if isinstance(layer, nn.GroupNorm):  # each sample has groups of its own
-        flat = {role: value.flatten() for role, value in copies.items()}
-        return F.group_norm(x.reshape(1, -1, *x.shape[2:]), len(x) * layer.num_groups, **flat, eps=layer.eps).view_as(x)
-    if isinstance(layer, nn.LayerNorm):
-        y = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-        shape = len(x), *(1,) * (x.ndim - 1 - len(layer.normalized_shape)), *layer.normalized_shape
-    else:
-        mean, variance = ("mean", "variance") if isinstance(layer, BatchNorm) else ("running_mean", "running_var")
-        y = F.batch_norm(x, getattr(layer, mean), getattr(layer, variance), eps=layer.eps)
-        shape = *x.shape[:2], *(1,) * (x.ndim - 2)
-    y = y * copies["weight"].view(shape)
-    return y + copies["bias"].view(shape) if "bias" in copies else y

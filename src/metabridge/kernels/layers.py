@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_not_negative, check_positive
 
 
 @dataclass
@@ -102,7 +102,5 @@ class Residual:
 
 def check_variances(weight_variance: float, bias_variance: float) -> None:
     """Refuse weights without variance, and biases with a negative one."""
-    if not 0 < weight_variance < float("inf"):
-        raise InputError(f"weight_variance is {weight_variance}, but must be a positive number.")
-    if not 0 <= bias_variance < float("inf"):
-        raise InputError(f"bias_variance is {bias_variance}, but must be 0 or a positive number.")
+    check_positive("weight_variance", weight_variance)
+    check_not_negative("bias_variance", bias_variance)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from metabridge.errors import InputError, describe
 from metabridge.kernels.convolution import AveragePool, Flatten, GlobalAveragePool, Spatial, same_pixels
-from metabridge.kernels.layers import Dense, Layer, State
+from metabridge.kernels.layers import Dense, Layer, Residual, State
 
 MEMORY = 2**30
 _COPIES = 8  # of a tile, at most, that its computation holds at a time
@@ -46,7 +46,9 @@ class AnalyticKernel:
         if not self.layers or not isinstance(self.layers[-1], Dense):
             raise InputError("the last layer must be Dense: K is the kernel of the readout.")
         ends = [index for index, layer in enumerate(self.layers) if isinstance(layer, Flatten | GlobalAveragePool)]
-        spatial = [index for index, layer in enumerate(self.layers) if isinstance(layer, Spatial)]
+        spatial = [
+            i for i, layer in enumerate(self.layers) if any(isinstance(own, Spatial) for own in _within([layer]))
+        ]
         if len(ends) > 1 or (spatial and (not ends or spatial[-1] > ends[0])):
             raise InputError("convolution and pooling must be followed by one Flatten or GlobalAveragePool.")
 
@@ -125,7 +127,7 @@ class AnalyticKernel:
         if self.space:
             height, width = x.shape[2:]
             spans = [height * width]
-            for layer in self.layers:
+            for layer in _within(self.layers):
                 if isinstance(layer, Spatial):
                     spans.append(layer.span(height) * layer.span(width))
                     height, width = layer.length(height), layer.length(width)
@@ -218,7 +220,15 @@ def _squares(x: Tensor, space: int) -> Tensor:
 
 
 def _pools(layers: Sequence[Layer]) -> bool:
-    return any(isinstance(layer, AveragePool | GlobalAveragePool) for layer in layers)
+    return any(isinstance(layer, AveragePool | GlobalAveragePool) for layer in _within(layers))
+
+
+def _within(layers: Sequence[Layer]) -> Iterator[Layer]:
+    """Give the layers, and those of residual branches after the branch itself."""
+    for layer in layers:
+        yield layer
+        if isinstance(layer, Residual):
+            yield from _within(layer.layers)
 
 
 def _tiles(rows: int, columns: int | None, pairs: int) -> Iterator[tuple[slice, slice]]:

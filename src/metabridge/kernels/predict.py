@@ -38,7 +38,7 @@ class KernelLearner:
     `outer_time` is ηt, infinite for training to the end. `ridge` is added to the matrix over training points
     and `inner_ridge` to those over supports. `heads` says whether all heads start from the same value (A's
     formulas) or independently. With class labels, targets are one-hot. Where the matrix over training points
-    would take more than `memory` bytes it is never formed.
+    would take more than `memory` bytes it is never formed, if `outer_time` is infinite.
 
     >>> from metabridge.environments import Quadratic
     >>> from metabridge.kernels import fully_connected

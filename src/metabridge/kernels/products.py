@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.func import functional_call, jvp, vjp, vmap
 
 from metabridge.kernels.gram import Outputs
-from metabridge.kernels.jacobian import Gradients, Params
+from metabridge.kernels.jacobian import Gradients
 from metabridge.kernels.plan import Plan
+from metabridge.models.network import Params
 
 
 def by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor) -> None:

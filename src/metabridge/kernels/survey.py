@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from metabridge.kernels.jacobian import Block, Call, Gradients, Params, formed, patches
+from metabridge.kernels.jacobian import Block, Call, Gradients, formed, patches
+from metabridge.models.network import Params
 
 
 class Survey(NamedTuple):
@@ -44,37 +45,35 @@ def saved_bytes(params: Params) -> Iterator[list[int]]:
     result.extend(sizes.values())
 
 
-def examine(gradients: Gradients, y: Tensor, leaves: Params, calls: list[Call], outputs: int, graph: int) -> Survey:
-    """Measure every parameter, and find those that are used in other ways than by the layers that own them."""
+def examine(gradients: Gradients, y: Tensor, exact: Params, calls: list[Call], outputs: int, graph: int) -> Survey:
+    """Measure every parameter, and find those whose gradients are not the `exact` ones of the summed outputs.
+
+    They are used in other ways than by the layers that own them.
+    """
     names = [name for name in gradients.params if name in gradients.names]
     roles = [{name: role for name, role in call.roles.items() if name in gradients.names} for call in calls]
     calls = [call._replace(roles=own) for call, own in zip(calls, roles) if own]
-    edges: list[Any] = [call.edge for call in calls]
-    exact = torch.autograd.grad(y.sum(), edges + [leaves[name] for name in names], allow_unused=True)
+    edges = [call.edge for call in calls]
+    slopes = torch.autograd.grad(y.sum(), edges, allow_unused=True) if edges else ()
     found: dict[str, Tensor] = {}
     uses: dict[str, list[Call]] = {name: [] for name in names}
-    for call, slope in zip(calls, exact):
+    for call, slope in zip(calls, slopes):
         for name in call.roles:
             uses[name].append(call)
         if slope is not None:
             for name, gradient in formed(call, [slope]).items():
-                found[name] = found.get(name, torch.zeros_like(leaves[name])) + gradient.reshape_as(leaves[name])
-    others = frozenset(
-        name
-        for name, wanted in zip(names, exact[len(calls) :])
-        if wanted is not None and not _close(found.get(name), wanted)
-    )
-    blocks = tuple(_block(name, leaves[name], uses[name], name in others) for name in names)
+                found[name] = found.get(name, torch.zeros_like(exact[name])) + gradient.reshape_as(exact[name])
+    others = frozenset(name for name in names if not _close(found.get(name), exact[name]))
+    blocks = tuple(_block(name, exact[name], uses[name], name in others) for name in names)
     itemsize = y.element_size()
-    maps = [call.x.numel() + (4 + outputs) * call.output.numel() for call in calls]
-    copies = [patches(call.layer, call.x).numel() if call.linear else 0 for call in calls]
-    largest = max(map(sum, zip(maps, copies)), default=0)
+    largest = max((_passing(call, outputs) for call in calls), default=0)
+    kept = sum(call.picks[0].patches.nbytes + call.picks[0].places.nbytes for call in calls if call.picks)
     return Survey(
         blocks,
         others,
         outputs,
         sum(block.work for block in blocks),
-        graph,
+        graph + kept,
         itemsize * sum(call.output.numel() for call in calls),
         itemsize * (largest + 2 * outputs * max(block.size for block in blocks)),
         itemsize,
@@ -82,7 +81,17 @@ def examine(gradients: Gradients, y: Tensor, leaves: Params, calls: list[Call], 
 
 
 def _close(found: Tensor | None, exact: Tensor) -> bool:
-    return found is not None and bool((found - exact).abs().max() <= 1e-3 * exact.abs().max())
+    difference = exact if found is None else found - exact
+    return bool(difference.abs().max() <= 1e-3 * exact.abs().max())
+
+
+def _passing(call: Call, outputs: int) -> int:
+    """Numbers around a call: its maps, what arrives there, and its patches."""
+    size = call.x.numel() + (4 + outputs) * call.output.numel()
+    if call.picks:  # all maps, and patches as they are and centred
+        picks = call.picks[0]
+        return size + 2 * picks.patches.numel() + 2 * len(picks.patches[0]) * picks.weight.shape[1]
+    return size + (patches(call.layer, call.x).numel() if call.linear else 0)
 
 
 def _block(name: str, value: Tensor, uses: list[Call], other: bool) -> Block:

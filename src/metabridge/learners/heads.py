@@ -171,7 +171,7 @@ class Ridge:
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
-        x, y = _tasks(features, labels, outputs, self.normalise)
+        x, y = _tasks(features, labels, outputs, self.normalise, values=True)
         if not y.is_floating_point():
             y = one_hot(y, outputs)
         penalty = torch.tensor(self.penalty, dtype=torch.float64, device=x.device)
@@ -217,18 +217,23 @@ class NearestCentroid:
         return LinearHead(*_reshape(features, centroid, -0.5 * centroid.square().sum(-1)), self.normalise)
 
 
-def _tasks(features: Tensor, labels: Tensor, outputs: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Check what a head is given but for finite features; return it with one task axis, normalised if asked."""
+def _tasks(
+    features: Tensor, labels: Tensor, outputs: int, normalise: bool, *, values: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Check what a head is given but for finite features; return it with one task axis, normalised if asked.
+
+    Labels may be real targets if the head fits `values`.
+    """
     if not features.is_floating_point() or features.ndim < 3:
         raise InputError(
             f"features is {describe(features)}, but must be floating point of shape (tasks, points, features). "
             "For a single task use features[None]."
         )
-    shape = features.shape[:-1] + ((outputs,) if labels.is_floating_point() else ())
-    if labels.shape != shape or not (labels.is_floating_point() or labels.dtype == torch.int64):
+    real = values and labels.is_floating_point()
+    if labels.shape != features.shape[:-1] + ((outputs,) if real else ()) or not (real or labels.dtype == torch.int64):
         raise InputError(
             f"labels is {describe(labels)}, but for features of shape {tuple(features.shape)} and {outputs} outputs "
-            f"must be int64 of shape {tuple(features.shape[:-1])}."
+            f"must be int64 of shape {tuple(features.shape[:-1])}. Values are fitted by Ridge alone."
         )
     check_finite("labels", labels)
     x, y = features.flatten(0, -3), labels.flatten(0, features.ndim - 3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.autodiff import grad
-from metabridge.errors import InputError, check_positive
+from metabridge.errors import InputError, check_not_negative, check_positive
 from metabridge.learners.qp import crammer_singer
 from metabridge.learners.ridge import ridge_weight
 from metabridge.models.network import Params
@@ -130,6 +130,7 @@ class Proximal:
         _check_steps(self.steps)
         check_positive("strength", self.strength)
         check_positive("lr", self.lr)
+        check_not_negative("tolerance", self.tolerance)
         if self.cg_steps < 1:
             raise InputError(f"cg_steps is {self.cg_steps}, but must be at least 1.")
 
@@ -212,10 +213,6 @@ class SupportVectors:
 
     def solve(self, problem: Problem, start: Params, extras: Params, *, exact: bool) -> Params:
         """Return the head of the support vector machine."""
-        if problem.y.is_floating_point():
-            raise InputError(
-                "A support vector machine needs class labels, but the targets are values. Use method('r2d2')."
-            )
         problem = problem if exact else problem.detached()
         weight = crammer_singer(problem.x, problem.y, start["head.weight"].shape[0], self.C)
         return {"head.weight": extras["solver.log_scale"].exp() * weight}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -168,7 +168,7 @@ def method(name: str, **options: object) -> Method:
     own = {field.name for field in fields(Method)}
     # A method that adapts at test time alone takes the options of that adaptation.
     place = "inner" if preset.inner is not None else "test"
-    solver = getattr(preset, place)
+    solver: Any = options.get(place) or getattr(preset, place)
     inner = {field.name for field in fields(solver)}
     for option in options:
         if option not in own | inner:

@@ -18,6 +18,17 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
+def activation_layer(name: str) -> nn.Module:
+    """Return the layer of an activation.
+
+    >>> activation_layer("tanh")
+    Tanh()
+    """
+    if name not in ACTIVATIONS:
+        raise InputError(f"activation is {name!r}, but must be one of {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]()
+
+
 @recorded
 def mlp(
     inputs: int,
@@ -36,10 +47,8 @@ def mlp(
     """
     if depth < 1:
         raise InputError(f"depth is {depth}, but features need at least one hidden layer. Use depth=1 or more.")
-    if activation not in ACTIVATIONS:
-        raise InputError(f"activation is {activation!r}, but must be one of {', '.join(ACTIVATIONS)}.")
     layers: list[nn.Module] = [nn.Flatten()]
     with seeded(seed):
         for layer in range(depth):
-            layers += [nn.Linear(inputs if layer == 0 else width, width, bias=bias), ACTIVATIONS[activation]()]
+            layers += [nn.Linear(inputs if layer == 0 else width, width, bias=bias), activation_layer(activation)]
         return Network(nn.Sequential(*layers), nn.Linear(width, outputs, bias=bias))

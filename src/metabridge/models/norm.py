@@ -196,7 +196,8 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
         assert isinstance(layer, BatchNorm)
         x = inputs[0].float() if inputs[0].dtype == torch.bfloat16 else inputs[0]
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        moments[layer].append((x.mean(axes), x.square().mean(axes)))
+        variance, mean = torch.var_mean(x, axes, correction=0)
+        moments[layer].append((mean, variance))
 
     hooks = [layer.register_forward_pre_hook(record) for layer in layers]
     training = net.training
@@ -212,9 +213,10 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     if not all(moments.values()):
         raise InputError("batches is empty. Give at least one batch of inputs to estimate the statistics from.")
     for layer, seen in moments.items():
-        mean = torch.stack([m for m, _ in seen]).mean(0)
-        layer.mean.copy_(mean)
-        layer.variance.copy_(torch.stack([s for _, s in seen]).mean(0) - mean.square())
+        means, variances = (torch.stack(values) for values in zip(*seen))
+        layer.mean.copy_(means.mean(0))
+        # The mean square less the square of the mean would lose all digits where |mean| ≫ deviation.
+        layer.variance.copy_(variances.mean(0) + means.var(0, correction=0))
 
 
 def running_layers(net: nn.Module) -> list[BatchNorm]:

@@ -84,7 +84,7 @@ class DropBlock(Drop):
         else:
             seeds = (noise < chance).to(x.dtype)
             kept = 1 - F.max_pool2d(F.pad(seeds, [size - 1] * 4), size, stride=1)
-        # rescaled per image and channel-map, so that no value depends on the other images of the set
+        # rescaled for each image, so that no value depends on the other images of the set
         share = kept.mean((-3, -2, -1), keepdim=True).clamp_min(1 / kept[0].numel())
         return x * (kept / share)
 

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metabridge.errors import InputError
-from metabridge.models.mlp import ACTIVATIONS
+from metabridge.errors import InputError, check_not_negative, check_positive
+from metabridge.models.mlp import activation_layer
 from metabridge.models.network import Network, recorded, seeded
 
 
@@ -36,11 +36,14 @@ def wide(
     """
     if depth < 2:
         raise InputError(f"depth is {depth}, but a net with features has at least 2 layers.")
+    check_positive("width", width)
+    check_positive("weight_variance", weight_variance)
+    check_not_negative("bias_variance", bias_variance)
     layers: list[nn.Module] = [nn.Flatten()]
     with seeded(seed):
         for layer in range(depth - 1):
             layers += [_Scaled(inputs if layer == 0 else width, width, weight_variance, bias_variance)]
-            layers += [ACTIVATIONS[activation]()]
+            layers += [activation_layer(activation)]
         head = nn.Linear(width, outputs, bias=False)
         nn.init.normal_(head.weight)
         return Network(nn.Sequential(*layers, _Times(math.sqrt(weight_variance / width))), head)

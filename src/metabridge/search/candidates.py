@@ -1,19 +1,19 @@
 """Kernels of a supernet without this operator or that, exactly and fast.
 
-- Θ = Σ_l J_l J_lᵀ over the layers l. Each layer adds its part as soon as the backward pass reaches it, for all
-  images at once, so gradients are never stored.
-- Operators on edges from the same source share what they begin with: one ReLU and one pooling of each kind.
+- Θ = Σ_l J_l J_lᵀ over the layers l. Each layer adds its part as soon as the way back reaches it, for all images at
+  once, so gradients are never stored. The way back is written out, in the quickest kernels that a device has for it.
+- On a CPU what the missing operator does not reach is taken from the pass of the whole supernet.
 - On a GPU several candidates go through the net side by side, as copies of the images with masks of their own:
-  images do not mix, and what is masked has no gradient. This is recorded once as a CUDA graph, and replayed with
-  other masks, weights and images.
+  images do not mix, and what is masked has no gradient.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any, cast
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,41 @@ from metabridge.kernels.jacobian import patches
 from metabridge.models.cells import Cells, mask
 from metabridge.models.network import Network
 from metabridge.search.proxies import Grams
-from metabridge.search.space import EDGES, NODES, Alive, Choice, Edges, edges_of
+from metabridge.search.space import Alive, Choice
+from metabridge.search.walk import CellWalk, Layer, Memory, Place, Walk, Walker
 
 SIDE_BY_SIDE = 8  # candidates in a pass on a GPU
+PIECES = 64  # that rows of gradients are cut into on a GPU
 
-Masks = dict[Choice, Tensor]  # what an operator's outputs are multiplied by, (images, 1, 1, 1)
+
+class _Sum:
+    """Adds up J_l J_lᵀ over layers, for each of some groups of samples by itself: (groups, samples, samples)."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def add(self, gradients: Tensor) -> None:
+        """Add a layer's part, from its gradients for every sample, (groups · samples, ...)."""
+        rows = gradients.reshape(*self.total.shape[:2], -1)
+        if rows.is_cuda:  # which a few small products of long rows would leave idle
+            rows = rows.unflatten(2, (math.gcd(rows.shape[2], PIECES), -1)).transpose(1, 2).contiguous()
+            self.total += (rows @ rows.mT).sum(1)
+        else:
+            self.total.baddbmm_(rows, rows.mT)
+
+
+class _Sent(NamedTuple):
+    """What layers made, and the way back: from the slope there to that of their input, adding their parts of Θ."""
+
+    output: Tensor
+    back: Callable[[Tensor, _Sum], Tensor]
 
 
 class Candidates:
     """The kernels of what is left of a supernet with group norm, at images `x`. Gradients are of the summed outputs.
 
-    Candidates go through the net `side_by_side` on a GPU, and one by one on a CPU, unless told otherwise.
+    Candidates go through the net `side_by_side` on a GPU, and one by one on a CPU, where threads may ask for
+    different ones of them.
 
     >>> from metabridge.models.cells import supernet
     >>> alive = Alive.full()
@@ -47,252 +71,277 @@ class Candidates:
         mask(net, alive)  # refuses what is no supernet, or lacks an operator
         if not all(isinstance(layer, nn.GroupNorm) for layer in net.modules() if "Norm" in type(layer).__name__):
             raise InputError("the supernet has batch norms, which mix images. Make it with norm='group'.")
-        self.alive = alive
+        self.alive, self._x, self._head = alive, x.contiguous(), net.head
         self._copies = side_by_side or (SIDE_BY_SIDE if x.is_cuda else 1)
-        self._sum = _Sum(x.new_zeros(self._copies, len(x), len(x)))
-        self._net = _recording(net, self._sum)
-        self._x = x.repeat(self._copies, 1, 1, 1).requires_grad_()
-        ones = x.new_ones(len(self._x), 1, 1, 1)
-        self._masks: Masks = {choice: ones.clone() for choice in alive.choices} if self._copies > 1 else {}
-        cells = cast(Cells, self._net.features).cells
-        for place, cell in enumerate(cells):
-            cells[place] = _Shared(cell, self._masks)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._found: tuple[Tensor, Tensor]
+        self._masks: dict[Choice, Tensor] = {}
+        self._walker = Walker(cast(Cells, net.features), _chain, self._sent)
+        self._whole = Memory()
+        if self._copies == 1:
+            with torch.no_grad():
+                self._walker(self._x, alive, self._whole)
 
-    def load(self, net: Network, x: Tensor) -> None:
-        """Take the weights of another supernet of the same form, and other images."""
-        with torch.no_grad():
-            self._x.copy_(x.repeat(self._copies, 1, 1, 1))
-            for own, given in zip(self._net.parameters(), net.parameters()):
-                own.copy_(given)
-
+    @torch.no_grad()
     def grams(self, removals: Sequence[Choice | None]) -> Iterator[tuple[Choice | None, Grams]]:
-        """Yield Θ and K without each of the operators, or with all of them for None."""
+        """Yield Θ and K without each of the operators, or with all of them for None, on the CPU."""
         for start in range(0, len(removals), self._copies):
             chosen = removals[start : start + self._copies]
-            ntk, nngp = self._masked(chosen) if self._masks else self._run(_without(self.alive, chosen[0]))
+            found = self._alone(chosen[0]) if self._copies == 1 else self._together(chosen)
+            ntk, nngp = (gram.cpu() for gram in found)
             for place, removal in enumerate(chosen):
                 yield removal, Grams(ntk[place], nngp[place])
 
-    def _masked(self, removals: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:
-        """Give each copy of the images a mask, and run all of them, on a GPU by replaying what was recorded."""
-        images = len(self._x) // self._copies
-        for choice, own in self._masks.items():
-            own.fill_(1)
-            for place, removal in enumerate(removals):
-                if removal == choice:
-                    own[place * images : (place + 1) * images] = 0
-        if not self._x.is_cuda:
-            return self._run(self.alive)
-        if self._graph is None:
-            self._graph = self._recorded()
-        self._graph.replay()
-        ntk, nngp = self._found
-        return ntk.clone(), nngp.clone()
+    def _alone(self, removal: Choice | None) -> tuple[Tensor, Tensor]:
+        alive = self.alive if removal is None else self.alive.without(*removal)
+        return self._run(self._x[None], self._walker(self._x, alive, Memory(self._whole)))
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # libraries choose their algorithms and make their handles before recording
-                self._run(self.alive)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._found = self._run(self.alive)
-        return graph
+    def _together(self, removals: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:
+        """Give each of some copies of the images a mask, and run all of them."""
+        copies = self._x.expand(len(removals), *self._x.shape)
+        self._masks = {
+            choice: self._x.new_tensor([float(removal != choice) for removal in removals])
+            .repeat_interleave(len(self._x))
+            .view(-1, 1, 1, 1)
+            for choice in removals
+            if choice is not None
+        }
+        return self._run(copies, self._walker(copies.flatten(0, 1), self.alive, Memory()))
 
-    def _run(self, alive: Alive) -> tuple[Tensor, Tensor]:
-        """Θ and K, (copies, images, images): one pass forward, and one back from the summed outputs."""
-        self._sum.total.zero_()
-        head = self._net.head
-        mask(self._net, alive)
-        with torch.enable_grad():
-            features = self._net.features(self._x)
-        torch.autograd.grad(features, self._x, head.weight.sum(0).expand_as(features))
-        rows = features.detach().unflatten(0, (self._copies, -1))
-        nngp = head.out_features * (rows @ rows.mT + (head.bias is not None))
-        return self._sum.total + nngp, nngp
+    def _run(self, x: Tensor, walk: Walk[_Sent]) -> tuple[Tensor, Tensor]:
+        """Θ and K of each copy of the images: the way back from the summed outputs."""
+        parts = _Sum(x.new_zeros(len(x), x.shape[1], x.shape[1]))
+        maps = walk.end.output
+        slope = (self._head.weight.sum(0) / maps[0, 0].numel()).view(-1, 1, 1).expand_as(maps)
+        slopes: dict[int, Tensor] = {}  # of what the cells make, by place, and of what the stem makes at -1
+        _accumulate(slopes, len(walk.cells) - 1, walk.end.back(slope, parts))
+        for place in reversed(range(len(walk.cells))):
+            before, last = _cell_back(walk.cells[place], slopes.pop(place), parts)
+            _accumulate(slopes, max(place - 2, -1), before)
+            _accumulate(slopes, place - 1, last)
+        walk.stem.back(slopes[-1], parts)
+        rows = maps.mean((-2, -1)).unflatten(0, x.shape[:2])
+        nngp = self._head.out_features * (rows @ rows.mT + (self._head.bias is not None))
+        return parts.total + nngp, nngp
 
+    def _sent(self, choice: Choice, layer: Layer[_Sent]) -> Layer[_Sent]:
+        """What an operator sends, masked where copies are without it."""
+        if self._copies == 1:
+            return layer
 
-class _Shared(nn.Module):
-    """A cell whose operators share what they begin with, and are masked if there are masks."""
+        def run(x: Tensor) -> _Sent:
+            y, back = layer(x)
+            factor = self._masks.get(choice)
+            if factor is None:
+                return _Sent(y, back)
+            return _Sent(y * factor, lambda slope, into: back(slope * factor, into))
 
-    def __init__(self, cell: nn.Module, masks: Masks) -> None:
-        super().__init__()
-        self.cell, self.masks = cell, masks
-        self.reduction = bool(cell.reduction)
-
-    def forward(self, before: Tensor, last: Tensor, alive: Edges) -> Tensor:
-        cell: Any = self.cell
-        states: list[Tensor] = [cell.before(before), cell.last(last)]
-        begun: dict[tuple[int, type], Tensor] = {}
-        for node in range(NODES):
-            total: Tensor | None = None
-            for edge in edges_of(node):
-                source = EDGES[edge][1]
-                for name, operator in cell.edges[edge].items():
-                    if name in alive[edge]:
-                        sent = self._masked(edge, name, _sent(operator, states[source], source, begun))
-                        total = sent.clone() if total is None else total.add_(sent)
-            assert total is not None  # a node without operators would not be alive
-            states.append(total)
-        for state in states:  # many layers take the gradient from here, and pools leave it with the channels last
-            state.register_hook(Tensor.contiguous)
-        return torch.cat(states[2:], 1)
-
-    def _masked(self, edge: int, name: str, sent: Tensor) -> Tensor:
-        mask = self.masks.get(("reduction" if self.reduction else "normal", edge, name))
-        return sent if mask is None else sent * mask
+        return run
 
 
-def _without(alive: Alive, removal: Choice | None) -> Alive:
-    return alive if removal is None else alive.without(*removal)
+def _accumulate(slopes: dict[Any, Tensor], place: object, slope: Tensor) -> None:
+    """Add to the slope of a place, which nobody else holds."""
+    if place in slopes:
+        slopes[place].add_(slope)
+    else:
+        slopes[place] = slope
 
 
-def _sent(operator: nn.Module, x: Tensor, source: int, begun: dict[tuple[int, type], Tensor]) -> Tensor:
-    """What an operator makes of its source, of which the first step may have been taken for another one."""
-    if not isinstance(operator, nn.Sequential):
-        return operator(x)  # type: ignore[no-any-return]
-    first = type(operator[0])
-    if (source, first) not in begun:
-        begun[source, first] = _begin(operator[0], x)
-    y = begun[source, first]
-    for layer in islice(operator, 1, None):
-        y = layer(y)
-    return y
+def _cell_back(walk: CellWalk[_Sent], slope: Tensor, into: _Sum) -> list[Tensor]:
+    """The slopes of a cell's two inputs."""
+    begun: dict[Place[_Sent], Tensor] = {}
+    inputs = []
+    nodes = slope.chunk(len(walk.arriving), 1)
+    for state in reversed(range(2 + len(nodes))):
+        parts = [walk.begun[place].back(begun[place], into) for place in begun if place[0] == state]
+        if state >= 2:
+            whole = functools.reduce(torch.add, parts, nodes[state - 2]).contiguous()
+            for place, sent in walk.arriving[state - 2]:
+                _accumulate(begun, place, sent.back(whole, into))
+        else:
+            relu, rest = walk.entries[state]
+            whole = functools.reduce(torch.add, parts) if parts else torch.zeros_like(rest.output)
+            inputs.append(relu.back(rest.back(whole, into), into))
+    return inputs[::-1]
 
 
-def _begin(layer: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(layer, nn.ReLU) or x.is_cuda:
-        return layer(x)  # type: ignore[no-any-return]
+def _chain(modules: Sequence[nn.Module]) -> Layer[_Sent]:
+    return _chained([_layer(module) for module in modules])
+
+
+def _chained(layers: Sequence[Layer[_Sent]]) -> Layer[_Sent]:
+    """Layers one after the other."""
+
+    def run(x: Tensor) -> _Sent:
+        backs = []
+        for layer in layers:
+            x, back = layer(x)
+            backs.append(back)
+
+        def whole(slope: Tensor, into: _Sum) -> Tensor:
+            for back in reversed(backs):
+                slope = back(slope, into)
+            return slope
+
+        return _Sent(x, whole)
+
+    return run
+
+
+def _layer(module: Any) -> Layer[_Sent]:
+    if isinstance(module, nn.Conv2d):
+        return _convolution(module)
+    if isinstance(module, nn.GroupNorm):
+        return functools.partial(_group_norm, module)
+    if isinstance(module, nn.MaxPool2d):
+        return functools.partial(_max_pool, cast(int, module.stride))
+    if isinstance(module, nn.AvgPool2d):
+        return functools.partial(_average_pool, cast(int, module.stride))
+    if isinstance(module, nn.ReLU):
+        return _relu
+    if isinstance(module, nn.Identity):
+        return _same
+    return _halving(module)
+
+
+def _same(x: Tensor) -> _Sent:
+    return _Sent(x, lambda slope, into: slope.clone())
+
+
+def _relu(x: Tensor) -> _Sent:
+    y = x.relu()
+    return _Sent(y, lambda slope, into: torch.ops.aten.threshold_backward(slope, y, 0))
+
+
+def _max_pool(stride: int, x: Tensor) -> _Sent:
     # PyTorch pools several times faster on a CPU where channels are last; its norms and convolutions do not
-    return layer(x.contiguous(memory_format=torch.channels_last)).contiguous()  # type: ignore[no-any-return]
+    layout = torch.contiguous_format if x.is_cuda else torch.channels_last
+    form = [3, 3], [stride, stride], [1, 1], [1, 1], False
+    x = x.contiguous(memory_format=layout)
+    y, places = torch.ops.aten.max_pool2d_with_indices(x, *form)
+
+    def back(slope: Tensor, into: _Sum) -> Tensor:
+        slope = slope.contiguous(memory_format=layout)
+        found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(slope, x, *form, places)
+        return found.contiguous()
+
+    return _Sent(y.contiguous(), back)
 
 
-class _Sum:
-    """Adds up J_l J_lᵀ over layers, for each of some groups of samples by itself: (groups, samples, samples)."""
+def _average_pool(stride: int, x: Tensor) -> _Sent:
+    """Sums by a convolution, which is faster than pooling, over the number of pixels within the image."""
+    channels, form = x.shape[1], ((stride, stride), (1, 1), (1, 1))
+    box = x.new_ones(channels, 1, 3, 3)
+    counts = _pushed(x.new_ones(1, 1, *x.shape[2:]), box[:1], form, 1)
 
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
+    def back(slope: Tensor, into: _Sum) -> Tensor:
+        return _pulled(slope / counts, x, box, form, channels, (True, False, False))[0]
 
-    def add(self, gradients: Tensor) -> None:
-        """Add a layer's part, from its gradients for every sample, (groups · samples, ...)."""
-        rows = gradients.reshape(*self.total.shape[:2], -1)
-        self.total.baddbmm_(rows, rows.mT)
-
-
-def _recording(net: Network, into: _Sum) -> Network:
-    """A copy of `net` whose convolutions and norms add their parts of Θ to a sum as gradients pass them."""
-    net = copy.deepcopy(net).requires_grad_(False)
-    for parent in list(net.features.modules()):
-        for name, layer in parent.named_children():
-            if isinstance(layer, nn.Conv2d | nn.GroupNorm):
-                setattr(parent, name, _recorded(layer, into))
-    return net
+    return _Sent(_pushed(x, box, form, channels) / counts, back)
 
 
-def _recorded(layer: nn.Conv2d | nn.GroupNorm, into: _Sum) -> nn.Module:
-    if isinstance(layer, nn.Conv2d) and not layer.weight.is_cuda:
-        if layer.stride == (2, 2) and (layer.kernel_size == (1, 1) or layer.dilation == (2, 2)):
-            return _EvenPixels(layer, into)
-        if layer.dilation == (2, 2):
-            return _Dilated(layer, into)
-    return _Recorded(layer, into)
+def _halving(module: Any) -> Layer[_Sent]:
+    """Half of the channels from even pixels and half from odd ones, of maps that are rectified."""
+    halves = [
+        _chained([functools.partial(_every_second, start), functools.partial(_pointwise, part)])
+        for start, part in enumerate((module.even, module.odd))
+    ]
+    norm = functools.partial(_group_norm, module.norm)
+
+    def run(x: Tensor) -> _Sent:
+        (even, even_back), (odd, odd_back) = (half(x) for half in halves)
+        y, norm_back = norm(torch.cat([even, odd], 1))
+
+        def back(slope: Tensor, into: _Sum) -> Tensor:
+            slopes = norm_back(slope, into).split([even.shape[1], odd.shape[1]], 1)
+            return even_back(slopes[0], into) + odd_back(slopes[1], into)
+
+        return _Sent(y, back)
+
+    return run
 
 
-class _Recorded(nn.Module):
-    def __init__(self, layer: nn.Conv2d | nn.GroupNorm, into: _Sum) -> None:
-        super().__init__()
-        self.layer, self.into = layer, into
+def _every_second(start: int, x: Tensor) -> _Sent:
+    """The pixels in even rows and columns, or from `start` 1 on the odd ones, and zeros where these end sooner."""
+    height, width = x.shape[-2:]
+    padded = F.pad(x, (0, width % 2, 0, height % 2)) if start else x
 
-    def forward(self, x: Tensor) -> Tensor:
-        function: Any = _Convolution if isinstance(self.layer, nn.Conv2d) else _GroupNorm
-        return function.apply(x, self.layer, self.into)  # type: ignore[no-any-return]
+    def back(slope: Tensor, into: _Sum) -> Tensor:
+        found = torch.zeros_like(x)
+        own = found[..., start::2, start::2]
+        own.copy_(slope[..., : own.shape[-2], : own.shape[-1]])
+        return found
 
-
-class _EvenPixels(nn.Module):
-    """A convolution that only sees pixels in even rows and columns, given those; 1×1, or 3×3 with dilation 2."""
-
-    def __init__(self, layer: nn.Conv2d, into: _Sum) -> None:
-        super().__init__()
-        layer.stride, layer.dilation, layer.padding = (1, 1), (1, 1), (layer.kernel_size[0] // 2,) * 2
-        self.inner = _Recorded(layer, into)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x[..., ::2, ::2])  # type: ignore[no-any-return]
+    return _Sent(padded[..., start::2, start::2].contiguous(), back)
 
 
-class _Dilated(nn.Module):
-    """A 3×3 convolution with dilation 2 as one without, which is several times faster to go back through on a CPU.
-
-    It does not mix even and odd rows or columns. So the four kinds of pixels stand side by side as smaller maps,
-    with a column of zeros between them.
-    """
-
-    def __init__(self, layer: nn.Conv2d, into: _Sum) -> None:
-        super().__init__()
-        layer.dilation, layer.padding = (1, 1), (1, 1)
-        self.inner = _Recorded(layer, into)
-
-    def forward(self, x: Tensor) -> Tensor:
-        height, width = x.shape[-2:]
-        x = F.pad(x, (0, width % 2, 0, height % 2)).unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))
-        kinds = F.pad(x.permute(0, 1, 2, 3, 5, 4), (0, 1))  # (images, channels, rows, odd row, odd column, columns + 1)
-        y: Tensor = self.inner(kinds.flatten(3)).view_as(kinds)[..., :-1]
-        return y.permute(0, 1, 2, 3, 5, 4).flatten(4).flatten(2, 3)[..., :height, :width]
+def _convolution(layer: nn.Conv2d) -> Layer[_Sent]:
+    if layer.kernel_size == (1, 1):
+        return functools.partial(_pointwise, layer)
+    if layer.stride == layer.dilation == (2, 2):  # which meets pixels in even rows and columns alone
+        layer = copy.copy(layer)
+        layer.stride, layer.padding, layer.dilation = (1, 1), (1, 1), (1, 1)
+        return _chained([functools.partial(_every_second, 0), functools.partial(_convolved, layer)])
+    return functools.partial(_convolved, layer)
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Conv2d, into: _Sum) -> Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x)
-        ctx.layer, ctx.into = layer, into
-        return layer(x)  # type: ignore[no-any-return]
+def _pointwise(layer: nn.Conv2d, x: Tensor) -> _Sent:
+    """A 1×1 convolution of every pixel."""
+    weight, rows = layer.weight.flatten(1).expand(len(x), -1, -1), x.flatten(2)
 
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), layer, slope = ctx.saved_tensors, ctx.layer, slopes[0].contiguous()
-        if layer.kernel_size == layer.stride == (1, 1):
-            ctx.into.add(slope.flatten(2) @ x.flatten(2).mT)
-        elif layer.groups == 1 and x.is_cuda:
-            ctx.into.add(slope.flatten(2) @ patches(layer, x)[:, 0].mT)
+    def back(slope: Tensor, into: _Sum) -> Tensor:
+        slope = slope.flatten(2)
+        into.add(slope @ rows.mT)
+        return torch.bmm(weight.mT, slope).view_as(x)
+
+    return _Sent(torch.bmm(weight, rows).unflatten(2, x.shape[2:]), back)
+
+
+def _convolved(layer: nn.Conv2d, x: Tensor) -> _Sent:
+    form = layer.stride, layer.padding, layer.dilation
+    weight, groups = layer.weight, layer.groups
+
+    def back(slope: Tensor, into: _Sum) -> Tensor:
+        slope = slope.contiguous()
+        g, a = (side.view(1, -1, *side.shape[2:]) for side in (slope, x))
+        if layer.dilation == (2, 2) and not x.is_cuda:  # of each channel by itself, for which a CPU goes forward faster
+            apart = (2, 2), (2, 2), (1, 1)  # the gradient's entries, by two pixels
+            into.add(_pushed(a, g.transpose(0, 1), apart, a.shape[1]))
+            return _pushed(slope, weight.flip(2, 3), form, groups)
+        if groups == 1 and x.is_cuda:
+            into.add(slope.flatten(2) @ patches(layer, x)[:, 0].mT)
         else:  # one convolution whose groups are those of all samples
-            samples = len(x)
-            g, a = (side.reshape(1, -1, *side.shape[2:]) for side in (slope, x))
-            weight = layer.weight.repeat(samples, 1, 1, 1)
-            ctx.into.add(_pulled(layer, g, a, weight, samples * layer.groups, (False, True, False))[1])
-        return _pulled(layer, slope, x, layer.weight, layer.groups, (True, False, False))[0], None, None
+            each = weight.new_empty(len(x) * len(weight), *weight.shape[1:])
+            into.add(_pulled(g, a, each, form, len(x) * groups, (False, True, False))[1])
+        return _pulled(slope, x, weight, form, groups, (True, False, False))[0]
+
+    return _Sent(_pushed(x, weight, form, groups), back)
+
+
+def _pushed(x: Tensor, weight: Tensor, form: tuple[Any, ...], groups: int) -> Tensor:
+    """A convolution of some stride, padding and dilation."""
+    return torch.ops.aten.convolution(x, weight, None, *form, False, (0, 0), groups)  # type: ignore[no-any-return]
 
 
 def _pulled(
-    layer: nn.Conv2d, slope: Tensor, x: Tensor, weight: Tensor, groups: int, wanted: tuple[bool, bool, bool]
+    slope: Tensor, x: Tensor, weight: Tensor, form: tuple[Any, ...], groups: int, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a convolution's input, weight and bias, those that are wanted."""
-    form = layer.stride, layer.padding, layer.dilation, False, (0, 0), groups
-    return torch.ops.aten.convolution_backward(slope, x, weight, None, *form, wanted)  # type: ignore[no-any-return]
+    """The gradients of its input, weight and bias, those that are wanted."""
+    return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+        slope, x, weight, None, *form, False, (0, 0), groups, wanted
+    )
 
 
-class _GroupNorm(torch.autograd.Function):
+def _group_norm(layer: nn.GroupNorm, x: Tensor) -> _Sent:
     """Group norm of one sample that has the groups of all, so that every sample has parameters of its own."""
+    samples, channels = x.shape[:2]
+    weight, bias = layer.weight.repeat(samples), layer.bias.repeat(samples)
+    form = 1, samples * channels, x.shape[2:].numel(), samples * layer.num_groups
+    y, *moments = torch.ops.aten.native_group_norm(x, weight, bias, *form, layer.eps)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.GroupNorm, into: _Sum) -> Tensor:
-        samples, channels = x.shape[:2]
-        x, weight, bias = x.contiguous(), layer.weight.repeat(samples), layer.bias.repeat(samples)
-        ctx.form = 1, samples * channels, x.shape[2:].numel(), samples * layer.num_groups
-        y, *moments = torch.ops.aten.native_group_norm(x, weight, bias, *ctx.form, layer.eps)
-        ctx.save_for_backward(x, *moments, weight)
-        ctx.into = into
-        return y.view_as(x)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def back(slope: Tensor, into: _Sum) -> Tensor:
         found = torch.ops.aten.native_group_norm_backward(
-            slopes[0].contiguous(), *ctx.saved_tensors, *ctx.form, (True, True, True)
+            slope.contiguous(), x, *moments, weight, *form, (True, True, True)
         )
-        samples, channels = slopes[0].shape[:2]
-        ctx.into.add(torch.stack([part.view(samples, channels) for part in found[1:]], 1))
-        return found[0].view_as(slopes[0]), None, None
+        into.add(torch.stack([part.view(samples, channels) for part in found[1:]], 1))
+        return found[0].view_as(x)  # type: ignore[no-any-return]
+
+    return _Sent(y.view_as(x), back)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 
 from metabridge.environments.environment import require_positive
 from metabridge.environments.images import LabelledImages
@@ -26,21 +26,24 @@ from metabridge.models.network import Network
 from metabridge.search.candidates import Candidates
 from metabridge.search.proxies import Conditioning, KernelName, Score, mean, points, regions
 from metabridge.search.prune import Journal, Removal, Scores, evaluations, prune
-from metabridge.search.space import Alive, Architecture, random_architecture
+from metabridge.search.space import OPERATORS, Alive, Architecture, random_architecture
+from metabridge.search.thin import PATCH, ThinRegions
 from metabridge.search.threads import over_threads
 from metabridge.training.plan import Plan
 
 Way = Literal["fast", "reference"]
 Guide = Literal["maml", "anil", "ntk", "none", "random"]
 
-PATCH = 3  # pixels of the sides of what regions are counted on
+
+class TimeUpError(Exception):
+    """A search was given no more minutes."""
 
 
 class Found(NamedTuple):
     """What a search ends with."""
 
     architecture: Architecture
-    seconds: float  # of this run of it
+    seconds: float  # of all runs of it
     measured: int  # networks, in all
     troubled: int  # of which some proxy could not be told
 
@@ -57,7 +60,7 @@ class Search:
     The kernel is that of a supernet as large as the network will be, at initialisation, for `tasks` tasks of so many
     ways, shots and queries. Regions are counted on `inputs` random 3×3 patches of training images in a thin
     network of one channel. All of it is averaged over `repeats` initialisations and batches, drawn anew in every
-    round and the same for all networks of a round.
+    round and the same for all networks of a round. At first every edge has all `operators`.
 
     >>> from metabridge.environments.datasets import load
     >>> print(Search("random").run(load("glyphs"), progress=False).architecture)  # doctest: +ELLIPSIS
@@ -75,6 +78,7 @@ class Search:
     time: float = math.inf
     ridge: float = 1e-3
     inputs: int = 3000
+    operators: tuple[str, ...] = OPERATORS
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,6 +87,9 @@ class Search:
         for name in ("channels", "tasks", "ways", "shots", "queries", "repeats", "inputs"):
             require_positive(name, getattr(self, name))
         self.conditioning  # noqa: B018  (checks time and ridge)
+        if not self.operators:
+            raise InputError(f"operators is empty, but a search needs some. Use some of {', '.join(OPERATORS)}.")
+        Alive.full(self.operators)
 
     @property
     def conditioning(self) -> Conditioning | None:
@@ -97,34 +104,49 @@ class Search:
         device: str = "cpu",
         out: str | Path | None = None,
         way: Way = "fast",
+        minutes: float | None = None,
         progress: bool = True,
     ) -> Found:
         """Search on the images' training classes.
 
         The folder `out` gets search.jsonl, from which the same search goes on if it was stopped, and
-        architecture.json. `way` is how kernels are computed; both give the same.
+        architecture.json. After so many `minutes` a `TimeUpError` stops it. `way` is how kernels are computed; both
+        give the same.
         """
         start = time.perf_counter()
+        until = math.inf if minutes is None else start + 60 * minutes
         journal = Journal()
         if out is not None:
-            journal = Journal(make_folder(out) / "search.jsonl", {**self._settings(), "data": images.source})
-        if self.kernel == "random":
-            architecture = random_architecture(torch.Generator().manual_seed(self.seed))
-        else:
-            proxies = Proxies(self, images.to(device), device, way)
-            with _bar(progress) as bar:
-                task = bar.add_task("search", total=evaluations(Alive.full(), self.repeats), told="")
-                journal.on_score = lambda number, count: bar.update(task, completed=count, told=f"round {number + 1}")
-                architecture = prune(Alive.full(), proxies, repeats=self.repeats, journal=journal)
+            journal = Journal(make_folder(out) / "search.jsonl", {**self.plain(), "data": images.source})
+        try:
+            architecture = self._architecture(Proxies(self, images.to(device), device, way), journal, until, progress)
+        finally:
+            journal.add_seconds(time.perf_counter() - start)
         if out is not None:
             architecture.save(Path(out) / "architecture.json")
         troubled = sum(
             any(score is not None and score.trouble for score in scores) for scores in journal.known.values()
         )
-        return Found(architecture, time.perf_counter() - start, len(journal.known), troubled)
+        return Found(architecture, journal.seconds, len(journal.known), troubled)
 
-    def _settings(self) -> dict[str, object]:
-        """As plain data; JSON has no infinity."""
+    def _architecture(self, proxies: Proxies, journal: Journal, until: float, progress: bool) -> Architecture:
+        if self.kernel == "random":
+            return random_architecture(torch.Generator().manual_seed(self.seed), self.operators)
+
+        def measure(*asked: Any) -> Iterator[tuple[Removal, Scores]]:
+            for measured in proxies(*asked):
+                yield measured
+                if time.perf_counter() > until:
+                    raise TimeUpError("The time is up. The same search goes on where it stopped.")
+
+        full = Alive.full(self.operators)
+        with _bar(progress) as bar:
+            task = bar.add_task("search", total=evaluations(full, self.repeats), told="")
+            journal.on_score = lambda number, count: bar.update(task, completed=count, told=f"round {number + 1}")
+            return prune(full, measure, repeats=self.repeats, journal=journal)
+
+    def plain(self) -> dict[str, object]:
+        """Return the search as plain data; JSON has no infinity."""
         return {**asdict(self), "time": str(self.time)}
 
 
@@ -134,7 +156,6 @@ class Proxies:
     def __init__(self, search: Search, images: LabelledImages, device: str = "cpu", way: Way = "fast") -> None:
         self.search, self.images, self.device, self.way = search, images, device, way
         self.environment = images.tasks("train", ways=search.ways, shots=search.shots, queries=search.queries)
-        self._recorded: tuple[Alive, Candidates] | None = None
 
     def __call__(
         self, number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
@@ -143,17 +164,14 @@ class Proxies:
         seed = (self.search.seed * 1000 + number) * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
         tasks = self.environment.sample(self.search.tasks, generator).to(self.device)
-        patches = self._patches(generator)
-        thin = _thin(alive, seed).to(self.device)
-        net = self._supernet(alive, seed)
-
-        def part(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Scores]]:
-            own = copy.deepcopy(thin)
-            for removal, condition in self._conditions(alive, net, tasks, removals):
-                mask(own, _left(alive, removal))
-                yield removal, Scores(condition, regions(own, patches))
-
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            thin = ThinRegions(alive, self._patches(generator), seed)
+            conditions = self._conditions(alive, self._supernet(alive, seed), tasks)
+
+            def part(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Scores]]:
+                for removal, condition in conditions(removals):
+                    yield removal, Scores(condition, thin.score(removal))
+
             yield from part(removals) if self.device != "cpu" else over_threads(part, removals)
 
     def _supernet(self, alive: Alive, seed: int) -> Network:
@@ -170,29 +188,25 @@ class Proxies:
         return net.to(self.device)
 
     def _conditions(
-        self, alive: Alive, net: Network, tasks: Episodes, removals: Sequence[Removal]
-    ) -> Iterator[tuple[Removal, Score | None]]:
+        self, alive: Alive, net: Network, tasks: Episodes
+    ) -> Callable[[Sequence[Removal]], Iterator[tuple[Removal, Score | None]]]:
+        """Return what yields condition numbers; on a CPU several threads may call it."""
         proxy = self.search.conditioning
         if proxy is None:
-            yield from ((removal, None) for removal in removals)
-        elif self.way == "fast":
-            for removal, grams in self._candidates(alive, net, points(tasks)).grams(removals):
-                yield removal, proxy.of_grams(grams, len(tasks), tasks.query_x.shape[1])
-        else:
+            return lambda removals: ((removal, None) for removal in removals)
+        if self.way == "fast":
+            candidates, form = Candidates(net, alive, points(tasks)), (len(tasks), tasks.query_x.shape[1])
+            return lambda removals: (
+                (removal, proxy.of_grams(grams, *form)) for removal, grams in candidates.grams(removals)
+            )
+
+        def reference(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Score]]:
             own = copy.deepcopy(net)
             for removal in removals:
-                mask(own, _left(alive, removal))
+                mask(own, alive if removal is None else alive.without(*removal))
                 yield removal, proxy(own, tasks)
 
-    def _candidates(self, alive: Alive, net: Network, x: Tensor) -> Candidates:
-        """What is recorded on a GPU serves all repeats of a round."""
-        if self.device == "cpu":
-            return Candidates(net, alive, x)
-        if self._recorded is None or self._recorded[0] != alive:
-            self._recorded = None  # frees its memory first
-            self._recorded = alive, Candidates(net, alive, x)
-        self._recorded[1].load(net, x)
-        return self._recorded[1]
+        return reference
 
     def _patches(self, generator: torch.Generator) -> Tensor:
         """Random patches of random training images, of one channel each, (inputs, 1, 3, 3)."""
@@ -242,35 +256,6 @@ def score_model(search: Search, model: str, images: LabelledImages, *, device: s
             each.append(regions(net, images.look_up(drawn).to(device)))
     found = tuple(score for score in each if score is not None)
     return Repeated(mean(found), found)
-
-
-def _thin(alive: Alive, seed: int) -> Network:
-    """The network that regions are counted in, of one channel in the first cell."""
-    net = supernet(alive, cells=3, channels=1, image_channels=1, size=PATCH, norm="batch", seed=seed)
-    for parent in list(net.modules()):
-        for name, layer in parent.named_children():
-            if isinstance(layer, nn.Conv2d):
-                setattr(parent, name, _Dense(layer))
-    return net.requires_grad_(False)
-
-
-class _Dense(nn.Module):
-    """A convolution of maps that are always of the same few pixels, as one matrix: much faster for many of them."""
-
-    def __init__(self, layer: nn.Conv2d) -> None:
-        super().__init__()
-        self.layer = layer
-        self.matrix: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.matrix is None:
-            pixels = torch.eye(x[0].numel(), device=x.device).view(-1, *x.shape[1:])
-            self.matrix = self.layer(pixels)
-        return (x.flatten(1) @ self.matrix.flatten(1)).view(len(x), *self.matrix.shape[1:])
-
-
-def _left(alive: Alive, removal: Removal) -> Alive:
-    return alive if removal is None else alive.without(*removal)
 
 
 def _bar(progress: bool) -> Progress:

@@ -133,7 +133,7 @@ class Journal:
 
     def __init__(self, file: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
         self.known: dict[tuple[int, int, Removal], Scores] = {}
-        self.file = file
+        self.file, self.seconds = file, 0.0
         self.on_score: Callable[[int, int], None] = lambda number, count: None
         self._closed: set[int] = set()
         if file is not None:
@@ -157,6 +157,11 @@ class Journal:
             self._closed.add(number)
             self._write({"round": number, "gone": gone})
 
+    def add_seconds(self, seconds: float) -> None:
+        """Note how long a run of the search took."""
+        self.seconds += seconds
+        self._write({"seconds": seconds})
+
     def _open(self, file: Path, settings: dict[str, Any]) -> None:
         lines = list(_lines(file)) if file.exists() else []
         if lines and lines[0].get("settings") != settings:
@@ -169,6 +174,8 @@ class Journal:
         for line in lines[1:]:
             if "gone" in line:
                 self._closed.add(line["round"])
+            elif "seconds" in line:
+                self.seconds += line["seconds"]
             else:
                 self.known[_key(line)] = Scores(_score(line, "condition"), _score(line, "regions"))
         text = "".join(f"{json.dumps(line)}\n" for line in lines or [{"settings": settings}])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -144,9 +144,9 @@ class Alive:
                     raise InputError(f"no operator is alive on any edge of node {node} of the {kind} cell. Keep one.")
 
     @classmethod
-    def full(cls) -> Alive:
-        """Return the state before any pruning."""
-        edges = (frozenset(OPERATORS),) * len(EDGES)
+    def full(cls, operators: Iterable[str] = OPERATORS) -> Alive:
+        """Return the state before any pruning, with these operators on every edge."""
+        edges = (frozenset(operators),) * len(EDGES)
         return cls(edges, edges)
 
     @property
@@ -193,7 +193,7 @@ class Alive:
         )
 
 
-def random_architecture(generator: torch.Generator) -> Architecture:
+def random_architecture(generator: torch.Generator, operators: Sequence[str] = OPERATORS) -> Architecture:
     """Draw two sources for each node and an operator for each of them, all equally likely.
 
     >>> generator = torch.Generator().manual_seed(0)
@@ -205,8 +205,8 @@ def random_architecture(generator: torch.Generator) -> Architecture:
         nodes = []
         for node in range(NODES):
             sources = sorted(torch.randperm(node + 2, generator=generator)[:KEPT].tolist())
-            drawn = torch.randint(len(OPERATORS), (KEPT,), generator=generator).tolist()
-            nodes.append(tuple((source, OPERATORS[index]) for source, index in zip(sources, drawn)))
+            drawn = torch.randint(len(operators), (KEPT,), generator=generator).tolist()
+            nodes.append(tuple((source, operators[index]) for source, index in zip(sources, drawn)))
         return tuple(nodes)
 
     return Architecture(cell(), cell())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metabridge.environments.environment import require_positive
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_positive
 from metabridge.learners.ridge import ridge_weight
 from metabridge.theory.anil import Moments, Rates
 
@@ -35,6 +35,7 @@ def ridge(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
 
     With B = I it is the single-task baseline, with B = B* the oracle's (D §5).
     """
+    check_positive("penalty", penalty)
     weight = ridge_weight(x @ B, y[..., None], torch.as_tensor(penalty, dtype=B.dtype, device=B.device))
     return weight[:, 0] @ B.mT
 
@@ -75,6 +76,8 @@ def ridge_risks(B: Tensor, tasks: Moments, x: Tensor, penalties: Tensor) -> Tens
     mean squared error ‖ADQᵀXL − L‖² + σ²‖AD‖²: a quadratic in D, cheap for every penalty. `x` is (designs, points, d).
     """
     require_positive("designs", len(x))
+    for penalty in penalties.tolist():
+        check_positive("penalty", penalty)
     P = B @ B.mT
     values, vectors = torch.linalg.eigh(x @ P @ x.mT)
     A = P @ x.mT @ vectors

@@ -196,7 +196,7 @@ def hard_easy_risks(world: HardEasy, alpha: float, m: float) -> Risks:
     rho_H, rho_E = world.rho_hard, world.rho_easy
     spread = a_H * world.r_hard + a_E * world.r_easy
     nal = (a_H * rho_E**2 + a_E * rho_H**2) / (rho_E + rho_H) ** 2
-    maml = a_E * a_H / (a_E + a_H)
+    maml = a_E * a_H / (a_E + a_H) if a_E + a_H else 0.0  # a step solves both kinds of tasks
     return Risks(*(world.dimension / 4 * (spread + world.R**2 * share) for share in (nal, maml)))
 
 
@@ -214,7 +214,13 @@ def _weighted_centre(landscape: Landscape, weights: Tensor) -> Tensor:
     law = landscape.law
     total = torch.einsum("g,gij->ij", law.probability, weights)
     pull = torch.einsum("g,gij,gj->i", law.probability, weights, law.centre)
-    return torch.linalg.solve(total, pull)  # type: ignore[no-any-return]
+    solved, singular = torch.linalg.solve_ex(total, pull)
+    if singular:
+        raise InputError(
+            "a step on infinitely many samples solves every task in some direction, whatever the start, so there is no "
+            "single solution. Use another alpha, or a finite number of samples."
+        )
+    return solved  # type: ignore[no-any-return]
 
 
 def _doubled(episodes: Episodes) -> Episodes:

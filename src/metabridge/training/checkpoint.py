@@ -70,7 +70,10 @@ class RunFolder:
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise InputError(f"{self.path} is not a run: {file.name} cannot be read ({error.strerror}).") from error
+            raise InputError(
+                f"{self.path} is not a run: {file.name} cannot be read ({error.strerror}). "
+                "Name the folder that was given to train as --out."
+            ) from error
         except ValueError as error:
             raise InputError(f"{file} is damaged: it is not JSON ({error}).") from error
         if not isinstance(settings, dict) or settings.get("version") != VERSION:
@@ -160,6 +163,18 @@ def read_network(settings: Mapping[str, Any], net: Network | None) -> Network:
             recipe["pretrained"] = False  # the run's own weights come next: nothing to download
         net = build(**recipe)
     return net
+
+
+def check_match(wanted: Mapping[str, Tensor], stored: Params, folder: Path) -> None:
+    """Refuse a network whose tensors are not those that a run has stored."""
+    for name, own in wanted.items():
+        found = stored.get(name)
+        if found is None or found.shape != own.shape:
+            told = "no such tensor" if found is None else f"{tuple(found.shape)}"
+            raise InputError(
+                f"the network has {name!r} of shape {tuple(own.shape)}, but the run in {folder} has {told}. "
+                "Give the network that was trained, or name another folder."
+            )
 
 
 def fill(net: Network, params: Params, buffers: Params) -> None:

@@ -15,12 +15,14 @@ from metabridge.environments.environment import Environment
 from metabridge.errors import InputError
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
-from metabridge.models.network import Network, Params
+from metabridge.models.network import Network
 from metabridge.training.augment import Augment
-from metabridge.training.checkpoint import RunFolder, fill, part, read_method, read_network
+from metabridge.training.checkpoint import RunFolder, check_match, fill, part, read_method, read_network
 from metabridge.training.evaluate import Model, Score
 from metabridge.training.loop import Loop, Point, Precision, Settings, point_of
 from metabridge.training.schedule import Constant, Schedule
+
+SAVED = 60.0  # seconds after which a run is saved, if no validation came before
 
 
 @dataclass(frozen=True)
@@ -89,27 +91,35 @@ def fit(
         schedule=schedule,
         augment=augment,
         patience=patience,
-        validate_every=validate_every or max(1, iterations // 10),
+        validate_every=max(1, iterations // 10) if validate_every is None else validate_every,
         validate_tasks=validate_tasks,
         precision=precision,
         seed=seed,
     )
+    if not isinstance(method, Method):
+        raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
     loop = Loop(net, method, environment, validate, settings, torch.device(device), mode)
     folder = None if out is None else RunFolder(Path(out))
     described = {} if folder is None else loop.described()
     if folder is not None:
         folder.begin(described)
         loop.restore(folder)
-    until = math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    saved = time.perf_counter()
+    until = math.inf if minutes is None else saved + 60 * minutes
     with _bar(progress) as bar:
         shown = bar.add_task(name, total=iterations, completed=loop.iteration, told="")
         try:
             while not loop.finished and time.perf_counter() < until:
-                if loop.step():
-                    bar.update(shown, told=f"{loop.curve[-1].told()}, {loop.speed()}")
-                    if folder is not None:
-                        loop.save(folder)
+                judged = loop.step()
                 bar.update(shown, completed=loop.iteration)
+                if judged:
+                    told = f"{loop.curve[-1].told()}, {loop.speed()}"
+                    bar.update(shown, told=told)
+                    if progress and not bar.console.is_terminal:
+                        bar.console.print(f"{name} {loop.iteration}/{iterations}: {told}")
+                if folder is not None and (judged or time.perf_counter() > saved + SAVED):
+                    loop.save(folder)
+                    saved = time.perf_counter()
         finally:
             if folder is not None and loop.intact:
                 loop.save(folder)
@@ -134,39 +144,35 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
     """
     kept = RunFolder(Path(folder))
     settings = kept.settings()
-    net = read_network(settings, net)
+    try:
+        net, method = read_network(settings, net), read_method(settings["method"])
+        low = settings["training"]["precision"] == "bfloat16" and torch.device(device).type != "cpu"
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            f"{kept.path / 'settings.json'} is damaged: its settings cannot be read ({error!r}). "
+            "Restore it from a copy."
+        ) from error
     weights = kept.read("weights")
     if weights is None:
-        raise InputError(f"the run in {folder} has no weights yet: it was stopped before its first validation.")
+        raise InputError(
+            f"the run in {folder} has no weights yet: it was stopped before its first validation. "
+            "Give the train command again, and it goes on."
+        )
     tensors, notes = weights
     params, buffers = part(tensors, "params"), part(tensors, "buffers")
-    _check_fit(net, params, buffers, kept.path)
+    check_match({**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, kept.path)
     fill(net, params, buffers)
     state = kept.read("state")
     return Run(
-        read_method(settings["method"]),
+        method,
         net.to(device).eval(),
         {key: value.to(device) for key, value in params.items()},
-        torch.bfloat16
-        if settings["training"]["precision"] == "bfloat16" and torch.device(device).type != "cpu"
-        else None,
+        torch.bfloat16 if low else None,
         tuple(point_of(line) for line in (notes if state is None else state[1])["curve"]),
         notes["seconds"] if state is None else state[1]["seconds"],
         settings,
         state is not None and state[1]["finished"],
     )
-
-
-def _check_fit(net: Network, params: Params, buffers: Params, folder: Path) -> None:
-    """Refuse a network whose tensors are not those of the run."""
-    for name, own in (*net.named_parameters(), *net.named_buffers()):
-        stored = params.get(name, buffers.get(name))
-        if stored is None or stored.shape != own.shape:
-            told = "no such tensor" if stored is None else f"{tuple(stored.shape)}"
-            raise InputError(
-                f"the network has {name!r} of shape {tuple(own.shape)}, but the run in {folder} has {told}. "
-                "Give the network that was trained: load(folder, net=net)."
-            )
 
 
 def _bar(progress: bool) -> Progress:

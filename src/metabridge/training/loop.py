@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import ImageBatches
-from metabridge.errors import InputError, check_positive
+from metabridge.errors import InputError, check_not_negative, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import parameters
@@ -23,7 +23,7 @@ from metabridge.models.network import Network, Params
 from metabridge.models.norm import estimate_statistics, running_layers
 from metabridge.training import checkpoint
 from metabridge.training.augment import Augment
-from metabridge.training.checkpoint import RunFolder, fill, merge, part
+from metabridge.training.checkpoint import RunFolder, check_match, fill, merge, part
 from metabridge.training.evaluate import Model, Score, evaluate
 from metabridge.training.schedule import Schedule
 
@@ -74,8 +74,9 @@ class Settings:
         if self.iterations < 1 or self.tasks < 1:
             raise InputError(f"iterations is {self.iterations} and tasks is {self.tasks}, but both must be at least 1.")
         check_positive("lr", self.lr)
-        if not self.weight_decay >= 0:
-            raise InputError(f"weight_decay is {self.weight_decay}, but must be 0 or more.")
+        check_not_negative("weight_decay", self.weight_decay)
+        if self.validate_every < 1:
+            raise InputError(f"validate_every is {self.validate_every}, but must be at least 1 iteration.")
         if self.validate_tasks < 2:
             raise InputError(f"validate_tasks is {self.validate_tasks}, but an interval needs at least 2.")
         if self.patience is not None and self.patience < 0:
@@ -280,9 +281,11 @@ class Loop:
                 f"the run in {folder.path} has lost its best weights: weights.safetensors is missing. "
                 "Restore it from a copy, or name another folder."
             )
+        params = part(tensors, "params")
+        check_match(self.params, params, folder.path)
         with torch.no_grad():
-            for name, value in part(tensors, "params").items():
-                self.params[name].copy_(value)
+            for name, own in self.params.items():
+                own.copy_(params[name])
         moments: dict[int, dict[str, Tensor]] = {}
         for name, value in part(tensors, "moments").items():
             index, _, key = name.partition(".")

@@ -27,7 +27,7 @@ class Plan:
     more classes than those at test, `training_ways` of them, where the method's head allows it.
 
     >>> from metabridge.environments.datasets import load
-    >>> run = Plan("mtl", batch=2, iterations=2).train(load("glyphs"), progress=False)
+    >>> run = Plan("mtl", batch=2, iterations=2, validate_every=2).train(load("glyphs"), progress=False)
     >>> run.net.head.out_features
     5
     """
@@ -65,7 +65,7 @@ class Plan:
         minutes: float | None = None,
         progress: bool = True,
     ) -> Run:
-        """Train on the images' classes for training, and validate on those for validation if there are any."""
+        """Train on the images' classes for training, and validate on those for validation if there are two or more."""
         chosen = self.chosen()
         images = images.to(device)
         if self.turns:
@@ -74,7 +74,7 @@ class Plan:
             self.network(images),
             chosen,
             self.training_tasks(images),
-            validate=self.validation_tasks(images) if "validation" in images.splits else None,
+            validate=self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None,
             iterations=self.iterations,
             tasks=1 if chosen.head == "all-rows" else self.batch,
             optimizer=self.optimizer,

@@ -48,6 +48,10 @@ class Cosine:
 
     warmup: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < 1:
+            raise InputError(f"warmup is {self.warmup}, but must be a fraction of the training, from 0 to below 1.")
+
     def factor(self, done: float, improved: Sequence[bool]) -> float:
         """Return the height of the curve."""
         if done < self.warmup:

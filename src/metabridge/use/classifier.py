@@ -216,5 +216,6 @@ def _check_outputs(classes: int, outputs: int) -> None:
     if classes != outputs:
         raise InputError(
             f"y holds {classes} classes, but the run was trained for {outputs} and adapts a head of that size. "
-            f"Train with --ways {classes}, or use head='logistic', which solves a new head for any number of classes."
+            f"Train with --ways {classes}, or use head='logistic' (--head logistic), which solves a new head for any "
+            "number of classes."
         )

@@ -202,7 +202,7 @@ def test_nothing_half_written_is_left_when_writing_fails(two_alphabets, tmp_path
 
 
 def test_an_unknown_data_set_is_answered_with_the_known_ones():
-    with pytest.raises(InputError, match="name is 'glyph', but the known data sets are 'glyphs'"):
+    with pytest.raises(InputError, match="the data set is 'glyph', but the known ones are 'glyphs'"):
         load("glyph")
 
 

@@ -127,7 +127,10 @@ def named(name: str | Path, root: str | Path | None = None) -> tuple[str, str | 
         return detect(text), text
     known = ", ".join(f"'{known}'" for known in NAMES)
     path = ", and there is no such path either" if root is None else ""
-    raise InputError(f"name is '{text}', but the known data sets are {known}{path}. Use one of these.")
+    raise InputError(
+        f"the data set is '{text}', but the known ones are {known}{path}. "
+        "Use one of these, NAME:FOLDER for one in a folder, or the path of a folder of images."
+    )
 
 
 def existing(name: str, root: str | Path | None) -> Path:
@@ -135,10 +138,10 @@ def existing(name: str, root: str | Path | None) -> Path:
 
     >>> existing("omniglot", None)
     Traceback (most recent call last):
-    metabridge.errors.InputError: root is missing: say which folder holds omniglot, as in load('omniglot', 'data').
+    metabridge.errors.InputError: omniglot is in no folder yet: say which one holds it, as in omniglot:FOLDER.
     """
     if root is None:
-        raise InputError(f"root is missing: say which folder holds {name}, as in load('{name}', 'data').")
+        raise InputError(f"{name} is in no folder yet: say which one holds it, as in {name}:FOLDER.")
     place = Path(root)
     if not place.exists():
         raise InputError(f"there is nothing at {root}. Name the folder or file that holds the data set.")

@@ -1,0 +1,268 @@
+"""Do the proxies of a search rank architectures as training does? A check that B does not print.
+
+Random architectures are scored untrained and then trained briefly, all in the same way. What to look for: the rank
+correlation of each proxy with the accuracy on new tasks, its interval over architectures, and whether a condition
+number says more than the number of parameters does. A proxy's sign is such that a positive correlation is a good one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from metabridge.environments.datasets import load
+from metabridge.environments.images import LabelledImages
+from metabridge.errors import InputError
+from metabridge.experiments.records import keep, plain, stored
+from metabridge.experiments.result import Environment, Result, Row, Work, environment
+from metabridge.search.metantk import Guide, Proxies, Search
+from metabridge.search.proxies import Score, mean
+from metabridge.search.space import Architecture, random_architecture
+from metabridge.training import Cosine, evaluate
+from metabridge.training.plan import Plan
+
+ID = "nas-ranks"
+CONDITIONS: dict[str, Guide] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}
+PROXIES = (*CONDITIONS, "linear regions", "parameters")
+STATISTICS: dict[str, Callable[..., Any]] = {"Spearman": stats.spearmanr, "Kendall": stats.kendalltau}
+FEWEST = 3  # architectures that a correlation is computed of
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many architectures, how they are scored and trained, and how many tasks judge each."""
+
+    architectures: int
+    search: Search
+    plan: Plan
+    test_tasks: int
+    resamples: int
+
+
+_PLAN = Plan(
+    "rfs",
+    model="network",
+    statistics="running",
+    batch=128,
+    iterations=1000,
+    optimizer="sgd",
+    lr=0.1,
+    weight_decay=5e-4,
+    schedule=Cosine(warmup=0.05),
+    validate_every=1000,
+)
+SCALES = {
+    "quick": Scale(
+        4,
+        Search(cells=3, channels=4, tasks=2, ways=3, repeats=1, inputs=200),
+        replace(_PLAN, batch=32, iterations=10, validate_every=10, validate_tasks=10),
+        test_tasks=20,
+        resamples=100,
+    ),
+    "paper": Scale(40, Search(cells=3, channels=16), _PLAN, test_tasks=2000, resamples=2000),
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One architecture: what its proxies promised, and what training it gave. A proxy that cannot be told is None."""
+
+    architecture: Architecture
+    proxies: dict[str, float | None]
+    accuracy: float
+    ci95: float
+    minutes: float
+
+    def promise(self, proxy: str) -> float:
+        """Return the proxy, the higher the better; what cannot be told is worse than all that can."""
+        value = self.proxies[proxy]
+        if value is None:
+            return -math.inf
+        return -value if proxy in CONDITIONS else value
+
+
+@dataclass(frozen=True)
+class Record:
+    """All architectures that were judged so far; `plan` is what they depend on."""
+
+    name: str
+    plan: dict[str, Any]
+    environment: Environment
+    judged: tuple[Judged, ...]
+
+    @property
+    def minutes(self) -> float:
+        """How long they were trained."""
+        return sum(one.minutes for one in self.judged)
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A rank correlation, with the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def told(self) -> str:
+        """Say it in a few words.
+
+        >>> Correlation(0.5, -0.1, 0.8).told()
+        '0.50, 95 % interval −0.10 to 0.80'
+        """
+        return f"{self.value:.2f}, 95 % interval {self.low:.2f} to {self.high:.2f}".replace("-", "−")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result, the architectures that it is made of, and by proxy Spearman's correlation with accuracy."""
+
+    result: Result
+    judged: tuple[Judged, ...]
+    spearman: dict[str, Correlation]
+
+
+def run(work: Work) -> Outcome:
+    """Go on judging architectures until there are enough or the time is up, and correlate."""
+    scale, until = SCALES[work.scale], math.inf if work.minutes is None else time.perf_counter() + 60 * work.minutes
+    search, training = replace(scale.search, seed=work.seed), replace(scale.plan, seed=work.seed)
+    about = {"data": "glyphs", "search": search.plain(), "training": asdict(training)}
+    plan, name = plain({**about, "test_tasks": scale.test_tasks}), f"{ID}-{work.scale}-{work.seed}"
+    record = stored(work, name, plan, _made) or Record(name, plan, environment(work.device), ())
+    generator = torch.Generator().manual_seed(work.seed)
+    drawn = [random_architecture(generator) for _ in range(scale.architectures)]
+    images = load("glyphs").to(work.device)
+    for architecture in drawn[len(record.judged) :]:
+        if time.perf_counter() < until:
+            one = judge(work, architecture, search, training, images, scale.test_tasks)
+            record = replace(record, judged=(*record.judged, one))
+            keep(work, name, record)
+    judged = record.judged[: scale.architectures]
+    if len(judged) < FEWEST:
+        raise InputError(
+            f"{ID} has judged {len(judged)} architectures, but correlates no fewer than {FEWEST}. "
+            "Give it more --minutes, or call it again to go on."
+        )
+    found = {kind: correlations(judged, kind, scale.resamples, work.seed) for kind in STATISTICS}
+    return Outcome(Result.of(work, ID, tuple(_rows(judged, found)), {name: record}), judged, found["Spearman"])
+
+
+def judge(
+    work: Work, architecture: Architecture, search: Search, training: Plan, images: LabelledImages, tasks: int
+) -> Judged:
+    """Score one architecture untrained, train it, and test it."""
+    promised: dict[str, Score] = {}
+    for proxy, kernel in CONDITIONS.items():
+        measure = Proxies(replace(search, kernel=kernel), images, work.device)
+        repeats = (measure(0, repeat, architecture.alive, [None]) for repeat in range(search.repeats))
+        each = [scores for measured in repeats for _, scores in measured]
+        promised[proxy] = mean([scores.condition for scores in each if scores.condition is not None])
+        promised["linear regions"] = mean([scores.regions for scores in each if scores.regions is not None])
+    options = {"architecture": asdict(architecture), "cells": search.cells, "channels": search.channels}
+    options |= {"image_channels": images.images.shape[1], "drop_rate": 0.0}
+    run = replace(training, model_options=options).train(images, device=work.device, progress=work.progress)
+    score = evaluate(run, images.tasks("test"), tasks=tasks, seed=work.seed)
+    promised["parameters"] = Score(float(sum(value.numel() for value in run.net.features.parameters())))
+    told = {proxy: None if found.trouble else found.value for proxy, found in promised.items()}
+    return Judged(architecture, told, score.mean, score.ci95, run.seconds / 60)
+
+
+def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples: int, seed: int) -> Correlation:
+    """Correlate the ranks of x and y; the interval is that of pairs drawn again, with replacement.
+
+    >>> correlation("Kendall", [1.0, 2.0, 4.0, 5.0], [1.0, 3.0, 9.0, 8.0], resamples=100, seed=0).value
+    0.66...
+    """
+
+    def statistic(x: Values, y: Values) -> float:
+        constant = min(np.ptp(x), np.ptp(y)) == 0  # and so ranks nothing
+        return 0.0 if constant else float(STATISTICS[kind](x, y).statistic)
+
+    ranks = stats.rankdata(x), stats.rankdata(y)
+    generator = np.random.default_rng(seed)
+    drawn = stats.bootstrap(
+        ranks, statistic, paired=True, vectorized=False, n_resamples=resamples, method="percentile", rng=generator
+    )
+    low, high = drawn.confidence_interval
+    return Correlation(statistic(*ranks), float(low), float(high))
+
+
+def correlations(judged: Sequence[Judged], kind: str, resamples: int, seed: int) -> dict[str, Correlation]:
+    """Return the rank correlation of every proxy with the accuracy."""
+    accuracies = [one.accuracy for one in judged]
+    return {
+        proxy: correlation(kind, [one.promise(proxy) for one in judged], accuracies, resamples=resamples, seed=seed)
+        for proxy in PROXIES
+    }
+
+
+def _rows(judged: Sequence[Judged], found: Mapping[str, Mapping[str, Correlation]]) -> list[Row]:
+    rows = []
+    for kind, own in found.items():
+        for proxy, one in own.items():
+            troubled = sum(each.proxies[proxy] is None for each in judged)
+            note = f"{one.told().partition(', ')[2]}; {len(judged)} architectures"
+            note += f", {troubled} of which could not be told" if troubled else ""
+            half = (one.high - one.low) / 2
+            rows.append(Row(f"{proxy}, {kind}", "rank correlation", ours=one.value, ci95=half, note=note))
+    accuracies = [100 * one.accuracy for one in judged]
+    noise = 100 * sum(one.ci95 for one in judged) / len(judged)
+    note = f"{min(accuracies):.1f} to {max(accuracies):.1f}; each ± {noise:.2f} over its tasks"
+    rows.append(Row("all architectures", "mean accuracy %", ours=statistics.mean(accuracies), note=note))
+    rows.append(Row("all architectures", "standard deviation of accuracy %", ours=statistics.stdev(accuracies)))
+    return rows
+
+
+def _made(held: dict[str, Any]) -> Record:
+    judged = (Judged(**{**one, "architecture": Architecture.from_plain(one["architecture"])}) for one in held["judged"])
+    return Record(**{**held, "judged": tuple(judged)})
+
+
+def figure(outcome: Outcome, file: Path) -> None:
+    """Draw every architecture's accuracy against each of its proxies, and the correlations side by side."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    from metabridge.files import write_whole
+    from metabridge.report import figures
+
+    with figures.LIGHT.context():
+        page = Figure(figsize=(10.5, 6.4), layout="constrained")
+        *panels, summary = page.subplots(2, 3).flat
+        for axes, proxy, colour in zip(panels, PROXIES, figures.COLOURS):
+            told = [(value, one) for one in outcome.judged if (value := one.proxies[proxy]) is not None]
+            axes.errorbar(
+                [value for value, _ in told],
+                [100 * one.accuracy for _, one in told],
+                yerr=[100 * one.ci95 for _, one in told],
+                fmt="o",
+                color=colour,
+                markersize=4,
+            )
+            axes.set(xlabel=f"{proxy}:\nmore is better", ylabel="accuracy after training, %")
+            if proxy in CONDITIONS:
+                axes.set(xlabel=f"condition number of the {proxy}:\nless is better", xscale="log")
+                axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+                axes.xaxis.set_minor_formatter(NullFormatter())
+        for place, (proxy, colour) in enumerate(zip(PROXIES, figures.COLOURS)):
+            found = outcome.spearman[proxy]
+            summary.plot([found.low, found.high], [place, place], color=colour)
+            summary.plot(found.value, place, "o", color=colour)
+        summary.axvline(0, color=figures.LIGHT.ink, linewidth=0.8)
+        summary.set(xlim=(-1.05, 1.05), xlabel="Spearman's rank correlation\nwith accuracy, 95 % intervals")
+        summary.set_yticks(range(len(PROXIES)), PROXIES)
+        summary.invert_yaxis()
+    write_whole(file, figures.png(page))

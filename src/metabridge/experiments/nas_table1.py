@@ -1,0 +1,39 @@
+"""B's table 1: cells found by MetaNTK-NAS, trained by RFS on mini-ImageNet, beside ResNet-12 trained equally long."""
+
+from __future__ import annotations
+
+from metabridge.experiments import nas
+from metabridge.experiments.nas import DEEP, METANTK, RESNET, Outcome
+from metabridge.experiments.result import Work
+
+ID, RESNET12 = "nas-table1", "ResNet-12"
+CASES = {"5 cells, MAML kernel": METANTK, "8 cells, ANIL kernel": DEEP}
+
+# accuracy in percent and its standard deviation over searches, for 1 and 5 shots
+PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
+    "5 cells, MAML kernel": {1: (63.88, 0.81), 5: (80.07, 0.45)},
+    "8 cells, ANIL kernel": {1: (64.26, 0.14), 5: (80.35, 0.12)},
+    RESNET12: {1: (62.02, 0.63), 5: (79.64, 0.44)},  # one training, with the 95 % interval over tasks
+}
+PARAMETERS = {"5 cells, MAML kernel": 1.77, "8 cells, ANIL kernel": 3.21, RESNET12: 12.5}  # millions
+HOURS = {"5 cells, MAML kernel": 1.54, "8 cells, ANIL kernel": 1.92}  # of searching, on a V100
+
+
+def run(work: Work) -> Outcome:
+    """Search and train, or read what that measured."""
+    found, trained = nas.studied(work, CASES.values(), resnet=True)
+    records = {name: case.own(work, trained) for name, case in CASES.items()}
+    records[RESNET12] = [trained[RESNET]] if RESNET in trained else []
+    judged, rows = work.scale == "paper", []
+    for name, own in records.items():
+        rows += nas.accuracy_rows(name, own, PUBLISHED[name], judged=judged)
+    for name in CASES:
+        ends = (records[name], records[RESNET12]), (PUBLISHED[name], PUBLISHED[RESNET12])
+        rows += nas.gain_rows(f"{name}, over {RESNET12}", *ends, judged=judged)
+    for name, own in records.items():
+        searches = CASES[name].own(work, found) if name in CASES else []
+        rows += nas.cost_rows(name, searches, own, parameters=PARAMETERS[name], hours=HOURS.get(name))
+    return Outcome.of(work, ID, rows, found, trained)
+
+
+figure = nas.figure
