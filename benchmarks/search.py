@@ -41,7 +41,7 @@ from metabridge.search.candidates import Candidates
 from metabridge.search.proxies import Conditioning, Grams, condition_number, points
 from metabridge.search.prune import evaluations
 from metabridge.search.space import Choice
-from metabridge.search.threads import over_threads
+from metabridge.threads import over_threads
 
 ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # operators on an edge
 MEASURED = (7, 4, 1)

@@ -175,6 +175,23 @@ def batched(row: dict[str, Any]) -> list[str]:
     return [row["name"], *seconds, f"{row['ratio']:.1f}×", f"{row['mebibytes']:.0f} MiB"]
 
 
+def search() -> str:
+    """Candidates of an architecture search, as it computes them and in plain ways."""
+    result = stored("bench-search-cpu")
+    plain = list(result["search"]["ratios"])
+    heads = ["operators on an edge", "search", *(text for way in plain for text in (way, "ratio"))]
+
+    def cells(name: str, row: dict[str, Any], told: Callable[[float], str]) -> list[str]:
+        times = ([told(row["seconds"][way]), f"{row['ratios'][way]:.1f}×"] for way in plain)
+        return [name, told(row["seconds"]["search"]), *(text for pair in times for text in pair)]
+
+    rows = [cells(str(row["operators"]), row, lambda seconds: f"{1000 * seconds:.0f} ms") for row in result["rows"]]
+    rows.append(cells("a whole search", result["search"], lambda seconds: f"{seconds / 60:.1f} min"))
+    how = result["settings"]
+    caption = f"{machine(result)}; {how['cells']} cells, {how['channels']} channels, images of {how['size']} pixels."
+    return f"{markdown(heads, rows)}\n\n{caption}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "taxonomy": taxonomy,
     "glyphs": glyphs("glyphs"),
@@ -198,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "batched": by_machine(
         ["bench-kernel-predict-cpu"], ["twin", "at once", "in a loop", "ratio", "memory at once"], batched
     ),
+    "search": search,
     "resnet12": by_machine(
         ["bench-resnet12-h200"], ["images a step", "", "images a second", "of the matrix rate"], throughput
     ),

@@ -14,7 +14,7 @@ from metabridge.search import CELLS, EDGES, OPERATORS, Alive, Architecture
 from metabridge.search.metantk import Proxies, Search, TimeUpError
 from metabridge.search.proxies import Score
 from metabridge.search.prune import Journal, Removal, Scores, evaluations, importance, prune
-from metabridge.search.threads import over_threads
+from metabridge.threads import over_threads
 
 FIRST, SECOND, THIRD = OPERATORS[:3]
 

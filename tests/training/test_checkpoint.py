@@ -18,7 +18,7 @@ from torch import nn
 
 from cases import METHODS, WAYS
 from metabridge import InputError, Sinusoid, fit, method
-from metabridge.environments import LabelledImages
+from metabridge.environments import HardEasy, LabelledImages, LinearTasks, Mixture, SharedRepresentation
 from metabridge.learners import PRESETS, Method
 from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
 from metabridge.learners.inner import GradientDescent, Proximal
@@ -305,6 +305,29 @@ def test_another_setting_than_the_runs_is_named_and_refused(tmp_path, change, na
     with pytest.raises(InputError) as caught:
         fit(**given | change)
     assert f"holds a run with other settings ({named}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "named"),
+    [
+        (
+            LinearTasks(HardEasy(0.1, 1.0, R=1.0).landscape),
+            LinearTasks(HardEasy(0.1, 1.0, R=2.0).landscape),
+            r"tasks\.landscape\.groups",
+        ),
+        (SharedRepresentation(10), SharedRepresentation(10, variances=(1.0, 2.0)), r"tasks\.variances"),
+        (Mixture((Sinusoid(),), (1.0,)), Mixture((Sinusoid(queries=3),), (1.0,)), r"tasks\.environments"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_tasks_of_the_same_kind(tmp_path, first, other, named):
+    def train(tasks):
+        points = tasks.sample(1, torch.Generator()).support_x.shape[-1]
+        return fit(mlp(points, 1, width=4), method("maml"), tasks, iterations=1, out=tmp_path, progress=False)
+
+    train(first)
+    assert train(first).finished
+    with pytest.raises(InputError, match=rf"holds a run with other settings \({named}"):
+        train(other)
 
 
 def test_turned_classes_are_another_setting(tmp_path):

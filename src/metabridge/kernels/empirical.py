@@ -115,7 +115,9 @@ class Empirical:
         if plan.tile < 1:
             raise self._too_little()
         for start in range(0, len(x), plan.tile):
-            rows = gradients.rows(x[start : start + plan.tile], survey.blocks, (), survey.outputs, plan.chunk).formed
+            rows = gradients.rows(
+                x[start : start + plan.tile], survey.blocks, (), survey.outputs, plan.chunk, plan.cores
+            ).formed
             if self.outputs == "full":
                 yield rows
             else:
@@ -180,12 +182,12 @@ class Empirical:
         z_or_x = x if z is None else z
         work = self.memory // 4 // x.element_size()
         for i in range(0, len(x), plan.tile):
-            left = gradients.rows(x[i : i + plan.tile], plan.formed, plan.factored, outputs, plan.chunk)
+            left = gradients.rows(x[i : i + plan.tile], plan.formed, plan.factored, outputs, plan.chunk, plan.cores)
             for j in range(i if z is None else 0, len(z_or_x), plan.tile):
                 right = left
                 if z is not None or i != j:
                     points = z_or_x[j : j + plan.tile]
-                    right = gradients.rows(points, plan.formed, plan.factored, outputs, plan.chunk)
+                    right = gradients.rows(points, plan.formed, plan.factored, outputs, plan.chunk, plan.cores)
                 place = result[i * r : (i + plan.tile) * r, j * r : (j + plan.tile) * r]
                 inner(left, right, self.outputs, work, place)
             del left, right  # before the next are made

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn.grad import conv2d_weight
 from metabridge.kernels.stand_ins import NORMS, Picked, StandIn, normed, picked, pooled, standing_in, window
 from metabridge.models.network import Params
 from metabridge.models.norm import BatchNorm
+from metabridge.threads import over_threads, shell
 
 LINEAR = (nn.Linear, nn.Conv2d)
 SPARSE = 3  # multiplications of a matrix product in the time of one by a patch that is looked up
@@ -182,8 +183,10 @@ class Gradients:
                 hook.remove()
         return y, leaves, tracing.calls
 
-    def rows(self, x: Tensor, formed: Sequence[Block], factored: Sequence[Block], outputs: int, chunk: int) -> Rows:
-        """The gradients for all samples `x`, `chunk` samples at a time."""
+    def rows(
+        self, x: Tensor, formed: Sequence[Block], factored: Sequence[Block], outputs: int, chunk: int, cores: int = 1
+    ) -> Rows:
+        """The gradients for all samples `x`, `chunk` samples at a time on each of some cores."""
         shape = len(x), outputs
         result = Rows(
             x.new_zeros(*shape, sum(block.size for block in formed)),
@@ -197,10 +200,18 @@ class Gradients:
         )
         ends = itertools.accumulate((block.size for block in formed), initial=0)
         slots = {block.name: slice(*bounds) for block, bounds in zip(formed, itertools.pairwise(ends))}
-        for start in range(0, len(x), chunk):
-            place = slice(start, start + chunk)
-            factors = {name: (a[place], g[place]) for name, (a, g) in result.factors.items()}
-            self._fill(Rows(result.formed[place], factors), x[place], slots)
+        places = [slice(start, start + chunk) for start in range(0, len(x), chunk)]
+        cores = min(cores, len(places))
+
+        def fill(share: Sequence[slice]) -> Iterator[None]:
+            own = self if cores == 1 else replace(self, net=shell(self.net))
+            for place in share:
+                factors = {name: (a[place], g[place]) for name, (a, g) in result.factors.items()}
+                own._fill(Rows(result.formed[place], factors), x[place], slots)
+                yield
+
+        for _ in fill(places) if cores == 1 else over_threads(fill, places, cores):
+            pass
         return result
 
     def _fill(self, rows: Rows, x: Tensor, slots: dict[str, slice]) -> None:

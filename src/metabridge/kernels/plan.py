@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import torch
+
 from metabridge.kernels.gram import Outputs
 from metabridge.kernels.jacobian import Block
 from metabridge.kernels.survey import Survey
@@ -23,6 +25,7 @@ class Plan(NamedTuple):
     cost: float
     tile: int  # samples whose gradients are held
     chunk: int  # samples, or for products pairs of a sample and an output, that go through the net at a time
+    cores: int = 1  # that take such chunks side by side
     formed: tuple[Block, ...] = ()
     factored: tuple[Block, ...] = ()
 
@@ -73,9 +76,11 @@ class Problem(NamedTuple):
             return Plan("gradients", math.inf, 0, 1)
         tiles = -(-self.n // tile)
         samples = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
-        chunk = max(1, min(tile, (min(share, CPU_PASS) if self.device == "cpu" else share) // passing))
+        cores = max(1, min(torch.get_num_threads(), share // passing)) if self.device == "cpu" else 1
+        held = min(share // cores, CPU_PASS) if self.device == "cpu" else share
+        chunk = max(1, min(tile, held // passing))
         cost = samples * survey.work * (1 + survey.outputs) * (3 if survey.others else 1)
-        return Plan("gradients", cost, tile, chunk, tuple(formed), tuple(factored))
+        return Plan("gradients", cost, tile, chunk, cores, tuple(formed), tuple(factored))
 
     def _by_products(self) -> Plan:
         """Push pairs of a sample and an output forward together, as many as fit, over as many samples as fit."""

@@ -28,7 +28,7 @@ from metabridge.search.proxies import Conditioning, KernelName, Score, mean, poi
 from metabridge.search.prune import Journal, Removal, Scores, evaluations, prune
 from metabridge.search.space import OPERATORS, Alive, Architecture, random_architecture
 from metabridge.search.thin import PATCH, ThinRegions
-from metabridge.search.threads import over_threads
+from metabridge.threads import over_threads
 from metabridge.training.plan import Plan
 
 Way = Literal["fast", "reference"]

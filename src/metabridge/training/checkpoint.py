@@ -11,8 +11,9 @@ Every file is written whole or not at all.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,17 +205,27 @@ def part(tensors: Params, group: str) -> Params:
 def describe_environment(environment: object) -> dict[str, object]:
     """Return what is known of a source of tasks: its own settings, and where its images come from."""
     known: dict[str, object] = {"environment": type(environment).__name__}
-    try:
-        members = {field.name: getattr(environment, field.name) for field in fields(environment)}  # type: ignore[arg-type]
-    except TypeError:
+    if not is_dataclass(environment):
         return known
-    for name, value in members.items():
-        if isinstance(value, str | int | float | bool | None):
-            known[name] = value
-        elif name == "data":
-            known[name] = getattr(value, "source", None)
+    for field in fields(environment):
+        value = getattr(environment, field.name)
+        if field.name == "data":
+            known["data"] = getattr(value, "source", None)
             known["classes"] = getattr(environment, "classes", None)  # quarter turns make more of the same source
+        else:
+            known[field.name] = _described(value)
     return known
+
+
+def _described(value: object) -> object:
+    """A setting as JSON can hold it; of a tensor enough to tell it from another."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, Tensor):
+        return {"shape": list(value.shape), "crc32": zlib.crc32(value.detach().cpu().contiguous().numpy().tobytes())}
+    if isinstance(value, tuple | list):
+        return [_described(each) for each in value]
+    return describe_environment(value)
 
 
 def _difference(there: object, here: object, name: str = "") -> str | None:
