@@ -291,3 +291,11 @@ def test_heads_score_on_a_cuda_device_as_on_the_cpu(head):
     tasks = KINDS["4-way unbalanced"]
     there = head.fit(tasks.x.cuda(), tasks.y.cuda(), tasks.ways).scores(tasks.query.cuda())
     torch.testing.assert_close(there.cpu(), head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query))
+
+
+def test_newtons_method_says_when_its_steps_run_out(monkeypatch, caplog):
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(3, 10, 4, generator=generator), torch.arange(10).remainder(2).expand(3, -1)
+    monkeypatch.setattr("metabridge.learners.newton.STEPS", 1)
+    LogisticRegression(1e-3).fit(features, labels, outputs=2)
+    assert "stopped after 1 steps before every task was solved" in caplog.text

@@ -160,6 +160,7 @@ def evaluate(
 
     from metabridge.environments.datasets import load as load_images
     from metabridge.files import write_whole
+    from metabridge.learners.heads import SVM, NearestCentroid, Ridge  # whose scores only rank
     from metabridge.learners.method import named_head
     from metabridge.training import Views, load
     from metabridge.training.assess import assess
@@ -168,7 +169,7 @@ def evaluate(
         raise InputError("penalty is given without the head that it is of. Name it with --head.")
     ways = ways or _ways(runs[0])
     where, table = device_name(device), Table(title=f"{ways}-way tasks of the {split} split, {tasks} of each kind")
-    for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first"):
+    for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first, %"):
         table.add_column(heading, justify="left" if heading in ("run", "worst class") else "right")
     report: list[dict[str, object]] = []
     counts, views = _counts(shots), Views(copies, mirrored, turned, cropped)
@@ -186,7 +187,10 @@ def evaluate(
             gap = None if found is first[count] else found.score.minus(first[count].score)
             worst, lowest = found.worst
             told = [found.score.told().removesuffix(" %"), f"{worst} {100 * lowest:.1f} %"]
-            told += [f"{found.calibration_error:.3f}", "" if gap is None else gap.told()]
+            told.append(
+                "" if isinstance(run.method.test, SVM | Ridge | NearestCentroid) else f"{found.calibration_error:.3f}"
+            )
+            told.append("" if gap is None else gap.told().removesuffix(" %"))
             table.add_row(str(folder), str(count), *told)
             report.append(_reported(folder, count, found, gap))
     Console().print(table)

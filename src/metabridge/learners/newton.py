@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
+
+log = logging.getLogger("metabridge")
+STEPS = 100
 
 
 class Expansion(NamedTuple):
@@ -81,7 +85,7 @@ def minimise(loss: Loss, points: Tensor, penalty: Tensor, outputs: int) -> Tenso
     strength = points.square().sum(-2)[..., None]
     here = loss(scores)
     height = here.value
-    for _ in range(100):
+    for _ in range(STEPS):
         gradient = penalty * solution + points.mT @ here.slope
         diagonal = penalty + strength * here.weight.mean(-2, keepdim=True)
         rest = 1e-24 * height[:, None, None]
@@ -99,7 +103,8 @@ def minimise(loss: Loss, points: Tensor, penalty: Tensor, outputs: int) -> Tenso
             part = torch.where(higher[:, None, None], part / 2, part)
         solution, scores, here, height = trial, trial_scores, there, reached
         if (_dot(step, step) <= 1e-10 * _dot(solution, solution)).all():
-            break
+            return solution
+    log.warning("Newton's method stopped after %d steps before every task was solved.", STEPS)
     return solution
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
@@ -79,6 +81,7 @@ def targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
 def check(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
     """Raise a clear error if this method and network cannot train on the episodes."""
     _check_common(method, net, params, episodes)
+    _check_inputs(net, tuple(episodes.support_x.shape[2:]))
     if method.head not in ("task-rows", "all-rows"):
         return _check_targets(episodes, params["head.weight"].shape[0])
     rows = params.get("heads.weight")
@@ -123,6 +126,21 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
         raise InputError(
             f"The episodes are on {episodes.device}, but the parameters on {like.device}. Move one with .to(device)."
         )
+
+
+def _check_inputs(net: Network, shape: tuple[int, ...]) -> None:
+    """Refuse points of another shape than the network was made for, where it says so."""
+    recipe = net.recipe or {}
+    wanted = {
+        "mlp": {"inputs": math.prod(shape)},
+        "conv4": dict(zip(("channels", "size"), shape)),
+    }
+    for name, value in wanted.get(str(recipe.get("model")), {}).items():
+        if recipe[name] != value:
+            raise InputError(
+                f"points are of shape {shape}, but the network was made with {name}={recipe[name]}. "
+                f"Make it with {name}={value}."
+            )
 
 
 def _check_targets(episodes: Episodes, outputs: int) -> None:
