@@ -67,10 +67,18 @@ PAPER: dict[str, Plan] = {
         validate_every=500,
     ),
     "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=6000),
-    "maml-5": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=6000, shots=5, validate_shots=5),
-    "anil-1": replace(_CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=15_000),
+    "maml-5": replace(  # a support of five shots makes every inner step five times as long
+        _CONV,
+        method_options={"steps": 3, "lr": 0.05},
+        iterations=5000,
+        batch=8,
+        queries=8,
+        shots=5,
+        validate_shots=5,
+    ),
+    "anil-1": replace(_CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=8000),
     "anil-5": replace(
-        _CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=15_000, shots=5, validate_shots=5
+        _CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=8000, shots=5, validate_shots=5
     ),
 }
 
