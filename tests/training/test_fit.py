@@ -146,9 +146,7 @@ def test_without_a_terminal_every_validation_is_told_on_a_line(capsys):
 
 
 def test_points_of_another_shape_than_the_networks_are_refused_with_the_way_out(tasks):
-    with pytest.raises(
-        InputError, match=r"of shape \(1,\), but the network was made with inputs=2."
-    ):
+    with pytest.raises(InputError, match=r"of shape \(1,\), but the network was made with inputs=2."):
         fit(mlp(2, 1), method("maml"), Sinusoid(), progress=False)
     with pytest.raises(InputError, match=r"of shape \(1, 28, 28\), but the network was made with channels=3."):
         fit(conv4(3, 28), method("anil"), tasks["train"], progress=False)
