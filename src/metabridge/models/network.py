@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError
+from metabridge.models.folding import Folding
 from metabridge.models.norm import Statistics, replace_batch_norm
 
 Params = dict[str, Tensor]
@@ -78,7 +79,8 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     if low:
         x = x.to(dtype)
         body = _lowered(body, dtype)
-    return functional_call(net.features, body, (x,)).to(given)  # type: ignore[no-any-return]
+    with Folding() if transforming() else contextlib.nullcontext():
+        return functional_call(net.features, body, (x,)).to(given)  # type: ignore[no-any-return]
 
 
 def _lowered(params: Params, dtype: torch.dtype | None) -> Params:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError
+from metabridge.models.folding import fold, unfold
 
 Statistics = Literal["batch", "running"]
 
@@ -90,7 +91,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        x, weight, bias = (_channels(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 0, 0)))
+        x, weight, bias = (fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 0, 0)))
         return _tasks(info, _Normalise.apply(x, weight, bias, inputs[3]))
 
 
@@ -135,21 +136,14 @@ class _NormaliseBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        folded = [_channels(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 1, 0, 0, 0))]
+        folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 1, 0, 0, 0))]
         return _tasks(info, _NormaliseBackward.apply(*folded, inputs[5]))
-
-
-def _channels(info: Any, dim: int | None, value: Tensor, axis: int) -> Tensor:
-    """Fold the task axis into the channel axis, so that every task's channel is a channel of its own."""
-    if dim is None:
-        value, dim = value.expand(info.batch_size, *value.shape), 0
-    return value.movedim(dim, axis).flatten(axis, axis + 1)
 
 
 def _tasks(info: Any, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Unfold the channel axis of (maps, channels, channels)."""
     axes = (1, 0, 0)
-    return tuple(value.unflatten(axis, (info.batch_size, -1)) for value, axis in zip(outputs, axes)), axes
+    return tuple(unfold(info, value, axis) for value, axis in zip(outputs, axes)), axes
 
 
 def _by_channel(value: Tensor, x: Tensor) -> Tensor:
