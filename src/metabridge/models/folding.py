@@ -42,7 +42,7 @@ def fold(info: Any, dim: int | None, value: Tensor, axis: int) -> Tensor:
 
 def unfold(info: Any, value: Tensor, axis: int) -> Tensor:
     """Give tasks an axis of their own again."""
-    return value.unflatten(axis, (info.batch_size, -1))
+    return value.unflatten(axis, (info.batch_size, -1))  # type: ignore[no-any-return]
 
 
 def _convolved(
