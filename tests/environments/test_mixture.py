@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,17 @@ def test_tasks_of_a_mixture_are_the_environments_own(glyphs, alike):
     torch.multinomial(torch.ones(2), 5, replacement=True, generator=generator)
     expected = alike[1].sample(5, generator)
     assert torch.equal(mixture.sample(5, seeded()).support_x, expected.support_x)
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+def test_tasks_out_of_the_same_images_are_those_drawn_out_of_copies_of_them(glyphs, shots):
+    copied = replace(glyphs, images=glyphs.images.clone())  # cannot be looked up together with the others
+    first = glyphs.tasks("train", shots=shots, superclass="different")
+    together, apart = (Mixture((first, own.tasks("train", shots=shots)), (0.5, 0.5)) for own in (glyphs, copied))
+    for seed in range(3):
+        here, there = (mixture.sample(7, seeded(seed)).tensors() for mixture in (together, apart))
+        assert len(here) == len(there) == 5
+        assert all(torch.equal(one, other) for one, other in zip(here, there))
 
 
 def test_classes_are_dropped_where_the_environments_count_different_ones(alike):

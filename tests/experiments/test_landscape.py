@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
+from threading import Event, get_ident
 from types import ModuleType
 
 import pytest
@@ -12,10 +14,11 @@ import torch
 from metabridge.environments import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments import EXPERIMENTS, Result, Work, experiment, landscape, landscape_table1, landscape_table2
-from metabridge.experiments.landscape import KINDS, Accuracy, Outcome, Record, rows
+from metabridge.experiments.landscape import KINDS, Accuracy, Asked, Outcome, Record, Training, rows, trained
 from metabridge.experiments.landscape_table1 import ALIKE, alphabets, divided, hardest
 from metabridge.experiments.landscape_table2 import held_out
 from metabridge.experiments.result import Environment
+from metabridge.training.checkpoint import RunFolder
 
 TABLES = (landscape_table1, landscape_table2)
 
@@ -84,6 +87,83 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_numbers(done, tmp_path):
     assert len(found.result.rows) == len(KINDS)
     for name, record in found.records.items():
         assert record.scores == outcome.records[name].scores
+
+
+@pytest.fixture
+def two_at_once(monkeypatch) -> Iterator[None]:
+    """Let a CPU train two nets side by side, with one compute thread each, so that all sums have one order."""
+    monkeypatch.setitem(landscape.AT_ONCE, "cpu", 2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pair(glyphs, iterations: int) -> list[Asked]:
+    """Two trainings of tiny nets, of other methods and seeds."""
+    tasks = glyphs.tasks("train", queries=2)
+    methods = enumerate(("maml", "nal"))
+    hows = [Training(name, 1e-2, iterations, tasks=2, judged=3, filters=4, seed=seed) for seed, name in methods]
+    return [Asked(how.method, how, tasks, {"test": glyphs.tasks("test", queries=2)}, {}) for how in hows]
+
+
+def weights(work: Work) -> dict[str, torch.Tensor]:
+    """The weights of all runs in a folder, by the name of the run and their own."""
+    read = {folder.name: RunFolder(folder).read("weights") for folder in (work.out / "runs").iterdir()}
+    return {f"{run}/{name}": value for run, (tensors, _) in read.items() for name, value in tensors.items()}
+
+
+def test_trainings_side_by_side_end_as_they_do_one_after_the_other(glyphs, two_at_once, monkeypatch, tmp_path, capsys):
+    fit, threads = landscape.fit, set()
+
+    def noted(*args, **options):
+        threads.add(get_ident())
+        return fit(*args, **options)
+
+    monkeypatch.setattr(landscape, "fit", noted)
+    asked = pair(glyphs, iterations=6)
+    beside = Work("quick", out=tmp_path / "beside")
+    assert trained(replace(beside, minutes=0.0), "table", glyphs, asked) == [None, None]
+    found = trained(beside, "table", glyphs, asked)
+    assert len(threads) >= 2
+    assert get_ident() not in threads
+    said = capsys.readouterr().out
+    assert "2 trainings, 2 of them side by side" in said
+    assert "maml, seed 0: stopped" in said
+    assert all(f"{each.label}: finished" in said for each in asked)
+
+    monkeypatch.delitem(landscape.AT_ONCE, "cpu")
+    threads.clear()
+    apart = Work("quick", out=tmp_path / "apart", progress=False)
+    alone = trained(apart, "table", glyphs, asked)
+    assert threads == {get_ident()}
+    assert [(one.name, one.plan, one.scores) for one in found] == [(one.name, one.plan, one.scores) for one in alone]
+    assert trained(beside, "table", glyphs, asked) == found
+    here, there = weights(beside), weights(apart)
+    assert here.keys() == there.keys()
+    assert all(torch.equal(value, there[name]) for name, value in here.items())
+
+
+def test_where_one_of_several_trainings_fails_its_error_is_raised_and_the_others_are_saved(
+    glyphs, two_at_once, monkeypatch, tmp_path
+):
+    fit, begun = landscape.fit, Event()
+
+    def failing(net, method, environment, **options):
+        if options["seed"] == 1:
+            begun.wait(30)
+            raise InputError("this one fails.")
+        begun.set()
+        return fit(net, method, environment, **options)
+
+    monkeypatch.setattr(landscape, "fit", failing)
+    started = time.perf_counter()
+    with pytest.raises(InputError, match="this one fails"):
+        trained(Work("quick", out=tmp_path, minutes=0.5, progress=False), "table", glyphs, pair(glyphs, 100_000))
+    assert time.perf_counter() - started < 20  # the other has half a minute
+    [folder] = (tmp_path / "runs").iterdir()
+    assert RunFolder(folder).read("state") is not None
+    assert not (tmp_path / "records").exists()
 
 
 def test_only_the_trainings_named_are_done_and_the_others_rows_are_missing(done, tmp_path):
@@ -194,9 +274,11 @@ def asked(monkeypatch):
     """The trainings of the paper scale: how each is trained, on which tasks, judged on which; none is done."""
     calls = {}
 
-    def note(work, table, part, how, images, tasks, kinds, about):
-        calls.setdefault(part, (how, tasks, kinds))
-        return record({name: Accuracy(0.5, 0.01, 2) for name in kinds}) if part == "ranking" else None
+    def note(work, table, images, asked):
+        for each in asked:
+            calls.setdefault(each.part, (each.how, each.tasks, each.kinds))
+        scores = [{name: Accuracy(0.5, 0.01, 2) for name in each.kinds} for each in asked]
+        return [record(own) if each.part == "ranking" else None for each, own in zip(asked, scores)]
 
     monkeypatch.setattr(landscape_table1, "trained", note)
     monkeypatch.setattr(landscape_table2, "trained", note)

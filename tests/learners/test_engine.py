@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from copy import deepcopy
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -11,6 +13,7 @@ from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_
 from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
 from metabridge.learners.engine import CAPTURES
 from metabridge.models import mlp
+from metabridge.threads import own_stream, side_by_side
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -143,6 +146,24 @@ def test_parameters_that_move_and_too_many_shapes_free_the_captures_before():
     moved = {n: v.detach().clone() for n, v in params.items()}
     engine(moved, clusters((4,)).to("cuda"))
     assert len(engine._captures) == 1
+
+
+@cuda
+def test_steps_recorded_and_replayed_in_threads_side_by_side_give_the_gradients_of_each():
+    chosen, cases = METHODS["maml"], [(smooth_mlp(), clusters((4,), seed=seed)) for seed in range(6)]
+
+    def gradients(net, episodes, stop):
+        with own_stream(torch.device("cuda")):
+            net, episodes = deepcopy(net).cuda(), episodes.to("cuda")
+            engine, params = Engine(chosen, net, mode="captured"), parameters(chosen, net)
+            found = [flattened(engine(params, episodes).gradients) for _ in range(30)]
+            assert len(engine._captures) == 1
+            return torch.stack(found).cpu()
+
+    found = side_by_side([partial(gradients, *case) for case in cases], at_once=4)
+    for (net, episodes), own in zip(cases, found):
+        expected = Engine(chosen, net, mode="loop")(parameters(chosen, net), episodes)
+        assert relative(own, flattened(expected.gradients).expand_as(own)) < 1e-9
 
 
 @cuda

@@ -64,7 +64,8 @@ def reproduce(
     ] = None,
     only: Annotated[str, typer.Option(metavar="NAME,...", help="Do these parts alone, such as methods.")] = "",
     minutes: Annotated[
-        float | None, typer.Option(help="Stop each training after so long; the same command goes on.")
+        float | None,
+        typer.Option(help="Stop a training, or all side by side, after so long; the same command goes on."),
     ] = None,
 ) -> None:
     """Run one experiment and set its numbers beside the published ones.

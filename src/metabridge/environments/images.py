@@ -207,8 +207,7 @@ class ImageTasks:
         if self.superclass == "any":
             return _draw(torch.ones(tasks, self.classes, dtype=torch.bool), self.ways, generator)
         if self.superclass == "same":
-            large = (members.sum(dim=1) >= self.ways).nonzero().squeeze(1)
-            chosen = large[torch.randint(len(large), (tasks,), generator=generator)]
+            chosen = self._large[torch.randint(len(self._large), (tasks,), generator=generator)]
             return _draw(members[chosen], self.ways, generator)
         chosen = _draw(torch.ones(tasks, len(members), dtype=torch.bool), self.ways, generator)
         return _draw(members[chosen], 1, generator).squeeze(-1)
@@ -239,6 +238,11 @@ class ImageTasks:
         own = self.data.superclasses[self.data.splits[self.split]]
         members = own == torch.arange(len(self.data.superclass_names))[:, None]
         return members[members.any(dim=1)]
+
+    @cached_property
+    def _large(self) -> Tensor:
+        """The superclasses (rows of `_members`) with enough classes for a task."""
+        return (self._members.sum(dim=1) >= self.ways).nonzero().squeeze(1)
 
     def _check_superclasses(self) -> None:
         sizes = self._members.sum(dim=1)
@@ -274,12 +278,14 @@ class Drawn(NamedTuple):
     query: Tensor  # (tasks, ways, queries)
 
     def episodes(self, look_up: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the tasks with what `look_up` finds at the images' indices, (tasks, points, ...)."""
-        sets = [look_up(rows.flatten(1)) for rows in (self.support, self.query)]
-        device = sets[0].device
-        ways = torch.arange(self.classes.shape[1], device=device)
-        labels = [ways.repeat_interleave(rows.shape[-1]).repeat(len(rows), 1) for rows in (self.support, self.query)]
-        return Episodes(sets[0], labels[0], sets[1], labels[1], send(self.classes, device))
+        """Return the tasks with what `look_up` finds at the images' indices, (points,) -> (points, ...)."""
+        tasks, ways = self.classes.shape
+        sets = (self.support, self.query)
+        found = look_up(torch.cat([rows.flatten() for rows in sets]))  # one copy to a GPU instead of two
+        support_x, query_x = (each.unflatten(0, (tasks, -1)) for each in found.split([rows.numel() for rows in sets]))
+        own = torch.arange(ways, device=found.device)
+        support_y, query_y = (own.repeat_interleave(rows.shape[-1]).expand(tasks, -1).clone() for rows in sets)
+        return Episodes(support_x, support_y, query_x, query_y, send(self.classes, found.device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from metabridge.environments.environment import Environment, require_positive
+from metabridge.environments.images import Drawn, ImageTasks
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 
@@ -69,6 +70,10 @@ class Mixture:
             return self._kept(self.environments[kind].sample(tasks, generator))
         kinds = torch.multinomial(weights, tasks, replacement=True, generator=generator)
         counts = kinds.bincount(minlength=len(weights)).tolist()
+        if alike := self._of_the_same_images:
+            drawn = [environment.draw(count, generator) for environment, count in zip(alike, counts) if count]
+            joined = Drawn(*(torch.cat(parts) for parts in zip(*drawn)))
+            return self._kept(joined.episodes(alike[0].data.look_up))  # all at once: launches take longer than work
         return _joined(
             [
                 self._kept(environment.sample(count, generator))
@@ -83,6 +88,13 @@ class Mixture:
         generator = torch.Generator().manual_seed(0)
         examples = [self._kept(environment.sample(1, generator)) for environment in self.environments]
         return len({tuple((each.shape, each.dtype) for each in example.tensors()) for example in examples}) == 1
+
+    @cached_property
+    def _of_the_same_images(self) -> tuple[ImageTasks, ...]:
+        """All of the environments, if they are tasks out of the same images; otherwise none."""
+        own = tuple(environment for environment in self.environments if isinstance(environment, ImageTasks))
+        images = {id(environment.data.images) for environment in own}
+        return own if len(own) == len(self.environments) and len(images) == 1 else ()
 
     def _kept(self, episodes: Episodes) -> Episodes:
         return episodes if self.classes is not None else replace(episodes, classes=None)

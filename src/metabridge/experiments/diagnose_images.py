@@ -25,7 +25,7 @@ from metabridge.environments.datasets import load
 from metabridge.environments.images import ImageTasks
 from metabridge.environments.mixture import Mixture
 from metabridge.episodes import Episodes
-from metabridge.experiments.landscape import Record, Training, trained
+from metabridge.experiments.landscape import Asked, Record, Training, trained
 from metabridge.experiments.landscape_table1 import ALIKE, TARGETS, WAYS, alphabets
 from metabridge.experiments.method_orders import Order, draw_orders, predicted_orders
 from metabridge.experiments.result import Result, Row, Work, environment
@@ -157,7 +157,7 @@ def _parts(images: LabelledImages, hard: Sequence[str], easy: Sequence[str]) -> 
 
 def _records(work: Work, scale: Scale, case: Case, images: LabelledImages) -> dict[tuple[str, str], Record]:
     """Train on every second alphabet of each setting, judge on the others, and return what is finished."""
-    found = {}
+    asked = {}
     for setting in SETTINGS:
         train, test = (_parts(images, case.hard[setting][turn::2], case.easy[turn::2]) for turn in (0, 1))
         about = {"hard": case.hard[setting], "easy": case.easy, "ways": WAYS, "shots": 1, "queries": TARGETS}
@@ -165,10 +165,9 @@ def _records(work: Work, scale: Scale, case: Case, images: LabelledImages) -> di
             how = replace(scale.training, method=learner, seed=case.seed)
             kinds = {"hard test": test[0], "easy test": test[1]}
             tasks = Mixture(train, (0.5, 0.5))
-            record = trained(work, ID, f"{setting}-{learner}", how, images, tasks, kinds, about)
-            if record is not None:
-                found[setting, learner] = record
-    return found
+            asked[setting, learner] = Asked(f"{setting}-{learner}", how, tasks, kinds, about)
+    found = trained(work, ID, images, list(asked.values()))
+    return {key: record for key, record in zip(asked, found) if record is not None}
 
 
 def _gains(case: Case, records: Mapping[tuple[str, str], Record]) -> dict[Place, Ends]:

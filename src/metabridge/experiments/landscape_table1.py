@@ -20,6 +20,7 @@ from metabridge.errors import InputError
 from metabridge.experiments.landscape import (
     KINDS,
     Accuracy,
+    Asked,
     Outcome,
     Record,
     Training,
@@ -70,8 +71,10 @@ def run(work: Work) -> Outcome:
         return Outcome(Result.of(work, ID, (), {}), {})
     made, records = _ranking_rows(ranking), {ranking.name: ranking}
     seeds = [replace(scale.training, seed=work.seed + turn) for turn in range(scale.seeds)]
+    asked = [_asked(name, how, images, ranking) for name in PUBLISHED for how in seeds]
+    measured = trained(work, ID, images, asked)
     for name, published in PUBLISHED.items():
-        found = [record for how in seeds if (record := _train(work, name, how, images, ranking)) is not None]
+        found = [record for each, record in zip(asked, measured) if each.part == name and record is not None]
         records |= {record.name: record for record in found}
         setting, _, learner = name.partition("-")
         made += rows(f"{setting} r_H, {learner.upper()}", found, published, "omniglot")
@@ -87,7 +90,8 @@ def _rank(work: Work, scale: Scale, images: LabelledImages) -> Record | None:
     how = replace(scale.training, seed=work.seed, judged=scale.ranking_tasks)
     tasks = everything.tasks("all", ways=WAYS, queries=TARGETS, superclass="same")
     kinds = {name: apart.tasks(name, ways=WAYS, queries=TARGETS) for name in ranked}
-    return trained(work, ID, "ranking", how, images, tasks, kinds, {"ways": WAYS, "shots": 1, "queries": TARGETS})
+    about = {"ways": WAYS, "shots": 1, "queries": TARGETS}
+    return trained(work, ID, images, [Asked("ranking", how, tasks, kinds, about)])[0]
 
 
 def alphabets(images: LabelledImages) -> dict[str, torch.Tensor]:
@@ -121,7 +125,8 @@ def divided(names: list[str], ranking: Record, setting: str, seed: int) -> dict[
     return own | {kind: [name for name in own[kind] if name not in hard] for kind in ("easy train", "easy test")}
 
 
-def _train(work: Work, name: str, how: Training, images: LabelledImages, ranking: Record) -> Record | None:
+def _asked(name: str, how: Training, images: LabelledImages, ranking: Record) -> Asked:
+    """Return the training of a setting and a method, on easy and hard tasks alike."""
     setting, _, learner = name.partition("-")
     shots = 10 if learner == "nal-10" else 1
     if learner != "maml":
@@ -135,7 +140,7 @@ def _train(work: Work, name: str, how: Training, images: LabelledImages, ranking
         for kind in KINDS
     }
     tasks = Mixture((kinds["easy train"], kinds["hard train"]), (0.5, 0.5))
-    return trained(work, ID, name, how, images, tasks, kinds, {**form, "alphabets": parts})
+    return Asked(name, how, tasks, kinds, {**form, "alphabets": parts})
 
 
 def _ranking_rows(ranking: Record) -> list[Row]:

@@ -15,7 +15,7 @@ from metabridge.environments.datasets import cifar, load
 from metabridge.environments.images import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
-from metabridge.experiments.landscape import Outcome, Record, Training, rows, trained
+from metabridge.experiments.landscape import Asked, Outcome, Record, Training, rows, trained
 from metabridge.experiments.result import Result, Row, Work
 
 ID = "landscape-table2"
@@ -69,16 +69,19 @@ def run(work: Work) -> Outcome:
     images = _images(work, scale)
     made: list[Row] = []
     records: dict[str, Record] = {}
+    seeds = range(work.seed, work.seed + scale.seeds)
+    asked = [_asked(scale, name, seed, images) for name in PUBLISHED for seed in seeds]
+    measured = trained(work, ID, images, asked)
     for name, published in PUBLISHED.items():
-        seeds = range(work.seed, work.seed + scale.seeds)
-        found = [record for seed in seeds if (record := _train(work, scale, name, seed, images)) is not None]
+        found = [record for each, record in zip(asked, measured) if each.part == name and record is not None]
         records |= {record.name: record for record in found}
         share, _, learner = name.removeprefix("p").partition("-")
         made += rows(f"p = {share}, {learner.upper()}", found, published, "fs-cifar100")
     return Outcome(Result.of(work, ID, tuple(made), records), records)
 
 
-def _train(work: Work, scale: Scale, name: str, seed: int, images: LabelledImages) -> Record | None:
+def _asked(scale: Scale, name: str, seed: int, images: LabelledImages) -> Asked:
+    """Return the training of a method with a share of hard tasks."""
     share, _, learner = name.removeprefix("p").partition("-")
     how, forms = replace(scale.training, seed=seed), {"easy": scale.easy, "hard": scale.hard}
     shots = {kind: own for kind, (_, own) in forms.items()}
@@ -96,7 +99,7 @@ def _train(work: Work, scale: Scale, name: str, seed: int, images: LabelledImage
         for kind, (_, own) in forms.items()
     }
     about = {"hard_share": float(share), **forms, "training_shots": shots, "queries": scale.targets}
-    return trained(work, ID, name, how, images, tasks, kinds, about)
+    return Asked(name, how, tasks, kinds, about)
 
 
 def _images(work: Work, scale: Scale) -> LabelledImages:

@@ -34,7 +34,16 @@ _RESNET = Plan(
     validate_shots=5,
 )
 # Many tasks in a step cost a GPU little more than few.
-_CONV = Plan("maml", batch=16, queries=10, lr=2e-3, schedule=Cosine(), augment=False, validate_tasks=300)
+_CONV = Plan(
+    "maml",
+    batch=16,
+    queries=10,
+    lr=2e-3,
+    schedule=Cosine(),
+    augment=False,
+    precision="bfloat16",
+    validate_tasks=300,
+)
 
 # Chosen on validation tasks. Where the source's schedule waits for a plateau, ours has a length that fits the time.
 _RFS = replace(

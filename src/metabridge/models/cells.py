@@ -7,8 +7,9 @@ supernet's weights, and what it computes under the mask of an architecture is wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Literal, cast
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from metabridge.errors import InputError, check_positive
 from metabridge.models.drop import DropPath
 from metabridge.models.network import Network, recorded, seeded
 from metabridge.models.norm import BatchNorm, Statistics, group_count
+from metabridge.models.resnet12 import _fusible
 from metabridge.search.space import EDGES, NODES, OPERATORS, Alive, Architecture, Edges, edges_of
 
 Norm = Literal["batch", "group"]
@@ -112,6 +114,7 @@ class Cells(nn.Module):
     ) -> None:
         super().__init__()
         self.made = self.alive = alive
+        self.kind, self.channels = kind, channels
         norm = _norm(kind, statistics)
         width = NODES * channels
         self.stem = nn.Sequential(_convolution(image_channels, width, 3), norm(width))
@@ -127,11 +130,31 @@ class Cells(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images to features (points, dimension)."""
+        if self.training and self.kind == "batch" and _fusible(x, self.channels):
+            return self._fused(x)
         before = last = self.stem(x)
-        for cell in self.cells:
-            alive = self.alive.reduction if cast(_Cell, cell).reduction else self.alive.normal
+        for cell, alive in self._alive():
             before, last = last, cell(before, last, alive)
         return self.end(last).mean((-2, -1))  # type: ignore[no-any-return]
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """The same in few passes over memory: what a cell takes is rectified once, with what it is made from."""
+        from metabridge.models.fused import joined, rectified
+
+        convolution, norm = self.stem
+        before = last = rectified(convolution(x), norm.weight, norm.bias, norm.eps, 0.0)
+        nodes: list[Tensor] = []
+        for cell, alive in self._alive():
+            if nodes:
+                before, last = last, joined(*nodes)
+            nodes = cell.fused(before, last, alive)
+        return torch.cat([node.mean((-2, -1)) for node in nodes], 1)
+
+    def _alive(self) -> Iterator[tuple[_Cell, Edges]]:
+        """The cells, each with what takes part in it."""
+        for cell in self.cells:
+            cell = cast(_Cell, cell)
+            yield cell, self.alive.reduction if cell.reduction else self.alive.normal
 
 
 class _Cell(nn.Module):
@@ -161,14 +184,33 @@ class _Cell(nn.Module):
     def forward(self, before: Tensor, last: Tensor, alive: Edges) -> Tensor:
         states = [self.before(before), self.last(last)]
         for node in range(NODES):
-            arriving = [
-                self._sent(operator, states[EDGES[edge][1]])
-                for edge in edges_of(node)
-                for name, operator in cast(nn.ModuleDict, self.edges[edge]).items()
-                if name in alive[edge]
-            ]
+            arriving = [self._sent(operator, states[source]) for operator, source in self._edges(node, alive)]
             states.append(functools.reduce(torch.add, arriving))
         return torch.cat(states[2:], 1)
+
+    def fused(self, before: Tensor, last: Tensor, alive: Edges) -> list[Tensor]:
+        """The nodes on what the two cells before gave, rectified, in few passes over memory."""
+        entries = [
+            entry if isinstance(entry, _Halving) else cast(nn.Sequential, entry)[1:] for entry in (self.before, self.last)
+        ]
+        states = [_added(None, entry, x) for entry, x in zip(entries, (before, last))]
+        for node in range(NODES):
+            arriving = list(self._edges(node, alive))
+            skips = [states[source] for operator, source in arriving if isinstance(operator, nn.Identity)]
+            total = functools.reduce(torch.add, skips) if skips else None
+            for operator, source in arriving:
+                if not isinstance(operator, nn.Identity):
+                    factor = self.drop.factor(last) if isinstance(self.drop, DropPath) else None
+                    total = _added(total, operator, states[source], factor)
+            states.append(cast(Tensor, total))
+        return states[2:]
+
+    def _edges(self, node: int, alive: Edges) -> Iterator[tuple[nn.Module, int]]:
+        """The operators that send to a node, each with the source it sends from."""
+        for edge in edges_of(node):
+            for name, operator in cast(nn.ModuleDict, self.edges[edge]).items():
+                if name in alive[edge]:
+                    yield operator, EDGES[edge][1]
 
     def _sent(self, operator: nn.Module, x: Tensor) -> Tensor:
         """What arrives through an operator; a plain skip is never dropped."""
@@ -188,6 +230,10 @@ class _Halving(nn.Module):
         x = F.relu(x)
         shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # the last row and column matter where a side is odd
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
+
+    def both(self) -> Tensor:
+        """The weights as one 1×1 convolution of even pixels with the odd ones beside them."""
+        return torch.block_diag(self.even.weight.flatten(1), self.odd.weight.flatten(1))[..., None, None]
 
 
 def _pool(kind: type[nn.MaxPool2d | nn.AvgPool2d], channels: int, stride: int, norm: MakeNorm) -> nn.Module:
@@ -216,6 +262,31 @@ def _twice_separable(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
 
 def _pointwise(inputs: int, outputs: int, norm: MakeNorm) -> nn.Module:
     return nn.Sequential(nn.ReLU(), _convolution(inputs, outputs, 1), norm(outputs))
+
+
+def _added(total: Tensor | None, operator: nn.Module, x: Tensor, factor: Tensor | None = None) -> Tensor:
+    """The `total` so far plus what an operator makes of x, times each point's `factor`, in few passes over memory."""
+    from metabridge.models import fused
+
+    if isinstance(operator, _Halving):
+        x, norm = F.conv2d(fused.halved(x), operator.both()), operator.norm
+    else:
+        layers: list[Any] = list(cast(nn.Sequential, operator))
+        norm = layers[-1]
+        for layer, after in itertools.pairwise(layers):
+            if isinstance(layer, nn.ReLU) and isinstance(after, nn.Conv2d) and after.groups > 1:
+                continue  # the kernel rectifies too
+            if isinstance(layer, BatchNorm):
+                x = fused.rectified(x, layer.weight, layer.bias, layer.eps, 0.0)
+            elif isinstance(layer, nn.MaxPool2d):
+                x = fused.max_pooled(x, layer.stride)
+            elif isinstance(layer, nn.AvgPool2d):
+                x = fused.mean_pooled(x, layer.stride)
+            elif isinstance(layer, nn.Conv2d) and layer.groups > 1:
+                x = fused.depthwise(x, layer.weight, layer.stride[0], layer.dilation[0])
+            else:
+                x = layer(x)
+    return fused.added(total, x, norm.weight, norm.bias, norm.eps, factor)
 
 
 # Conv3×3 too is separable, once where SepConv3×3 is twice: so it is in the public code of MetaNAS, whose space

@@ -33,7 +33,9 @@ class DropPath(Drop):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop among maps of shape (points, channels, height, width)."""
-        if not self.training:
-            return x
+        return x * self.factor(x).to(x.dtype) if self.training else x
+
+    def factor(self, x: Tensor) -> Tensor:
+        """Draw what to multiply each point's maps by in training, as (points, 1, 1, 1) in float32."""
         kept = torch.rand_like(x[:, :1, :1, :1], dtype=torch.float32) >= self.rate
-        return x * (kept / (1 - self.rate)).to(x.dtype)
+        return kept / (1 - self.rate)

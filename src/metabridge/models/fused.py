@@ -1,9 +1,10 @@
-"""A residual block's batch norms, rectifiers and pooling as few passes over memory, in Triton.
+"""What stands between the convolutions of a ResNet-12 or a cell, as few passes over memory, in Triton.
 
 On a GPU in bfloat16 a ResNet-12 spends half of its time between the convolutions, reading and writing
-maps. Here LeakyReLU(BatchNorm(x)) is one pass for the statistics and one to apply them, forward and
-backward alike, and the end of a block writes the pooled map alone. Maps are channels-last, seen as a
-matrix (points × height × width, channels), stored as they come and computed in float32.
+maps, and a stack of cells nearly all of it. Here LeakyReLU(BatchNorm(x)) is one pass for the statistics and
+one to apply them, forward and backward alike, the end of a block writes the pooled map alone, and an operator
+of a cell adds what it sends to what the node has received. Maps are channels-last, seen as a matrix
+(points × height × width, channels), stored as they come and computed in float32.
 
 Statistics are merged by the rule of Chan et al. (1979), which loses no digits where |mean| ≫ deviation.
 A second derivative is taken through PyTorch's own operations.
@@ -11,6 +12,7 @@ A second derivative is taken through PyTorch's own operations.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +34,15 @@ TAPS = 32  # a stem's inputs by output pixel, 9 for each channel, filled up to a
 
 def rectified(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
     """LeakyReLU(BatchNorm(x)) with the statistics of the batch."""
-    return _Rectified.apply(_channels_last(x), weight, bias, eps, slope)  # type: ignore[no-any-return]
+    return _Rectified.apply(_channels_last(x), weight, bias, None, None, eps, slope)  # type: ignore[no-any-return]
+
+
+def added(
+    total: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float, factor: Tensor | None = None
+) -> Tensor:
+    """The `total` so far, of nothing at first, plus BatchNorm(x) times a `factor` (points) that has no gradient."""
+    total = None if total is None else _channels_last(total)
+    return _Rectified.apply(_channels_last(x), weight, bias, total, factor, eps, 1.0)  # type: ignore[no-any-return]
 
 
 def merged(
@@ -53,6 +63,31 @@ def branches(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]
     return F.conv2d(x, main, padding=1), F.linear(x.movedim(1, -1), shortcut.flatten(1)).movedim(-1, 1)
 
 
+def depthwise(x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
+    """The 3×3 convolution of each channel of ReLU(x) by itself, padded so that it keeps or halves the sides."""
+    return _Depthwise.apply(_channels_last(x), weight, stride, dilation)  # type: ignore[no-any-return]
+
+
+def max_pooled(x: Tensor, stride: int) -> Tensor:
+    """The largest value in every 3×3 window."""
+    return _MaxPooled.apply(_channels_last(x), stride)  # type: ignore[no-any-return]
+
+
+def mean_pooled(x: Tensor, stride: int) -> Tensor:
+    """The mean of every 3×3 window, of the pixels that it holds."""
+    return _MeanPooled.apply(_channels_last(x), stride)  # type: ignore[no-any-return]
+
+
+def halved(x: Tensor) -> Tensor:
+    """ReLU(x) at pixels (2i, 2j), and as further channels at (2i + 1, 2j + 1), with zeros beyond the edge."""
+    return _Halved.apply(_channels_last(x))  # type: ignore[no-any-return]
+
+
+def joined(*maps: Tensor) -> Tensor:
+    """ReLU of maps side by side, as channels of one."""
+    return _Joined.apply(*map(_channels_last, maps))  # type: ignore[no-any-return]
+
+
 def kept(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """0 on the squares of `size` × `size` whose upper left corner has `noise` below `chance`, and 1 elsewhere."""
     n, c, down, across = noise.shape
@@ -67,30 +102,46 @@ def kept(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype) -> Tensor
 
 class _Rectified(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        total: Tensor | None,
+        factor: Tensor | None,
+        eps: float,
+        slope: float,
+    ) -> Tensor:
         norm, y = _statistics(x, weight, bias, eps), torch.empty_like(x)
         rows, c = _shape(x)
         tile = _tile(c)
-        kernels.rectify[_tiles(rows, c, tile)](x, norm, y, rows, c, slope, **tile)
-        ctx.save_for_backward(x, weight, bias, norm)
+        kernels.rectify[_tiles(rows, c, tile)](x, norm, factor, total, y, rows, rows // len(x), c, slope, **tile)
+        ctx.save_for_backward(x, weight, bias, norm, factor)
         ctx.settings = eps, slope
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, norm = ctx.saved_tensors
+        x, weight, bias, norm, factor = ctx.saved_tensors
         _, slope = ctx.settings
+        towards_total = g if ctx.needs_input_grad[3] else None
         if torch.is_grad_enabled():
-            inputs = x, weight, bias
-            return *_differentiable((_plain_rectified(*inputs, *ctx.settings),), inputs, (g,)), None, None
+            inputs, scaled = (x, weight, bias), g if factor is None else g * factor.view(-1, 1, 1, 1).to(g.dtype)
+            slopes = _differentiable((_plain_rectified(*inputs, *ctx.settings),), inputs, (scaled,))
+            return *slopes, towards_total, None, None, None
         g = _channels_last(g)
         rows, c = _shape(x)
         tile, chunk, parts = _tile(c), *_chunks(rows, c)
         partial = x.new_empty(2, parts, c, dtype=torch.float32)
-        kernels.rectify_sums[c // tile["BC"], parts](g, x, norm, partial, rows, chunk, c, slope, **tile, STAGES=STAGES)
-        (total, (gb, gw)), gx = _added(partial, weight.dtype), torch.empty_like(x)
-        kernels.rectify_back[_tiles(rows, c, tile)](g, x, norm, total, gx, rows, c, slope, 1 / rows, **tile)
-        return gx, gw, gb, None, None
+        pixels = rows // len(x)
+        kernels.rectify_sums[c // tile["BC"], parts](
+            g, x, norm, factor, partial, rows, pixels, chunk, c, slope, **tile, STAGES=STAGES
+        )
+        (sums, (gb, gw)), gx = _added(partial, weight.dtype), torch.empty_like(x)
+        kernels.rectify_back[_tiles(rows, c, tile)](
+            g, x, norm, factor, sums, gx, rows, pixels, c, slope, 1 / rows, **tile
+        )
+        return gx, gw, gb, towards_total, None, None, None
 
 
 class _Merged(torch.autograd.Function):
@@ -201,6 +252,125 @@ class _Stem(torch.autograd.Function):
         return None, taps, total[1, :, 4 * c : 5 * c].reshape(shortcut.shape)
 
 
+class _Depthwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings = stride, dilation
+        y = _windows(x, stride)
+        tile = _tile(x.shape[1])
+        kernels.depthwise[_tiles(*_shape(y), tile)](
+            x, _by_place(weight), y, *_sides(y, x, y), STRIDE=stride, DILATION=dilation, **tile
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        stride, dilation = ctx.settings
+        if torch.is_grad_enabled():
+            y = F.conv2d(F.relu(x), weight, None, stride, dilation, dilation, x.shape[1])
+            return *_differentiable((y,), (x, weight), (g,)), None, None
+        g, gx = _channels_last(g), torch.empty_like(x)
+        rows, *sides = _sides(x, x, g)
+        tile, chunk, parts = _tile(x.shape[1], WINDOWS), *_chunks(rows, x.shape[1])
+        partial = x.new_empty(parts, *weight.shape[2:], len(weight), dtype=torch.float32)
+        kernels.depthwise_back[len(weight) // tile["BC"], parts](
+            g, x, _by_place(weight), gx, partial, rows, chunk, *sides, STRIDE=stride, DILATION=dilation, **tile
+        )
+        return gx, partial.sum(0).to(weight.dtype).movedim(-1, 0)[:, None], None, None
+
+
+class _MaxPooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stride: int) -> Tensor:
+        y = _windows(x, stride)
+        choice, tile = torch.empty_like(y, dtype=torch.uint8), _tile(x.shape[1])
+        kernels.largest[_tiles(*_shape(y), tile)](x, y, choice, *_sides(y, x, y), STRIDE=stride, **tile)
+        ctx.save_for_backward(x, choice)
+        ctx.stride = stride
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, choice = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_differentiable((F.max_pool2d(x, 3, ctx.stride, 1),), (x,), (g,)), None
+        g, gx, tile = _channels_last(g), torch.empty_like(x), _tile(x.shape[1])
+        kernels.largest_back[_tiles(*_shape(x), tile)](g, choice, gx, *_sides(x, x, g), STRIDE=ctx.stride, **tile)
+        return gx, None
+
+
+class _MeanPooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stride: int) -> Tensor:
+        y, tile = _windows(x, stride), _tile(x.shape[1])
+        kernels.mean[_tiles(*_shape(y), tile)](x, y, *_sides(y, x, y), STRIDE=stride, **tile)
+        ctx.save_for_backward(x)
+        ctx.stride = stride
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            y = F.avg_pool2d(x, 3, ctx.stride, 1, count_include_pad=False)
+            return *_differentiable((y,), (x,), (g,)), None
+        g, gx, tile = _channels_last(g), torch.empty_like(x), _tile(x.shape[1])
+        kernels.mean_back[_tiles(*_shape(x), tile)](g, gx, *_sides(x, x, g), STRIDE=ctx.stride, **tile)
+        return gx, None
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        n, c, height, width = x.shape
+        y, tile = _empty((n, 2 * c, (height + 1) // 2, (width + 1) // 2), x.dtype, x.device), _tile(c)
+        kernels.halve[_tiles(_shape(y)[0], c, tile)](x, y, *_sides(y, x, y), **tile)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable((_plain_halved(x),), (x,), (g,))
+        g, gx, tile = _channels_last(g), torch.empty_like(x), _tile(x.shape[1])
+        kernels.halve_back[_tiles(*_shape(x), tile)](g, y, gx, *_sides(x, x, g), **tile)
+        return (gx,)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *maps: Tensor) -> Tensor:
+        n, _, height, width = maps[0].shape
+        ctx.channels = [value.shape[1] for value in maps]
+        y = _empty((n, sum(ctx.channels), height, width), maps[0].dtype, maps[0].device)
+        for value, first in zip(maps, itertools.accumulate(ctx.channels, initial=0)):
+            (rows, c), tile = _shape(value), _tile(value.shape[1])
+            kernels.join[_tiles(rows, c, tile)](value, y, rows, c, y.shape[1], first, **tile)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (g * (y > 0)).split(ctx.channels, 1)
+        g, slopes = _channels_last(g), []
+        n, width, *sides = y.shape
+        for c, first in zip(ctx.channels, itertools.accumulate(ctx.channels, initial=0)):
+            slopes.append(_empty((n, c, *sides), g.dtype, g.device))
+            rows, tile = _shape(y)[0], _tile(c)
+            kernels.join_back[_tiles(rows, c, tile)](g, y, slopes[-1], rows, c, width, first, **tile)
+        return tuple(slopes)
+
+
+def _plain_halved(x: Tensor) -> Tensor:
+    x = F.relu(x)
+    return torch.cat([x[..., ::2, ::2], F.pad(x, (0, 1, 0, 1))[..., 1::2, 1::2]], 1)
+
+
 def _plain_rectified(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
     return F.leaky_relu(_plain_norm(x, weight, bias, eps), slope)
 
@@ -234,6 +404,22 @@ def _channels_last(x: Tensor) -> Tensor:
 
 def _shape(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[1], x.shape[1]
+
+
+def _windows(x: Tensor, stride: int) -> Tensor:
+    """An empty map for one value of every window, which lie `stride` pixels apart from the first one on."""
+    n, c, height, width = x.shape
+    return _empty((n, c, _parts(height, stride), _parts(width, stride)), x.dtype, x.device)
+
+
+def _sides(over: Tensor, x: Tensor, y: Tensor) -> tuple[int, ...]:
+    """The rows of the map that a kernel goes over, the sides of x and of its windows y, and the channels of x."""
+    return _shape(over)[0], *x.shape[2:], *y.shape[2:], x.shape[1]
+
+
+def _by_place(weight: Tensor) -> Tensor:
+    """A depthwise convolution's weight with the channels last."""
+    return weight.flatten(1).T.contiguous()
 
 
 def _tile(channels: int, elements: int = TILE) -> dict[str, int]:

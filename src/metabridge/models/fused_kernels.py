@@ -89,19 +89,38 @@ def add(partial, total, rounded, parts, c, PARTS: tl.constexpr, BC: tl.constexpr
 
 
 @jit
-def rectify(x, norm, y, rows, c, slope, BR: tl.constexpr, BC: tl.constexpr):
-    """LeakyReLU of the normalised map."""
+def rectify(x, norm, factor, total, y, rows, pixels, c, slope, BR: tl.constexpr, BC: tl.constexpr):
+    """LeakyReLU of the normalised map, times each point's `factor`, added to `total`."""
     below, right = tile_of(c, BC)
     row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
     inside = (row < rows)[:, None]
     place = row[:, None].to(tl.int64) * c + column[None, :]
     mean, r, weight, bias = channel(norm, column, c)
     value = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - mean) * r * weight + bias
-    tl.store(y + place, tl.where(value > 0, value, slope * value), mask=inside)
+    value = tl.where(value > 0, value, slope * value)
+    if factor is not None:
+        value *= tl.load(factor + row // pixels, mask=row < rows, other=0.0)[:, None]
+    if total is not None:
+        value += tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + place, value, mask=inside)
 
 
 @jit
-def rectify_sums(g, x, norm, partial, rows, chunk, c, slope, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
+def rectify_sums(
+    g,
+    x,
+    norm,
+    factor,
+    partial,
+    rows,
+    pixels,
+    chunk,
+    c,
+    slope,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Σg and Σgn of a chunk of rows, where g has passed the rectifier and n is the normalised x."""
     column, lane = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BR)
     start = tl.program_id(1) * chunk
@@ -118,6 +137,8 @@ def rectify_sums(g, x, norm, partial, rows, chunk, c, slope, BR: tl.constexpr, B
         n = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - mean) * r
         slopes = tl.load(g + place, mask=inside, other=0.0).to(tl.float32)
         slopes = tl.where(n * weight + bias > 0, slopes, slope * slopes)
+        if factor is not None:
+            slopes *= tl.load(factor + (start + row) // pixels, mask=row < count, other=0.0)[:, None]
         plain += slopes
         paired += slopes * n
     out = partial + tl.program_id(1) * c + column
@@ -126,7 +147,7 @@ def rectify_sums(g, x, norm, partial, rows, chunk, c, slope, BR: tl.constexpr, B
 
 
 @jit
-def rectify_back(g, x, norm, total, gx, rows, c, slope, share, BR: tl.constexpr, BC: tl.constexpr):
+def rectify_back(g, x, norm, factor, total, gx, rows, pixels, c, slope, share, BR: tl.constexpr, BC: tl.constexpr):
     """gx = wr(g − m(g) − n m(gn)), where m is the mean over the rows."""
     below, right = tile_of(c, BC)
     row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
@@ -137,6 +158,8 @@ def rectify_back(g, x, norm, total, gx, rows, c, slope, share, BR: tl.constexpr,
     n = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - mean) * r
     slopes = tl.load(g + place, mask=inside, other=0.0).to(tl.float32)
     slopes = tl.where(n * weight + bias > 0, slopes, slope * slopes)
+    if factor is not None:
+        slopes *= tl.load(factor + row // pixels, mask=row < rows, other=0.0)[:, None]
     tl.store(gx + place, weight * r * (slopes - mg - n * mgn), mask=inside)
 
 
@@ -368,3 +391,235 @@ def keep(noise, chance, result, rows, height, width, c, SIZE: tl.constexpr, BR: 
         place = ((point * down + above) * across + left).to(tl.int64) * c + column
         lowest = tl.minimum(lowest, tl.load(noise + place, mask=inside, other=1.0))
     tl.store(result + row.to(tl.int64) * c + column, tl.where(lowest < tl.load(chance), 0.0, 1.0), mask=row < rows)
+
+
+@jit
+def seen(row, height, width, down, across, k, STRIDE: tl.constexpr, DILATION: tl.constexpr):
+    """The pixel that place `k` of a 3×3 window looks at, for windows by `row`, and whether there is one."""
+    i = row // across % down * STRIDE + (k // 3 - 1) * DILATION
+    j = row % across * STRIDE + (k % 3 - 1) * DILATION
+    return (row // across // down * height + i) * width + j, (i >= 0) & (i < height) & (j >= 0) & (j < width)
+
+
+@jit
+def seer(row, height, width, down, across, k, STRIDE: tl.constexpr, DILATION: tl.constexpr):
+    """The window that looks at a pixel from its place `k`, for pixels by `row`, and whether there is one."""
+    i = row // width % height - (k // 3 - 1) * DILATION
+    j = row % width - (k % 3 - 1) * DILATION
+    inside = (i >= 0) & (i < down * STRIDE) & (j >= 0) & (j < across * STRIDE)
+    if STRIDE == 2:
+        inside = inside & (i % 2 == 0) & (j % 2 == 0)
+    return (row // width // height * down + i // STRIDE) * across + j // STRIDE, inside
+
+
+@jit
+def depthwise(
+    x,
+    weight,
+    y,
+    rows,
+    height,
+    width,
+    down,
+    across,
+    c,
+    STRIDE: tl.constexpr,
+    DILATION: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """A 3×3 convolution of each channel of the rectified map by itself; the weight is by place and channel."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    for k in tl.static_range(9):
+        pixel, inside = seen(row, height, width, down, across, k, STRIDE, DILATION)
+        place = pixel[:, None].to(tl.int64) * c + column[None, :]
+        value = tl.load(x + place, mask=(inside & (row < rows))[:, None], other=0.0).to(tl.float32)
+        total += tl.maximum(value, 0.0) * tl.load(weight + k * c + column).to(tl.float32)[None, :]
+    tl.store(y + row[:, None].to(tl.int64) * c + column[None, :], total, mask=(row < rows)[:, None])
+
+
+@jit
+def depthwise_back(
+    g,
+    x,
+    weight,
+    gx,
+    partial,
+    rows,
+    chunk,
+    height,
+    width,
+    down,
+    across,
+    c,
+    STRIDE: tl.constexpr,
+    DILATION: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The map's gradient, and parts of the weight's, of a chunk of the map's rows."""
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    start = tl.program_id(1) * chunk
+    nothing = tl.zeros([BR, BC], tl.float32)
+    sums = (nothing,) * 9
+    for offset in range(start, tl.minimum(start + chunk, rows), BR):
+        row = offset + tl.arange(0, BR)
+        place = row[:, None].to(tl.int64) * c + column[None, :]
+        value = tl.load(x + place, mask=(row < rows)[:, None], other=0.0).to(tl.float32)
+        positive = value > 0
+        value = tl.where(positive, value, 0.0)
+        total = tl.zeros([BR, BC], tl.float32)
+        for k in tl.static_range(9):
+            window, inside = seer(row, height, width, down, across, k, STRIDE, DILATION)
+            there = window[:, None].to(tl.int64) * c + column[None, :]
+            slopes = tl.load(g + there, mask=(inside & (row < rows))[:, None], other=0.0).to(tl.float32)
+            total += slopes * tl.load(weight + k * c + column).to(tl.float32)[None, :]
+            sums = sums[:k] + (sums[k] + slopes * value,) + sums[k + 1 :]
+        tl.store(gx + place, tl.where(positive, total, 0.0), mask=(row < rows)[:, None])
+    for k in tl.static_range(9):
+        tl.store(partial + (tl.program_id(1) * 9 + k) * c + column, tl.sum(sums[k], 0))
+
+
+@jit
+def largest(
+    x,
+    y,
+    choice,
+    rows,
+    height,
+    width,
+    down,
+    across,
+    c,
+    STRIDE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The largest value in each 3×3 window, and its place there."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    best = tl.full([BR, BC], float("-inf"), tl.float32)
+    chosen = tl.zeros([BR, BC], tl.int32)
+    for k in tl.static_range(9):
+        pixel, inside = seen(row, height, width, down, across, k, STRIDE, 1)
+        place = pixel[:, None].to(tl.int64) * c + column[None, :]
+        value = tl.load(x + place, mask=(inside & (row < rows))[:, None], other=float("-inf")).to(tl.float32)
+        chosen = tl.where(value > best, k, chosen)
+        best = tl.maximum(value, best)
+    place = row[:, None].to(tl.int64) * c + column[None, :]
+    tl.store(y + place, best, mask=(row < rows)[:, None])
+    tl.store(choice + place, chosen.to(tl.uint8), mask=(row < rows)[:, None])
+
+
+@jit
+def largest_back(
+    g,
+    choice,
+    gx,
+    rows,
+    height,
+    width,
+    down,
+    across,
+    c,
+    STRIDE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """What each pixel receives from the windows in which it was the largest."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    for k in tl.static_range(9):
+        window, inside = seer(row, height, width, down, across, k, STRIDE, 1)
+        place = window[:, None].to(tl.int64) * c + column[None, :]
+        inside = (inside & (row < rows))[:, None]
+        own = tl.load(choice + place, mask=inside, other=9).to(tl.int32) == k
+        total += tl.where(own, tl.load(g + place, mask=inside, other=0.0).to(tl.float32), 0.0)
+    tl.store(gx + row[:, None].to(tl.int64) * c + column[None, :], total, mask=(row < rows)[:, None])
+
+
+@jit
+def pixels_in(row, height, width, down, across, STRIDE: tl.constexpr):
+    """How many pixels of the map each 3×3 window holds."""
+    i, j = row // across % down * STRIDE, row % across * STRIDE
+    lines = 1 + tl.where(i > 0, 1, 0) + tl.where(i + 1 < height, 1, 0)
+    return (lines * (1 + tl.where(j > 0, 1, 0) + tl.where(j + 1 < width, 1, 0))).to(tl.float32)
+
+
+@jit
+def mean(x, y, rows, height, width, down, across, c, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """The mean of the pixels in each 3×3 window."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    for k in tl.static_range(9):
+        pixel, inside = seen(row, height, width, down, across, k, STRIDE, 1)
+        place = pixel[:, None].to(tl.int64) * c + column[None, :]
+        total += tl.load(x + place, mask=(inside & (row < rows))[:, None], other=0.0).to(tl.float32)
+    total /= pixels_in(row, height, width, down, across, STRIDE)[:, None]
+    tl.store(y + row[:, None].to(tl.int64) * c + column[None, :], total, mask=(row < rows)[:, None])
+
+
+@jit
+def mean_back(g, gx, rows, height, width, down, across, c, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """What each pixel receives from the windows that hold it."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    for k in tl.static_range(9):
+        window, inside = seer(row, height, width, down, across, k, STRIDE, 1)
+        place = window[:, None].to(tl.int64) * c + column[None, :]
+        slopes = tl.load(g + place, mask=(inside & (row < rows))[:, None], other=0.0).to(tl.float32)
+        total += slopes / pixels_in(window, height, width, down, across, STRIDE)[:, None]
+    tl.store(gx + row[:, None].to(tl.int64) * c + column[None, :], total, mask=(row < rows)[:, None])
+
+
+@jit
+def halve(x, y, rows, height, width, down, across, c, BR: tl.constexpr, BC: tl.constexpr):
+    """The even pixels of the rectified map, and beside them the odd ones, with zeros beyond the edge."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    for half in tl.static_range(2):
+        pixel, inside = seen(row, height, width, down, across, 4 + 4 * half, 2, 1)
+        place = pixel[:, None].to(tl.int64) * c + column[None, :]
+        value = tl.load(x + place, mask=(inside & (row < rows))[:, None], other=0.0)
+        place = (2 * row[:, None].to(tl.int64) + half) * c + column[None, :]
+        tl.store(y + place, tl.where(value > 0, value, 0.0), mask=(row < rows)[:, None])
+
+
+@jit
+def halve_back(g, y, gx, rows, height, width, down, across, c, BR: tl.constexpr, BC: tl.constexpr):
+    """The gradient of a map that was halved to `y`: nothing where one side is even and the other odd."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    for half in tl.static_range(2):
+        window, inside = seer(row, height, width, down, across, 4 + 4 * half, 2, 1)
+        place = (2 * window[:, None].to(tl.int64) + half) * c + column[None, :]
+        inside = (inside & (row < rows))[:, None]
+        positive = tl.load(y + place, mask=inside, other=0.0) > 0
+        total += tl.where(positive, tl.load(g + place, mask=inside, other=0.0).to(tl.float32), 0.0)
+    tl.store(gx + row[:, None].to(tl.int64) * c + column[None, :], total, mask=(row < rows)[:, None])
+
+
+@jit
+def join(x, y, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
+    """Rectify a map into the columns of a wider one from `first` on."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR)[:, None], right * BC + tl.arange(0, BC)[None, :]
+    value = tl.load(x + row.to(tl.int64) * c + column, mask=row < rows, other=0.0)
+    tl.store(y + row.to(tl.int64) * width + first + column, tl.where(value > 0, value, 0.0), mask=row < rows)
+
+
+@jit
+def join_back(g, y, gx, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
+    """Take one map's gradient out of the wider one's."""
+    below, right = tile_of(c, BC)
+    row, column = below * BR + tl.arange(0, BR)[:, None], right * BC + tl.arange(0, BC)[None, :]
+    place = row.to(tl.int64) * width + first + column
+    positive = tl.load(y + place, mask=row < rows, other=0.0) > 0
+    slopes = tl.load(g + place, mask=row < rows, other=0.0)
+    tl.store(gx + row.to(tl.int64) * c + column, tl.where(positive, slopes, 0.0), mask=row < rows)

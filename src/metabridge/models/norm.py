@@ -115,14 +115,12 @@ class _NormaliseBackward(torch.autograd.Function):
         With c = v − wr m(un) and e = wr m(gn), what n pulls is cg − eu, and everything else is u, g and n
         times numbers of each channel: few passes over the maps, which is where the time goes.
         """
-        dtype = ctx.saved_tensors[1].dtype
-        weight, mean, r = ctx.saved_tensors[2:]
-        g, x, u = (value.to(mean.dtype) for value in (*ctx.saved_tensors[:2], u))
+        g, x, weight, mean, r = ctx.saved_tensors
         axes = [axis for axis in range(x.ndim) if axis != 1]
         w, v, s, mean, r = (_by_channel(value, x) for value in (weight, v, s, mean, r))
 
         def m(value: Tensor) -> Tensor:
-            return value.mean(axes, keepdim=True)
+            return value.mean(axes, keepdim=True, dtype=r.dtype)  # maps may have lower precision
 
         n = torch.addcmul(-mean * r, x, r)
         mg, mu, mgn, mun = m(g), m(u), m(g * n), m(u * n)
@@ -132,7 +130,7 @@ class _NormaliseBackward(torch.autograd.Function):
         fall = r * (c * mgn - e * mun) + w * r.square() * product
         towards_x = torch.addcmul(torch.addcmul(torch.addcmul(r * (e * mu - c * mg), n, -fall), g, r * c), u, -r * e)
         towards_w = (r * product).flatten() * (x.numel() // x.shape[1])
-        return towards_g.to(dtype), towards_x.to(dtype), towards_w, None, None, None
+        return towards_g.to(g.dtype), towards_x.to(x.dtype), towards_w, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def fit(
     seed: int = 0,
     out: str | Path | None = None,
     minutes: float | None = None,
+    stop: Event | None = None,
     progress: bool = True,
     name: str = "training",
 ) -> Run:
@@ -73,7 +75,8 @@ def fit(
     the weights.
 
     With `out`, the run is kept in that folder. Called again with the same settings it goes on where
-    it stopped, to the same weights as if it had not. `minutes` stops it after so long, to go on later.
+    it stopped, to the same weights as if it had not. `minutes` stops it after so long, to go on later,
+    and so does `stop` once another thread sets it.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -109,7 +112,7 @@ def fit(
     with _bar(progress) as bar:
         shown = bar.add_task(name, total=iterations, completed=loop.iteration, told="")
         try:
-            while not loop.finished and time.perf_counter() < until:
+            while not loop.finished and time.perf_counter() < until and not (stop and stop.is_set()):
                 judged = loop.step()
                 bar.update(shown, completed=loop.iteration)
                 if judged:
