@@ -118,8 +118,7 @@ class Loop:
         self.params = parameters(method, net, classes=classes, seed=settings.seed)
         trained = [value for value in self.params.values() if value.requires_grad]
         make = OPTIMIZERS[settings.optimizer]
-        fused = {"fused": True} if device.type == "cuda" and settings.optimizer != "radam" else {}  # one launch
-        self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay, **fused)
+        self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay)
         self.drops = [block for block in net.modules() if isinstance(block, Drop)]
         if device.type == "cpu" and mode in ("auto", "workers") and (self.drops or _dropouts(net)):
             mode = "loop"  # threads would draw from the one generator in an order that no seed decides
