@@ -1,19 +1,17 @@
-"""Work over the cores of a CPU, a thread a core and each with one compute thread; and beside other work on a GPU.
+"""Work over the cores of a CPU: a thread a core, each with one compute thread.
 
-Small nets on small sets leave a second core idle inside an operation, and most of a GPU; whole pieces of work side by
-side do not.
+Small nets on small sets leave a second core idle inside an operation; whole pieces of work side by side do not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Queue
 from threading import Event
@@ -66,40 +64,6 @@ def over_threads(
         finally:
             stopped.set()  # where the reader has had enough, or something went wrong, the others end soon
             torch.set_num_threads(threads)
-
-
-def side_by_side(pieces: Sequence[Callable[[Event], R]], at_once: int) -> list[R]:
-    """Return what each of the pieces of work returns, `at_once` of them under way in threads of their own.
-
-    Each is called with an event for it to watch: once it is set, the piece shall end soon. That is when another has
-    failed, whose error is raised here, or when this thread is interrupted. One at a time, they need no other thread.
-
-    >>> side_by_side([lambda stop: 1, lambda stop: 2], at_once=2)
-    [1, 2]
-    """
-    stop = Event()
-    if at_once < 2:
-        return [piece(stop) for piece in pieces]
-    with ThreadPoolExecutor(at_once) as pool:
-        begun = [pool.submit(piece, stop) for piece in pieces]
-        try:
-            wait(begun, return_when=FIRST_EXCEPTION)
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-    return [each.result() for each in begun]
-
-
-@contextlib.contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """Queue this thread's work on a GPU beside that of other threads, behind what the default stream has by now."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 @functools.cache

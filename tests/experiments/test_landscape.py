@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
-from threading import Event, get_ident
 from types import ModuleType
 
 import pytest
@@ -18,6 +16,7 @@ from metabridge.experiments.landscape import KINDS, Accuracy, Asked, Outcome, Re
 from metabridge.experiments.landscape_table1 import ALIKE, alphabets, divided, hardest
 from metabridge.experiments.landscape_table2 import held_out
 from metabridge.experiments.result import Environment
+from metabridge.training import Fitting
 from metabridge.training.checkpoint import RunFolder
 
 TABLES = (landscape_table1, landscape_table2)
@@ -60,7 +59,7 @@ def test_numbers_on_stand_in_data_say_so_and_are_not_held_against_the_paper(tabl
 @pytest.mark.parametrize("table", TABLES)
 def test_called_again_it_reads_its_records_and_trains_nothing(table, done, monkeypatch):
     work, outcome = done[table]
-    monkeypatch.setattr(landscape, "fit", None)
+    monkeypatch.setattr(landscape, "Fitting", None)
     again = table.run(work)
     assert again == outcome
     assert table.run(replace(work, only=tuple(table.PUBLISHED)[:1])) == outcome
@@ -90,13 +89,9 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_numbers(done, tmp_path):
 
 
 @pytest.fixture
-def two_at_once(monkeypatch) -> Iterator[None]:
-    """Let a CPU train two nets side by side, with one compute thread each, so that all sums have one order."""
+def two_at_once(monkeypatch) -> None:
+    """Let a CPU train two nets in turns."""
     monkeypatch.setitem(landscape.AT_ONCE, "cpu", 2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pair(glyphs, iterations: int) -> list[Asked]:
@@ -113,30 +108,27 @@ def weights(work: Work) -> dict[str, torch.Tensor]:
     return {f"{run}/{name}": value for run, (tensors, _) in read.items() for name, value in tensors.items()}
 
 
-def test_trainings_side_by_side_end_as_they_do_one_after_the_other(glyphs, two_at_once, monkeypatch, tmp_path, capsys):
-    fit, threads = landscape.fit, set()
+def test_trainings_in_turns_end_as_they_do_one_after_the_other(glyphs, two_at_once, monkeypatch, tmp_path, capsys):
+    steps, step = [], Fitting.step
 
-    def noted(*args, **options):
-        threads.add(get_ident())
-        return fit(*args, **options)
+    def noted(fitting: Fitting) -> bool:
+        steps.append(fitting.loop.settings.seed)
+        return step(fitting)
 
-    monkeypatch.setattr(landscape, "fit", noted)
+    monkeypatch.setattr(Fitting, "step", noted)
     asked = pair(glyphs, iterations=6)
     beside = Work("quick", out=tmp_path / "beside")
     assert trained(replace(beside, minutes=0.0), "table", glyphs, asked) == [None, None]
     found = trained(beside, "table", glyphs, asked)
-    assert len(threads) >= 2
-    assert get_ident() not in threads
+    assert steps == [0, 1] * 6
     said = capsys.readouterr().out
-    assert "2 trainings, 2 of them side by side" in said
-    assert "maml, seed 0: stopped" in said
-    assert all(f"{each.label}: finished" in said for each in asked)
+    assert all(f"{each.label} 6/6: loss" in said for each in asked)
 
     monkeypatch.delitem(landscape.AT_ONCE, "cpu")
-    threads.clear()
+    steps.clear()
     apart = Work("quick", out=tmp_path / "apart", progress=False)
     alone = trained(apart, "table", glyphs, asked)
-    assert threads == {get_ident()}
+    assert steps == [0] * 6 + [1] * 6
     assert [(one.name, one.plan, one.scores) for one in found] == [(one.name, one.plan, one.scores) for one in alone]
     assert trained(beside, "table", glyphs, asked) == found
     here, there = weights(beside), weights(apart)
@@ -147,22 +139,18 @@ def test_trainings_side_by_side_end_as_they_do_one_after_the_other(glyphs, two_a
 def test_where_one_of_several_trainings_fails_its_error_is_raised_and_the_others_are_saved(
     glyphs, two_at_once, monkeypatch, tmp_path
 ):
-    fit, begun = landscape.fit, Event()
+    step = Fitting.step
 
-    def failing(net, method, environment, **options):
-        if options["seed"] == 1:
-            begun.wait(30)
+    def failing(fitting: Fitting) -> bool:
+        if fitting.loop.settings.seed == 1 and fitting.loop.iteration == 3:
             raise InputError("this one fails.")
-        begun.set()
-        return fit(net, method, environment, **options)
+        return step(fitting)
 
-    monkeypatch.setattr(landscape, "fit", failing)
-    started = time.perf_counter()
+    monkeypatch.setattr(Fitting, "step", failing)
     with pytest.raises(InputError, match="this one fails"):
-        trained(Work("quick", out=tmp_path, minutes=0.5, progress=False), "table", glyphs, pair(glyphs, 100_000))
-    assert time.perf_counter() - started < 20  # the other has half a minute
-    [folder] = (tmp_path / "runs").iterdir()
-    assert RunFolder(folder).read("state") is not None
+        trained(Work("quick", out=tmp_path, progress=False), "table", glyphs, pair(glyphs, 1000))
+    states = [RunFolder(folder).read("state") for folder in sorted((tmp_path / "runs").iterdir())]
+    assert [notes["iteration"] for _, notes in states] == [4, 3]
     assert not (tmp_path / "records").exists()
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import threading
 from copy import deepcopy
-from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -13,7 +12,6 @@ from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_
 from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
 from metabridge.learners.engine import CAPTURES
 from metabridge.models import mlp
-from metabridge.threads import own_stream, side_by_side
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -149,21 +147,22 @@ def test_parameters_that_move_and_too_many_shapes_free_the_captures_before():
 
 
 @cuda
-def test_steps_recorded_and_replayed_in_threads_side_by_side_give_the_gradients_of_each():
+def test_steps_recorded_and_replayed_on_streams_side_by_side_give_the_gradients_of_each():
     chosen, cases = METHODS["maml"], [(smooth_mlp(), clusters((4,), seed=seed)) for seed in range(6)]
-
-    def gradients(net, episodes, stop):
-        with own_stream(torch.device("cuda")):
-            net, episodes = deepcopy(net).cuda(), episodes.to("cuda")
-            engine, params = Engine(chosen, net, mode="captured"), parameters(chosen, net)
-            found = [flattened(engine(params, episodes).gradients) for _ in range(30)]
-            assert len(engine._captures) == 1
-            return torch.stack(found).cpu()
-
-    found = side_by_side([partial(gradients, *case) for case in cases], at_once=4)
-    for (net, episodes), own in zip(cases, found):
-        expected = Engine(chosen, net, mode="loop")(parameters(chosen, net), episodes)
-        assert relative(own, flattened(expected.gradients).expand_as(own)) < 1e-9
+    streams, engines, found = [torch.cuda.Stream() for _ in cases], [], [[] for _ in cases]
+    for stream, (net, episodes) in zip(streams, cases):
+        with torch.cuda.stream(stream):
+            own = deepcopy(net).cuda()
+            engines.append((Engine(chosen, own, mode="captured"), parameters(chosen, own), episodes.to("cuda")))
+    for _ in range(30):
+        for stream, (engine, params, episodes), mine in zip(streams, engines, found):
+            with torch.cuda.stream(stream):
+                mine.append(flattened(engine(params, episodes).gradients))
+    torch.cuda.synchronize()
+    for (net, episodes), mine, (engine, *_) in zip(cases, found, engines):
+        assert len(engine._captures) == 1
+        expected = flattened(Engine(chosen, net, mode="loop")(parameters(chosen, net), episodes).gradients)
+        assert relative(torch.stack(mine).cpu(), expected.expand(30, -1)) < 1e-9
 
 
 @cuda

@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,8 @@ from metabridge.learners import PRESETS, Method
 from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
 from metabridge.learners.inner import GradientDescent, Proximal
 from metabridge.models import DropBlock, Network, conv4, mlp, resnet12
-from metabridge.training import Augment, Constant, Cosine, Plateau, Run, Step, load
+from metabridge.training import Augment, Constant, Cosine, Plateau, Run, Step, fitting, load
 from metabridge.training.checkpoint import RunFolder, read_method, write_method
-
-FIT = import_module("metabridge.training.fit")  # whose name is also that of its function
 
 
 class Watched:
@@ -122,7 +119,7 @@ def interrupted(monkeypatch):
     def call(train, way: str, stops: tuple[int, ...]) -> Run:
         for stop in stops:
             clock = Clock()
-            monkeypatch.setattr(FIT, "time", clock)
+            monkeypatch.setattr(fitting, "time", clock)
 
             def told(count, stop=stop, clock=clock):
                 if count == stop and way == "interrupt":
@@ -175,7 +172,7 @@ def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_pat
     for stop in (6, 99):
         net = resnet12(3, 18, 3, widths=(4, 4, 4, 4), drop_rate=0.3)
         next(block for block in net.modules() if isinstance(block, DropBlock)).register_forward_hook(note)
-        monkeypatch.setattr(FIT, "time", clock := Clock())
+        monkeypatch.setattr(fitting, "time", clock := Clock())
         told = Watched(tasks, lambda count, stop=stop, clock=clock: setattr(clock, "now", 60.0 * (count >= stop)))
         fit(
             net, method("rfs"), told, tasks=1, iterations=10, validate_every=10, out=tmp_path, minutes=1, progress=False
@@ -252,7 +249,7 @@ def test_a_run_that_was_killed_at_any_write_or_step_ends_as_one_that_was_not(tmp
 def test_a_write_that_fails_leaves_the_old_files_whole_and_the_run_can_go_on(tmp_path, monkeypatch, place, number):
     on_sinusoids(tmp_path / "once")
     out, count = tmp_path / "full", [0]
-    monkeypatch.setattr(FIT, "time", clock := Clock())
+    monkeypatch.setattr(fitting, "time", clock := Clock())
     on_sinusoids(out, lambda asked: setattr(clock, "now", 1e6) if asked == 5 else None, minutes=1)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     owner = Path if place == "write_bytes" else os

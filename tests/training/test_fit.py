@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from cases import flattened
 from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
 from metabridge.models import conv4, mlp, resnet12
-from metabridge.training import Model
+from metabridge.training import Model, fitting
 from metabridge.training.checkpoint import RunFolder
 
 
@@ -128,7 +126,7 @@ def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Sinusoid, "sample", counted)
     for seconds, done in ((1e9, None), (0.0, 3)):
-        monkeypatch.setattr(sys.modules["metabridge.training.fit"], "SAVED", seconds)
+        monkeypatch.setattr(fitting, "SAVED", seconds)
         drawn.clear()
         with pytest.raises(KeyboardInterrupt):
             fit(mlp(1, 1), method("maml"), environment, iterations=100, out=tmp_path / f"{done}", progress=False)

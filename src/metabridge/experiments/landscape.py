@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from threading import Event
 from typing import Any
 
 import torch
-from rich import get_console
 
 from metabridge.environments.environment import Environment as Tasks
 from metabridge.environments.images import LabelledImages
 from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
 from metabridge.learners.method import method
-from metabridge.models import Network, conv4
-from metabridge.threads import own_stream, side_by_side
-from metabridge.training import evaluate, fit
+from metabridge.models import conv4
+from metabridge.training import Fitting, Run, Settings, evaluate, in_turns
 
 KINDS = ("easy train", "hard train", "easy test", "hard test")  # of tasks, in the order of the published tables
-AT_ONCE = {"cuda": 8}  # trainings side by side: the small kernels of one leave a GPU nearly idle
+AT_ONCE = {"cuda": 8}  # trainings: the small kernels of one leave a GPU nearly idle
 
 
 @dataclass(frozen=True)
@@ -107,68 +103,43 @@ class Asked:
         source = f"{images.source['name'] if images.source else 'images'} at {images.images.shape[-1]} px"
         return plain({"images": source, **self.about, **asdict(self.how)})
 
-    def net(self, images: LabelledImages) -> Network:
-        """Return the untrained net."""
-        channels, size = images.images.shape[1], images.images.shape[-1]
-        return conv4(channels, size, self.tasks.outputs, filters=self.how.filters, seed=self.how.seed)
-
 
 def trained(work: Work, table: str, images: LabelledImages, asked: Sequence[Asked]) -> list[Record | None]:
     """Return the record of each training.
 
-    Without a record of the same plan it is trained now, if its part is to be done; None if it is not, or if the time
-    ran out before the end. On a GPU several train side by side, and the minutes are those of all together.
+    Without a record of the same plan it is trained now, if its part is to be done; None if it is not, or if the time,
+    which is that of all together, ran out before the end.
     """
-    found = [stored(work, each.name(work, table), each.plan(images), _made) for each in asked]
-    missing = [
-        place for place, each in enumerate(asked) if found[place] is None and (not work.only or each.part in work.only)
-    ]
-    at_once = min(AT_ONCE.get(torch.device(work.device).type, 1), len(missing))
-    if at_once > 1 and work.progress:
-        get_console().print(f"{len(missing)} trainings, {at_once} of them side by side")
-    train = partial(_train_beside, time.perf_counter()) if at_once > 1 else _train
-    # the nets are made here, as their weights come from the one generator that is everybody's
-    begun = [partial(train, work, table, images, asked[place], asked[place].net(images)) for place in missing]
-    for place, record in zip(missing, side_by_side(begun, at_once)):
-        found[place] = record
-    return found
+    found = {each.label: stored(work, each.name(work, table), each.plan(images), _made) for each in asked}
+    missing = {
+        each.label: each for each in asked if found[each.label] is None and (not work.only or each.part in work.only)
+    }
+    begin = {label: partial(_begin, work, table, images, each) for label, each in missing.items()}
+    at_once = AT_ONCE.get(torch.device(work.device).type, 1)
+    for label, run in in_turns(begin, at_once=at_once, minutes=work.minutes, progress=work.progress):
+        if run.finished:
+            found[label] = _judged(work, table, images, missing[label], run)
+    return list(found.values())
 
 
-def _train_beside(
-    started: float, work: Work, table: str, images: LabelledImages, asked: Asked, net: Network, stop: Event
-) -> Record | None:
-    """Train while others do, until the minutes since all of them `started` are over."""
-    left = None if work.minutes is None else max(0.0, work.minutes - (time.perf_counter() - started) / 60)
-    with own_stream(torch.device(work.device)):
-        record = _train(replace(work, minutes=left, progress=False), table, images, asked, net, stop)
-    if work.progress:
-        told = f"finished, {record.minutes:.1f} minutes of training" if record else "stopped, to go on another time"
-        get_console().print(f"{asked.label}: {told}")
-    return record
-
-
-def _train(work: Work, table: str, images: LabelledImages, asked: Asked, net: Network, stop: Event) -> Record | None:
-    name, plan, how = asked.name(work, table), asked.plan(images), asked.how
-    run = fit(
-        net,
+def _begin(work: Work, table: str, images: LabelledImages, asked: Asked) -> Fitting:
+    how, (channels, size) = asked.how, images.images.shape[1:3]
+    return Fitting(
+        conv4(channels, size, asked.tasks.outputs, filters=how.filters, seed=how.seed),
         method(how.method, steps=how.steps, lr=how.inner_lr),
         asked.tasks,
-        iterations=how.iterations,
-        tasks=how.tasks,
-        lr=how.lr,
+        Settings(iterations=how.iterations, tasks=how.tasks, lr=how.lr, seed=how.seed),
         device=work.device,
-        seed=how.seed,
-        out=run_folder(work, name, plan),
-        minutes=work.minutes,
-        stop=stop,
-        progress=work.progress,
-        name=asked.label,
+        out=run_folder(work, asked.name(work, table), asked.plan(images)),
     )
-    if not run.finished:
-        return None
+
+
+def _judged(work: Work, table: str, images: LabelledImages, asked: Asked, run: Run) -> Record:
+    """Measure a training's accuracy on each kind of tasks, and keep the record."""
+    how, name = asked.how, asked.name(work, table)
     scores = {kind: evaluate(run, own, tasks=how.judged, seed=how.seed) for kind, own in asked.kinds.items()}
     found = {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()}
-    record = Record(name, plan, environment(work.device), run.seconds / 60, found)
+    record = Record(name, asked.plan(images), environment(work.device), run.seconds / 60, found)
     keep(work, name, record)
     return record
 

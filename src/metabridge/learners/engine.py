@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from threading import Lock
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -28,7 +27,6 @@ log = logging.getLogger("metabridge")
 
 Mode = Literal["auto", "loop", "workers", "vectorised", "captured"]
 CAPTURES = 8  # so many forms of batches are kept recorded; each takes memory of its own
-_RECORDING = Lock()  # CUDA records for one thread at a time; others wait, as libraries time their algorithms meanwhile
 
 
 class MetaGradient(NamedTuple):
@@ -147,14 +145,11 @@ class Engine:
             self._places = places
         if form not in self._captures:
             try:
-                with _RECORDING:
-                    self._captures[form] = _Capture(self._all_at_once, params, episodes)
+                self._captures[form] = _Capture(self._all_at_once, params, episodes)
             except RuntimeError as error:
                 log.warning("this step cannot be captured as a CUDA graph and runs eagerly: %s", error)
                 self._uncapturable = True
                 return self._all_at_once(params, episodes)
-        with _RECORDING:
-            pass  # until no other thread records; launches need not wait for each other
         return self._captures[form].replay(episodes)
 
 
@@ -164,16 +159,17 @@ class _Capture:
     def __init__(self, compute: Callable[[Params, Episodes], MetaGradient], params: Params, episodes: Episodes) -> None:
         self.episodes = episodes.clone()
         here = torch.cuda.current_stream()
-        # A matrix product's workspace belongs to the stream it is recorded on. Threads that each have a stream of their
-        # own record there, and their replays can run at the same time; on the default stream nothing can be recorded.
+        # A matrix product's workspace belongs to the stream it is recorded on. Where trainings have a stream each they
+        # record there, and their replays can run at the same time; on the default stream nothing can be recorded.
         side = torch.cuda.Stream() if here == torch.cuda.default_stream() else here
+        torch.cuda.synchronize()  # what else is under way would mislead libraries that time their algorithms
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(3):  # libraries choose their algorithms and make their handles before recording
                 compute(params, self.episodes)
         here.wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, stream=side):
             self.result = compute(params, self.episodes)
 
     def replay(self, episodes: Episodes) -> MetaGradient:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from metabridge.experiments.result import Row
 from metabridge.training.evaluate import Score
-from metabridge.training.fit import Run
+from metabridge.training.fitting import Run
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, in tones that both papers carry.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
-from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from metabridge.environments.environment import Environment
 from metabridge.errors import InputError
@@ -19,26 +13,9 @@ from metabridge.learners.method import Method
 from metabridge.models.network import Network
 from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, check_match, fill, part, read_method, read_network
-from metabridge.training.evaluate import Model, Score
-from metabridge.training.loop import Loop, Point, Precision, Settings, point_of
-from metabridge.training.schedule import Constant, Schedule
-
-SAVED = 60.0  # seconds after which a run is saved, if no validation came before
-
-
-@dataclass(frozen=True)
-class Run(Model):
-    """A trained model and how it got there."""
-
-    curve: tuple[Point, ...] = ()
-    seconds: float = 0.0
-    settings: dict[str, Any] = field(default_factory=dict)
-    finished: bool = True
-
-    @property
-    def best(self) -> Score | None:
-        """The validation score of the parameters that were kept, if there was validation."""
-        return next((point.score for point in reversed(self.curve) if point.best), None)
+from metabridge.training.fitting import Fitting, Run, in_turns
+from metabridge.training.loop import Precision, Settings, point_of
+from metabridge.training.schedule import Schedule
 
 
 def fit(
@@ -47,23 +24,22 @@ def fit(
     environment: Environment,
     *,
     validate: Environment | None = None,
-    iterations: int = 1000,
-    tasks: int = 4,
-    optimizer: str = "adam",
-    lr: float = 1e-3,
-    weight_decay: float = 0.0,
-    schedule: Schedule = Constant(),  # noqa: B008  (frozen data)
+    iterations: int = Settings.iterations,
+    tasks: int = Settings.tasks,
+    optimizer: str = Settings.optimizer,
+    lr: float = Settings.lr,
+    weight_decay: float = Settings.weight_decay,
+    schedule: Schedule = Settings.schedule,
     augment: Augment | None = None,
     patience: int | None = None,
     validate_every: int | None = None,
-    validate_tasks: int = 100,
-    precision: Precision = "float32",
+    validate_tasks: int = Settings.validate_tasks,
+    precision: Precision = Settings.precision,
     device: torch.device | str = "cpu",
     mode: Mode = "auto",
     seed: int = 0,
     out: str | Path | None = None,
     minutes: float | None = None,
-    stop: Event | None = None,
     progress: bool = True,
     name: str = "training",
 ) -> Run:
@@ -75,8 +51,7 @@ def fit(
     the weights.
 
     With `out`, the run is kept in that folder. Called again with the same settings it goes on where
-    it stopped, to the same weights as if it had not. `minutes` stops it after so long, to go on later,
-    and so does `stop` once another thread sets it.
+    it stopped, to the same weights as if it had not. `minutes` stops it after so long, to go on later.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -94,41 +69,14 @@ def fit(
         schedule=schedule,
         augment=augment,
         patience=patience,
-        validate_every=max(1, iterations // 10) if validate_every is None else validate_every,
+        validate_every=validate_every,
         validate_tasks=validate_tasks,
         precision=precision,
         seed=seed,
     )
-    if not isinstance(method, Method):
-        raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
-    loop = Loop(net, method, environment, validate, settings, torch.device(device), mode)
-    folder = None if out is None else RunFolder(Path(out))
-    described = {} if folder is None else loop.described()
-    if folder is not None:
-        folder.begin(described)
-        loop.restore(folder)
-    saved = time.perf_counter()
-    until = math.inf if minutes is None else saved + 60 * minutes
-    with _bar(progress) as bar:
-        shown = bar.add_task(name, total=iterations, completed=loop.iteration, told="")
-        try:
-            while not loop.finished and time.perf_counter() < until and not (stop and stop.is_set()):
-                judged = loop.step()
-                bar.update(shown, completed=loop.iteration)
-                if judged:
-                    told = f"{loop.curve[-1].told()}, {loop.speed()}"
-                    bar.update(shown, told=told)
-                    if progress and not bar.console.is_terminal:
-                        bar.console.print(f"{name} {loop.iteration}/{iterations}: {told}")
-                if folder is not None and (judged or time.perf_counter() > saved + SAVED):
-                    loop.save(folder)
-                    saved = time.perf_counter()
-        finally:
-            if folder is not None and loop.intact:
-                loop.save(folder)
-    params, buffers = loop.best()
-    fill(net, params, buffers)
-    return Run(method, net.eval(), params, settings.dtype, tuple(loop.curve), loop.seconds, described, loop.finished)
+    begun = Fitting(net, method, environment, settings, validate=validate, device=device, mode=mode, out=out)
+    ((_, run),) = in_turns({name: lambda: begun}, minutes=minutes, progress=progress)
+    return run
 
 
 def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network | None = None) -> Run:
@@ -175,15 +123,4 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         notes["seconds"] if state is None else state[1]["seconds"],
         settings,
         state is not None and state[1]["finished"],
-    )
-
-
-def _bar(progress: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=8),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[told]}"),
-        disable=not progress,
     )

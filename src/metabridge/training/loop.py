@@ -25,7 +25,7 @@ from metabridge.training import checkpoint
 from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, check_match, fill, merge, part
 from metabridge.training.evaluate import Model, Score, evaluate
-from metabridge.training.schedule import Schedule
+from metabridge.training.schedule import Constant, Schedule
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": Adam,
@@ -57,25 +57,25 @@ class Point:
 class Settings:
     """How to train, as plain data."""
 
-    iterations: int
-    tasks: int
-    optimizer: str
-    lr: float
-    weight_decay: float
-    schedule: Schedule
-    augment: Augment | None
-    patience: int | None
-    validate_every: int
-    validate_tasks: int
-    precision: Precision
-    seed: int
+    iterations: int = 1000
+    tasks: int = 4
+    optimizer: str = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    schedule: Schedule = Constant()  # noqa: RUF009  (frozen data)
+    augment: Augment | None = None
+    patience: int | None = None
+    validate_every: int | None = None  # a tenth of the iterations unless given
+    validate_tasks: int = 100
+    precision: Precision = "float32"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.tasks < 1:
             raise InputError(f"iterations is {self.iterations} and tasks is {self.tasks}, but both must be at least 1.")
         check_positive("lr", self.lr)
         check_not_negative("weight_decay", self.weight_decay)
-        if self.validate_every < 1:
+        if self.interval < 1:
             raise InputError(f"validate_every is {self.validate_every}, but must be at least 1 iteration.")
         if self.validate_tasks < 2:
             raise InputError(f"validate_tasks is {self.validate_tasks}, but an interval needs at least 2.")
@@ -91,9 +91,15 @@ class Settings:
         """What features are computed in, where that is not the parameters' own."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
+    @property
+    def interval(self) -> int:
+        """How many iterations lie between two points of the learning curve."""
+        return max(1, self.iterations // 10) if self.validate_every is None else self.validate_every
+
     def plain(self) -> dict[str, object]:
         """Return the settings as JSON can hold them."""
-        return asdict(self) | {"schedule": {"name": type(self.schedule).__name__.lower()} | asdict(self.schedule)}
+        schedule = {"name": type(self.schedule).__name__.lower()} | asdict(self.schedule)
+        return asdict(self) | {"schedule": schedule, "validate_every": self.interval}
 
 
 class Loop:
@@ -166,7 +172,7 @@ class Loop:
         self.optimizer.step()
         self.total += result.loss
         self.iteration += 1
-        due = self.iteration % settings.validate_every == 0 or self.iteration == settings.iterations
+        due = self.iteration % settings.interval == 0 or self.iteration == settings.iterations
         if due or self.device.type == "cpu":  # reading the loss makes a GPU wait
             self._check_finite(float(result.loss))
         self.seconds += time.perf_counter() - started

@@ -12,7 +12,8 @@ from metabridge.learners.method import PRESETS, Method, method
 from metabridge.models import ARCHITECTURE, Network, build
 from metabridge.models.norm import Statistics
 from metabridge.training.augment import Augment
-from metabridge.training.fit import Run, fit
+from metabridge.training.fit import fit
+from metabridge.training.fitting import Run
 from metabridge.training.loop import Precision
 from metabridge.training.schedule import Constant, Cosine, Plateau, Schedule, Step
 

@@ -1,0 +1,174 @@
+"""Trainings under way, to be taken on a step at a time: one by itself, or several in turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from metabridge.environments.environment import Environment
+from metabridge.errors import InputError
+from metabridge.learners.engine import Mode
+from metabridge.learners.method import Method
+from metabridge.models.network import Network
+from metabridge.training.checkpoint import RunFolder, fill
+from metabridge.training.evaluate import Model, Score
+from metabridge.training.loop import Loop, Point, Settings
+
+SAVED = 60.0  # seconds after which a run is saved, if no validation came before
+
+
+@dataclass(frozen=True)
+class Run(Model):
+    """A trained model and how it got there."""
+
+    curve: tuple[Point, ...] = ()
+    seconds: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    finished: bool = True
+
+    @property
+    def best(self) -> Score | None:
+        """The validation score of the parameters that were kept, if there was validation."""
+        return next((point.score for point in reversed(self.curve) if point.best), None)
+
+
+class Fitting:
+    """A training under way, and the folder that it is kept in, if any; see `fit`.
+
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.learners import method
+    >>> from metabridge.models import mlp
+    >>> fitting = Fitting(mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=2))
+    >>> fitting.step(), fitting.step(), fitting.run().finished
+    (True, True, True)
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        method: Method,
+        environment: Environment,
+        settings: Settings,
+        *,
+        validate: Environment | None = None,
+        device: torch.device | str = "cpu",
+        mode: Mode = "auto",
+        out: str | Path | None = None,
+    ) -> None:
+        if not isinstance(method, Method):
+            raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
+        self.loop = Loop(net, method, environment, validate, settings, torch.device(device), mode)
+        self._folder = None if out is None else RunFolder(Path(out))
+        self._described = {} if self._folder is None else self.loop.described()
+        if self._folder is not None:
+            self._folder.begin(self._described)
+            self.loop.restore(self._folder)
+        self._saved = time.perf_counter()
+
+    def step(self) -> bool:
+        """Take one step, and return whether it brought a point of the learning curve."""
+        judged = self.loop.step()
+        if judged or time.perf_counter() > self._saved + SAVED:
+            self.save()
+        return judged
+
+    def save(self) -> None:
+        """Write the folder, unless a step was broken off."""
+        if self._folder is not None and self.loop.intact:
+            self.loop.save(self._folder)
+        self._saved = time.perf_counter()
+
+    def run(self) -> Run:
+        """Write the best weights so far into the network, and return what there is."""
+        loop = self.loop
+        params, buffers = loop.best()
+        fill(loop.net, params, buffers)
+        dtype, curve = loop.settings.dtype, tuple(loop.curve)
+        return Run(loop.method, loop.net.eval(), params, dtype, curve, loop.seconds, self._described, loop.finished)
+
+
+def in_turns(
+    begin: Mapping[str, Callable[[], Fitting]],
+    *,
+    at_once: int = 1,
+    minutes: float | None = None,
+    progress: bool = True,
+) -> Iterator[tuple[str, Run]]:
+    """Take trainings on by a step each in turn, `at_once` of them, and yield the name and the run of each at its end.
+
+    On a GPU each has a stream of its own, so that small steps, which would leave most of it idle, run at the same
+    time. A training's seconds are its share of the time of all. After so many `minutes` all end, to go on later.
+    """
+    until = math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    waiting, under_way = deque(begin.items()), list[_Turn]()
+    with _bar(progress) as bar:
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < at_once:
+                    under_way.append(_Turn(*waiting.popleft(), bar, at_once > 1))
+                for turn in list(under_way):
+                    if turn.fitting.loop.finished or time.perf_counter() >= until:
+                        run = turn.end()
+                        under_way.remove(turn)
+                        yield turn.name, run
+                    else:
+                        turn.step()
+        finally:
+            for turn in under_way:
+                turn.save()
+
+
+class _Turn:
+    """One of the trainings, its bar, and its stream where there are several."""
+
+    def __init__(self, name: str, begin: Callable[[], Fitting], bar: Progress, beside: bool) -> None:
+        self.name, self._bar, self._stream = name, bar, None
+        if beside and torch.cuda.is_available():
+            self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self.fitting = begin()
+        loop = self.fitting.loop
+        self._shown = bar.add_task(name, total=loop.settings.iterations, completed=loop.iteration, told="")
+
+    def step(self) -> None:
+        with torch.cuda.stream(self._stream):
+            judged = self.fitting.step()
+        loop, bar = self.fitting.loop, self._bar
+        bar.update(self._shown, completed=loop.iteration)
+        if judged:
+            told = f"{loop.curve[-1].told()}, {loop.speed()}"
+            bar.update(self._shown, told=told)
+            if not bar.disable and not bar.console.is_terminal:
+                bar.console.print(f"{self.name} {loop.iteration}/{loop.settings.iterations}: {told}")
+
+    def save(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self.fitting.save()
+
+    def end(self) -> Run:
+        self.save()
+        with torch.cuda.stream(self._stream):
+            run = self.fitting.run()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return run
+
+
+def _bar(progress: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=8),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[told]}"),
+        disable=not progress,
+    )
