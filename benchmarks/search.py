@@ -1,12 +1,16 @@
-"""Condition numbers of a search's candidates: as the search computes them, and in three plain ways.
+"""Condition numbers of a search's candidates: as the search computes them, and in plain ways.
 
     python benchmarks/search.py --device cpu --channels 16 --cells 3 --json search.json
+    python benchmarks/search.py --device cuda --channels 48 --cells 5 --json search.json
 
-- gradients: for each candidate a network without the operator, for each image a backward pass of its summed outputs,
-  and one product of the stacked gradients. An image goes through the net by itself, which is cheaper than going back
-  through a batch for each of its images.
+- gradients: for each candidate a network without the operator, for each image a forward and a backward pass of its
+  summed outputs, and one product of the stacked gradients
+- batches: the same, but all images go forward together, and a backward pass of each goes through all of them: more to
+  compute, in fewer calls
 - kernel: the library's MAML kernel between tasks of the empirical NTK
 - one Gram: the same from one matrix over all images, which is the search's reference path
+
+On a CPU batches are left out unless asked for with `--ways`, on a GPU the two kernels: they take too long there.
 
 All ways take turns on the same candidates in one process, with supernets as they are in the first, the middle and the
 last round of a search. The time of all rounds is extrapolated from these: that of a candidate is interpolated between
@@ -29,6 +33,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from metabridge.episodes import Episodes
 from metabridge.experiments.result import environment
@@ -47,6 +52,7 @@ ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # operators on an edge
 MEASURED = (7, 4, 1)
 REPEATS = 3
 CONDITION = Conditioning("maml")
+PROGRESS = Console(stderr=True)
 
 Values = dict[Choice, float]
 
@@ -84,19 +90,44 @@ def by_kernels(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[C
 
 
 def by_gradients(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
-    """Return them from the gradients of each image, of a network made for each candidate."""
+    """Return them from the gradients of each image by itself, of a network made for each candidate."""
+
+    def rows(pruned: Network, x: Tensor) -> Iterator[Tensor]:
+        for image in x.split(1):
+            yield _gradient(pruned, pruned(image).sum())
+
+    return _by_rows(rows, net, alive, tasks, removals)
+
+
+def by_batches(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
+    """Return them from the gradients of each image of a batch, of a network made for each candidate."""
+
+    def rows(pruned: Network, x: Tensor) -> Iterator[Tensor]:
+        for output in pruned(x).sum(1):
+            yield _gradient(pruned, output)
+
+    return _by_rows(rows, net, alive, tasks, removals)
+
+
+def _gradient(net: Network, output: Tensor) -> Tensor:
+    slopes = torch.autograd.grad(output, list(net.parameters()), retain_graph=True, materialize_grads=True)
+    return torch.cat([slope.flatten() for slope in slopes])
+
+
+def _by_rows(
+    rows: Callable[[Network, Tensor], Iterator[Tensor]],
+    net: Network,
+    alive: Alive,
+    tasks: Episodes,
+    removals: Sequence[Choice],
+) -> Values:
     found: Values = {}
     x, weights, features = points(tasks), net.state_dict(), cast(Any, net.features)
     cells, channels = len(features.cells), features.stem[0].out_channels // NODES
     for removal in removals:
         pruned = supernet(alive.without(*removal), cells=cells, channels=channels, size=x.shape[-1]).to(x.device)
         pruned.load_state_dict({name: weights[name] for name in pruned.state_dict()})
-        rows = []
-        for image in x.split(1):
-            pruned.zero_grad()
-            pruned(image).sum().backward()
-            rows.append(torch.cat([p.grad.flatten() for p in pruned.parameters() if p.grad is not None]))
-        jacobian = torch.stack(rows)
+        jacobian = torch.stack(list(rows(pruned, x)))
         grams = Grams(jacobian @ jacobian.mT, None)
         found[removal] = CONDITION.of_grams(grams, len(tasks), tasks.query_x.shape[1]).value
     return found
@@ -107,12 +138,15 @@ WAYS: dict[str, Callable[[Network, Alive, Episodes, Sequence[Choice]], Values]] 
     "one Gram": by_grams,
     "kernel": by_kernels,
     "gradients": by_gradients,
+    "batches": by_batches,
 }
 PLAIN = [way for way in WAYS if way != "search"]
+USUAL = {"cpu": ["one Gram", "kernel", "gradients"], "cuda": ["gradients", "batches"]}
 
 
 def compare(left: int, options: argparse.Namespace) -> dict[str, Any]:
     """Let the ways take turns, and return seconds a candidate, ratios and how far the condition numbers differ."""
+    ways = ("search", *options.ways)
     edges = tuple(frozenset(OPERATORS[(edge + k) % len(OPERATORS)] for k in range(left)) for edge in range(len(EDGES)))
     alive = Alive(edges, edges)
     net = supernet(alive, cells=options.cells, channels=options.channels, size=options.size).to(options.device)
@@ -123,21 +157,22 @@ def compare(left: int, options: argparse.Namespace) -> dict[str, Any]:
     choices = list(alive.choices)
     chosen = choices[1 :: len(choices) // options.candidates][: options.candidates]  # from both cells and all edges
     few = chosen[:: len(chosen) // options.plain][: options.plain]
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     values: dict[str, Values] = {}
     for turn in range(options.turns + 1):
-        for way, side in WAYS.items():
+        for way in ways:
             removals = chosen if way == "search" else few
             start = time.perf_counter()
-            values[way] = side(net, alive, tasks, removals)
-            if turn > 0:  # in the first, libraries choose their algorithms
-                seconds[way].append((time.perf_counter() - start) / len(removals))
-    took = {way: statistics.median(seconds[way]) for way in WAYS}
+            values[way] = WAYS[way](net, alive, tasks, removals)
+            seconds[way].append((time.perf_counter() - start) / len(removals))
+            told = f"operators an edge: {left}, turn {turn}, {way}"
+            PROGRESS.print(f"{told}: {1e3 * seconds[way][-1]:.0f} ms a candidate, of {len(removals)}")
+    took = {way: statistics.median(seconds[way][1:]) for way in ways}  # in the first, libraries choose algorithms
     return {
         "operators": left,
         "seconds": took,
-        "ratios": {way: took[way] / took["search"] for way in PLAIN},
-        "differences": {way: max(_gaps(values["search"], values[way]), default=math.nan) for way in PLAIN},
+        "ratios": {way: took[way] / took["search"] for way in options.ways},
+        "differences": {way: max(_gaps(values["search"], values[way]), default=math.nan) for way in options.ways},
     }
 
 
@@ -150,8 +185,10 @@ def in_all(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counts = [REPEATS * (2 * len(EDGES) * left + 1) for left in ROUNDS]
     assert sum(counts) == evaluations(Alive.full(), REPEATS)
     known = [row["operators"] for row in rows[::-1]]
-    took = {way: float(np.interp(ROUNDS, known, [row["seconds"][way] for row in rows[::-1]]) @ counts) for way in WAYS}
-    return {"candidates": sum(counts), "seconds": took, "ratios": {way: took[way] / took["search"] for way in PLAIN}}
+    each = {way: [row["seconds"][way] for row in rows[::-1]] for way in rows[0]["seconds"]}
+    took = {way: float(np.interp(ROUNDS, known, times) @ counts) for way, times in each.items()}
+    ratios = {way: took[way] / took["search"] for way in rows[0]["ratios"]}
+    return {"candidates": sum(counts), "seconds": took, "ratios": ratios}
 
 
 def main() -> None:
@@ -164,10 +201,12 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=3, help="tasks of 5 support and 5 query images")
     parser.add_argument("--candidates", type=int, default=16, help="that the search's way is timed on")
     parser.add_argument("--plain", type=int, default=1, help="of them, those that the others are timed on")
+    parser.add_argument("--ways", nargs="+", choices=PLAIN, help="plain ways to set beside the search's")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--turns", type=int, default=2, help="that are timed, after one that is not")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
+    options.ways = options.ways or USUAL[options.device]
     torch.set_num_threads(options.threads)
     torch.backends.cudnn.allow_tf32 = False
 
@@ -175,18 +214,17 @@ def main() -> None:
     whole = in_all(rows)
     form = f"{options.cells} cells, {options.channels} channels, {10 * options.tasks} images, {options.device}"
     table = Table(title=f"condition numbers, {form}")
-    for heading in ("operators an edge", *(f"{way}, ms" for way in WAYS)):
+    for heading in ("operators an edge", *(f"{way}, ms" for way in whole["seconds"])):
         table.add_column(heading, justify="right")
     for heading in ("ratios", "differences"):
-        table.add_column(f"{heading}: {', '.join(PLAIN)}", justify="right")
+        table.add_column(f"{heading}: {', '.join(options.ways)}", justify="right")
     for row in rows:
-        times = (f"{1e3 * row['seconds'][way]:.0f}" for way in WAYS)
-        ratios = ", ".join(f"{row['ratios'][way]:.1f}" for way in PLAIN)
-        table.add_row(
-            str(row["operators"]), *times, ratios, ", ".join(f"{row['differences'][way]:.0e}" for way in PLAIN)
-        )
-    minutes = (f"{whole['seconds'][way] / 60:.1f} min" for way in WAYS)
-    table.add_row("all rounds", *minutes, ", ".join(f"{whole['ratios'][way]:.1f}" for way in PLAIN), "")
+        times = (f"{1e3 * took:.0f}" for took in row["seconds"].values())
+        ratios = ", ".join(f"{ratio:.1f}" for ratio in row["ratios"].values())
+        differences = ", ".join(f"{gap:.0e}" for gap in row["differences"].values())
+        table.add_row(str(row["operators"]), *times, ratios, differences)
+    minutes = (f"{took / 60:.1f} min" for took in whole["seconds"].values())
+    table.add_row("all rounds", *minutes, ", ".join(f"{ratio:.1f}" for ratio in whole["ratios"].values()), "")
     Console(width=140).print(table)
     if options.json:
         names = ("cells", "channels", "size", "tasks", "candidates", "plain", "turns")

@@ -1,4 +1,3 @@
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -95,6 +94,27 @@ def test_candidates_equal_products_of_the_gradients_of_each_image(side_by_side: 
         torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
 
+def test_where_memory_ends_fewer_candidates_go_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = thinned(1)
+    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(2, 3, 8, 8, dtype=torch.float64)
+    removals = [None, *alive.choices][:9]
+    exact = dict(Candidates(net, alive, x, 8).grams(removals))
+    whole, tried = Candidates._together, []
+
+    def small(self: Candidates, chosen: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:
+        tried.append(len(chosen))
+        if len(chosen) > 2:
+            raise torch.OutOfMemoryError
+        return whole(self, chosen)
+
+    monkeypatch.setattr(Candidates, "_together", small)
+    found = dict(Candidates(net, alive, x, 8).grams(removals))
+    assert tried == [8, 4, 2, 2, 2, 2, 1]
+    assert list(found) == removals
+    for removal, grams in found.items():
+        torch.testing.assert_close(grams.ntk, exact[removal].ntk, rtol=1e-12, atol=1e-12)
+
+
 def test_a_source_that_no_operator_takes_up_has_no_part() -> None:
     edges = tuple(frozenset() if source in (0, 3) else {"conv_3x3"} for _, source in EDGES)
     alive = Alive(edges, edges)
@@ -169,16 +189,18 @@ def test_regions_do_not_depend_on_how_inputs_are_split(monkeypatch: pytest.Monke
     assert 1 < whole.value < 100
 
 
-def test_regions_of_the_thin_network_are_those_of_what_is_left() -> None:
-    alive = thinned(2)
+@pytest.mark.parametrize("side_by_side", [1, 5])
+@pytest.mark.parametrize("each", [1, 2])  # with one an edge, the first ReLU of a source may have no other reader
+def test_regions_of_the_thin_network_are_those_of_what_is_left(side_by_side: int, each: int) -> None:
+    alive = thinned(each)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.linspace(0, 1, 300).view(-1, 1, 1, 1) * torch.randn(1, 1, 3, 3, generator=generator)
-    fast, net = ThinRegions(alive, inputs, seed=0), thin(alive, seed=0)
+    net = thin(alive, seed=0, inputs=len(inputs))
     counts = set()
-    for removal in (None, *itertools.islice(alive.choices, 0, None, 5)):
+    for removal, found in ThinRegions(alive, inputs, 0, side_by_side).scores([None, *alive.choices]):
         mask(net, alive if removal is None else alive.without(*removal))
-        assert fast.score(removal) == regions(net, inputs)
-        counts.add(fast.score(removal).value)
+        assert found == regions(net, inputs)
+        counts.add(found.value)
     assert len(counts) > 1
 
 

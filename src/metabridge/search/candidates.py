@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -28,23 +27,42 @@ from metabridge.search.space import Alive, Choice
 from metabridge.search.walk import CellWalk, Layer, Memory, Place, Walk, Walker
 
 SIDE_BY_SIDE = 8  # candidates in a pass on a GPU
-PIECES = 64  # that rows of gradients are cut into on a GPU
+AT_ONCE = 2**18  # entries of a sample's gradient that a GPU is given together
+PIECES = 64  # that they are cut into, as a few small products of long rows would leave a GPU idle
 
 
 class _Sum:
-    """Adds up J_l J_lᵀ over layers, for each of some groups of samples by itself: (groups, samples, samples)."""
+    """Adds up J_l J_lᵀ over layers, for each of some groups of samples by itself: (groups, samples, samples).
 
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
+    Layers wait for others until there are `at_once` entries of a gradient.
+    """
+
+    def __init__(self, total: Tensor, at_once: int) -> None:
+        self._total, self._at_once = total, at_once
+        self._waiting: list[Tensor] = []
 
     def add(self, gradients: Tensor) -> None:
         """Add a layer's part, from its gradients for every sample, (groups · samples, ...)."""
-        rows = gradients.reshape(*self.total.shape[:2], -1)
-        if rows.is_cuda:  # which a few small products of long rows would leave idle
-            rows = rows.unflatten(2, (math.gcd(rows.shape[2], PIECES), -1)).transpose(1, 2).contiguous()
-            self.total += (rows @ rows.mT).sum(1)
-        else:
-            self.total.baddbmm_(rows, rows.mT)
+        rows = gradients.reshape(*self._total.shape[:2], -1)
+        if self._at_once == 1:
+            self._total.baddbmm_(rows, rows.mT)
+            return
+        self._waiting.append(rows)
+        if sum(rows.shape[2] for rows in self._waiting) >= self._at_once:
+            self._flush()
+
+    def total(self) -> Tensor:
+        """The sum."""
+        if self._waiting:
+            self._flush()
+        return self._total
+
+    def _flush(self) -> None:
+        rest = -sum(rows.shape[2] for rows in self._waiting) % PIECES
+        rows = torch.cat([*self._waiting, self._total.new_zeros(*self._total.shape[:2], rest)], 2)
+        self._waiting.clear()
+        pieces = rows.unflatten(2, (PIECES, -1)).transpose(1, 2).contiguous()
+        self._total += (pieces @ pieces.mT).sum(1)
 
 
 class _Sent(NamedTuple):
@@ -57,8 +75,8 @@ class _Sent(NamedTuple):
 class Candidates:
     """The kernels of what is left of a supernet with group norm, at images `x`. Gradients are of the summed outputs.
 
-    Candidates go through the net `side_by_side` on a GPU, and one by one on a CPU, where threads may ask for
-    different ones of them.
+    Candidates go through the net `side_by_side` on a GPU, fewer where memory ends, and one by one on a CPU, where
+    threads may ask for different ones of them.
 
     >>> from metabridge.models.cells import supernet
     >>> alive = Alive.full()
@@ -73,22 +91,31 @@ class Candidates:
             raise InputError("the supernet has batch norms, which mix images. Make it with norm='group'.")
         self.alive, self._x, self._head = alive, x.contiguous(), net.head
         self._copies = side_by_side or (SIDE_BY_SIDE if x.is_cuda else 1)
+        self._apart = self._copies == 1
         self._masks: dict[Choice, Tensor] = {}
         self._walker = Walker(cast(Cells, net.features), _chain, self._sent)
         self._whole = Memory()
-        if self._copies == 1:
+        if self._apart:
             with torch.no_grad():
                 self._walker(self._x, alive, self._whole)
 
     @torch.no_grad()
     def grams(self, removals: Sequence[Choice | None]) -> Iterator[tuple[Choice | None, Grams]]:
         """Yield Θ and K without each of the operators, or with all of them for None, on the CPU."""
-        for start in range(0, len(removals), self._copies):
+        start = 0
+        while start < len(removals):
             chosen = removals[start : start + self._copies]
-            found = self._alone(chosen[0]) if self._copies == 1 else self._together(chosen)
+            try:
+                found = self._alone(chosen[0]) if self._apart else self._together(chosen)
+            except torch.OutOfMemoryError:
+                if len(chosen) == 1:
+                    raise
+                self._copies = len(chosen) // 2
+                continue
             ntk, nngp = (gram.cpu() for gram in found)
             for place, removal in enumerate(chosen):
                 yield removal, Grams(ntk[place], nngp[place])
+            start += len(chosen)
 
     def _alone(self, removal: Choice | None) -> tuple[Tensor, Tensor]:
         alive = self.alive if removal is None else self.alive.without(*removal)
@@ -97,18 +124,14 @@ class Candidates:
     def _together(self, removals: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:
         """Give each of some copies of the images a mask, and run all of them."""
         copies = self._x.expand(len(removals), *self._x.shape)
-        self._masks = {
-            choice: self._x.new_tensor([float(removal != choice) for removal in removals])
-            .repeat_interleave(len(self._x))
-            .view(-1, 1, 1, 1)
-            for choice in removals
-            if choice is not None
-        }
+        choices = [choice for choice in removals if choice is not None]
+        masks = self._x.new_tensor([[removal != choice for removal in removals] for choice in choices])
+        self._masks = dict(zip(choices, masks.repeat_interleave(len(self._x), -1)[..., None, None, None]))
         return self._run(copies, self._walker(copies.flatten(0, 1), self.alive, Memory()))
 
     def _run(self, x: Tensor, walk: Walk[_Sent]) -> tuple[Tensor, Tensor]:
         """Θ and K of each copy of the images: the way back from the summed outputs."""
-        parts = _Sum(x.new_zeros(len(x), x.shape[1], x.shape[1]))
+        parts = _Sum(x.new_zeros(len(x), x.shape[1], x.shape[1]), 1 if self._apart else AT_ONCE)
         maps = walk.end.output
         slope = (self._head.weight.sum(0) / maps[0, 0].numel()).view(-1, 1, 1).expand_as(maps)
         slopes: dict[int, Tensor] = {}  # of what the cells make, by place, and of what the stem makes at -1
@@ -120,11 +143,11 @@ class Candidates:
         walk.stem.back(slopes[-1], parts)
         rows = maps.mean((-2, -1)).unflatten(0, x.shape[:2])
         nngp = self._head.out_features * (rows @ rows.mT + (self._head.bias is not None))
-        return parts.total + nngp, nngp
+        return parts.total() + nngp, nngp
 
     def _sent(self, choice: Choice, layer: Layer[_Sent]) -> Layer[_Sent]:
         """What an operator sends, masked where copies are without it."""
-        if self._copies == 1:
+        if self._apart:
             return layer
 
         def run(x: Tensor) -> _Sent:
@@ -190,7 +213,7 @@ def _layer(module: Any) -> Layer[_Sent]:
     if isinstance(module, nn.Conv2d):
         return _convolution(module)
     if isinstance(module, nn.GroupNorm):
-        return functools.partial(_group_norm, module)
+        return _group_norm(module)
     if isinstance(module, nn.MaxPool2d):
         return functools.partial(_max_pool, cast(int, module.stride))
     if isinstance(module, nn.AvgPool2d):
@@ -244,7 +267,7 @@ def _halving(module: Any) -> Layer[_Sent]:
         _chained([functools.partial(_every_second, start), functools.partial(_pointwise, part)])
         for start, part in enumerate((module.even, module.odd))
     ]
-    norm = functools.partial(_group_norm, module.norm)
+    norm = _group_norm(module.norm)
 
     def run(x: Tensor) -> _Sent:
         (even, even_back), (odd, odd_back) = (half(x) for half in halves)
@@ -279,8 +302,8 @@ def _convolution(layer: nn.Conv2d) -> Layer[_Sent]:
     if layer.stride == layer.dilation == (2, 2):  # which meets pixels in even rows and columns alone
         layer = copy.copy(layer)
         layer.stride, layer.padding, layer.dilation = (1, 1), (1, 1), (1, 1)
-        return _chained([functools.partial(_every_second, 0), functools.partial(_convolved, layer)])
-    return functools.partial(_convolved, layer)
+        return _chained([functools.partial(_every_second, 0), _convolved(layer)])
+    return _convolved(layer)
 
 
 def _pointwise(layer: nn.Conv2d, x: Tensor) -> _Sent:
@@ -295,25 +318,33 @@ def _pointwise(layer: nn.Conv2d, x: Tensor) -> _Sent:
     return _Sent(torch.bmm(weight, rows).unflatten(2, x.shape[2:]), back)
 
 
-def _convolved(layer: nn.Conv2d, x: Tensor) -> _Sent:
+def _convolved(layer: nn.Conv2d) -> Layer[_Sent]:
+    """A convolution of all channels, or of each by itself, whose window has a middle."""
     form = layer.stride, layer.padding, layer.dilation
     weight, groups = layer.weight, layer.groups
+    turned = (weight if groups > 1 else weight.transpose(0, 1)).flip(2, 3).contiguous().detach()
 
-    def back(slope: Tensor, into: _Sum) -> Tensor:
-        slope = slope.contiguous()
+    def gradients(slope: Tensor, x: Tensor) -> Tensor:
         g, a = (side.view(1, -1, *side.shape[2:]) for side in (slope, x))
         if layer.dilation == (2, 2) and not x.is_cuda:  # of each channel by itself, for which a CPU goes forward faster
             apart = (2, 2), (2, 2), (1, 1)  # the gradient's entries, by two pixels
-            into.add(_pushed(a, g.transpose(0, 1), apart, a.shape[1]))
-            return _pushed(slope, weight.flip(2, 3), form, groups)
+            return _pushed(a, g.transpose(0, 1), apart, a.shape[1])
         if groups == 1 and x.is_cuda:
-            into.add(slope.flatten(2) @ patches(layer, x)[:, 0].mT)
-        else:  # one convolution whose groups are those of all samples
-            each = weight.new_empty(len(x) * len(weight), *weight.shape[1:])
-            into.add(_pulled(g, a, each, form, len(x) * groups, (False, True, False))[1])
-        return _pulled(slope, x, weight, form, groups, (True, False, False))[0]
+            return slope.flatten(2) @ patches(layer, x)[:, 0].mT
+        each = weight.new_empty(len(x) * len(weight), *weight.shape[1:])  # the groups of all samples in one convolution
+        return _pulled(g, a, each, form, len(x) * groups, (False, True, False))[1]
 
-    return _Sent(_pushed(x, weight, form, groups), back)
+    def run(x: Tensor) -> _Sent:
+        def back(slope: Tensor, into: _Sum) -> Tensor:
+            slope = slope.contiguous()
+            into.add(gradients(slope, x))
+            if layer.stride == (1, 1):  # then the way back is a convolution, and those go forward faster
+                return _pushed(slope, turned, form, groups)
+            return _pulled(slope, x, weight, form, groups, (True, False, False))[0]
+
+        return _Sent(_pushed(x, weight, form, groups), back)
+
+    return run
 
 
 def _pushed(x: Tensor, weight: Tensor, form: tuple[Any, ...], groups: int) -> Tensor:
@@ -330,18 +361,26 @@ def _pulled(
     )
 
 
-def _group_norm(layer: nn.GroupNorm, x: Tensor) -> _Sent:
+def _group_norm(layer: nn.GroupNorm) -> Layer[_Sent]:
     """Group norm of one sample that has the groups of all, so that every sample has parameters of its own."""
-    samples, channels = x.shape[:2]
-    weight, bias = layer.weight.repeat(samples), layer.bias.repeat(samples)
-    form = 1, samples * channels, x.shape[2:].numel(), samples * layer.num_groups
-    y, *moments = torch.ops.aten.native_group_norm(x, weight, bias, *form, layer.eps)
 
-    def back(slope: Tensor, into: _Sum) -> Tensor:
-        found = torch.ops.aten.native_group_norm_backward(
-            slope.contiguous(), x, *moments, weight, *form, (True, True, True)
-        )
-        into.add(torch.stack([part.view(samples, channels) for part in found[1:]], 1))
-        return found[0].view_as(x)  # type: ignore[no-any-return]
+    @functools.cache
+    def repeated(samples: int) -> tuple[Tensor, Tensor]:
+        return layer.weight.repeat(samples), layer.bias.repeat(samples)
 
-    return _Sent(y.view_as(x), back)
+    def run(x: Tensor) -> _Sent:
+        weight, bias = repeated(len(x))
+        form = 1, len(weight), x.shape[2:].numel(), len(x) * layer.num_groups
+        y, *moments = torch.ops.aten.native_group_norm(x, weight, bias, *form, layer.eps)
+
+        def back(slope: Tensor, into: _Sum) -> Tensor:
+            found = torch.ops.aten.native_group_norm_backward(
+                slope.contiguous(), x, *moments, weight, *form, (True, True, True)
+            )
+            for part in found[1:]:
+                into.add(part)
+            return found[0].view_as(x)  # type: ignore[no-any-return]
+
+        return _Sent(y.view_as(x), back)
+
+    return run

@@ -169,8 +169,8 @@ class Proxies:
             conditions = self._conditions(alive, self._supernet(alive, seed), tasks)
 
             def part(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Scores]]:
-                for removal, condition in conditions(removals):
-                    yield removal, Scores(condition, thin.score(removal))
+                for (removal, condition), (_, regions) in zip(conditions(removals), thin.scores(removals)):
+                    yield removal, Scores(condition, regions)
 
             yield from part(removals) if self.device != "cpu" else over_threads(part, removals)
 
