@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError
 from metabridge.models.folding import Folding
-from metabridge.models.norm import Statistics, replace_batch_norm
+from metabridge.models.norm import BatchNorm, Statistics, replace_batch_norm
 
 Params = dict[str, Tensor]
 P = ParamSpec("P")
@@ -78,14 +78,16 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
         x = x.to(memory_format=torch.channels_last)
     if low:
         x = x.to(dtype)
-        body = _lowered(body, dtype)
+        body = _lowered(net.features, body, dtype)
     with Folding() if transforming() else contextlib.nullcontext():
         return functional_call(net.features, body, (x,)).to(given)  # type: ignore[no-any-return]
 
 
-def _lowered(params: Params, dtype: torch.dtype | None) -> Params:
+def _lowered(features: nn.Module, params: Params, dtype: torch.dtype | None) -> Params:
     if transforming() or not params:
-        return {name: value.to(dtype) for name, value in params.items()}
+        norms = [path for path, layer in features.named_modules() if isinstance(layer, BatchNorm)]
+        own = {f"{path}.{name}" for path in norms for name in ("weight", "bias")}  # which a norm would raise again
+        return {name: value if name in own else value.to(dtype) for name, value in params.items()}
     return dict(zip(params, _Cast.apply(dtype, *params.values())))
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError
+from metabridge.models import fused_tasks
 from metabridge.models.folding import fold, unfold
 
 Statistics = Literal["batch", "running"]
@@ -69,12 +70,14 @@ class BatchNorm(nn.Module):
 class _Normalise(torch.autograd.Function):
     """y = w n + b, where n = (x − μ)r has mean 0 and variance 1 in each channel over the set.
 
-    PyTorch's fused kernels forward and backward; a batch of tasks under `vmap` is a batch of more channels.
+    Fused kernels forward and backward; a batch of tasks under `vmap` is a batch of more channels.
     PyTorch's own rule for `vmap` is wrong at second order, which is why this stands here.
     """
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        if fused_tasks.usable(x):
+            return fused_tasks.normalised(x, weight, bias, eps)
         return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
 
     @staticmethod
@@ -92,7 +95,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         x, weight, bias = (fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 0, 0)))
-        return _tasks(info, _Normalise.apply(x, weight, bias, inputs[3]))
+        return _tasks(info, _Normalise.apply(x, weight, bias, inputs[3]), (1, 0, 0))
 
 
 class _NormaliseBackward(torch.autograd.Function):
@@ -100,6 +103,8 @@ class _NormaliseBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, eps: float) -> tuple[Tensor, ...]:
+        if fused_tasks.usable(x):
+            return fused_tasks.normalised_back(g, x, weight, mean, r)
         return torch.ops.aten.native_batch_norm_backward(  # type: ignore[no-any-return]
             g, x, weight, None, None, mean, r, True, eps, [True, True, True]
         )
@@ -110,37 +115,63 @@ class _NormaliseBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor | None, ...]:
-        """Pull back u of gx, v of gw and s of gb; μ and r move with x and are accounted for there.
-
-        With c = v − wr m(un) and e = wr m(gn), what n pulls is cg − eu, and everything else is u, g and n
-        times numbers of each channel: few passes over the maps, which is where the time goes.
-        """
-        g, x, weight, mean, r = ctx.saved_tensors
-        axes = [axis for axis in range(x.ndim) if axis != 1]
-        w, v, s, mean, r = (_by_channel(value, x) for value in (weight, v, s, mean, r))
-
-        def m(value: Tensor) -> Tensor:
-            return value.mean(axes, keepdim=True, dtype=r.dtype)  # maps may have lower precision
-
-        n = torch.addcmul(-mean * r, x, r)
-        mg, mu, mgn, mun = m(g), m(u), m(g * n), m(u * n)
-        product = m(g * u) - mu * mg - mun * mgn  # the mean of u gx, over wr
-        c, e = v - w * r * mun, w * r * mgn
-        towards_g = torch.addcmul(torch.addcmul(s - w * r * mu, n, c), u, w * r)
-        fall = r * (c * mgn - e * mun) + w * r.square() * product
-        towards_x = torch.addcmul(torch.addcmul(torch.addcmul(r * (e * mu - c * mg), n, -fall), g, r * c), u, -r * e)
-        towards_w = (r * product).flatten() * (x.numel() // x.shape[1])
-        return towards_g.to(g.dtype), towards_x.to(x.dtype), towards_w, None, None, None
+        return *_NormaliseAgain.apply(*ctx.saved_tensors, u, v, s), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 1, 0, 0, 0))]
-        return _tasks(info, _NormaliseBackward.apply(*folded, inputs[5]))
+        return _tasks(info, _NormaliseBackward.apply(*folded, inputs[5]), (1, 0, 0))
 
 
-def _tasks(info: Any, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Unfold the channel axis of (maps, channels, channels)."""
-    axes = (1, 0, 0)
+class _NormaliseAgain(torch.autograd.Function):
+    """∂∂y: what u of gx, v of gw and s of gb pull back to g, x and w."""
+
+    @staticmethod
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return fused_tasks.normalised_again(*inputs) if fused_tasks.usable(inputs[1]) else _pulled_back(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("a third derivative of batch norm. Two are what methods take.")
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        axes = (1, 1, 0, 0, 0, 1, 0, 0)
+        folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, axes)]
+        return _tasks(info, _NormaliseAgain.apply(*folded), (1, 1, 0))
+
+
+def _pulled_back(
+    g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, u: Tensor, v: Tensor, s: Tensor
+) -> tuple[Tensor, ...]:
+    """Pull back u of gx, v of gw and s of gb; μ and r move with x and are accounted for there.
+
+    With c = v − wr m(un) and e = wr m(gn), what n pulls is cg − eu, and everything else is u, g and n
+    times numbers of each channel: few passes over the maps, which is where the time goes.
+    """
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    w, v, s, mean, r = (_by_channel(value, x) for value in (weight, v, s, mean, r))
+
+    def m(value: Tensor) -> Tensor:
+        return value.mean(axes, keepdim=True, dtype=r.dtype)  # maps may have lower precision
+
+    n = torch.addcmul(-mean * r, x, r)
+    mg, mu, mgn, mun = m(g), m(u), m(g * n), m(u * n)
+    product = m(g * u) - mu * mg - mun * mgn  # the mean of u gx, over wr
+    c, e = v - w * r * mun, w * r * mgn
+    towards_g = torch.addcmul(torch.addcmul(s - w * r * mu, n, c), u, w * r)
+    fall = r * (c * mgn - e * mun) + w * r.square() * product
+    towards_x = torch.addcmul(torch.addcmul(torch.addcmul(r * (e * mu - c * mg), n, -fall), g, r * c), u, -r * e)
+    towards_w = (r * product).flatten() * (x.numel() // x.shape[1])
+    return towards_g.to(g.dtype), towards_x.to(x.dtype), towards_w
+
+
+def _tasks(info: Any, outputs: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Unfold the axis of channels of each of the outputs."""
     return tuple(unfold(info, value, axis) for value, axis in zip(outputs, axes)), axes
 
 
