@@ -112,9 +112,9 @@ def throughput(row: dict[str, Any]) -> list[str]:
 
 
 def analytic(row: dict[str, Any]) -> list[str]:
-    """Analytic kernels beside neural-tangents."""
-    seconds = [f"{1000 * row[key]:.0f} ms" for key in ("seconds", "neural_tangents_seconds")]
-    return [row["name"], *seconds, f"{row['ratio']:.1f}×"]
+    """Analytic kernels beside neural-tangents, or those on a GPU beside those on its CPU."""
+    seconds = row["seconds"], row.get("neural_tangents_seconds") or row["cpu_seconds"]
+    return [row["name"], *(f"{1000 * value:.3g} ms" for value in seconds), f"{row['ratio']:.1f}×"]
 
 
 def empirical(row: dict[str, Any]) -> list[str]:
@@ -208,6 +208,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "flat": by_machine(["bench-flat-cpu"], ["mode", "inner steps", "peak memory", "against 2 steps"], steps),
     "analytic": by_machine(["bench-ntk-analytic-cpu"], ["points", "ours", "neural-tangents", "ratio"], analytic),
+    "analytic-gpu": by_machine(
+        ["bench-ntk-analytic-h200"], ["points", "ours", "ours on 2 cores beside it", "ratio"], analytic
+    ),
     "empirical": by_machine(
         ["bench-ntk-empirical-cpu"], ["net", "ours", "torch.func", "ratio", "memory", "torch.func", "ratio"], empirical
     ),
