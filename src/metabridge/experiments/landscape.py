@@ -17,9 +17,9 @@ from metabridge.experiments.result import Environment, Result, Row, Work, enviro
 from metabridge.learners.method import method
 from metabridge.models import conv4
 from metabridge.training import Fitting, Run, Settings, evaluate, in_turns
+from metabridge.training.fitting import AT_ONCE
 
 KINDS = ("easy train", "hard train", "easy test", "hard test")  # of tasks, in the order of the published tables
-AT_ONCE = {"cuda": 8}  # trainings: the small kernels of one leave a GPU nearly idle
 
 
 @dataclass(frozen=True)

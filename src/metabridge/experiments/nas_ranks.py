@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from metabridge.experiments.result import Environment, Result, Row, Work, enviro
 from metabridge.search.metantk import Guide, Proxies, Search
 from metabridge.search.proxies import Score, mean
 from metabridge.search.space import Architecture, random_architecture
-from metabridge.training import Cosine, evaluate
+from metabridge.training import Cosine, Run, evaluate, in_turns
+from metabridge.training.fitting import AT_ONCE
 from metabridge.training.plan import Plan
 
 ID = "nas-ranks"
@@ -136,7 +137,7 @@ class Outcome:
 
 def run(work: Work) -> Outcome:
     """Go on judging architectures until there are enough or the time is up, and correlate."""
-    scale, until = SCALES[work.scale], math.inf if work.minutes is None else time.perf_counter() + 60 * work.minutes
+    scale = SCALES[work.scale]
     search, training = replace(scale.search, seed=work.seed), replace(scale.plan, seed=work.seed)
     about = {"data": "glyphs", "search": search.plain(), "training": asdict(training)}
     plan, name = plain({**about, "test_tasks": scale.test_tasks}), f"{ID}-{work.scale}-{work.seed}"
@@ -144,9 +145,15 @@ def run(work: Work) -> Outcome:
     generator = torch.Generator().manual_seed(work.seed)
     drawn = [random_architecture(generator) for _ in range(scale.architectures)]
     images = load("glyphs").to(work.device)
-    for architecture in drawn[len(record.judged) :]:
-        if time.perf_counter() < until:
-            one = judge(work, architecture, search, training, images, scale.test_tasks)
+    missing = {f"network {place}": one for place, one in enumerate(drawn) if place >= len(record.judged)}
+    begin = {
+        label: partial(_plan(training, search, one, images).begin, images, device=work.device)
+        for label, one in missing.items()
+    }
+    at_once = AT_ONCE.get(torch.device(work.device).type, 1)
+    for label, run in in_turns(begin, at_once=at_once, minutes=work.minutes, progress=work.progress):
+        if run.finished:
+            one = judge(work, missing[label], search, images, run, scale.test_tasks)
             record = replace(record, judged=(*record.judged, one))
             keep(work, name, record)
     judged = record.judged[: scale.architectures]
@@ -159,10 +166,16 @@ def run(work: Work) -> Outcome:
     return Outcome(Result.of(work, ID, tuple(_rows(judged, found)), {name: record}), judged, found["Spearman"])
 
 
+def _plan(training: Plan, search: Search, architecture: Architecture, images: LabelledImages) -> Plan:
+    options = {"architecture": asdict(architecture), "cells": search.cells, "channels": search.channels}
+    options |= {"image_channels": images.images.shape[1], "drop_rate": 0.0}
+    return replace(training, model_options=options)
+
+
 def judge(
-    work: Work, architecture: Architecture, search: Search, training: Plan, images: LabelledImages, tasks: int
+    work: Work, architecture: Architecture, search: Search, images: LabelledImages, run: Run, tasks: int
 ) -> Judged:
-    """Score one architecture untrained, train it, and test it."""
+    """Score one architecture untrained, and test it trained."""
     promised: dict[str, Score] = {}
     for proxy, kernel in CONDITIONS.items():
         measure = Proxies(replace(search, kernel=kernel), images, work.device)
@@ -170,9 +183,6 @@ def judge(
         each = [scores for measured in repeats for _, scores in measured]
         promised[proxy] = mean([scores.condition for scores in each if scores.condition is not None])
         promised["linear regions"] = mean([scores.regions for scores in each if scores.regions is not None])
-    options = {"architecture": asdict(architecture), "cells": search.cells, "channels": search.channels}
-    options |= {"image_channels": images.images.shape[1], "drop_rate": 0.0}
-    run = replace(training, model_options=options).train(images, device=work.device, progress=work.progress)
     score = evaluate(run, images.tasks("test"), tasks=tasks, seed=work.seed)
     promised["parameters"] = Score(float(sum(value.numel() for value in run.net.features.parameters())))
     told = {proxy: None if found.trouble else found.value for proxy, found in promised.items()}

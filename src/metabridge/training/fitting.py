@@ -23,6 +23,7 @@ from metabridge.training.evaluate import Model, Score
 from metabridge.training.loop import Loop, Point, Settings
 
 SAVED = 60.0  # seconds after which a run is saved, if no validation came before
+AT_ONCE = {"cuda": 8}  # small trainings in turns, by the kind of device; elsewhere one after the other
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from metabridge.learners.method import PRESETS, Method, method
 from metabridge.models import ARCHITECTURE, Network, build
 from metabridge.models.norm import Statistics
 from metabridge.training.augment import Augment
-from metabridge.training.fit import fit
-from metabridge.training.fitting import Run
-from metabridge.training.loop import Precision
+from metabridge.training.fitting import Fitting, Run, in_turns
+from metabridge.training.loop import Precision, Settings
 from metabridge.training.schedule import Constant, Cosine, Plateau, Schedule, Step
 
 
@@ -67,15 +66,17 @@ class Plan:
         progress: bool = True,
     ) -> Run:
         """Train on the images' classes for training, and validate on those for validation if there are two or more."""
+        begun = self.begin(images, device=device, out=out)
+        ((_, run),) = in_turns({self.method: lambda: begun}, minutes=minutes, progress=progress)
+        return run
+
+    def begin(self, images: LabelledImages, *, device: str = "cpu", out: str | Path | None = None) -> Fitting:
+        """Begin to train, or go on with what is in the folder, without taking a step yet."""
         chosen = self.chosen()
         images = images.to(device)
         if self.turns:
             images = images.turned(("train",))
-        return fit(
-            self.network(images),
-            chosen,
-            self.training_tasks(images),
-            validate=self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None,
+        settings = Settings(
             iterations=self.iterations,
             tasks=1 if chosen.head == "all-rows" else self.batch,
             optimizer=self.optimizer,
@@ -87,13 +88,11 @@ class Plan:
             validate_every=self.validate_every,
             validate_tasks=self.validate_tasks,
             precision=self.precision,
-            device=device,
             seed=self.seed,
-            out=out,
-            minutes=minutes,
-            progress=progress,
-            name=self.method,
         )
+        validate = self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None
+        net, tasks = self.network(images), self.training_tasks(images)
+        return Fitting(net, chosen, tasks, settings, validate=validate, device=device, out=out)
 
     def chosen(self) -> Method:
         """Return the method."""
