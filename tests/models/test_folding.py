@@ -74,6 +74,14 @@ def test_pooling(layout, options):
     compare(lambda x: F.max_pool2d(x, **options), draw(2, 3, 9, 8))
 
 
+def test_calls_of_another_form_are_pytorchs():
+    x = draw(3, 2, 9, 8)[0]
+    with Folding():
+        assert torch.equal(F.max_pool2d(x, 2, return_indices=True)[1], F.max_pool2d_with_indices(x, 2)[1])
+        assert torch.equal(F.max_pool2d(x[0], 2), F.max_pool2d(x, 2)[0])
+        assert F.conv2d(input=x, weight=x[:, :, :3, :3]).shape == (3, 3, 7, 6)
+
+
 def episodes(size=16):
     x = torch.randn(2, TASKS, 10, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5).repeat(2).expand(TASKS, -1)

@@ -28,9 +28,10 @@ class Folding(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the two functions."""
         kwargs = kwargs or {}
-        if func is torch.conv2d and args[0].ndim == 4:
+        batch = len(args) > 0 and isinstance(args[0], Tensor) and args[0].ndim == 4
+        if func is torch.conv2d and batch:
             return _convolved(*args, **kwargs)
-        if func is F.max_pool2d and args[0].ndim == 4 and not kwargs.get("return_indices"):
+        if func is F.max_pool2d and batch and len(args) < 7 and not kwargs.get("return_indices"):
             return _pooled(*args, **kwargs)
         return func(*args, **kwargs)
 
