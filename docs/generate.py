@@ -120,7 +120,7 @@ def analytic(row: dict[str, Any]) -> list[str]:
 def empirical(row: dict[str, Any]) -> list[str]:
     """Empirical kernels beside the plain recipe."""
     sizes = [f"{row[key]:.0f} MiB" for key in ("mib", "reference_mib")]
-    seconds = [f"{row[key]:.2f} s" for key in ("seconds", "reference_seconds")]
+    seconds = [f"{row[key]:.3g} s" for key in ("seconds", "reference_seconds")]
     return [row["net"], *seconds, f"{row['time_ratio']:.1f}×", *sizes, f"{row['memory_ratio']:.0f}×"]
 
 

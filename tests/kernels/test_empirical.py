@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from metabridge.errors import InputError
+from metabridge.kernels import empirical, gram, jacobian, survey
 from metabridge.kernels.empirical import Empirical, with_group_norm
-from metabridge.kernels.plan import Problem
+from metabridge.kernels.plan import Plan, Problem
 from metabridge.models import conv4, estimate_statistics, mlp, resnet12
 
 
@@ -106,6 +107,13 @@ def explicit(net: nn.Module, x: Tensor, z: Tensor, outputs: str, keep: Callable[
     return full.sum((2, 3)) if outputs == "sum" else full
 
 
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let everything be computed here as it is on a GPU."""
+    for module in (jacobian, gram, survey, empirical):
+        monkeypatch.setattr(module, "cached", lambda x: False)
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     assert found.shape == exact.shape
     return float((found - exact.detach()).norm() / exact.detach().norm())
@@ -130,6 +138,21 @@ def test_every_form_part_and_way_equals_the_product_of_explicit_jacobians(name: 
             own = kernel.ntk(x)
             assert error(own, exact[:4, :4]) < 1e-9, (part, way)
             assert torch.equal(own, own.transpose(0, 1).mT if outputs == "full" else own.mT), (part, way)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_the_kernel_as_computed_on_a_gpu_equals_the_product_of_explicit_jacobians(
+    name: str, outputs: str, as_on_gpu: None
+) -> None:
+    make, shape = NETS[name]
+    net, x, z = make(), seen(1, 4, *shape), seen(2, 3, *shape)
+    exact = explicit(net, torch.cat([x, z]), torch.cat([x, z]), outputs, lambda name: True)
+    kernel = Empirical(net, outputs=outputs, way="gradients")  # type: ignore[arg-type]
+    for memory in (2**30, least(kernel, x)):
+        kernel = replace(kernel, memory=memory)
+        assert error(kernel.ntk(x, z), exact[:4, 4:]) < 1e-9
+        assert error(kernel.ntk(x), exact[:4, :4]) < 1e-9
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -162,16 +185,27 @@ def test_the_memory_bound_changes_no_result(name: str, outputs: str) -> None:
         assert error(tight.ntk(x, z), ample.ntk(x, z)) < 1e-12
 
 
+def plan_of(kernel: Empirical, x: Tensor, samples: int) -> Plan:
+    """How the kernel of some samples like x's would be computed."""
+    survey = kernel._survey(kernel.part, x, None)[1].survey
+    return kernel._plan(Problem(survey, kernel.outputs, kernel.memory, samples, samples, True, jacobian.cached(x)))
+
+
 def least(kernel: Empirical, x: Tensor) -> int:
     """The least memory, to a few per cent, that the kernel does not refuse."""
-    survey, memory = kernel._survey(x, None)[1], 2**10
+    survey, memory = kernel._survey(kernel.part, x, None)[1].survey, 2**10
     while True:
         try:
-            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, "cpu"))
+            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, jacobian.cached(x)))
         except InputError:
             memory += memory // 16
         else:
             return memory
+
+
+@pytest.mark.parametrize("outputs", ["sum", "full"])
+def test_memory_stays_within_the_bound_as_computed_on_a_gpu(outputs: str, as_on_gpu: None) -> None:
+    test_memory_stays_within_the_bound(outputs, "gradients")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -225,6 +259,37 @@ def test_jacobian_chunks_multiply_to_the_kernel(name: str, outputs: str) -> None
         assert j.shape == (5, 3, size)
 
 
+class Gated(nn.Module):
+    """A weight used by no layer, whose gradient is zero as long as its gate is shut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loose, self.last, self.drop = nn.Linear(40, 40), nn.Linear(40, 3), nn.Dropout(0.5)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(x + self.gate * F.linear(x, self.loose.weight)))  # type: ignore[no-any-return]
+
+
+def test_a_network_is_looked_at_once_and_again_when_it_has_changed() -> None:
+    net, x = seeded(Gated).eval(), seen(1, 4, 40)
+    passes: list[nn.Module] = []
+    net.register_forward_hook(lambda layer, inputs, output: passes.append(layer))
+    kernel = Empirical(net, outputs="full", way="gradients")
+    kernel.ntk(x)
+    looks = len(passes)
+    kernel.ntk(x)
+    assert len(passes) - looks == 2 < looks  # one for what layers own, and one for the others
+    with torch.no_grad():
+        net.gate.fill_(2.0)
+    assert error(kernel.ntk(x), explicit(net, x, x, "full", lambda name: True)) < 1e-9
+    net.last = nn.Linear(40, 2).double()
+    assert error(kernel.ntk(x), explicit(net, x, x, "full", lambda name: True)) < 1e-9
+    net.train()
+    with pytest.raises(InputError, match="or on chance"):
+        kernel.ntk(x)
+
+
 def test_parameters_given_take_the_place_of_the_networks_own() -> None:
     net, other, x = mlp(5, 3).double(), mlp(5, 3, seed=1).double(), seen(1, 4, 5)
     params = {name: value.detach() for name, value in other.named_parameters()}
@@ -232,27 +297,37 @@ def test_parameters_given_take_the_place_of_the_networks_own() -> None:
 
 
 def test_linear_layers_are_factored_and_early_convolutions_formed() -> None:
-    net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), torch.randn(2, 3, 84, 84)
+    net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), seen(1, 2, 3, 84, 84).float()
     kernel = Empirical(net, outputs="full")
-    plan = kernel._plan(Problem(kernel._survey(x, None)[1], "full", kernel.memory, 100, 100, True, "cpu"))
+    plan = plan_of(kernel, x, 100)
     assert plan.way == "gradients"
     assert plan.tile == 100
     assert [block.name for block in plan.factored] == ["head.weight"]
 
 
+def test_a_gpu_takes_all_samples_at_once_where_memory_allows(as_on_gpu: None) -> None:
+    net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), seen(1, 2, 3, 84, 84).float()
+    ample = Empirical(net, outputs="full")
+    plan = plan_of(ample, x, 100)
+    assert (plan.tile, plan.chunk) == (100, 100)
+    plan = plan_of(replace(ample, memory=2**28), x, 100)
+    assert plan.tile == 100
+    assert 1 < plan.chunk < 50
+
+
 @pytest.mark.parametrize("name", ["conv4, evaluation mode", "conv4, group norm", "branching"])
 def test_first_convolutions_are_taken_together_with_their_norms_and_pools(name: str) -> None:
     make, shape = NETS[name]
-    gradients, survey = Empirical(make())._survey(seen(1, 2, *shape), None)
+    gradients, found = Empirical(make())._survey("all", seen(1, 2, *shape), None)
     picks = [call.picks for call in gradients.trace(seen(1, 2, *shape))[2] if call.picks]
     assert len(picks) == (2 if name == "branching" else 1)
-    assert not survey.others
+    assert not found.survey.others
 
 
 def test_a_wide_net_of_many_outputs_on_few_samples_is_taken_by_the_cheaper_way() -> None:
-    net, x = Wide(), torch.randn(2, 8)
+    net, x = Wide(), seen(1, 2, 8).float()
     kernel = Empirical(net, outputs="full")
-    assert kernel._plan(Problem(kernel._survey(x, None)[1], "full", kernel.memory, 2, 2, True, "cpu")).way == "products"
+    assert plan_of(kernel, x, 2).way == "products"
 
 
 def test_ties_in_overlapping_windows_of_a_pool_go_where_automatic_differentiation_sends_them() -> None:

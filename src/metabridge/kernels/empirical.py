@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from metabridge.errors import InputError, check_positive, describe
 from metabridge.kernels.gram import Outputs, inner
-from metabridge.kernels.jacobian import Gradients
+from metabridge.kernels.jacobian import Gradients, Rows, cached
 from metabridge.kernels.plan import Plan, Problem, Way
 from metabridge.kernels.products import by_products
 from metabridge.kernels.survey import Survey, examine, saved_bytes
@@ -28,6 +28,20 @@ from metabridge.models.network import Network, Params
 from metabridge.models.norm import BatchNorm, group_count
 
 Part = Literal["all", "head", "body"]
+
+PLAIN = (bool, int, float, str, tuple)  # what a layer is told: its window, its mode, ...
+
+
+class _Seen(NamedTuple):
+    """What was found out about a network in some state.
+
+    Its tensors are kept, so that no others take their places.
+    """
+
+    state: tuple[object, ...]
+    tensors: list[Tensor]
+    names: frozenset[str]
+    survey: Survey
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +55,8 @@ class Empirical:
     `part` says which parameters the gradients are of: all, those of the head (the linear layer whose outputs
     are the network's), or the body, all but the head's. Computing takes at most about `memory` bytes beside
     inputs and result. `way` is chosen by estimated cost: gradients layer by layer, or NTK-vector products
-    J(x)(J(z)ᵀe), which need no more than one gradient at a time.
+    J(x)(J(z)ᵀe), which need no more than one gradient at a time. What a network does with a sample is looked at
+    once, and again when its parameters or layers have changed.
 
     >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
     >>> Empirical(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
@@ -55,6 +70,7 @@ class Empirical:
     outputs: Outputs = "mean"
     memory: int = 2**30
     way: Way = "auto"
+    _seen: dict[tuple[Part, torch.Size], _Seen] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_positive("memory", self.memory)
@@ -71,20 +87,23 @@ class Empirical:
         >>> Empirical(net, outputs="full").ntk(torch.randn(4, 2), torch.randn(5, 2)).shape
         torch.Size([4, 5, 3, 3])
         """
-        gradients, survey = self._survey(x, z)
-        n, m = len(x), len(x if z is None else z)
-        r = survey.outputs if self.outputs == "full" else 1
+        return self._ntk(self.part, x, z)
+
+    def _ntk(self, part: Part, x: Tensor, z: Tensor | None) -> Tensor:
+        gradients, seen = self._survey(part, x, z)
+        outputs, n, m = seen.survey.outputs, len(x), len(x if z is None else z)
+        r = outputs if self.outputs == "full" else 1
         result = x.new_zeros(n * r, m * r)
-        plan = self._plan(Problem(survey, self.outputs, self.memory, n, m, z is None, x.device.type))
+        plan = self._plan(Problem(seen.survey, self.outputs, self.memory, n, m, z is None, cached(x)))
         if plan.way == "products":
             by_products(gradients, plan, self.outputs, x, z, result.view(n, r, m, r))
         else:
-            self._by_gradients(gradients, plan, survey.outputs, x, z, result)
+            self._by_gradients(gradients, plan, outputs, x, z, result)
         if z is None:
             result = result.triu() + result.triu(1).mT
         if self.outputs == "full":
             return result.view(n, r, m, r).transpose(1, 2)
-        return result / (survey.outputs if self.outputs == "mean" else 1)
+        return result / (outputs if self.outputs == "mean" else 1)
 
     def nngp(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """K(x, z), the part of Θ that the head's weights and bias make: φ(x)·φ(z), + 1 with a bias, per output.
@@ -93,7 +112,7 @@ class Empirical:
         >>> Empirical(net).nngp(torch.tensor([[1.0, 2.0]]))
         tensor([[5.]])
         """
-        return replace(self, part="head").ntk(x, z)
+        return self._ntk("head", x, z)
 
     def both(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Θ(x, z) and K(x, z)."""
@@ -109,15 +128,15 @@ class Empirical:
         >>> [chunk.shape for chunk in Empirical(net, outputs="sum").jacobian(torch.randn(4, 2))]
         [torch.Size([4, 9])]
         """
-        gradients, survey = self._survey(x, None)
-        problem = Problem(survey, self.outputs, self.memory, 1, len(x), False, x.device.type)
+        gradients, seen = self._survey(self.part, x, None)
+        survey = seen.survey
+        problem = Problem(survey, self.outputs, self.memory, 1, len(x), False, cached(x))
         plan = problem.rows(survey.blocks, ())
         if plan.tile < 1:
             raise self._too_little()
         for start in range(0, len(x), plan.tile):
-            rows = gradients.rows(
-                x[start : start + plan.tile], survey.blocks, (), survey.outputs, plan.chunk, plan.cores
-            ).formed
+            points = x[start : start + plan.tile]
+            rows = gradients.rows(points, survey.blocks, (), survey.outputs, plan.chunk, plan.room, plan.cores).formed
             if self.outputs == "full":
                 yield rows
             else:
@@ -131,10 +150,21 @@ class Empirical:
                 raise InputError(f"params has {name!r}, {describe(value)}, but the network has {wanted}.")
         return own | {name: value.detach() for name, value in (self.params or {}).items()}
 
-    def _survey(self, x: Tensor, z: Tensor | None) -> tuple[Gradients, Survey]:
-        """Send one sample through the net, and see which parameters are whose and what they cost."""
+    def _survey(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[Gradients, _Seen]:
+        """What is known of the net's way with such samples, looked up where nothing has changed since it was found."""
         params = self._params()
         _check_inputs(params, x, z)
+        tensors = [*params.values(), *self.net.buffers()]
+        state = _state(self.net, tensors)
+        seen = self._seen.get((part, x.shape[1:]))
+        if seen is None or seen.state != state:
+            seen = _Seen(state, tensors, *self._look(part, params, x))
+            self._seen[part, x.shape[1:]] = seen
+        survey = seen.survey
+        return Gradients(self.net, params, seen.names, self.outputs == "sum", survey.others, survey.batched), seen
+
+    def _look(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], Survey]:
+        """Send one sample through the net, and see which parameters are whose and what they cost."""
         gradients = Gradients(self.net, params, frozenset(params), self.outputs == "sum")
         try:
             with saved_bytes(params) as graph:
@@ -153,18 +183,18 @@ class Empirical:
                 "gradient of its own. Use evaluation mode, or with_group_norm(net)."
             )
         head = next((call for call in calls if call.output is y and isinstance(call.layer, nn.Linear)), None)
-        if head is None and self.part != "all":
+        if head is None and part != "all":
             raise InputError(
                 "the network has no head: no nn.Linear's outputs are the network's. Use part='all', or a Network."
             )
         heads = frozenset(head.roles) if head else frozenset()
-        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[self.part]
+        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[part]
         if not names:
-            raise InputError(f"the network has no parameters in its {self.part}.")
+            raise InputError(f"the network has no parameters in its {part}.")
         outputs = 1 if self.outputs == "sum" else y.shape[1]
-        exact = torch.autograd.grad(plain.sum(), tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+        exact = torch.autograd.grad(plain[0].sum(), tuple(leaves.values()), allow_unused=True, materialize_grads=True)
         survey = examine(replace(gradients, names=names), y, dict(zip(leaves, exact)), calls, outputs, sum(graph))
-        return replace(gradients, names=names, others=survey.others), survey
+        return names, survey
 
     def _plan(self, problem: Problem) -> Plan:
         plan = problem.cheapest(self.way)
@@ -181,13 +211,16 @@ class Empirical:
         r = result.shape[0] // len(x)
         z_or_x = x if z is None else z
         work = self.memory // 4 // x.element_size()
+
+        def rows(points: Tensor) -> Rows:
+            return gradients.rows(points, plan.formed, plan.factored, outputs, plan.chunk, plan.room, plan.cores)
+
         for i in range(0, len(x), plan.tile):
-            left = gradients.rows(x[i : i + plan.tile], plan.formed, plan.factored, outputs, plan.chunk, plan.cores)
+            left = rows(x[i : i + plan.tile])
             for j in range(i if z is None else 0, len(z_or_x), plan.tile):
                 right = left
                 if z is not None or i != j:
-                    points = z_or_x[j : j + plan.tile]
-                    right = gradients.rows(points, plan.formed, plan.factored, outputs, plan.chunk, plan.cores)
+                    right = rows(z_or_x[j : j + plan.tile])
                 place = result[i * r : (i + plan.tile) * r, j * r : (j + plan.tile) * r]
                 inner(left, right, self.outputs, work, place)
             del left, right  # before the next are made
@@ -220,6 +253,16 @@ def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int)
     if affine:
         norm.weight, norm.bias = copy.deepcopy(layer.weight), copy.deepcopy(layer.bias)
     return norm.train(layer.training)
+
+
+def _state(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
+    """What a network does depends on: its layers, their numbers and modes, and where which tensors lie."""
+    layers = [
+        (layer, *((name, value) for name, value in vars(layer).items() if isinstance(value, PLAIN)))
+        for layer in net.modules()
+    ]
+    places = [(value.data_ptr(), value._version) for value in tensors]
+    return *layers, *places, torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def _check_network(net: nn.Module, params: Params) -> None:
@@ -260,5 +303,5 @@ def _check_inputs(params: Params, x: Tensor, z: Tensor | None) -> None:
             )
         if points.shape[1:] != x.shape[1:]:
             raise InputError(f"z is {describe(points)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
-        if not all(extreme.isfinite() for extreme in points.aminmax()):  # NaN is both
+        if not torch.stack(points.aminmax()).isfinite().all():  # NaN is both
             raise InputError(f"{name} holds values that are NaN or infinite. Leave those samples out.")

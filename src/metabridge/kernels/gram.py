@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from metabridge.kernels.jacobian import Rows
+from metabridge.kernels.jacobian import Rows, cached
 
 Outputs = Literal["mean", "sum", "full"]
 
@@ -24,7 +24,8 @@ def inner(left: Rows, right: Rows, outputs: Outputs, work: int, into: Tensor) ->
     """
     rows = 2 if outputs == "full" else 1
     a, b = (side.formed.reshape(math.prod(side.formed.shape[:rows]), -1) for side in (left, right))
-    steps = -(-len(a) // 8) if left is right else len(a)  # what is below the diagonal is left out, as far as blocks go
+    parts = 1 if left is not right else 8 if cached(a) else 2
+    steps = -(-len(a) // parts)  # what is below the diagonal is left out, as far as blocks go
     for start in range(0, len(a), max(1, steps)):
         first = start if left is right else 0
         into[start : start + steps, first:].addmm_(a[start : start + steps], b[first:].mT)
@@ -41,7 +42,7 @@ def _factored(
     r, positions = grid.shape[1], left[0].shape[-1]
     pairs = max(1, work // (positions**2 * (r**2 + 1) + 2 * r * left[1].shape[2] * positions))
     columns = min(grid.shape[2], pairs)
-    lines = min(max(1, pairs // columns), -(-grid.shape[0] // 8) if symmetric else grid.shape[0])
+    lines = min(max(1, pairs // columns), -(-grid.shape[0] // 8) if symmetric and cached(grid) else grid.shape[0])
     for i in range(0, grid.shape[0], lines):
         a, g = (factor[i : i + lines] for factor in left)
         for j in range(i if symmetric else 0, grid.shape[2], columns):

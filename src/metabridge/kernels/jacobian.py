@@ -3,8 +3,8 @@
 A layer y = Wa, applied at P positions, has for sample i and output o the gradient Σ_p g_iop a_ipᵀ, where
 g is what reaches y from the output. One backward pass an output gives g for a whole batch, since samples
 do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every sample,
-and automatic differentiation keeps them apart. On a CPU a first convolution, its norm and its max pooling are
-taken together (`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
+and automatic differentiation keeps them apart. A first convolution, its norm and its max pooling are taken
+together (`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ SPARSE = 3  # multiplications of a matrix product in the time of one by a patch 
 CACHED = 2**21  # bytes of a layer's gradients that are taken at a time on a CPU: what is copied stays in its cache
 
 
+def cached(x: Tensor) -> bool:
+    """Whether the device of `x` gains by small pieces that stay in its cache: a CPU. A GPU wants few launches."""
+    return x.device.type == "cpu"
+
+
 class Call(NamedTuple):
     """A place in a forward pass where gradients are read off: what arrives at `edge` is that of `output`.
 
@@ -50,6 +55,21 @@ class Call(NamedTuple):
     def linear(self) -> bool:
         """Whether it is a linear layer's output."""
         return "copies" not in self.roles.values()
+
+    def forming(self, outputs: int) -> int:
+        """Numbers held while its gradients are formed: what arrives from all outputs, patches, and gradients."""
+        size = outputs * self.output.numel()
+        if self.picks:
+            picks = self.picks[0]
+            size += 2 * outputs * picks.weight.numel()
+            return size if cached(self.x) else size + picks.places.numel() * picks.patches.shape[2]
+        if not self.linear:
+            return 2 * size
+        layer: Any = self.layer
+        weight: Tensor = layer.weight
+        numbers, rows = weight.numel(), len(weight)
+        patches = numbers // rows * self.output.numel() * int(getattr(layer, "groups", 1)) // rows
+        return size + self.x.numel() + patches + 2 * outputs * len(self.x) * numbers
 
 
 @dataclass(frozen=True)
@@ -98,6 +118,9 @@ class _Tracing:
             if name in self.wanted:
                 edge = get_gradient_edge(copies[role])
                 self.calls.append(Call(layer, {name: "copies"}, x.detach(), copies[role], edge))
+        if type(layer) is nn.GroupNorm and not cached(x):
+            y: Tensor = _GroupNorm.apply(x, layer.num_groups, layer.eps, *copies.values())
+            return y
         return normed(layer, x, copies)
 
     def chain(self, layers: nn.Sequential, x: Tensor) -> Tensor:
@@ -124,6 +147,37 @@ class _Tracing:
     def _copies(self, layer: nn.Module, samples: int) -> Params:
         values = {role: self.leaves[name] for role, name in self.owned[layer].items()}
         return {role: value.expand(samples, *value.shape) for role, value in values.items()}
+
+
+class _GroupNorm(torch.autograd.Function):
+    """A group norm with a weight and a bias for each sample, in few passes over memory on the way back.
+
+    With ĝ = Σ_p g_p x̂_p, which is the weight's gradient, and ḡ = Σ_p g_p, the bias's, that of x is
+    σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), means being over a group: an affine function of g and x, channel by channel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int, eps: float, weight: Tensor, bias: Tensor) -> Tensor:
+        samples, channels = weight.shape
+        sizes = 1, samples * channels, x[0, 0].numel(), samples * groups
+        y, mean, scale = torch.native_group_norm(x.contiguous(), weight.flatten(), bias.flatten(), *sizes, eps)
+        ctx.save_for_backward(x, weight, mean.view(samples, groups, 1), scale.view(samples, groups, 1))
+        return y.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, weight, mean, scale) = slopes, ctx.saved_tensors
+        by_group, size = (*mean.shape[:2], -1), weight.shape[1] // mean.shape[1] * x[0, 0].numel()
+        towards_bias = g.reshape(*weight.shape, -1).sum(-1)
+        products = (g * x).reshape(*weight.shape, -1).sum(-1)
+        w, first, second = (value.reshape(by_group) for value in (weight, towards_bias, products))
+        towards_weight = scale * (second - mean * first)
+        of_x = -(scale.square()) * (w * towards_weight).sum(2, keepdim=True) / size
+        shift = -scale * (w * first).sum(2, keepdim=True) / size - of_x * mean
+        shape = *weight.shape, *(1,) * (x.ndim - 2)
+        of_g, of_x, shift = (value.expand_as(w).reshape(shape) for value in (w * scale, of_x, shift))
+        towards_x = torch.addcmul(torch.addcmul(shift, of_x, x), of_g, g)
+        return towards_x, None, None, towards_weight.reshape(weight.shape), towards_bias
 
 
 def _pools_first(layers: nn.Sequential) -> bool:
@@ -154,26 +208,27 @@ class Gradients:
     names: frozenset[str]
     summed: bool
     others: frozenset[str] = field(default_factory=frozenset)  # those that only automatic differentiation knows
+    batched: bool = False  # whether one pass goes back for all outputs
 
     def trace(self, x: Tensor) -> tuple[Tensor, Params, list[Call]]:
         """Run `net`, and return its outputs, the parameters they depend on, and where their gradients are found."""
         leaves = {name: value.detach().requires_grad_(name in self.names) for name, value in self.params.items()}
         known = {id(value): name for name, value in self.net.named_parameters()}
+        modules = list(self.net.modules())
         owned = {
             layer: {role: known[id(value)] for role, value in layer.named_parameters(recurse=False)}
-            for layer in self.net.modules()
+            for layer in modules
             if type(layer) in (*LINEAR, *NORMS)
         }
         wanted = self.names - self.others
         layers = [layer for layer, roles in owned.items() if wanted.intersection(roles.values())]
         tracing = _Tracing(leaves, owned, wanted)
         others: dict[nn.Module, StandIn] = {layer: tracing.norm for layer in layers if isinstance(layer, NORMS)}
-        if x.device.type == "cpu":
-            pools = [layer for layer in self.net.modules() if type(layer) is nn.MaxPool2d and not layer.return_indices]
-            others |= dict.fromkeys(pools, pooled)
-            for chain in self.net.modules():
-                if type(chain) is nn.Sequential and _pools_first(chain) and {*list(chain)[:2]} <= {*layers}:
-                    others[chain] = tracing.chain
+        for layer in modules:
+            if type(layer) is nn.MaxPool2d and not layer.return_indices and cached(x):
+                others[layer] = pooled
+            elif type(layer) is nn.Sequential and _pools_first(layer) and {*list(layer)[:2]} <= {*layers}:
+                others[layer] = tracing.chain
         hooks = [layer.register_forward_hook(tracing.record) for layer in layers if layer not in others]
         try:
             with torch.enable_grad(), standing_in(others):
@@ -184,9 +239,19 @@ class Gradients:
         return y, leaves, tracing.calls
 
     def rows(
-        self, x: Tensor, formed: Sequence[Block], factored: Sequence[Block], outputs: int, chunk: int, cores: int = 1
+        self,
+        x: Tensor,
+        formed: Sequence[Block],
+        factored: Sequence[Block],
+        outputs: int,
+        chunk: int,
+        room: int,
+        cores: int = 1,
     ) -> Rows:
-        """The gradients for all samples `x`, `chunk` samples at a time on each of some cores."""
+        """The gradients for all samples `x`, `chunk` samples at a time on each of some cores.
+
+        On a GPU a layer's are formed for as many samples at a time as `room` bytes hold.
+        """
         shape = len(x), outputs
         result = Rows(
             x.new_zeros(*shape, sum(block.size for block in formed)),
@@ -207,26 +272,22 @@ class Gradients:
             own = self if cores == 1 else replace(self, net=shell(self.net))
             for place in share:
                 factors = {name: (a[place], g[place]) for name, (a, g) in result.factors.items()}
-                own._fill(Rows(result.formed[place], factors), x[place], slots)
+                own._fill(Rows(result.formed[place], factors), x[place], slots, room)
                 yield
 
         for _ in fill(places) if cores == 1 else over_threads(fill, places, cores):
             pass
         return result
 
-    def _fill(self, rows: Rows, x: Tensor, slots: dict[str, slice]) -> None:
+    def _fill(self, rows: Rows, x: Tensor, slots: dict[str, slice], room: int) -> None:
         if self.names - self.others:
             y, _, calls = self.trace(x)
-            targets = y.sum(1, keepdim=True) if self.summed else y
-            edges = [call.edge for call in calls]
-            last = targets.shape[1] - 1
-            pulled = [
-                torch.autograd.grad(targets[:, o].sum(), edges, retain_graph=o < last, allow_unused=True)
-                for o in range(last + 1)
-            ]
-            for call, slopes in zip(calls, zip(*pulled)):
-                if slopes[0] is not None:  # as it is where the layer is used, but not for the outputs
-                    _store(rows, call, slopes, slots)
+            seeds = torch.ones_like(y).unsqueeze(0)
+            if not self.summed:
+                seeds = torch.eye(y.shape[1], dtype=y.dtype, device=y.device).unsqueeze(1).repeat(1, len(y), 1)
+            for call, slopes in zip(calls, slopes_at([call.edge for call in calls], y, seeds, self.batched)):
+                if slopes is not None:
+                    _store(rows, call, slopes, slots, room)
         for name, gradient in self._generic(x).items():
             rows.formed[..., slots[name]] = gradient.reshape(*rows.formed.shape[:2], -1)
 
@@ -243,14 +304,40 @@ class Gradients:
         return vmap(jacrev(outputs), (None, 0))(others, x)  # type: ignore[no-any-return]
 
 
-def formed(call: Call, slopes: Sequence[Tensor], place: slice = slice(None)) -> Params:
-    """The gradients (samples, outputs, ...) of a call's parameters for the samples at `place`.
+def slopes_at(
+    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, batched: bool, keep: bool = False
+) -> list[tuple[Tensor, ...] | None]:
+    """What arrives at the edges from every seed, in one pass or one after another.
 
-    `slopes` is what arrives there from each output.
+    It is none where a layer is used, but not for the outputs.
     """
+    if batched:
+        found = torch.autograd.grad(y, edges, seeds, keep, is_grads_batched=True, allow_unused=True)
+        return [None if slopes is None else slopes.unbind() for slopes in found]
+    passes = [
+        torch.autograd.grad(y, edges, seed, keep or o < len(seeds), allow_unused=True)
+        for o, seed in enumerate(seeds, 1)
+    ]
+    return [None if slopes[0] is None else slopes for slopes in zip(*passes)]
+
+
+def formed(call: Call, slopes: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
+    """Yield the gradients (samples, outputs, ...) of a call's parameters, and for which samples they are.
+
+    `slopes` is what arrives there from each output. Some samples are taken at a time.
+    """
+    places = [slice(start, start + step) for start in range(0, len(call.x), step)]
     if call.picks is not None:
         picks, params = call.picks
-        return dict(zip(params, picks.pulled(slopes, list(params.values()))))
+        moving = list(params.values())
+        found = picks.pulled(slopes, moving) if cached(call.x) else _pulled(picks, slopes, moving, places)
+        yield slice(None), dict(zip(params, found))
+        return
+    for place in places:
+        yield place, _formed(call, slopes, place)
+
+
+def _formed(call: Call, slopes: Sequence[Tensor], place: slice) -> Params:
     g = gathered(call, [slope[place] for slope in slopes])
     found: Params = {}
     for name, role in call.roles.items():
@@ -262,6 +349,25 @@ def formed(call: Call, slopes: Sequence[Tensor], place: slice = slice(None)) -> 
         else:
             found[name] = g.sum(-1) if role == "bias" else g
     return found
+
+
+def _pulled(picks: Picked, slopes: Sequence[Tensor], params: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
+    """What `picks.pulled` returns, in few launches: products with copies of the patches picked, for all outputs."""
+    towards_weight = torch.cat([_summed(picks, slopes, place) for place in places], 1)
+    towards_bias = torch.stack([slope.sum((2, 3)) for slope in slopes])
+    found = torch.autograd.grad(
+        (picks.weight, picks.bias), params, (towards_weight, towards_bias), is_grads_batched=True
+    )
+    return [gradient.transpose(0, 1) for gradient in found]
+
+
+def _summed(picks: Picked, slopes: Sequence[Tensor], place: slice) -> Tensor:
+    """Sums of the patches picked, each times what arrives, (outputs, samples, channels, inputs)."""
+    table = picks.patches[place]
+    first = torch.arange(len(table), dtype=torch.int, device=table.device).mul_(table.shape[1]).view(-1, 1, 1)
+    chosen = F.embedding(picks.places[place] + first, table.flatten(0, 1))
+    arriving = torch.stack([slope[place].flatten(2) for slope in slopes], 2)
+    return (arriving @ chosen).movedim(2, 0)
 
 
 def gathered(call: Call, slopes: Sequence[Tensor]) -> Tensor:
@@ -293,8 +399,8 @@ def _product(layer: nn.Module, x: Tensor, side: Tensor, shape: Sequence[int]) ->
 
     On a CPU that of a convolution is itself one, in which every sample is a group, and no patch is copied.
     """
-    if not isinstance(layer, nn.Conv2d) or x.device.type != "cpu":
-        return (patches(layer, x) @ side.mT).mT  # the faster way round
+    if not isinstance(layer, nn.Conv2d) or not cached(x):
+        return side @ patches(layer, x).mT
     samples, groups, channels, _ = side.shape
     a, g = _padded(layer, x), side.reshape(1, -1, *shape)
     size = samples * groups * channels, *layer.weight.shape[1:]
@@ -308,7 +414,7 @@ def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
     return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
 
 
-def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, slice]) -> None:
+def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, slice], room: int) -> None:
     """Add a call's gradients to those formed, or keep its factors, from which only a bias is formed."""
     weight = next((name for name in call.roles if name in rows.factors), None)
     if weight is not None:
@@ -318,13 +424,12 @@ def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, sl
         call = call._replace(roles={name: role for name, role in call.roles.items() if name != weight})
     if not call.roles:
         return
-    samples = len(call.x)
-    whole = call.picks is not None or call.x.device.type != "cpu"
-    taken = 1 if whole else len(slopes) * slopes[0].nbytes // CACHED
-    step = max(1, samples // max(1, taken))
-    for start in range(0, samples, step):
-        place = slice(start, start + step)
-        for name, gradient in formed(call, slopes, place).items():
+    size, most = call.output.element_size() * call.forming(len(slopes)), room
+    if cached(call.x):
+        size, most = len(slopes) * slopes[0].nbytes, CACHED
+    step = max(1, len(call.x) // max(1, -(-size // most)))
+    for place, gradients in formed(call, slopes, step):
+        for name, gradient in gradients.items():
             rows.formed[place, :, slots[name]] += gradient.flatten(2)
 
 

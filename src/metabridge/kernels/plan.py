@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     cost: float
     tile: int  # samples whose gradients are held
     chunk: int  # samples, or for products pairs of a sample and an output, that go through the net at a time
+    room: int = 0  # bytes beside them for forming a layer's gradients on a GPU
     cores: int = 1  # that take such chunks side by side
     formed: tuple[Block, ...] = ()
     factored: tuple[Block, ...] = ()
@@ -39,7 +40,7 @@ class Problem(NamedTuple):
     n: int
     m: int
     symmetric: bool
-    device: str
+    cached: bool  # whether the device is a CPU, which gains by small pieces that stay in its cache
 
     def cheapest(self, way: Way) -> Plan | None:
         """The cheapest plan that the memory holds, if it holds any."""
@@ -54,33 +55,36 @@ class Problem(NamedTuple):
         return min((plan for plan in plans if plan.tile >= 1), key=lambda plan: plan.cost, default=None)
 
     def _by_gradients(self, formed: Sequence[Block]) -> Plan:
-        factored = [block for block in self.survey.blocks if block not in formed]
+        names = {block.name for block in formed}
+        factored = [block for block in self.survey.blocks if block.name not in names]
         plan = self.rows(formed, factored)
         contraction = sum(map(self._formed_cost, formed)) + sum(map(self._factored_cost, factored))
         return plan._replace(cost=plan.cost + contraction)
 
     def rows(self, formed: Sequence[Block], factored: Sequence[Block]) -> Plan:
         """Hold as many samples' gradients as fit beside a pass over some samples; the cost is that of the gradients."""
-        survey = self.survey
+        survey, cpu = self.survey, self.cached
         stored = survey.outputs * sum(block.size for block in formed)
         stored += sum(block.positions * (block.inputs + survey.outputs * block.outputs) for block in factored)
         stored *= survey.itemsize
-        passing = survey.graph + survey.outputs * survey.slopes + survey.largest
+        passing = survey.graph + survey.passing + (survey.forming if cpu else 0)
         if survey.others:
             passing = max(passing, 2 * (survey.outputs + 1) * survey.graph + stored)
-        share = max(passing, self.memory // 4)
-        room = self.memory - share
-        whole = max(self.n, self.m) * stored * (1 if self.symmetric else 2) <= room
-        tile = max(self.n, self.m) if whole else room // (2 * stored)
+        share, room = max(passing, self.memory // 4), 0 if cpu else max(survey.forming, self.memory // 4)
+        left, most = self.memory - share - room, max(self.n, self.m)
+        whole = most * stored * (1 if self.symmetric else 2) <= left
+        tile = most if whole else left // (2 * stored)
         if tile < 1:
             return Plan("gradients", math.inf, 0, 1)
         tiles = -(-self.n // tile)
         samples = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
-        cores = max(1, min(torch.get_num_threads(), share // passing)) if self.device == "cpu" else 1
-        held = min(share // cores, CPU_PASS) if self.device == "cpu" else share
-        chunk = max(1, min(tile, held // passing))
+        cores = max(1, min(torch.get_num_threads(), share // passing)) if cpu else 1
+        free = left - tile * stored * (1 if whole and self.symmetric else 2)
+        held = min(share // cores, CPU_PASS) if cpu else share + free  # a GPU is quickest with all samples at once
+        passes = -(-tile // max(1, held // passing))
+        chunk = -(-tile // passes)
         cost = samples * survey.work * (1 + survey.outputs) * (3 if survey.others else 1)
-        return Plan("gradients", cost, tile, chunk, cores, tuple(formed), tuple(factored))
+        return Plan("gradients", cost, tile, chunk, room, cores, tuple(formed), tuple(factored))
 
     def _by_products(self) -> Plan:
         """Push pairs of a sample and an output forward together, as many as fit, over as many samples as fit."""

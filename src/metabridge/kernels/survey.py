@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from metabridge.kernels.jacobian import Block, Call, Gradients, formed, patches
+from metabridge.kernels.jacobian import Block, Call, Gradients, cached, formed, slopes_at
 from metabridge.models.network import Params
 
 
@@ -20,11 +20,12 @@ class Survey(NamedTuple):
 
     blocks: tuple[Block, ...]
     others: frozenset[str]
+    batched: bool  # whether one pass goes back for all outputs
     outputs: int  # gradients taken of a sample: 1 for their sum
     work: int  # multiplications of a forward pass
     graph: int  # bytes that it keeps for the backward pass
-    slopes: int  # bytes of the layers' outputs
-    largest: int  # bytes of what goes on in the largest layer: its maps, patches and gradients
+    passing: int  # most bytes held beside it on the way forth and back, with what arrives at every layer
+    forming: int  # bytes held while the gradients of the layer with most of them are formed
     itemsize: int
 
 
@@ -54,44 +55,66 @@ def examine(gradients: Gradients, y: Tensor, exact: Params, calls: list[Call], o
     roles = [{name: role for name, role in call.roles.items() if name in gradients.names} for call in calls]
     calls = [call._replace(roles=own) for call, own in zip(calls, roles) if own]
     edges = [call.edge for call in calls]
-    slopes = torch.autograd.grad(y.sum(), edges, allow_unused=True) if edges else ()
+    batched = bool(edges) and outputs > 1 and not cached(y) and _batches(edges, y)
+    slopes = slopes_at(edges, y, torch.ones_like(y).unsqueeze(0), batched=False) if edges else []
     found: dict[str, Tensor] = {}
     uses: dict[str, list[Call]] = {name: [] for name in names}
     for call, slope in zip(calls, slopes):
         for name in call.roles:
             uses[name].append(call)
         if slope is not None:
-            for name, gradient in formed(call, [slope]).items():
-                found[name] = found.get(name, torch.zeros_like(exact[name])) + gradient.reshape_as(exact[name])
-    others = frozenset(name for name in names if not _close(found.get(name), exact[name]))
+            ((_, parts),) = formed(call, slope, step=1)
+            for name, part in parts.items():
+                own = part.reshape_as(exact[name])
+                found[name] = found[name] + own if name in found else own
+    others = frozenset(_apart({name: (found.get(name), exact[name]) for name in names}))
     blocks = tuple(_block(name, exact[name], uses[name], name in others) for name in names)
     itemsize = y.element_size()
-    largest = max((_passing(call, outputs) for call in calls), default=0)
     kept = sum(call.picks[0].patches.nbytes + call.picks[0].places.nbytes for call in calls if call.picks)
     return Survey(
         blocks,
         others,
+        batched,
         outputs,
         sum(block.work for block in blocks),
         graph + kept,
-        itemsize * sum(call.output.numel() for call in calls),
-        itemsize * (largest + 2 * outputs * max(block.size for block in blocks)),
+        itemsize * max(_back(calls, outputs, batched), *map(_forth, calls), 0),
+        itemsize * max((call.forming(outputs) for call in calls), default=0),
         itemsize,
     )
 
 
-def _close(found: Tensor | None, exact: Tensor) -> bool:
-    difference = exact if found is None else found - exact
-    return bool(difference.abs().max() <= 1e-3 * exact.abs().max())
+def _batches(edges: list[GradientEdge], y: Tensor) -> bool:
+    """Whether one pass can go back for several outputs, which some operations do not know."""
+    try:
+        slopes_at(edges, y, y.detach().unsqueeze(0), batched=True, keep=True)
+    except RuntimeError:
+        return False
+    return True
 
 
-def _passing(call: Call, outputs: int) -> int:
-    """Numbers around a call: its maps, what arrives there, and its patches."""
-    size = call.x.numel() + (4 + outputs) * call.output.numel()
-    if call.picks:  # all maps, and patches as they are and centred
-        picks = call.picks[0]
-        return size + 2 * picks.patches.numel() + 2 * len(picks.patches[0]) * picks.weight.shape[1]
-    return size + (patches(call.layer, call.x).numel() if call.linear else 0)
+def _apart(pairs: dict[str, tuple[Tensor | None, Tensor]]) -> list[str]:
+    """Names of those that differ. The numbers are read all at once: on a GPU each reading waits for it."""
+    differences = [exact if found is None else found - exact for found, exact in pairs.values()]
+    far = torch.stack([value.abs().max() for value in differences])
+    large = torch.stack([exact.abs().max() for _, exact in pairs.values()])
+    return [name for name, close in zip(pairs, (far <= 1e-3 * large).tolist()) if not close]
+
+
+def _forth(call: Call) -> int:
+    """Numbers held while layers are taken together: all maps, and patches as they are and centred."""
+    if not call.picks:
+        return 0
+    picks = call.picks[0]
+    maps = len(picks.patches[0]) * picks.weight.shape[1]
+    return call.x.numel() + 4 * call.output.numel() + 2 * (picks.patches.numel() + maps)
+
+
+def _back(calls: list[Call], outputs: int, batched: bool) -> int:
+    """Numbers held on the way back: what arrives at every call, and the maps around the largest."""
+    arriving = outputs * sum(call.output.numel() for call in calls)
+    around = 2 * outputs if batched else 4
+    return arriving + max((call.x.numel() + around * call.output.numel() for call in calls), default=0)
 
 
 def _block(name: str, value: Tensor, uses: list[Call], other: bool) -> Block:
