@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cases import relative
 from metabridge import InputError
 from metabridge.kernels.empirical import Empirical
-from metabridge.models import BatchNorm, DropPath, Network, build, mlp
+from metabridge.models import BatchNorm, DropPath, Network, build, cells, fused, mlp
 from metabridge.models.cells import Cells, mask, network, supernet
 from metabridge.search import OPERATORS, Alive, Architecture, random_architecture
 from metabridge.training import load
@@ -155,6 +157,40 @@ def test_every_edge_adds_up_its_operators():
     both = (one, one | {"skip"}, *alone[2:])
     difference = cell(before, last, both)[:, :4] - cell(before, last, alone)[:, :4]  # of node 0
     assert torch.allclose(difference, cell.last(last), atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked, monkeypatch):
+    """With plain operations in place of the kernels, which have tests of their own."""
+    if masked:
+        net = supernet(Alive.full(), **SMALL, norm="batch", statistics="batch")
+        mask(net, ARCHITECTURE.alive)
+    else:
+        net = network(ARCHITECTURE, cells=5, channels=4, drop_rate=0.2)
+    net, x = net.double(), images(6, 13).double()
+
+    def slopes() -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        loss = net(x).square().sum()
+        return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)]
+
+    def rectified(x, weight, bias, eps, slope=1.0):
+        return F.leaky_relu(F.batch_norm(x, None, None, weight, bias, training=True, eps=eps), slope)
+
+    def added(total, x, weight, bias, eps, factor):
+        sent = rectified(x, weight, bias, eps) * (1 if factor is None else factor)
+        return sent if total is None else total + sent
+
+    plain = slopes()
+    monkeypatch.setattr(cells, "_fusible", lambda x, channels: True)
+    monkeypatch.setattr(fused, "rectified", rectified)
+    monkeypatch.setattr(fused, "added", added)
+    monkeypatch.setattr(fused, "joined", joined := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1))))
+    monkeypatch.setattr(fused, "_handed_on", lambda layer, x, *weight: (layer.plain(x, *weight), x))
+    for mine, expected in zip(slopes(), plain, strict=True):
+        assert (mine is None) == (expected is None)
+        assert mine is None or relative(mine, expected) < 1e-9
+    assert joined.call_count == len(net.features.cells) - 1
 
 
 def test_with_group_norm_no_image_depends_on_the_others_and_none_is_like_another():

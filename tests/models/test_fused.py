@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cases import relative
-from metabridge.models import fused, resnet12
+from metabridge.models import cells, fused, resnet12
+from metabridge.models.cells import network
 from metabridge.models.network import apply_features
 
 CUDA = torch.cuda.is_available()
@@ -151,15 +153,152 @@ def test_second_derivatives_are_those_of_the_plain_composition(kind):
     maps_ = [maps(64, 5, 4, torch.float32) for _ in range(1 if kind == "rectified" else 2)]
     inputs = [*maps_, *(value for _ in maps_ for value in affine(64, torch.float32))]
     mine, reference = getattr(fused, kind), globals()[kind]
-
-    def twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def slope(*given: Tensor) -> Tensor:
-            value = function(*given)
-            return torch.autograd.grad((value**3).sum(), given[0], create_graph=True)[0]
-
-        return slope
-
     agree(twice(lambda *given: mine(*given, EPS, SLOPE)), twice(reference), inputs, 1e-4)
+
+
+LAYERS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
+    "pointwise": (fused.pointwise, F.conv2d),
+    "positive": (fused.positive, F.relu),
+    "halved": (
+        fused.halved,
+        lambda x: torch.cat([F.relu(x)[..., ::2, ::2], F.pad(F.relu(x), (0, 1, 0, 1))[..., 1::2, 1::2]], 1),
+    ),
+}
+for stride in (1, 2):
+    LAYERS[f"max_pooled, stride {stride}"] = (
+        partial(fused.max_pooled, stride=stride),
+        partial(F.max_pool2d, kernel_size=3, stride=stride, padding=1),
+    )
+    LAYERS[f"mean_pooled, stride {stride}"] = (
+        partial(fused.mean_pooled, stride=stride),
+        partial(F.avg_pool2d, kernel_size=3, stride=stride, padding=1, count_include_pad=False),
+    )
+    for dilation in (1, 2):
+        options = {"stride": stride, "dilation": dilation}
+        LAYERS[f"depthwise, stride {stride}, dilation {dilation}"] = (
+            partial(fused.depthwise, **options),
+            lambda x, weight, options=options: F.conv2d(
+                F.relu(x), weight, padding=options["dilation"], groups=x.shape[1], **options
+            ),
+        )
+
+
+def given(layer: str, channels: int, height: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    shapes = {"pointwise": (32, channels, 1, 1), "depthwise": (channels, 1, 3, 3)}
+    weights = [torch.randn(shape).to(DEVICE, dtype) for kind, shape in shapes.items() if layer.startswith(kind)]
+    return [maps(channels, height, width, dtype, points=3), *weights]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "error"), [((16, 7, 6), torch.float32, 2e-5), ((32, 4, 9), torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_gives_what_the_plain_one_does_and_hands_its_map_on(layer, size, dtype, error):
+    mine, plain = LAYERS[layer]
+    inputs = given(layer, *size, dtype)
+
+    def both(layer: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> Tensor:
+        y, x = layer(*given)
+        return torch.cat([y.flatten(), (x * x).flatten()])
+
+    agree(lambda *given: mine(*given)[0], plain, inputs, error)
+    agree(partial(both, mine), partial(both, lambda *given: (plain(*given), given[0])), inputs, error)
+
+
+def test_of_equal_values_in_a_window_the_first_is_the_largest():
+    agree(lambda x: fused.max_pooled(x, 1)[0], LAYERS["max_pooled, stride 1"][1], [maps(16, 6, 5, LOW).round()], 1e-2)
+
+
+def test_pixels_beyond_one_program_are_added_up(monkeypatch):
+    monkeypatch.setattr(fused, "MANY", 2)
+    mine, plain = LAYERS["depthwise, stride 1, dilation 1"]
+    agree(lambda *given: mine(*given)[0], plain, given("depthwise", 16, 11, 13, torch.float32), 2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
+def test_joined_are_the_rectified_maps_side_by_side(dtype, error):
+    inputs = [maps(channels, 5, 7, dtype) for channels in (48, 16, 32)]
+    agree(fused.joined, lambda *given: F.relu(torch.cat(given, 1)), inputs, error)
+
+
+@pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
+@pytest.mark.parametrize("size", SIZES)
+def test_added_is_the_total_and_each_points_share_of_the_norm(size, dtype, error):
+    factor = torch.tensor([0.0, 1.25, 1.25, 0.0, 1.25, 1.25, 1.25], device=DEVICE)
+    inputs = [maps(*size, dtype), *affine(size[0], dtype)]
+    for total in (maps(*size, dtype), None):
+        given = inputs if total is None else [total, *inputs]
+
+        def mine(*given: Tensor) -> Tensor:
+            return fused.added(given[0] if len(given) == 4 else None, *given[-3:], EPS, factor)
+
+        def plain(*given: Tensor) -> Tensor:
+            return sum(given[:-3], factor.view(-1, 1, 1, 1) * normal(*given[-3:]))
+
+        agree(mine, plain, given, error)
+
+
+def twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def slope(*given: Tensor) -> Tensor:
+        value = function(*given)
+        return torch.autograd.grad((value**3).sum(), given[0], create_graph=True)[0]
+
+    return slope
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_second_derivatives_of_a_layer_are_those_of_the_plain_one(layer):
+    mine, plain = LAYERS[layer]
+
+    def both(layer: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> Tensor:
+        y, x = layer(*given)
+        return torch.cat([y.flatten(), x.flatten()])
+
+    inputs = given(layer, 16, 5, 4, torch.float32)
+    agree(twice(partial(both, mine)), twice(partial(both, lambda *given: (plain(*given), given[0]))), inputs, 1e-4)
+
+
+def test_second_derivatives_of_a_node_are_those_of_the_plain_composition():
+    factor = torch.tensor([0.0, 1.25, 1.25], device=DEVICE)
+    inputs = [maps(16, 5, 4, torch.float32, points=3), *affine(16, torch.float32)]
+
+    def mine(x: Tensor, *norm: Tensor) -> Tensor:
+        return fused.joined(fused.added(x, x**2, *norm, EPS, factor), x)
+
+    def plain(x: Tensor, *norm: Tensor) -> Tensor:
+        return F.relu(torch.cat([x + factor.view(-1, 1, 1, 1) * normal(x**2, *norm), x], 1))
+
+    agree(twice(mine), twice(plain), inputs, 1e-4)
+
+
+def test_cells_in_training_give_the_gradients_of_their_plain_path(monkeypatch):
+    nodes = [[(0, "sep_conv_3x3"), (1, "max_pool_3x3")], [(0, "skip"), (2, "dil_conv_3x3")]]
+    normal = [*nodes, [(1, "skip"), (3, "skip")]]
+    reduction = [*nodes, [(1, "avg_pool_3x3"), (2, "conv_1x5_5x1")]]
+    architecture = {"normal": normal, "reduction": reduction}
+    net = network(architecture, cells=3, channels=16, drop_rate=0.3).to(DEVICE).train()
+    points, side = (16, 32) if CUDA else (4, 7)
+    x, target = torch.rand(points, 3, side, side, device=DEVICE), torch.randn(points, 192, device=DEVICE)
+    params = {name: value.detach().requires_grad_() for name, value in net.named_parameters()}
+    body = [value for name, value in params.items() if name.startswith("features.")]
+
+    def slopes(dtype: torch.dtype | None) -> Tensor:
+        torch.manual_seed(0)
+        features = apply_features(net, params, x, dtype)
+        return torch.cat([value.flatten() for value in torch.autograd.grad((features * target).sum(), body)])
+
+    exact = slopes(None)
+    if not CUDA:  # where nothing is fused unless asked for
+        monkeypatch.setattr(cells, "_fusible", lambda x, channels: True)
+        mine = slopes(None)
+        assert not torch.equal(mine, exact)
+        assert relative(mine, exact) < 1e-4
+        return
+    mine = slopes(torch.bfloat16)
+    monkeypatch.setattr(fused, "AVAILABLE", False)
+    plain = slopes(torch.bfloat16)
+    assert not torch.equal(mine, plain)
+    assert relative(mine, exact) < 1.1 * relative(plain, exact)
 
 
 @pytest.mark.skipif(not CUDA, reason="the network takes the kernels on a GPU alone")

@@ -7,9 +7,8 @@ supernet's weights, and what it computes under the mask of an architecture is wh
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,7 @@ class Cells(nn.Module):
         for index in range(cells):
             reduction = index in (cells // 3, 2 * cells // 3)
             channels *= 2 if reduction else 1
-            self.cells.append(_Cell(alive, inputs, channels, reduction, halved, norm, drop_rate))
+            self.cells.append(Cell(alive, inputs, channels, reduction, halved, norm, drop_rate))
             inputs, halved = (inputs[1], NODES * channels), reduction
         self.dimension = inputs[1]
         self.end = nn.Sequential(norm(self.dimension), nn.ReLU()) if kind == "group" else nn.Identity()
@@ -131,33 +130,21 @@ class Cells(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images to features (points, dimension)."""
         if self.training and self.kind == "batch" and _fusible(x, self.channels):
-            return self._fused(x)
+            from metabridge.models.fused_cells import features
+
+            return features(self, x)
         before = last = self.stem(x)
-        for cell, alive in self._alive():
+        for cell, alive in self.parts():
             before, last = last, cell(before, last, alive)
         return self.end(last).mean((-2, -1))  # type: ignore[no-any-return]
 
-    def _fused(self, x: Tensor) -> Tensor:
-        """The same in few passes over memory: what a cell takes is rectified once, with what it is made from."""
-        from metabridge.models.fused import joined, rectified
-
-        convolution, norm = self.stem
-        before = last = rectified(convolution(x), norm.weight, norm.bias, norm.eps, 0.0)
-        nodes: list[Tensor] = []
-        for cell, alive in self._alive():
-            if nodes:
-                before, last = last, joined(*nodes)
-            nodes = cell.fused(before, last, alive)
-        return torch.cat([node.mean((-2, -1)) for node in nodes], 1)
-
-    def _alive(self) -> Iterator[tuple[_Cell, Edges]]:
-        """The cells, each with what takes part in it."""
-        for cell in self.cells:
-            cell = cast(_Cell, cell)
+    def parts(self) -> Iterator[tuple[Cell, Edges]]:
+        """Go through the cells, each with what is alive on its edges."""
+        for cell in cast(Iterable[Cell], self.cells):
             yield cell, self.alive.reduction if cell.reduction else self.alive.normal
 
 
-class _Cell(nn.Module):
+class Cell(nn.Module):
     """Three nodes on the outputs of the two cells before, of which the earlier is larger if the other `halved` it."""
 
     def __init__(
@@ -172,7 +159,7 @@ class _Cell(nn.Module):
     ) -> None:
         super().__init__()
         self.reduction = reduction
-        self.before = (_Halving if halved else _pointwise)(inputs[0], channels, norm)
+        self.before = (Halving if halved else _pointwise)(inputs[0], channels, norm)
         self.last = _pointwise(inputs[1], channels, norm)
         self.edges = nn.ModuleList()
         for (_, source), operators in zip(EDGES, alive.reduction if reduction else alive.normal):
@@ -182,31 +169,15 @@ class _Cell(nn.Module):
         self.drop = DropPath(drop_rate) if drop_rate else nn.Identity()
 
     def forward(self, before: Tensor, last: Tensor, alive: Edges) -> Tensor:
+        """Return the nodes side by side."""
         states = [self.before(before), self.last(last)]
         for node in range(NODES):
-            arriving = [self._sent(operator, states[source]) for operator, source in self._edges(node, alive)]
+            arriving = [self._sent(operator, states[source]) for operator, source in self.arriving(node, alive)]
             states.append(functools.reduce(torch.add, arriving))
         return torch.cat(states[2:], 1)
 
-    def fused(self, before: Tensor, last: Tensor, alive: Edges) -> list[Tensor]:
-        """The nodes on what the two cells before gave, rectified, in few passes over memory."""
-        entries = [
-            entry if isinstance(entry, _Halving) else cast(nn.Sequential, entry)[1:] for entry in (self.before, self.last)
-        ]
-        states = [_added(None, entry, x) for entry, x in zip(entries, (before, last))]
-        for node in range(NODES):
-            arriving = list(self._edges(node, alive))
-            skips = [states[source] for operator, source in arriving if isinstance(operator, nn.Identity)]
-            total = functools.reduce(torch.add, skips) if skips else None
-            for operator, source in arriving:
-                if not isinstance(operator, nn.Identity):
-                    factor = self.drop.factor(last) if isinstance(self.drop, DropPath) else None
-                    total = _added(total, operator, states[source], factor)
-            states.append(cast(Tensor, total))
-        return states[2:]
-
-    def _edges(self, node: int, alive: Edges) -> Iterator[tuple[nn.Module, int]]:
-        """The operators that send to a node, each with the source it sends from."""
+    def arriving(self, node: int, alive: Edges) -> Iterator[tuple[nn.Module, int]]:
+        """Go through the operators that send to a node, each with the source that it sends from."""
         for edge in edges_of(node):
             for name, operator in cast(nn.ModuleDict, self.edges[edge]).items():
                 if name in alive[edge]:
@@ -217,7 +188,7 @@ class _Cell(nn.Module):
         return x if isinstance(operator, nn.Identity) else self.drop(operator(x))
 
 
-class _Halving(nn.Module):
+class Halving(nn.Module):
     """Halve the sides of maps by 1×1 convolutions: half of the channels from even pixels, half from odd ones."""
 
     def __init__(self, inputs: int, outputs: int, norm: MakeNorm) -> None:
@@ -227,13 +198,14 @@ class _Halving(nn.Module):
         self.norm = norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Rectify maps, halve and normalise them."""
         x = F.relu(x)
         shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # the last row and column matter where a side is odd
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
 
     def both(self) -> Tensor:
-        """The weights as one 1×1 convolution of even pixels with the odd ones beside them."""
-        return torch.block_diag(self.even.weight.flatten(1), self.odd.weight.flatten(1))[..., None, None]
+        """Return the weight that does the same to even pixels and, as further channels, odd ones."""
+        return torch.block_diag(self.even.weight.flatten(1), self.odd.weight.flatten(1))[..., None, None]  # type: ignore[no-any-return]
 
 
 def _pool(kind: type[nn.MaxPool2d | nn.AvgPool2d], channels: int, stride: int, norm: MakeNorm) -> nn.Module:
@@ -242,7 +214,7 @@ def _pool(kind: type[nn.MaxPool2d | nn.AvgPool2d], channels: int, stride: int, n
 
 
 def _skip(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
-    return nn.Identity() if stride == 1 else _Halving(channels, channels, norm)
+    return nn.Identity() if stride == 1 else Halving(channels, channels, norm)
 
 
 def _factorised(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
@@ -262,31 +234,6 @@ def _twice_separable(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
 
 def _pointwise(inputs: int, outputs: int, norm: MakeNorm) -> nn.Module:
     return nn.Sequential(nn.ReLU(), _convolution(inputs, outputs, 1), norm(outputs))
-
-
-def _added(total: Tensor | None, operator: nn.Module, x: Tensor, factor: Tensor | None = None) -> Tensor:
-    """The `total` so far plus what an operator makes of x, times each point's `factor`, in few passes over memory."""
-    from metabridge.models import fused
-
-    if isinstance(operator, _Halving):
-        x, norm = F.conv2d(fused.halved(x), operator.both()), operator.norm
-    else:
-        layers: list[Any] = list(cast(nn.Sequential, operator))
-        norm = layers[-1]
-        for layer, after in itertools.pairwise(layers):
-            if isinstance(layer, nn.ReLU) and isinstance(after, nn.Conv2d) and after.groups > 1:
-                continue  # the kernel rectifies too
-            if isinstance(layer, BatchNorm):
-                x = fused.rectified(x, layer.weight, layer.bias, layer.eps, 0.0)
-            elif isinstance(layer, nn.MaxPool2d):
-                x = fused.max_pooled(x, layer.stride)
-            elif isinstance(layer, nn.AvgPool2d):
-                x = fused.mean_pooled(x, layer.stride)
-            elif isinstance(layer, nn.Conv2d) and layer.groups > 1:
-                x = fused.depthwise(x, layer.weight, layer.stride[0], layer.dilation[0])
-            else:
-                x = layer(x)
-    return fused.added(total, x, norm.weight, norm.bias, norm.eps, factor)
 
 
 # Conv3×3 too is separable, once where SepConv3×3 is twice: so it is in the public code of MetaNAS, whose space

@@ -13,8 +13,9 @@ A second derivative is taken through PyTorch's own operations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ WINDOWS = 1024  # and elements of a pooled map
 STAGES = 4  # tiles that a sum over rows reads ahead
 PROGRAMS = 528  # that share a sum over all rows
 TAPS = 32  # a stem's inputs by output pixel, 9 for each channel, filled up to a power of two
+# And these by how many registers and instructions the compiler then needs.
+LINES = 3  # windows one below the other that a program looks through at the same pixels
+FEW = 512  # elements of a map that a program holds beside nine sums
+MANY = 2112  # programs that share nine sums
 
 
 def rectified(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
@@ -63,24 +68,38 @@ def branches(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]
     return F.conv2d(x, main, padding=1), F.linear(x.movedim(1, -1), shortcut.flatten(1)).movedim(-1, 1)
 
 
-def depthwise(x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
-    """The 3×3 convolution of each channel of ReLU(x) by itself, padded so that it keeps or halves the sides."""
-    return _Depthwise.apply(_channels_last(x), weight, stride, dilation)  # type: ignore[no-any-return]
+def pointwise(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The 1×1 convolution, and x.
+
+    This and what follows return x too, for the one of them that takes it next: its gradients are then added up where
+    they arise, and not in passes over memory of their own.
+    """
+    return _handed_on(_Pointwise(), x, weight)
 
 
-def max_pooled(x: Tensor, stride: int) -> Tensor:
-    """The largest value in every 3×3 window."""
-    return _MaxPooled.apply(_channels_last(x), stride)  # type: ignore[no-any-return]
+def depthwise(x: Tensor, weight: Tensor, stride: int, dilation: int) -> tuple[Tensor, Tensor]:
+    """The 3×3 convolution of each channel of ReLU(x) by itself, padded so that it keeps or halves the sides, and x."""
+    return _handed_on(_Depthwise(stride, dilation), x, weight)
 
 
-def mean_pooled(x: Tensor, stride: int) -> Tensor:
-    """The mean of every 3×3 window, of the pixels that it holds."""
-    return _MeanPooled.apply(_channels_last(x), stride)  # type: ignore[no-any-return]
+def max_pooled(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """The largest value in every 3×3 window, and x."""
+    return _handed_on(_MaxPooled(stride), x)
 
 
-def halved(x: Tensor) -> Tensor:
-    """ReLU(x) at pixels (2i, 2j), and as further channels at (2i + 1, 2j + 1), with zeros beyond the edge."""
-    return _Halved.apply(_channels_last(x))  # type: ignore[no-any-return]
+def mean_pooled(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """The mean of every 3×3 window, of the pixels that it holds, and x."""
+    return _handed_on(_MeanPooled(stride), x)
+
+
+def halved(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ReLU(x) at pixels (2i, 2j), as further channels at (2i + 1, 2j + 1) with zeros beyond the edge, and x."""
+    return _handed_on(_Halved(), x)
+
+
+def positive(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ReLU(x), and x."""
+    return _handed_on(_Positive(), x)
 
 
 def joined(*maps: Tensor) -> Tensor:
@@ -252,123 +271,204 @@ class _Stem(torch.autograd.Function):
         return None, taps, total[1, :, 4 * c : 5 * c].reshape(shortcut.shape)
 
 
-class _Depthwise(torch.autograd.Function):
+class _Layer(Protocol):
+    """What is done to a map x with a weight or none, and how the gradient comes back."""
+
+    @property
+    def forward(self) -> Callable[..., tuple[Tensor, ...]]:
+        """From x and the weight to the value, and what else the way back needs."""
+
+    @property
+    def back(self) -> Callable[..., tuple[Tensor, ...]]:
+        """From the value's gradient, more of x's or None, x, the weight and `forward`'s to the gradients of both."""
+
+    @property
+    def plain(self) -> Callable[..., Tensor]:
+        """From x and the weight to the value, by PyTorch's own operations."""
+
+
+def _handed_on(layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
+    return _HandedOn.apply(layer, _channels_last(x), *weight)  # type: ignore[no-any-return]
+
+
+class _HandedOn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.settings = stride, dilation
-        y = _windows(x, stride)
-        tile = _tile(x.shape[1])
-        kernels.depthwise[_tiles(*_shape(y), tile)](
-            x, _by_place(weight), y, *_sides(y, x, y), STRIDE=stride, DILATION=dilation, **tile
+    def forward(ctx: Any, layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
+        y, *kept = layer.forward(x, *weight)
+        ctx.save_for_backward(x, *weight, y, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.inputs = layer, 1 + len(weight)
+        return y, x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, kept = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        if g is None:
+            return None, more, *[None] * (ctx.inputs - 1)
+        if torch.is_grad_enabled():
+            slope, *rest = _differentiable((ctx.layer.plain(*inputs),), inputs, (g,))
+            return None, slope if slope is None or more is None else slope + more, *rest
+        more = None if more is None else _channels_last(more)
+        return None, *ctx.layer.back(_channels_last(g), more, *inputs, *kept)
+
+
+@dataclass(frozen=True)
+class _Pointwise:
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (F.linear(x.movedim(1, -1), weight.flatten(1)).movedim(-1, 1),)
+
+    def back(self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        across, flat = weight.flatten(1), _matrix(g)
+        # in place, as x was handed on to another layer, which has made its gradient anew
+        slope = flat @ across if more is None else _matrix(more).addmm_(flat, across)
+        return slope.view(*x.movedim(1, -1).shape).movedim(-1, 1), (flat.T @ _matrix(x)).view_as(weight)
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(x, weight)
+
+
+@dataclass(frozen=True)
+class _Depthwise:
+    stride: int
+    dilation: int
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y, by_place = _windows(x, self.stride), weight.flatten(1).T.contiguous()
+        (rows, c, *view), tile = _view(x, y, self.stride), _tile(x.shape[1], WINDOWS)
+        kernels.depthwise[_tiles(rows, c, tile)](x, by_place, y, rows, c, *view, DILATION=self.dilation, **tile)
+        return y, by_place
+
+    def back(
+        self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, by_place: Tensor
+    ) -> tuple[Tensor, ...]:
+        gx, (rows, c, *view) = torch.empty_like(x), _view(x, g, self.stride)
+        tile, chunk, parts = _tile(c, FEW), *_chunks(rows, c, MANY)
+        partial = x.new_empty(parts, 3, 3, c, dtype=torch.float32)
+        kernels.depthwise_back[c // tile["BC"], parts](
+            g,
+            more,
+            x,
+            by_place,
+            gx,
+            partial,
+            rows,
+            c,
+            *view,
+            chunk,
+            DILATION=self.dilation,
+            **tile,
         )
-        return y
+        return gx, partial.sum(0).to(weight.dtype).movedim(-1, 0)[:, None]
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        stride, dilation = ctx.settings
-        if torch.is_grad_enabled():
-            y = F.conv2d(F.relu(x), weight, None, stride, dilation, dilation, x.shape[1])
-            return *_differentiable((y,), (x, weight), (g,)), None, None
-        g, gx = _channels_last(g), torch.empty_like(x)
-        rows, *sides = _sides(x, x, g)
-        tile, chunk, parts = _tile(x.shape[1], WINDOWS), *_chunks(rows, x.shape[1])
-        partial = x.new_empty(parts, *weight.shape[2:], len(weight), dtype=torch.float32)
-        kernels.depthwise_back[len(weight) // tile["BC"], parts](
-            g, x, _by_place(weight), gx, partial, rows, chunk, *sides, STRIDE=stride, DILATION=dilation, **tile
-        )
-        return gx, partial.sum(0).to(weight.dtype).movedim(-1, 0)[:, None], None, None
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(F.relu(x), weight, None, self.stride, self.dilation, self.dilation, x.shape[1])
 
 
-class _MaxPooled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: int) -> Tensor:
-        y = _windows(x, stride)
-        choice, tile = torch.empty_like(y, dtype=torch.uint8), _tile(x.shape[1])
-        kernels.largest[_tiles(*_shape(y), tile)](x, y, choice, *_sides(y, x, y), STRIDE=stride, **tile)
-        ctx.save_for_backward(x, choice)
-        ctx.stride = stride
-        return y
+@dataclass(frozen=True)
+class _MaxPooled:
+    stride: int
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, choice = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_differentiable((F.max_pool2d(x, 3, ctx.stride, 1),), (x,), (g,)), None
-        g, gx, tile = _channels_last(g), torch.empty_like(x), _tile(x.shape[1])
-        kernels.largest_back[_tiles(*_shape(x), tile)](g, choice, gx, *_sides(x, x, g), STRIDE=ctx.stride, **tile)
-        return gx, None
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = _windows(x, self.stride)
+        choice = torch.empty_like(y, dtype=torch.uint8)
+        (rows, c, *view), tile = _view(x, y, self.stride), _tile(x.shape[1], WINDOWS)
+        kernels.largest[_tiles(rows, c, tile)](x, y, choice, rows, c, *view, **tile)
+        return y, choice
 
-
-class _MeanPooled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: int) -> Tensor:
-        y, tile = _windows(x, stride), _tile(x.shape[1])
-        kernels.mean[_tiles(*_shape(y), tile)](x, y, *_sides(y, x, y), STRIDE=stride, **tile)
-        ctx.save_for_backward(x)
-        ctx.stride = stride
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            y = F.avg_pool2d(x, 3, ctx.stride, 1, count_include_pad=False)
-            return *_differentiable((y,), (x,), (g,)), None
-        g, gx, tile = _channels_last(g), torch.empty_like(x), _tile(x.shape[1])
-        kernels.mean_back[_tiles(*_shape(x), tile)](g, gx, *_sides(x, x, g), STRIDE=ctx.stride, **tile)
-        return gx, None
-
-
-class _Halved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        n, c, height, width = x.shape
-        y, tile = _empty((n, 2 * c, (height + 1) // 2, (width + 1) // 2), x.dtype, x.device), _tile(c)
-        kernels.halve[_tiles(_shape(y)[0], c, tile)](x, y, *_sides(y, x, y), **tile)
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, y = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _differentiable((_plain_halved(x),), (x,), (g,))
-        g, gx, tile = _channels_last(g), torch.empty_like(x), _tile(x.shape[1])
-        kernels.halve_back[_tiles(*_shape(x), tile)](g, y, gx, *_sides(x, x, g), **tile)
+    def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor, choice: Tensor) -> tuple[Tensor, ...]:
+        gx, (rows, c, *view), tile = torch.empty_like(x), _view(x, g, self.stride), _tile(x.shape[1], WINDOWS)
+        kernels.largest_back[_tiles(rows, c, tile)](g, more, choice, gx, rows, c, *view, **tile)
         return (gx,)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x, 3, self.stride, 1)
+
+
+@dataclass(frozen=True)
+class _MeanPooled:
+    stride: int
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = _windows(x, self.stride)
+        (rows, c, *view), tile = _view(x, y, self.stride), _tile(x.shape[1], WINDOWS)
+        kernels.mean[_tiles(rows, c, tile)](x, y, rows, c, *view, **tile)
+        return (y,)
+
+    def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        gx, (rows, c, *view), tile = torch.empty_like(x), _view(x, g, self.stride), _tile(x.shape[1], WINDOWS)
+        kernels.mean_back[_tiles(rows, c, tile)](g, more, gx, rows, c, *view, **tile)
+        return (gx,)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, 3, self.stride, 1, count_include_pad=False)
+
+
+@dataclass(frozen=True)
+class _Halved:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        n, c, height, width = x.shape
+        y, tile = _empty((n, 2 * c, _parts(height, 2), _parts(width, 2)), x.dtype, x.device), _tile(c)
+        kernels.halve[_tiles(_shape(y)[0], c, tile)](x, y, _shape(y)[0], *x.shape[1:], *y.shape[2:], **tile)
+        return (y,)
+
+    def back(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        gx, tile, rows = torch.empty_like(x), _tile(x.shape[1], WINDOWS), _shape(g)[0]
+        kernels.halve_back[_tiles(rows, x.shape[1], tile)](g, more, y, gx, rows, *x.shape[1:], *g.shape[2:], **tile)
+        return (gx,)
+
+    def plain(self, x: Tensor) -> Tensor:
+        x = F.relu(x)
+        return torch.cat([x[..., ::2, ::2], F.pad(x, (0, 1, 0, 1))[..., 1::2, 1::2]], 1)
+
+
+@dataclass(frozen=True)
+class _Positive:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (_join([x]),)
+
+    def back(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_part(g, y, [x.shape[1]], more))
+
+    def plain(self, x: Tensor) -> Tensor:
+        return F.relu(x)
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *maps: Tensor) -> Tensor:
-        n, _, height, width = maps[0].shape
-        ctx.channels = [value.shape[1] for value in maps]
-        y = _empty((n, sum(ctx.channels), height, width), maps[0].dtype, maps[0].device)
-        for value, first in zip(maps, itertools.accumulate(ctx.channels, initial=0)):
-            (rows, c), tile = _shape(value), _tile(value.shape[1])
-            kernels.join[_tiles(rows, c, tile)](value, y, rows, c, y.shape[1], first, **tile)
+        y = _join(maps)
         ctx.save_for_backward(y)
+        ctx.channels = [value.shape[1] for value in maps]
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
         (y,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (g * (y > 0)).split(ctx.channels, 1)
-        g, slopes = _channels_last(g), []
-        n, width, *sides = y.shape
-        for c, first in zip(ctx.channels, itertools.accumulate(ctx.channels, initial=0)):
-            slopes.append(_empty((n, c, *sides), g.dtype, g.device))
-            rows, tile = _shape(y)[0], _tile(c)
-            kernels.join_back[_tiles(rows, c, tile)](g, y, slopes[-1], rows, c, width, first, **tile)
-        return tuple(slopes)
+            return (g * (y > 0)).split(ctx.channels, 1)  # type: ignore[no-any-return]
+        return tuple(_part(_channels_last(g), y, ctx.channels))
 
 
-def _plain_halved(x: Tensor) -> Tensor:
-    x = F.relu(x)
-    return torch.cat([x[..., ::2, ::2], F.pad(x, (0, 1, 0, 1))[..., 1::2, 1::2]], 1)
+def _join(maps: Sequence[Tensor]) -> Tensor:
+    """Rectify maps into one."""
+    channels = [value.shape[1] for value in maps]
+    n, _, *sides = maps[0].shape
+    y = _empty((n, sum(channels), *sides), maps[0].dtype, maps[0].device)
+    rows, width = _shape(y)
+    for value, c, first in zip(maps, channels, itertools.accumulate(channels, initial=0)):
+        tile = _tile(c)
+        kernels.join[_tiles(rows, c, tile)](value, y, rows, c, width, first, **tile)
+    return y
+
+
+def _part(g: Tensor, y: Tensor, channels: Sequence[int], more: Tensor | None = None) -> Iterator[Tensor]:
+    """The gradients of the maps that were joined to y."""
+    n, _, *sides = y.shape
+    rows, width = _shape(y)
+    for c, first in zip(channels, itertools.accumulate(channels, initial=0)):
+        gx, tile = _empty((n, c, *sides), g.dtype, g.device), _tile(c)
+        kernels.join_back[_tiles(rows, c, tile)](g, more, y, gx, rows, c, width, first, **tile)
+        yield gx
 
 
 def _plain_rectified(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
@@ -412,14 +512,14 @@ def _windows(x: Tensor, stride: int) -> Tensor:
     return _empty((n, c, _parts(height, stride), _parts(width, stride)), x.dtype, x.device)
 
 
-def _sides(over: Tensor, x: Tensor, y: Tensor) -> tuple[int, ...]:
-    """The rows of the map that a kernel goes over, the sides of x and of its windows y, and the channels of x."""
-    return _shape(over)[0], *x.shape[2:], *y.shape[2:], x.shape[1]
+def _matrix(x: Tensor) -> Tensor:
+    return x.movedim(1, -1).flatten(0, -2)
 
 
-def _by_place(weight: Tensor) -> Tensor:
-    """A depthwise convolution's weight with the channels last."""
-    return weight.flatten(1).T.contiguous()
+def _view(x: Tensor, y: Tensor, stride: int) -> list[int]:
+    """What the kernels of windows y on x go by: rows, channels, the sides of both, the stride, and windows in a row."""
+    (n, _, down, across), lines = y.shape, LINES if stride == 1 else 1
+    return [n * _parts(down, lines) * across, *x.shape[1:], down, across, stride, lines]
 
 
 def _tile(channels: int, elements: int = TILE) -> dict[str, int]:
@@ -433,10 +533,10 @@ def _tiles(rows: int, channels: int, tile: dict[str, int]) -> tuple[int]:
     return (_parts(rows, tile["BR"]) * (channels // tile["BC"]),)
 
 
-def _chunks(rows: int, channels: int) -> tuple[int, int]:
+def _chunks(rows: int, channels: int, programs: int = PROGRAMS) -> tuple[int, int]:
     """How many rows one program adds up, and how many programs that makes."""
     tile = _tile(channels)
-    parts = max(1, PROGRAMS // (channels // tile["BC"]))
+    parts = max(1, programs // (channels // tile["BC"]))
     chunk = _parts(_parts(rows, parts), tile["BR"]) * tile["BR"]
     return chunk, _parts(rows, chunk)
 
