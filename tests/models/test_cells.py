@@ -182,7 +182,7 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
         return sent if total is None else total + sent
 
     plain = slopes()
-    monkeypatch.setattr(cells, "_fusible", lambda x, channels: True)
+    monkeypatch.setattr(cells, "fusible", lambda x, channels: True)
     monkeypatch.setattr(fused, "rectified", rectified)
     monkeypatch.setattr(fused, "added", added)
     monkeypatch.setattr(fused, "joined", joined := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1))))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cases import relative
-from metabridge.models import cells, fused, resnet12
+from metabridge.models import cells, fused, fused_kernels, resnet12, tiles
 from metabridge.models.cells import network
 from metabridge.models.network import apply_features
 
@@ -20,7 +20,7 @@ LOW = torch.bfloat16 if CUDA else torch.float16  # the interpreter multiplies no
 EPS, SLOPE = 1e-5, 0.1
 
 pytestmark = pytest.mark.skipif(
-    not fused.AVAILABLE or not (CUDA or os.environ.get("TRITON_INTERPRET")),
+    not fused_kernels.AVAILABLE or not (CUDA or os.environ.get("TRITON_INTERPRET")),
     reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1",
 )
 
@@ -78,7 +78,7 @@ def _seeded() -> None:
 
 @pytest.mark.skipif(not CUDA, reason="so many tiles are for a GPU")
 def test_a_map_may_have_more_tiles_than_the_second_axis_of_a_grid_has_places():
-    points = 2 + (65_536 * fused.TILE // 64) // (84 * 84)
+    points = 2 + (65_536 * tiles.TILE // 64) // (84 * 84)
     inputs = [maps(64, 84, 84, torch.bfloat16, points=points), *affine(64, torch.bfloat16)]
     agree(lambda *given: fused.rectified(*given, EPS, SLOPE), rectified, inputs, 1e-2)
 
@@ -289,7 +289,7 @@ def test_cells_in_training_give_the_gradients_of_their_plain_path(monkeypatch):
 
     exact = slopes(None)
     if not CUDA:  # where nothing is fused unless asked for
-        monkeypatch.setattr(cells, "_fusible", lambda x, channels: True)
+        monkeypatch.setattr(cells, "fusible", lambda x, channels: True)
         mine = slopes(None)
         assert not torch.equal(mine, exact)
         assert relative(mine, exact) < 1e-4

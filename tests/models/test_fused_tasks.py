@@ -8,19 +8,19 @@ import torch
 from cases import relative
 from metabridge.episodes import Episodes
 from metabridge.learners import Engine, method, parameters
-from metabridge.models import conv4, fused, fused_tasks, norm
+from metabridge.models import conv4, fused_kernels, fused_tasks, fusible, norm
+from metabridge.models.folding import WHOLE
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
 pytestmark = pytest.mark.skipif(
-    not fused.AVAILABLE or not (CUDA or os.environ.get("TRITON_INTERPRET")),
+    not fused_kernels.AVAILABLE or not (CUDA or os.environ.get("TRITON_INTERPRET")),
     reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1",
 )
 
 SIZES = [(64, 6, 6), (160, 5, 7), (32, 11, 4)]
 PRECISIONS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
-WINDOW = fused_tasks.WHOLE
 
 
 def maps(count, channels, height, width, dtype):
@@ -61,11 +61,11 @@ def test_pooling_spreading_and_picking_are_pytorchs(size, dtype):
     x, u = maps(2, *size, dtype)
     x = x.round()  # so that some windows hold equal values
     y, places = fused_tasks.pooled(x)
-    exact, indices = torch.ops.aten.max_pool2d_with_indices(x.float().contiguous(), *WINDOW)
+    exact, indices = torch.ops.aten.max_pool2d_with_indices(x.float().contiguous(), *WHOLE)
     assert torch.equal(y.float(), exact)
     values = torch.randn_like(y)
     spread = torch.ops.aten.max_pool2d_with_indices_backward(
-        values.float().contiguous(), x.float().contiguous(), *WINDOW, indices
+        values.float().contiguous(), x.float().contiguous(), *WHOLE, indices
     )
     assert torch.equal(fused_tasks.spread(values, places, x).float(), spread)
     picked = u.float().flatten(2).gather(2, indices.flatten(2)).view_as(indices)
@@ -80,7 +80,7 @@ def test_what_is_not_a_number_stays_so():
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_meta_gradient(name, monkeypatch):
-    monkeypatch.setattr(fused_tasks, "usable", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
+    monkeypatch.setattr(fusible, "fusible_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
     chosen, net = method(name, steps=2, lr=0.03), conv4(3, 20, 5, filters=16).to(DEVICE)
     x = torch.randn(2, 2, 5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5).expand(2, -1)

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from metabridge.errors import InputError, check_positive
 from metabridge.models.drop import DropPath
+from metabridge.models.fusible import fusible
 from metabridge.models.network import Network, recorded, seeded
 from metabridge.models.norm import BatchNorm, Statistics, group_count
-from metabridge.models.resnet12 import _fusible
 from metabridge.search.space import EDGES, NODES, OPERATORS, Alive, Architecture, Edges, edges_of
 
 Norm = Literal["batch", "group"]
@@ -129,7 +129,7 @@ class Cells(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images to features (points, dimension)."""
-        if self.training and self.kind == "batch" and _fusible(x, self.channels):
+        if self.training and self.kind == "batch" and fusible(x, self.channels):
             from metabridge.models.fused_cells import features
 
             return features(self, x)

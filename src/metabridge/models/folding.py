@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from metabridge.models import fused_tasks
+from metabridge.models import fusible
 
 Form = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding and dilation
+WHOLE = (2, 2), (2, 2), (0, 0), (1, 1), False  # windows that lie side by side
 
 
 class Folding(TorchFunctionMode):
@@ -207,8 +208,10 @@ class _Pooling(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, window: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        if window == fused_tasks.WHOLE and fused_tasks.usable(x):
-            return fused_tasks.pooled(x)
+        if window == WHOLE and fusible.fusible_tasks(x):
+            from metabridge.models.fused_tasks import pooled
+
+            return pooled(x)
         return torch.ops.aten.max_pool2d_with_indices(_last(x), *window)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -237,7 +240,9 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(values: Tensor, places: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
         if places.dtype == torch.uint8:
-            return fused_tasks.spread(values, places, x)
+            from metabridge.models.fused_tasks import spread
+
+            return spread(values, places, x)
         return torch.ops.aten.max_pool2d_with_indices_backward(  # type: ignore[no-any-return]
             _last(values), _last(x), *window, _last(places)
         )
@@ -263,7 +268,9 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def forward(u: Tensor, places: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
         if places.dtype == torch.uint8:
-            return fused_tasks.picked(u, places)
+            from metabridge.models.fused_tasks import picked
+
+            return picked(u, places)
         # pixels before channels, where they lie so
         order = (0, 2, 3, 1) if u.is_contiguous(memory_format=torch.channels_last) else (0, 1, 2, 3)
         axis = order.index(2)

@@ -22,16 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.models import fused_kernels as kernels
+from metabridge.models import tiles
 
-AVAILABLE = kernels.AVAILABLE
-CHANNELS = 16  # a map's channels must be a multiple of it
-# The sizes below are chosen among those tried on an H200, whose 132 multiprocessors they suit.
-TILE = 2048  # elements of a map that a program holds at a time
-WINDOWS = 1024  # and elements of a pooled map
-STAGES = 4  # tiles that a sum over rows reads ahead
-PROGRAMS = 528  # that share a sum over all rows
 TAPS = 32  # a stem's inputs by output pixel, 9 for each channel, filled up to a power of two
-# And these by how many registers and instructions the compiler then needs.
+# These are chosen by how many registers and instructions the compiler then needs.
 LINES = 3  # windows one below the other that a program looks through at the same pixels
 FEW = 512  # elements of a map that a program holds beside nine sums
 MANY = 2112  # programs that share nine sums
@@ -39,22 +33,22 @@ MANY = 2112  # programs that share nine sums
 
 def rectified(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
     """LeakyReLU(BatchNorm(x)) with the statistics of the batch."""
-    return _Rectified.apply(_channels_last(x), weight, bias, None, None, eps, slope)  # type: ignore[no-any-return]
+    return _Rectified.apply(tiles.channels_last(x), weight, bias, None, None, eps, slope)  # type: ignore[no-any-return]
 
 
 def added(
     total: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float, factor: Tensor | None = None
 ) -> Tensor:
     """The `total` so far, of nothing at first, plus BatchNorm(x) times a `factor` (points) that has no gradient."""
-    total = None if total is None else _channels_last(total)
-    return _Rectified.apply(_channels_last(x), weight, bias, total, factor, eps, 1.0)  # type: ignore[no-any-return]
+    total = None if total is None else tiles.channels_last(total)
+    return _Rectified.apply(tiles.channels_last(x), weight, bias, total, factor, eps, 1.0)  # type: ignore[no-any-return]
 
 
 def merged(
     main: Tensor, shortcut: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, slope: float
 ) -> Tensor:
     """LeakyReLU(MaxPool2×2(BatchNorm(main) + BatchNorm(shortcut))) with the statistics of the batch."""
-    return _Merged.apply(_channels_last(main), _channels_last(shortcut), w1, b1, w2, b2, eps, slope)  # type: ignore[no-any-return]
+    return _Merged.apply(tiles.channels_last(main), tiles.channels_last(shortcut), w1, b1, w2, b2, eps, slope)  # type: ignore[no-any-return]
 
 
 def branches(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +58,7 @@ def branches(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]
     which need no gradient, go through one kernel for both.
     """
     if 9 * x.shape[1] <= TAPS and main.shape[0] in (32, 64, 128) and not x.requires_grad:
-        return _Stem.apply(_channels_last(x), main, shortcut)  # type: ignore[no-any-return]
+        return _Stem.apply(tiles.channels_last(x), main, shortcut)  # type: ignore[no-any-return]
     return F.conv2d(x, main, padding=1), F.linear(x.movedim(1, -1), shortcut.flatten(1)).movedim(-1, 1)
 
 
@@ -104,17 +98,17 @@ def positive(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def joined(*maps: Tensor) -> Tensor:
     """ReLU of maps side by side, as channels of one."""
-    return _Joined.apply(*map(_channels_last, maps))  # type: ignore[no-any-return]
+    return _Joined.apply(*map(tiles.channels_last, maps))  # type: ignore[no-any-return]
 
 
 def kept(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """0 on the squares of `size` × `size` whose upper left corner has `noise` below `chance`, and 1 elsewhere."""
     n, c, down, across = noise.shape
     height, width = down + size - 1, across + size - 1
-    result = _empty((n, c, height, width), dtype, noise.device)
-    rows, tile = n * height * width, _tile(c)
-    kernels.keep[_tiles(rows, c, tile)](
-        _channels_last(noise), chance, result, rows, height, width, c, SIZE=size, **tile
+    result = tiles.empty((n, c, height, width), dtype, noise.device)
+    rows, tile = n * height * width, tiles.tile(c)
+    kernels.keep[tiles.grid(rows, c, tile)](
+        tiles.channels_last(noise), chance, result, rows, height, width, c, SIZE=size, **tile
     )
     return result
 
@@ -131,10 +125,10 @@ class _Rectified(torch.autograd.Function):
         eps: float,
         slope: float,
     ) -> Tensor:
-        norm, y = _statistics(x, weight, bias, eps), torch.empty_like(x)
-        rows, c = _shape(x)
-        tile = _tile(c)
-        kernels.rectify[_tiles(rows, c, tile)](x, norm, factor, total, y, rows, rows // len(x), c, slope, **tile)
+        norm, y = tiles.statistics(x, weight, bias, eps), torch.empty_like(x)
+        rows, c = tiles.matrix_shape(x)
+        tile = tiles.tile(c)
+        kernels.rectify[tiles.grid(rows, c, tile)](x, norm, factor, total, y, rows, rows // len(x), c, slope, **tile)
         ctx.save_for_backward(x, weight, bias, norm, factor)
         ctx.settings = eps, slope
         return y
@@ -148,16 +142,16 @@ class _Rectified(torch.autograd.Function):
             inputs, scaled = (x, weight, bias), g if factor is None else g * factor.view(-1, 1, 1, 1).to(g.dtype)
             slopes = _differentiable((_plain_rectified(*inputs, *ctx.settings),), inputs, (scaled,))
             return *slopes, towards_total, None, None, None
-        g = _channels_last(g)
-        rows, c = _shape(x)
-        tile, chunk, parts = _tile(c), *_chunks(rows, c)
+        g = tiles.channels_last(g)
+        rows, c = tiles.matrix_shape(x)
+        tile, chunk, parts = tiles.tile(c), *tiles.chunks(rows, c)
         partial = x.new_empty(2, parts, c, dtype=torch.float32)
         pixels = rows // len(x)
         kernels.rectify_sums[c // tile["BC"], parts](
-            g, x, norm, factor, partial, rows, pixels, chunk, c, slope, **tile, STAGES=STAGES
+            g, x, norm, factor, partial, rows, pixels, chunk, c, slope, **tile, STAGES=tiles.STAGES
         )
-        (sums, (gb, gw)), gx = _added(partial, weight.dtype), torch.empty_like(x)
-        kernels.rectify_back[_tiles(rows, c, tile)](
+        (sums, (gb, gw)), gx = tiles.added(partial, weight.dtype), torch.empty_like(x)
+        kernels.rectify_back[tiles.grid(rows, c, tile)](
             g, x, norm, factor, sums, gx, rows, pixels, c, slope, 1 / rows, **tile
         )
         return gx, gw, gb, towards_total, None, None, None
@@ -176,13 +170,13 @@ class _Merged(torch.autograd.Function):
         eps: float,
         slope: float,
     ) -> Tensor:
-        first, second = _statistics(main, w1, b1, eps), _statistics(shortcut, w2, b2, eps)
+        first, second = tiles.statistics(main, w1, b1, eps), tiles.statistics(shortcut, w2, b2, eps)
         n, c, height, width = main.shape
         pooled = n, c, height // 2, width // 2
-        y, main_kept, shortcut_kept = (_empty(pooled, main.dtype, main.device) for _ in range(3))
+        y, main_kept, shortcut_kept = (tiles.empty(pooled, main.dtype, main.device) for _ in range(3))
         choice = torch.empty_like(y, dtype=torch.uint8)
-        windows, tile = n * (height // 2) * (width // 2), _tile(c, WINDOWS)
-        kernels.merge[_tiles(windows, c, tile)](
+        windows, tile = n * (height // 2) * (width // 2), tiles.tile(c, tiles.WINDOWS)
+        kernels.merge[tiles.grid(windows, c, tile)](
             main, shortcut, first, second, y, main_kept, shortcut_kept, choice, windows, height, width, c, slope, **tile
         )
         ctx.save_for_backward(main, shortcut, w1, b1, w2, b2, first, second, main_kept, shortcut_kept, choice)
@@ -196,18 +190,30 @@ class _Merged(torch.autograd.Function):
             return *_differentiable((_plain_merged(*inputs, *ctx.settings),), inputs, (g,)), None, None
         main, shortcut, w1 = inputs[:3]
         _, slope = ctx.settings
-        g = _channels_last(g)
+        g = tiles.channels_last(g)
         n, c, height, width = main.shape
-        windows = _shape(g)[0]
-        tile, chunk, parts = _tile(c), *_chunks(windows, c)
+        windows = tiles.matrix_shape(g)[0]
+        tile, chunk, parts = tiles.tile(c), *tiles.chunks(windows, c)
         partial = main.new_empty(3, parts, c, dtype=torch.float32)
         kernels.merge_sums[c // tile["BC"], parts](
-            g, main_kept, shortcut_kept, choice, first, second, partial, windows, chunk, c, slope, **tile, STAGES=STAGES
+            g,
+            main_kept,
+            shortcut_kept,
+            choice,
+            first,
+            second,
+            partial,
+            windows,
+            chunk,
+            c,
+            slope,
+            **tile,
+            STAGES=tiles.STAGES,
         )
-        total, (gb, gw1, gw2) = _added(partial, w1.dtype)
+        total, (gb, gw1, gw2) = tiles.added(partial, w1.dtype)
         gmain, gshortcut = torch.empty_like(main), torch.empty_like(shortcut)
-        windows, tile = n * ((height + 1) // 2) * ((width + 1) // 2), _tile(c, WINDOWS)
-        kernels.merge_back[_tiles(windows, c, tile)](
+        windows, tile = n * ((height + 1) // 2) * ((width + 1) // 2), tiles.tile(c, tiles.WINDOWS)
+        kernels.merge_back[tiles.grid(windows, c, tile)](
             g,
             choice,
             main,
@@ -233,9 +239,9 @@ class _Stem(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
         n, c, height, width = x.shape
         outputs, rows = main.shape[0], n * height * width
-        results = [_empty((n, outputs, height, width), x.dtype, x.device) for _ in range(2)]
-        kernels.stem[(_parts(rows, 256),)](
-            x, _channels_last(main), shortcut, *results, rows, height, width, c, O=outputs, TAPS=TAPS, BR=256
+        results = [tiles.empty((n, outputs, height, width), x.dtype, x.device) for _ in range(2)]
+        kernels.stem[(tiles.parts(rows, 256),)](
+            x, tiles.channels_last(main), shortcut, *results, rows, height, width, c, O=outputs, TAPS=TAPS, BR=256
         )
         ctx.save_for_backward(x, main, shortcut)
         return results[0], results[1]
@@ -247,14 +253,14 @@ class _Stem(torch.autograd.Function):
             both = F.conv2d(x, main, padding=1), F.conv2d(x, shortcut)
             return None, *_differentiable(both, (main, shortcut), (gmain, gshortcut))
         _, c, height, width = x.shape
-        outputs, rows = main.shape[0], _shape(x)[0]
-        chunk = _parts(_parts(rows, PROGRAMS), 64) * 64
-        parts = _parts(rows, chunk)
+        outputs, rows = main.shape[0], tiles.matrix_shape(x)[0]
+        chunk = tiles.parts(tiles.parts(rows, tiles.PROGRAMS), 64) * 64
+        parts = tiles.parts(rows, chunk)
         partial = x.new_empty(parts, 2, outputs, TAPS, dtype=torch.float32)
         kernels.stem_back[(parts,)](
             x,
-            _channels_last(gmain),
-            _channels_last(gshortcut),
+            tiles.channels_last(gmain),
+            tiles.channels_last(gshortcut),
             partial,
             rows,
             chunk,
@@ -288,7 +294,7 @@ class _Layer(Protocol):
 
 
 def _handed_on(layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
-    return _HandedOn.apply(layer, _channels_last(x), *weight)  # type: ignore[no-any-return]
+    return _HandedOn.apply(layer, tiles.channels_last(x), *weight)  # type: ignore[no-any-return]
 
 
 class _HandedOn(torch.autograd.Function):
@@ -308,8 +314,8 @@ class _HandedOn(torch.autograd.Function):
         if torch.is_grad_enabled():
             slope, *rest = _differentiable((ctx.layer.plain(*inputs),), inputs, (g,))
             return None, slope if slope is None or more is None else slope + more, *rest
-        more = None if more is None else _channels_last(more)
-        return None, *ctx.layer.back(_channels_last(g), more, *inputs, *kept)
+        more = None if more is None else tiles.channels_last(more)
+        return None, *ctx.layer.back(tiles.channels_last(g), more, *inputs, *kept)
 
 
 @dataclass(frozen=True)
@@ -334,15 +340,15 @@ class _Depthwise:
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y, by_place = _windows(x, self.stride), weight.flatten(1).T.contiguous()
-        (rows, c, *view), tile = _view(x, y, self.stride), _tile(x.shape[1], WINDOWS)
-        kernels.depthwise[_tiles(rows, c, tile)](x, by_place, y, rows, c, *view, DILATION=self.dilation, **tile)
+        (rows, c, *view), tile = _view(x, y, self.stride), tiles.tile(x.shape[1], tiles.WINDOWS)
+        kernels.depthwise[tiles.grid(rows, c, tile)](x, by_place, y, rows, c, *view, DILATION=self.dilation, **tile)
         return y, by_place
 
     def back(
         self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, by_place: Tensor
     ) -> tuple[Tensor, ...]:
         gx, (rows, c, *view) = torch.empty_like(x), _view(x, g, self.stride)
-        tile, chunk, parts = _tile(c, FEW), *_chunks(rows, c, MANY)
+        tile, chunk, parts = tiles.tile(c, FEW), *tiles.chunks(rows, c, MANY)
         partial = x.new_empty(parts, 3, 3, c, dtype=torch.float32)
         kernels.depthwise_back[c // tile["BC"], parts](
             g,
@@ -371,13 +377,17 @@ class _MaxPooled:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = _windows(x, self.stride)
         choice = torch.empty_like(y, dtype=torch.uint8)
-        (rows, c, *view), tile = _view(x, y, self.stride), _tile(x.shape[1], WINDOWS)
-        kernels.largest[_tiles(rows, c, tile)](x, y, choice, rows, c, *view, **tile)
+        (rows, c, *view), tile = _view(x, y, self.stride), tiles.tile(x.shape[1], tiles.WINDOWS)
+        kernels.largest[tiles.grid(rows, c, tile)](x, y, choice, rows, c, *view, **tile)
         return y, choice
 
     def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor, choice: Tensor) -> tuple[Tensor, ...]:
-        gx, (rows, c, *view), tile = torch.empty_like(x), _view(x, g, self.stride), _tile(x.shape[1], WINDOWS)
-        kernels.largest_back[_tiles(rows, c, tile)](g, more, choice, gx, rows, c, *view, **tile)
+        gx, (rows, c, *view), tile = (
+            torch.empty_like(x),
+            _view(x, g, self.stride),
+            tiles.tile(x.shape[1], tiles.WINDOWS),
+        )
+        kernels.largest_back[tiles.grid(rows, c, tile)](g, more, choice, gx, rows, c, *view, **tile)
         return (gx,)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -390,13 +400,17 @@ class _MeanPooled:
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = _windows(x, self.stride)
-        (rows, c, *view), tile = _view(x, y, self.stride), _tile(x.shape[1], WINDOWS)
-        kernels.mean[_tiles(rows, c, tile)](x, y, rows, c, *view, **tile)
+        (rows, c, *view), tile = _view(x, y, self.stride), tiles.tile(x.shape[1], tiles.WINDOWS)
+        kernels.mean[tiles.grid(rows, c, tile)](x, y, rows, c, *view, **tile)
         return (y,)
 
     def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        gx, (rows, c, *view), tile = torch.empty_like(x), _view(x, g, self.stride), _tile(x.shape[1], WINDOWS)
-        kernels.mean_back[_tiles(rows, c, tile)](g, more, gx, rows, c, *view, **tile)
+        gx, (rows, c, *view), tile = (
+            torch.empty_like(x),
+            _view(x, g, self.stride),
+            tiles.tile(x.shape[1], tiles.WINDOWS),
+        )
+        kernels.mean_back[tiles.grid(rows, c, tile)](g, more, gx, rows, c, *view, **tile)
         return (gx,)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -407,13 +421,18 @@ class _MeanPooled:
 class _Halved:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         n, c, height, width = x.shape
-        y, tile = _empty((n, 2 * c, _parts(height, 2), _parts(width, 2)), x.dtype, x.device), _tile(c)
-        kernels.halve[_tiles(_shape(y)[0], c, tile)](x, y, _shape(y)[0], *x.shape[1:], *y.shape[2:], **tile)
+        y, tile = (
+            tiles.empty((n, 2 * c, tiles.parts(height, 2), tiles.parts(width, 2)), x.dtype, x.device),
+            tiles.tile(c),
+        )
+        kernels.halve[tiles.grid(tiles.matrix_shape(y)[0], c, tile)](
+            x, y, tiles.matrix_shape(y)[0], *x.shape[1:], *y.shape[2:], **tile
+        )
         return (y,)
 
     def back(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        gx, tile, rows = torch.empty_like(x), _tile(x.shape[1], WINDOWS), _shape(g)[0]
-        kernels.halve_back[_tiles(rows, x.shape[1], tile)](g, more, y, gx, rows, *x.shape[1:], *g.shape[2:], **tile)
+        gx, tile, rows = torch.empty_like(x), tiles.tile(x.shape[1], tiles.WINDOWS), tiles.matrix_shape(g)[0]
+        kernels.halve_back[tiles.grid(rows, x.shape[1], tile)](g, more, y, gx, rows, *x.shape[1:], *g.shape[2:], **tile)
         return (gx,)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -446,28 +465,28 @@ class _Joined(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             return (g * (y > 0)).split(ctx.channels, 1)  # type: ignore[no-any-return]
-        return tuple(_part(_channels_last(g), y, ctx.channels))
+        return tuple(_part(tiles.channels_last(g), y, ctx.channels))
 
 
 def _join(maps: Sequence[Tensor]) -> Tensor:
     """Rectify maps into one."""
     channels = [value.shape[1] for value in maps]
     n, _, *sides = maps[0].shape
-    y = _empty((n, sum(channels), *sides), maps[0].dtype, maps[0].device)
-    rows, width = _shape(y)
+    y = tiles.empty((n, sum(channels), *sides), maps[0].dtype, maps[0].device)
+    rows, width = tiles.matrix_shape(y)
     for value, c, first in zip(maps, channels, itertools.accumulate(channels, initial=0)):
-        tile = _tile(c)
-        kernels.join[_tiles(rows, c, tile)](value, y, rows, c, width, first, **tile)
+        tile = tiles.tile(c)
+        kernels.join[tiles.grid(rows, c, tile)](value, y, rows, c, width, first, **tile)
     return y
 
 
 def _part(g: Tensor, y: Tensor, channels: Sequence[int], more: Tensor | None = None) -> Iterator[Tensor]:
     """The gradients of the maps that were joined to y."""
     n, _, *sides = y.shape
-    rows, width = _shape(y)
+    rows, width = tiles.matrix_shape(y)
     for c, first in zip(channels, itertools.accumulate(channels, initial=0)):
-        gx, tile = _empty((n, c, *sides), g.dtype, g.device), _tile(c)
-        kernels.join_back[_tiles(rows, c, tile)](g, more, y, gx, rows, c, width, first, **tile)
+        gx, tile = tiles.empty((n, c, *sides), g.dtype, g.device), tiles.tile(c)
+        kernels.join_back[tiles.grid(rows, c, tile)](g, more, y, gx, rows, c, width, first, **tile)
         yield gx
 
 
@@ -494,22 +513,10 @@ def _differentiable(
     return tuple(next(pulled) if value.requires_grad else None for value in inputs)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-def _shape(x: Tensor) -> tuple[int, int]:
-    return x.numel() // x.shape[1], x.shape[1]
-
-
 def _windows(x: Tensor, stride: int) -> Tensor:
     """An empty map for one value of every window, which lie `stride` pixels apart from the first one on."""
     n, c, height, width = x.shape
-    return _empty((n, c, _parts(height, stride), _parts(width, stride)), x.dtype, x.device)
+    return tiles.empty((n, c, tiles.parts(height, stride), tiles.parts(width, stride)), x.dtype, x.device)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -519,53 +526,4 @@ def _matrix(x: Tensor) -> Tensor:
 def _view(x: Tensor, y: Tensor, stride: int) -> list[int]:
     """What the kernels of windows y on x go by: rows, channels, the sides of both, the stride, and windows in a row."""
     (n, _, down, across), lines = y.shape, LINES if stride == 1 else 1
-    return [n * _parts(down, lines) * across, *x.shape[1:], down, across, stride, lines]
-
-
-def _tile(channels: int, elements: int = TILE) -> dict[str, int]:
-    """Rows and columns of a tile; the columns divide the channels, so that no tile is partly empty."""
-    columns = min(64, channels & -channels)
-    return {"BR": elements // columns, "BC": columns}
-
-
-def _tiles(rows: int, channels: int, tile: dict[str, int]) -> tuple[int]:
-    """The grid of a kernel in which every program has one tile."""
-    return (_parts(rows, tile["BR"]) * (channels // tile["BC"]),)
-
-
-def _chunks(rows: int, channels: int, programs: int = PROGRAMS) -> tuple[int, int]:
-    """How many rows one program adds up, and how many programs that makes."""
-    tile = _tile(channels)
-    parts = max(1, programs // (channels // tile["BC"]))
-    chunk = _parts(_parts(rows, parts), tile["BR"]) * tile["BR"]
-    return chunk, _parts(rows, chunk)
-
-
-def _statistics(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return the rows mean, 1/deviation, weight and bias, which is all that a batch norm is."""
-    rows, c = _shape(x)
-    tile, chunk, parts = _tile(c), *_chunks(rows, c)
-    partial = x.new_empty(2, parts, c, dtype=torch.float32)
-    norm = x.new_empty(4, c, dtype=torch.float32)
-    kernels.moments[c // tile["BC"], parts](x, partial, rows, chunk, c, **tile, STAGES=STAGES)
-    kernels.finish_moments[(c // 8,)](
-        partial, weight, bias, norm, rows, chunk, parts, c, eps, PARTS=_power_of_two(parts), BC=8
-    )
-    return norm
-
-
-def _added(partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the sums of the parts, and the same in the `dtype` of the parameters whose gradients they are."""
-    sums, parts, c = partial.shape
-    total, rounded = partial.new_empty(sums, c), partial.new_empty(sums, c, dtype=dtype)
-    kernels.add[c // 8, sums](partial, total, rounded, parts, c, PARTS=_power_of_two(parts), BC=8)
-    return total, rounded
-
-
-def _parts(whole: int, size: int) -> int:
-    """How many parts of a size make up the whole."""
-    return -(-whole // size)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+    return [n * tiles.parts(down, lines) * across, *x.shape[1:], down, across, stride, lines]

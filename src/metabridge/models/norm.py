@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError
-from metabridge.models import fused_tasks
+from metabridge.models import fusible
 from metabridge.models.folding import fold, unfold
 
 Statistics = Literal["batch", "running"]
@@ -76,8 +76,10 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        if fused_tasks.usable(x):
-            return fused_tasks.normalised(x, weight, bias, eps)
+        if fusible.fusible_tasks(x):
+            from metabridge.models.fused_tasks import normalised
+
+            return normalised(x, weight, bias, eps)
         return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
 
     @staticmethod
@@ -103,8 +105,10 @@ class _NormaliseBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, eps: float) -> tuple[Tensor, ...]:
-        if fused_tasks.usable(x):
-            return fused_tasks.normalised_back(g, x, weight, mean, r)
+        if fusible.fusible_tasks(x):
+            from metabridge.models.fused_tasks import normalised_back
+
+            return normalised_back(g, x, weight, mean, r)
         return torch.ops.aten.native_batch_norm_backward(  # type: ignore[no-any-return]
             g, x, weight, None, None, mean, r, True, eps, [True, True, True]
         )
@@ -128,7 +132,11 @@ class _NormaliseAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return fused_tasks.normalised_again(*inputs) if fused_tasks.usable(inputs[1]) else _pulled_back(*inputs)
+        if fusible.fusible_tasks(inputs[1]):
+            from metabridge.models.fused_tasks import normalised_again
+
+            return normalised_again(*inputs)
+        return _pulled_back(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

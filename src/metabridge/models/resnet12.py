@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from metabridge.autodiff import transforming
 from metabridge.errors import InputError
 from metabridge.models.drop import Drop
+from metabridge.models.fusible import fusible
 from metabridge.models.network import Network, recorded, seeded
 from metabridge.models.norm import BatchNorm, Statistics
 
@@ -77,7 +77,7 @@ class DropBlock(Drop):
         places = (height - size + 1) * (width - size + 1)
         chance = self.rate * (height * width) / (size**2 * places)
         noise = torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32)
-        if _fusible(x, x.shape[1]):
+        if fusible(x, x.shape[1]):
             from metabridge.models import fused
 
             kept = fused.kept(noise, chance, size, x.dtype)
@@ -120,7 +120,7 @@ class _Block(nn.Module):
         self.shortcut = nn.Sequential(*_convolution(inputs, outputs, 1, statistics))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and _fusible(x, self.outputs):
+        if self.training and fusible(x, self.outputs):
             return self._fused(x)
         return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), SLOPE)
 
@@ -133,17 +133,6 @@ class _Block(nn.Module):
         x = two(rectified(x, first.weight, first.bias, first.eps, SLOPE))
         x = three(rectified(x, second.weight, second.bias, second.eps, SLOPE))
         return merged(x, shortcut, third.weight, third.bias, fourth.weight, fourth.bias, third.eps, SLOPE)
-
-
-def _fusible(x: Tensor, channels: int) -> bool:
-    """Whether Triton's kernels serve: for gradients in low precision on a GPU, outside all transforms."""
-    if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()):
-        return False
-    if transforming() or torch.compiler.is_compiling() or x.get_device() != torch.cuda.current_device():
-        return False
-    from metabridge.models import fused  # Triton, which not every PyTorch comes with, takes a while to import
-
-    return fused.AVAILABLE and channels % fused.CHANNELS == 0
 
 
 def _convolution(inputs: int, outputs: int, size: int, statistics: Statistics) -> tuple[nn.Module, nn.Module]:
