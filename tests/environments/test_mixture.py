@@ -102,6 +102,12 @@ def test_classes_are_kept_where_the_environments_count_the_same_ones(unlike, gly
     assert tasks.classes.shape == (3, int(tasks.support_y.max()) + 1)
 
 
+def test_tasks_of_as_many_images_in_another_form_are_mixed_too(glyphs):
+    forms = {"train": (5, 2, 4), "test": (10, 1, 2)}
+    environments = [glyphs.tasks(split, ways=w, shots=s, queries=q) for split, (w, s, q) in forms.items()]
+    assert Mixture(environments, (0.5, 0.5)).sample(8, seeded()).query_x.shape == (8, 20, 1, 28, 28)
+
+
 def test_a_batch_stays_one_set_where_the_environments_do_not_split(glyphs):
     batches = glyphs.batches("train", size=4)
     assert not Mixture((batches, batches), (0.5, 0.5)).sample(6, seeded()).is_split

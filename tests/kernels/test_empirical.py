@@ -411,3 +411,36 @@ class Mixing(nn.Module):
 def test_what_cannot_be_computed_is_refused_in_a_sentence(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         make()
+
+
+class Product(nn.Module):
+    """x @ w, of a weight that no layer owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(seen(3, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+def test_a_weight_that_no_layer_owns_counts_though_its_gradient_be_zero_at_the_first_sample() -> None:
+    kernel, x = Empirical(Product(), outputs="sum"), seen(1, 4, 3)
+    x[0] = 0
+    kernel.ntk(torch.zeros(2, 3, dtype=torch.double))
+    assert error(kernel.ntk(x), 2 * x @ x.mT) < 1e-12
+
+
+def test_one_sample_does_not_settle_that_samples_do_not_mix() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x - x.mean(0) / 2)  # type: ignore[no-any-return]
+
+    kernel, x = Empirical(Centred()), seen(1, 4, 3)
+    kernel.ntk(x[:1])
+    with pytest.raises(InputError, match="depends on the other samples"):
+        kernel.ntk(x)

@@ -17,6 +17,12 @@ def draw(*shape):
     return torch.randn(TASKS, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@pytest.fixture(autouse=True)
+def folded(monkeypatch):
+    """Fold on a CPU too."""
+    monkeypatch.setattr(folding, "serves", lambda x: True)
+
+
 @pytest.fixture
 def aligned(monkeypatch):
     """As on a GPU: channels last, and groups of a multiple of four channels."""

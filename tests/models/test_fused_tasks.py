@@ -8,7 +8,7 @@ import torch
 from cases import relative
 from metabridge.episodes import Episodes
 from metabridge.learners import Engine, method, parameters
-from metabridge.models import conv4, fused_kernels, fused_tasks, fusible, norm
+from metabridge.models import conv4, folding, fused_kernels, fused_tasks, fusible, norm
 from metabridge.models.folding import WHOLE
 
 CUDA = torch.cuda.is_available()
@@ -81,6 +81,7 @@ def test_what_is_not_a_number_stays_so():
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_meta_gradient(name, monkeypatch):
     monkeypatch.setattr(fusible, "fusible_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
+    monkeypatch.setattr(folding, "serves", lambda x: True)
     chosen, net = method(name, steps=2, lr=0.03), conv4(3, 20, 5, filters=16).to(DEVICE)
     x = torch.randn(2, 2, 5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5).expand(2, -1)

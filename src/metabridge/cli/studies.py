@@ -65,7 +65,7 @@ def reproduce(
     only: Annotated[str, typer.Option(metavar="NAME,...", help="Do these parts alone, such as methods.")] = "",
     minutes: Annotated[
         float | None,
-        typer.Option(help="Stop a training, or all side by side, after so long; the same command goes on."),
+        typer.Option(help="Stop a training, or several that take turns, after so long; the same command goes on."),
     ] = None,
 ) -> None:
     """Run one experiment and set its numbers beside the published ones.

@@ -91,10 +91,10 @@ class Mixture:
 
     @cached_property
     def _of_the_same_images(self) -> tuple[ImageTasks, ...]:
-        """All of the environments, if they are tasks out of the same images; otherwise none."""
+        """All of the environments, if they are tasks of one form out of the same images; otherwise none."""
         own = tuple(environment for environment in self.environments if isinstance(environment, ImageTasks))
-        images = {id(environment.data.images) for environment in own}
-        return own if len(own) == len(self.environments) and len(images) == 1 else ()
+        forms = {(id(each.data.images), each.ways, each.shots, each.queries) for each in own}
+        return own if len(own) == len(self.environments) and len(forms) == 1 else ()
 
     def _kept(self, episodes: Episodes) -> Episodes:
         return episodes if self.classes is not None else replace(episodes, classes=None)

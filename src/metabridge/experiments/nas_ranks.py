@@ -23,7 +23,7 @@ from scipy import stats
 from metabridge.environments.datasets import load
 from metabridge.environments.images import LabelledImages
 from metabridge.errors import InputError
-from metabridge.experiments.records import keep, plain, stored
+from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
 from metabridge.search.metantk import Guide, Proxies, Search
 from metabridge.search.proxies import Score, mean
@@ -147,13 +147,18 @@ def run(work: Work) -> Outcome:
     images = load("glyphs").to(work.device)
     missing = {f"network {place}": one for place, one in enumerate(drawn) if place >= len(record.judged)}
     begin = {
-        label: partial(_plan(training, search, one, images).begin, images, device=work.device)
+        label: partial(
+            _plan(training, search, one, images).begin,
+            images,
+            device=work.device,
+            out=run_folder(work, f"{name}-{label.replace(' ', '-')}", plan),
+        )
         for label, one in missing.items()
     }
     at_once = AT_ONCE.get(torch.device(work.device).type, 1)
-    for label, run in in_turns(begin, at_once=at_once, minutes=work.minutes, progress=work.progress):
-        if run.finished:
-            one = judge(work, missing[label], search, images, run, scale.test_tasks)
+    for label, trained in in_turns(begin, at_once=at_once, minutes=work.minutes, progress=work.progress):
+        if trained.finished:
+            one = judge(work, missing[label], search, images, trained, scale.test_tasks)
             record = replace(record, judged=(*record.judged, one))
             keep(work, name, record)
     judged = record.judged[: scale.architectures]

@@ -28,7 +28,7 @@ class Work:
     out: Path = Path("runs")  # where trainings are kept, for experiments that train for long
     data: Path | None = None  # the folder with the data sets, for experiments that need one
     only: tuple[str, ...] = ()  # the parts to compute, if not all
-    minutes: float | None = None  # of a training, or of all side by side, before it stops to go on later
+    minutes: float | None = None  # of a training, or of several in turns together; then it goes on later
     progress: bool = True
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from metabridge.models.norm import BatchNorm, group_count
 
 Part = Literal["all", "head", "body"]
 
-PLAIN = (bool, int, float, str, tuple)  # what a layer is told: its window, its mode, ...
+PLAIN = (bool, int, float, str)  # what a layer is told, also several at once: its window, its mode, ...
 
 
 class _Seen(NamedTuple):
@@ -159,7 +159,8 @@ class Empirical:
         seen = self._seen.get((part, x.shape[1:]))
         if seen is None or seen.state != state:
             seen = _Seen(state, tensors, *self._look(part, params, x))
-            self._seen[part, x.shape[1:]] = seen
+            if len(x) > 1:  # one sample cannot show whether samples mix
+                self._seen[part, x.shape[1:]] = seen
         survey = seen.survey
         return Gradients(self.net, params, seen.names, self.outputs == "sum", survey.others, survey.batched), seen
 
@@ -192,7 +193,7 @@ class Empirical:
         if not names:
             raise InputError(f"the network has no parameters in its {part}.")
         outputs = 1 if self.outputs == "sum" else y.shape[1]
-        exact = torch.autograd.grad(plain[0].sum(), tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+        exact = torch.autograd.grad(plain[0].sum(), tuple(leaves.values()), allow_unused=True)
         survey = examine(replace(gradients, names=names), y, dict(zip(leaves, exact)), calls, outputs, sum(graph))
         return names, survey
 
@@ -256,13 +257,19 @@ def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int)
 
 
 def _state(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
-    """What a network does depends on: its layers, their numbers and modes, and where which tensors lie."""
+    """What a network does depends on: its layers, their numbers and modes, and where which tensors lie.
+
+    What else a layer may hold, such as functions or hooks, is not seen.
+    """
     layers = [
-        (layer, *((name, value) for name, value in vars(layer).items() if isinstance(value, PLAIN)))
-        for layer in net.modules()
+        (layer, *((name, value) for name, value in vars(layer).items() if _is_plain(value))) for layer in net.modules()
     ]
     places = [(value.data_ptr(), value._version) for value in tensors]
     return *layers, *places, torch.is_autocast_enabled(tensors[0].device.type)
+
+
+def _is_plain(value: object) -> bool:
+    return all(isinstance(each, PLAIN) for each in (value if isinstance(value, tuple) else (value,)))
 
 
 def _check_network(net: nn.Module, params: Params) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -46,10 +46,18 @@ def saved_bytes(params: Params) -> Iterator[list[int]]:
     result.extend(sizes.values())
 
 
-def examine(gradients: Gradients, y: Tensor, exact: Params, calls: list[Call], outputs: int, graph: int) -> Survey:
+def examine(
+    gradients: Gradients,
+    y: Tensor,
+    exact: Mapping[str, Tensor | None],
+    calls: list[Call],
+    outputs: int,
+    graph: int,
+) -> Survey:
     """Measure every parameter, and find those whose gradients are not the `exact` ones of the summed outputs.
 
-    They are used in other ways than by the layers that own them.
+    They are used in other ways than by the layers that own them. One that no layer owns is among them, though its
+    gradient be zero at this sample, unless the outputs do not depend on it: its exact gradient is None.
     """
     names = [name for name in gradients.params if name in gradients.names]
     roles = [{name: role for name, role in call.roles.items() if name in gradients.names} for call in calls]
@@ -65,10 +73,12 @@ def examine(gradients: Gradients, y: Tensor, exact: Params, calls: list[Call], o
         if slope is not None:
             ((_, parts),) = formed(call, slope, step=1)
             for name, part in parts.items():
-                own = part.reshape_as(exact[name])
+                own = part.reshape_as(gradients.params[name])
                 found[name] = found[name] + own if name in found else own
-    others = frozenset(_apart({name: (found.get(name), exact[name]) for name in names}))
-    blocks = tuple(_block(name, exact[name], uses[name], name in others) for name in names)
+    used = {name: value for name in names if (value := exact[name]) is not None}
+    owned = {name: (found[name], used.get(name, torch.zeros_like(found[name]))) for name in names if name in found}
+    others = frozenset([*_apart(owned), *(used.keys() - found.keys())])
+    blocks = tuple(_block(name, gradients.params[name], uses[name], name in others) for name in names)
     itemsize = y.element_size()
     kept = sum(call.picks[0].patches.nbytes + call.picks[0].places.nbytes for call in calls if call.picks)
     return Survey(
@@ -93,10 +103,11 @@ def _batches(edges: list[GradientEdge], y: Tensor) -> bool:
     return True
 
 
-def _apart(pairs: dict[str, tuple[Tensor | None, Tensor]]) -> list[str]:
+def _apart(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
     """Names of those that differ. The numbers are read all at once: on a GPU each reading waits for it."""
-    differences = [exact if found is None else found - exact for found, exact in pairs.values()]
-    far = torch.stack([value.abs().max() for value in differences])
+    if not pairs:
+        return []
+    far = torch.stack([(found - exact).abs().max() for found, exact in pairs.values()])
     large = torch.stack([exact.abs().max() for _, exact in pairs.values()])
     return [name for name, close in zip(pairs, (far <= 1e-3 * large).tolist()) if not close]
 

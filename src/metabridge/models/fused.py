@@ -325,8 +325,7 @@ class _Pointwise:
 
     def back(self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         across, flat = weight.flatten(1), _matrix(g)
-        # in place, as x was handed on to another layer, which has made its gradient anew
-        slope = flat @ across if more is None else _matrix(more).addmm_(flat, across)
+        slope = flat @ across if more is None else torch.addmm(_matrix(more), flat, across)
         return slope.view(*x.movedim(1, -1).shape).movedim(-1, 1), (flat.T @ _matrix(x)).view_as(weight)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -502,7 +502,7 @@ def depthwise(
                 (k % 3 - 1) * DILATION,
             )
             value = tl.load(x + place + column, mask=inside, other=0.0)
-            total += tl.where(value > 0, value, 0.0).to(tl.float32) * tl.load(weight + k * c + column).to(tl.float32)
+            total += tl.where(value <= 0, 0.0, value).to(tl.float32) * tl.load(weight + k * c + column).to(tl.float32)
         totals = totals + (total,)
     for line in tl.static_range(LINES):
         place, inside = window(row, rows, c, DOWN, ACROSS, LINES, line, 0)
@@ -542,7 +542,7 @@ def depthwise_back(
             place, own = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, STRIDE, LINES, pixel // STRIDE, pixel % STRIDE)
             value = tl.load(x + place + column, mask=own, other=0.0)
             positive = value > 0
-            value = tl.where(positive, value, 0.0).to(tl.float32)
+            value = tl.where(value <= 0, 0.0, value).to(tl.float32)
             total = tl.zeros([BR, BC], tl.float32)
             for k in tl.static_range(9):
                 if (pixel // STRIDE - (k // 3 - 1) * DILATION) % STRIDE == 0 and (
@@ -608,8 +608,9 @@ def largest(
                 (k % 3 - 1),
             )
             value = tl.load(x + place + column, mask=inside, other=float("-inf")).to(tl.float32)
-            chosen = tl.where(value > best, k, chosen)
-            best = tl.maximum(value, best)
+            better = (value > best) | (value != value)
+            chosen = tl.where(better, k, chosen)
+            best = tl.where(better, value, best)
         totals = totals + (best,)
         choices = choices + (chosen,)
     for line in tl.static_range(LINES):
@@ -776,7 +777,7 @@ def halve(
         place, inside = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, 2, 1, odd, odd)
         value = tl.load(x + place + column, mask=inside, other=0.0)
         place = (2 * row[:, None].to(tl.int64) + odd) * c + column
-        tl.store(y + place, tl.where(value > 0, value, 0.0), mask=(row < rows)[:, None])
+        tl.store(y + place, tl.where(value <= 0, 0.0, value), mask=(row < rows)[:, None])
 
 
 @jit
@@ -813,7 +814,7 @@ def join(x, y, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
     below, right = tile_of(c, BC)
     row, column = below * BR + tl.arange(0, BR)[:, None], right * BC + tl.arange(0, BC)[None, :]
     value = tl.load(x + row.to(tl.int64) * c + column, mask=row < rows, other=0.0)
-    tl.store(y + row.to(tl.int64) * width + first + column, tl.where(value > 0, value, 0.0), mask=row < rows)
+    tl.store(y + row.to(tl.int64) * width + first + column, tl.where(value <= 0, 0.0, value), mask=row < rows)
 
 
 @jit

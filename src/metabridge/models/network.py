@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError
-from metabridge.models.folding import Folding
+from metabridge.models import folding
 from metabridge.models.norm import BatchNorm, Statistics, replace_batch_norm
 
 Params = dict[str, Tensor]
@@ -79,7 +79,7 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     if low:
         x = x.to(dtype)
         body = _lowered(net.features, body, dtype)
-    with Folding() if transforming() else contextlib.nullcontext():
+    with folding.Folding() if transforming() and folding.serves(x) else contextlib.nullcontext():
         return functional_call(net.features, body, (x,)).to(given)  # type: ignore[no-any-return]
 
 

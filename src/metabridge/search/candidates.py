@@ -123,10 +123,10 @@ class Candidates:
 
     def _together(self, removals: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:
         """Give each of some copies of the images a mask, and run all of them."""
-        copies = self._x.expand(len(removals), *self._x.shape)
+        copies = self._x.expand(len(removals), *self._x.shape).contiguous()
         choices = [choice for choice in removals if choice is not None]
-        masks = self._x.new_tensor([[removal != choice for removal in removals] for choice in choices])
-        self._masks = dict(zip(choices, masks.repeat_interleave(len(self._x), -1)[..., None, None, None]))
+        without = torch.tensor([[removal == choice for removal in removals] for choice in choices]).to(self._x.device)
+        self._masks = dict(zip(choices, without.repeat_interleave(len(self._x), -1)[..., None, None, None]))
         return self._run(copies, self._walker(copies.flatten(0, 1), self.alive, Memory()))
 
     def _run(self, x: Tensor, walk: Walk[_Sent]) -> tuple[Tensor, Tensor]:
@@ -152,10 +152,10 @@ class Candidates:
 
         def run(x: Tensor) -> _Sent:
             y, back = layer(x)
-            factor = self._masks.get(choice)
-            if factor is None:
+            without = self._masks.get(choice)
+            if without is None:
                 return _Sent(y, back)
-            return _Sent(y * factor, lambda slope, into: back(slope * factor, into))
+            return _Sent(y.masked_fill(without, 0), lambda slope, into: back(slope.masked_fill(without, 0), into))
 
         return run
 

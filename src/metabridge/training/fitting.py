@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -14,7 +15,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from metabridge.environments.environment import Environment
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_positive
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
 from metabridge.models.network import Network
@@ -106,8 +107,10 @@ def in_turns(
     """Take trainings on by a step each in turn, `at_once` of them, and yield the name and the run of each at its end.
 
     On a GPU each has a stream of its own, so that small steps, which would leave most of it idle, run at the same
-    time. A training's seconds are its share of the time of all. After so many `minutes` all end, to go on later.
+    time. A training's seconds are its share of the time of all. After so many `minutes` all end, to go on later; those
+    that have not begun by then do not. Networks that drop at random are refused `at_once`: they share a generator.
     """
+    check_positive("at_once", at_once)
     until = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     waiting, under_way = deque(begin.items()), list[_Turn]()
     with _bar(progress) as bar:
@@ -122,9 +125,12 @@ def in_turns(
                         yield turn.name, run
                     else:
                         turn.step()
+                if time.perf_counter() >= until:
+                    waiting.clear()
         finally:
-            for turn in under_way:
-                turn.save()
+            with contextlib.ExitStack() as left:  # all are saved, whatever happens to one
+                for turn in under_way:
+                    left.callback(turn.save)
 
 
 class _Turn:
@@ -132,12 +138,15 @@ class _Turn:
 
     def __init__(self, name: str, begin: Callable[[], Fitting], bar: Progress, beside: bool) -> None:
         self.name, self._bar, self._stream = name, bar, None
-        if beside and torch.cuda.is_available():
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self.fitting = begin()
+        self.fitting = begin()
         loop = self.fitting.loop
+        if beside and loop.draws:
+            raise InputError(
+                f"{name} drops at random, and would draw from the same generator as the others. Use at_once=1."
+            )
+        if beside and loop.device.type == "cuda":
+            self._stream = torch.cuda.Stream(loop.device)
+            self._stream.wait_stream(torch.cuda.current_stream(loop.device))
         self._shown = bar.add_task(name, total=loop.settings.iterations, completed=loop.iteration, told="")
 
     def step(self) -> None:

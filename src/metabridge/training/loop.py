@@ -126,7 +126,9 @@ class Loop:
         make = OPTIMIZERS[settings.optimizer]
         self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay)
         self.drops = [block for block in net.modules() if isinstance(block, Drop)]
-        if device.type == "cpu" and mode in ("auto", "workers") and (self.drops or _dropouts(net)):
+        # from the one generator that everything in a process shares
+        self.draws = any(block.full_rate for block in self.drops) or _dropouts(net)
+        if device.type == "cpu" and mode in ("auto", "workers") and self.draws:
             mode = "loop"  # threads would draw from the one generator in an order that no seed decides
         self.engine = Engine(method, net, mode=mode, dtype=settings.dtype)
         self.generators = {
@@ -312,7 +314,7 @@ class Loop:
 
 
 def _dropouts(net: Network) -> bool:
-    return any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in net.modules())
+    return any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in net.modules())
 
 
 def _copy(tensors: Params) -> Params:
