@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cases import relative
-from metabridge.models import cells, fused, fused_kernels, resnet12, tiles
+from metabridge.models import cell_layers, cells, fused, fused_kernels, resnet12, tiles
 from metabridge.models.cells import network
 from metabridge.models.network import apply_features
 
@@ -157,26 +157,26 @@ def test_second_derivatives_are_those_of_the_plain_composition(kind):
 
 
 LAYERS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
-    "pointwise": (fused.pointwise, F.conv2d),
-    "positive": (fused.positive, F.relu),
+    "pointwise": (cell_layers.pointwise, F.conv2d),
+    "positive": (cell_layers.positive, F.relu),
     "halved": (
-        fused.halved,
+        cell_layers.halved,
         lambda x: torch.cat([F.relu(x)[..., ::2, ::2], F.pad(F.relu(x), (0, 1, 0, 1))[..., 1::2, 1::2]], 1),
     ),
 }
 for stride in (1, 2):
     LAYERS[f"max_pooled, stride {stride}"] = (
-        partial(fused.max_pooled, stride=stride),
+        partial(cell_layers.max_pooled, stride=stride),
         partial(F.max_pool2d, kernel_size=3, stride=stride, padding=1),
     )
     LAYERS[f"mean_pooled, stride {stride}"] = (
-        partial(fused.mean_pooled, stride=stride),
+        partial(cell_layers.mean_pooled, stride=stride),
         partial(F.avg_pool2d, kernel_size=3, stride=stride, padding=1, count_include_pad=False),
     )
     for dilation in (1, 2):
         options = {"stride": stride, "dilation": dilation}
         LAYERS[f"depthwise, stride {stride}, dilation {dilation}"] = (
-            partial(fused.depthwise, **options),
+            partial(cell_layers.depthwise, **options),
             lambda x, weight, options=options: F.conv2d(
                 F.relu(x), weight, padding=options["dilation"], groups=x.shape[1], **options
             ),
@@ -206,11 +206,16 @@ def test_a_layer_gives_what_the_plain_one_does_and_hands_its_map_on(layer, size,
 
 
 def test_of_equal_values_in_a_window_the_first_is_the_largest():
-    agree(lambda x: fused.max_pooled(x, 1)[0], LAYERS["max_pooled, stride 1"][1], [maps(16, 6, 5, LOW).round()], 1e-2)
+    agree(
+        lambda x: cell_layers.max_pooled(x, 1)[0],
+        LAYERS["max_pooled, stride 1"][1],
+        [maps(16, 6, 5, LOW).round()],
+        1e-2,
+    )
 
 
 def test_pixels_beyond_one_program_are_added_up(monkeypatch):
-    monkeypatch.setattr(fused, "MANY", 2)
+    monkeypatch.setattr(cell_layers, "MANY", 2)
     mine, plain = LAYERS["depthwise, stride 1, dilation 1"]
     agree(lambda *given: mine(*given)[0], plain, given("depthwise", 16, 11, 13, torch.float32), 2e-5)
 
@@ -218,7 +223,7 @@ def test_pixels_beyond_one_program_are_added_up(monkeypatch):
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
 def test_joined_are_the_rectified_maps_side_by_side(dtype, error):
     inputs = [maps(channels, 5, 7, dtype) for channels in (48, 16, 32)]
-    agree(fused.joined, lambda *given: F.relu(torch.cat(given, 1)), inputs, error)
+    agree(cell_layers.joined, lambda *given: F.relu(torch.cat(given, 1)), inputs, error)
 
 
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
@@ -263,7 +268,7 @@ def test_second_derivatives_of_a_node_are_those_of_the_plain_composition():
     inputs = [maps(16, 5, 4, torch.float32, points=3), *affine(16, torch.float32)]
 
     def mine(x: Tensor, *norm: Tensor) -> Tensor:
-        return fused.joined(fused.added(x, x**2, *norm, EPS, factor), x)
+        return cell_layers.joined(fused.added(x, x**2, *norm, EPS, factor), x)
 
     def plain(x: Tensor, *norm: Tensor) -> Tensor:
         return F.relu(torch.cat([x + factor.view(-1, 1, 1, 1) * normal(x**2, *norm), x], 1))
@@ -295,7 +300,7 @@ def test_cells_in_training_give_the_gradients_of_their_plain_path(monkeypatch):
         assert relative(mine, exact) < 1e-4
         return
     mine = slopes(torch.bfloat16)
-    monkeypatch.setattr(fused, "AVAILABLE", False)
+    monkeypatch.setattr(fused_kernels, "AVAILABLE", False)
     plain = slopes(torch.bfloat16)
     assert not torch.equal(mine, plain)
     assert relative(mine, exact) < 1.1 * relative(plain, exact)
@@ -314,7 +319,7 @@ def test_resnet12_in_training_gives_the_gradients_of_its_plain_path(monkeypatch)
         return torch.cat([value.flatten() for value in torch.autograd.grad((features * target).sum(), body)])
 
     exact, mine = slopes(None), slopes(torch.bfloat16)
-    monkeypatch.setattr(fused, "AVAILABLE", False)
+    monkeypatch.setattr(fused_kernels, "AVAILABLE", False)
     plain = slopes(torch.bfloat16)
     assert not torch.equal(mine, plain)
     assert relative(mine, exact) < 1.1 * relative(plain, exact)

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, cast
 import torch
 from torch import Tensor, nn
 
-from metabridge.models import fused
+from metabridge.models import cell_layers, fused
 from metabridge.models.cells import Cell, Cells, Halving
 from metabridge.models.drop import DropPath
 from metabridge.models.norm import BatchNorm
@@ -27,7 +27,7 @@ def features(stack: Cells, x: Tensor) -> Tensor:
     nodes: list[_Source] = []
     for cell, alive in stack.parts():
         if nodes:
-            before, last = last, _Source(fused.joined(*(node.x for node in nodes)), rectified=True)
+            before, last = last, _Source(cell_layers.joined(*(node.x for node in nodes)), rectified=True)
         nodes = _nodes(cell, before, last, alive)
     return torch.cat([node.x.mean((-2, -1)) for node in nodes], 1)
 
@@ -62,7 +62,7 @@ def _nodes(cell: Cell, before: _Source, last: _Source, alive: Edges) -> list[_So
 def _added(total: Tensor | None, operator: nn.Module, source: _Source, drop: nn.Module | None = None) -> Tensor:
     """What a node has received, with what now arrives through an operator."""
     if isinstance(operator, Halving):
-        x, _ = fused.pointwise(source.taken(fused.halved), operator.both())
+        x, _ = cell_layers.pointwise(source.taken(cell_layers.halved), operator.both())
         norm: Any = operator.norm
     else:
         layers = list(cast(nn.Sequential, operator))
@@ -79,17 +79,17 @@ def _made(layer: nn.Module, source: _Source) -> Tensor:
     """What a layer makes of a map, with the rectifier after a norm and that before a depthwise convolution."""
     match layer:
         case nn.ReLU():
-            return source.taken(fused.positive)
+            return source.taken(cell_layers.positive)
         case BatchNorm():
             return _rectified(layer, source.x)
         case nn.MaxPool2d():
-            return source.taken(fused.max_pooled, cast(int, layer.stride))
+            return source.taken(cell_layers.max_pooled, cast(int, layer.stride))
         case nn.AvgPool2d():
-            return source.taken(fused.mean_pooled, cast(int, layer.stride))
+            return source.taken(cell_layers.mean_pooled, cast(int, layer.stride))
         case nn.Conv2d(kernel_size=(1, 1)):
-            return source.taken(fused.pointwise, layer.weight)
+            return source.taken(cell_layers.pointwise, layer.weight)
         case nn.Conv2d() if _is_depthwise(layer):
-            return source.taken(fused.depthwise, layer.weight, layer.stride[0], layer.dilation[0])
+            return source.taken(cell_layers.depthwise, layer.weight, layer.stride[0], layer.dilation[0])
         case _:
             return layer(source.x)  # type: ignore[no-any-return]
 
