@@ -16,7 +16,7 @@ from metabridge.experiments.landscape import KINDS, Accuracy, Asked, Outcome, Re
 from metabridge.experiments.landscape_table1 import ALIKE, alphabets, divided, hardest
 from metabridge.experiments.landscape_table2 import held_out
 from metabridge.experiments.result import Environment
-from metabridge.training import Fitting
+from metabridge.training import Fitting, fitting
 from metabridge.training.checkpoint import RunFolder
 
 TABLES = (landscape_table1, landscape_table2)
@@ -91,7 +91,7 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_numbers(done, tmp_path):
 @pytest.fixture
 def two_at_once(monkeypatch) -> None:
     """Let a CPU train two nets in turns."""
-    monkeypatch.setitem(landscape.AT_ONCE, "cpu", 2)
+    monkeypatch.setitem(fitting.AT_ONCE, "cpu", 2)
 
 
 def pair(glyphs, iterations: int) -> list[Asked]:
@@ -111,9 +111,9 @@ def weights(work: Work) -> dict[str, torch.Tensor]:
 def test_trainings_in_turns_end_as_they_do_one_after_the_other(glyphs, two_at_once, monkeypatch, tmp_path, capsys):
     steps, step = [], Fitting.step
 
-    def noted(fitting: Fitting) -> bool:
-        steps.append(fitting.loop.settings.seed)
-        return step(fitting)
+    def noted(one: Fitting) -> bool:
+        steps.append(one.loop.settings.seed)
+        return step(one)
 
     monkeypatch.setattr(Fitting, "step", noted)
     asked = pair(glyphs, iterations=6)
@@ -124,7 +124,7 @@ def test_trainings_in_turns_end_as_they_do_one_after_the_other(glyphs, two_at_on
     said = capsys.readouterr().out
     assert all(f"{each.label} 6/6: loss" in said for each in asked)
 
-    monkeypatch.delitem(landscape.AT_ONCE, "cpu")
+    monkeypatch.delitem(fitting.AT_ONCE, "cpu")
     steps.clear()
     apart = Work("quick", out=tmp_path / "apart", progress=False)
     alone = trained(apart, "table", glyphs, asked)
@@ -141,10 +141,10 @@ def test_where_one_of_several_trainings_fails_its_error_is_raised_and_the_others
 ):
     step = Fitting.step
 
-    def failing(fitting: Fitting) -> bool:
-        if fitting.loop.settings.seed == 1 and fitting.loop.iteration == 3:
+    def failing(one: Fitting) -> bool:
+        if one.loop.settings.seed == 1 and one.loop.iteration == 3:
             raise InputError("this one fails.")
-        return step(fitting)
+        return step(one)
 
     monkeypatch.setattr(Fitting, "step", failing)
     with pytest.raises(InputError, match="this one fails"):

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from metabridge.environments.environment import Environment as Tasks
 from metabridge.environments.images import LabelledImages
 from metabridge.experiments.records import keep, plain, run_folder, stored
@@ -17,7 +15,7 @@ from metabridge.experiments.result import Environment, Result, Row, Work, enviro
 from metabridge.learners.method import method
 from metabridge.models import conv4
 from metabridge.training import Fitting, Run, Settings, evaluate, in_turns
-from metabridge.training.fitting import AT_ONCE
+from metabridge.training.fitting import several
 
 KINDS = ("easy train", "hard train", "easy test", "hard test")  # of tasks, in the order of the published tables
 
@@ -115,8 +113,7 @@ def trained(work: Work, table: str, images: LabelledImages, asked: Sequence[Aske
         each.label: each for each in asked if found[each.label] is None and (not work.only or each.part in work.only)
     }
     begin = {label: partial(_begin, work, table, images, each) for label, each in missing.items()}
-    at_once = AT_ONCE.get(torch.device(work.device).type, 1)
-    for label, run in in_turns(begin, at_once=at_once, minutes=work.minutes, progress=work.progress):
+    for label, run in in_turns(begin, at_once=several(work.device), minutes=work.minutes, progress=work.progress):
         if run.finished:
             found[label] = _judged(work, table, images, missing[label], run)
     return list(found.values())

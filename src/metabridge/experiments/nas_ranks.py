@@ -29,7 +29,7 @@ from metabridge.search.metantk import Guide, Proxies, Search
 from metabridge.search.proxies import Score, mean
 from metabridge.search.space import Architecture, random_architecture
 from metabridge.training import Cosine, Run, evaluate, in_turns
-from metabridge.training.fitting import AT_ONCE
+from metabridge.training.fitting import several
 from metabridge.training.plan import Plan
 
 ID = "nas-ranks"
@@ -155,8 +155,7 @@ def run(work: Work) -> Outcome:
         )
         for label, one in missing.items()
     }
-    at_once = AT_ONCE.get(torch.device(work.device).type, 1)
-    for label, trained in in_turns(begin, at_once=at_once, minutes=work.minutes, progress=work.progress):
+    for label, trained in in_turns(begin, at_once=several(work.device), minutes=work.minutes, progress=work.progress):
         if trained.finished:
             one = judge(work, missing[label], search, images, trained, scale.test_tasks)
             record = replace(record, judged=(*record.judged, one))

@@ -13,7 +13,7 @@ from metabridge.learners.method import Method
 from metabridge.models.network import Network
 from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, check_match, fill, part, read_method, read_network
-from metabridge.training.fitting import Fitting, Run, in_turns
+from metabridge.training.fitting import Fitting, Run, alone
 from metabridge.training.loop import Precision, Settings, point_of
 from metabridge.training.schedule import Schedule
 
@@ -75,8 +75,7 @@ def fit(
         seed=seed,
     )
     begun = Fitting(net, method, environment, settings, validate=validate, device=device, mode=mode, out=out)
-    ((_, run),) = in_turns({name: lambda: begun}, minutes=minutes, progress=progress)
-    return run
+    return alone(begun, name, minutes=minutes, progress=progress)
 
 
 def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network | None = None) -> Run:

@@ -97,6 +97,17 @@ class Fitting:
         return Run(loop.method, loop.net.eval(), params, dtype, curve, loop.seconds, self._described, loop.finished)
 
 
+def alone(fitting: Fitting, name: str, *, minutes: float | None = None, progress: bool = True) -> Run:
+    """Take one training on to its end, or for so many minutes, and return the run."""
+    ((_, run),) = in_turns({name: lambda: fitting}, minutes=minutes, progress=progress)
+    return run
+
+
+def several(device: str) -> int:
+    """How many small trainings should take turns on a device."""
+    return AT_ONCE.get(torch.device(device).type, 1)
+
+
 def in_turns(
     begin: Mapping[str, Callable[[], Fitting]],
     *,

@@ -12,7 +12,7 @@ from metabridge.learners.method import PRESETS, Method, method
 from metabridge.models import ARCHITECTURE, Network, build
 from metabridge.models.norm import Statistics
 from metabridge.training.augment import Augment
-from metabridge.training.fitting import Fitting, Run, in_turns
+from metabridge.training.fitting import Fitting, Run, alone
 from metabridge.training.loop import Precision, Settings
 from metabridge.training.schedule import Constant, Cosine, Plateau, Schedule, Step
 
@@ -66,9 +66,7 @@ class Plan:
         progress: bool = True,
     ) -> Run:
         """Train on the images' classes for training, and validate on those for validation if there are two or more."""
-        begun = self.begin(images, device=device, out=out)
-        ((_, run),) = in_turns({self.method: lambda: begun}, minutes=minutes, progress=progress)
-        return run
+        return alone(self.begin(images, device=device, out=out), self.method, minutes=minutes, progress=progress)
 
     def begin(self, images: LabelledImages, *, device: str = "cpu", out: str | Path | None = None) -> Fitting:
         """Begin to train, or go on with what is in the folder, without taking a step yet."""
