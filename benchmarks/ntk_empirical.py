@@ -4,7 +4,8 @@
 
 The recipe takes `jacrev` of every output under `vmap` over the images, and contracts the Jacobians of every
 parameter with einsum. Each side runs in processes of its own, which take turns, and computes the same kernel, in
-full single precision (no TF32). Our first call for a network looks at it, which is timed by itself.
+full single precision (no TF32). Our first call for a network looks at it, which is timed by itself; on a GPU the second
+records the computation, and later ones replay it.
 """
 
 from __future__ import annotations

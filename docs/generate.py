@@ -120,8 +120,9 @@ def analytic(row: dict[str, Any]) -> list[str]:
 def empirical(row: dict[str, Any]) -> list[str]:
     """Empirical kernels beside the plain recipe."""
     sizes = [f"{row[key]:.0f} MiB" for key in ("mib", "reference_mib")]
-    seconds = [f"{row[key]:.3g} s" for key in ("seconds", "reference_seconds")]
-    return [row["net"], *seconds, f"{row['time_ratio']:.1f}×", *sizes, f"{row['memory_ratio']:.0f}×"]
+    times = [row[key] for key in ("seconds", "reference_seconds")]
+    seconds = [f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms" for value in times]
+    return [row["net"], *seconds, f"{row['time_ratio']:.1f}×", *sizes, f"{row['memory_ratio']:.1f}×"]
 
 
 def beside(name: str) -> str:
@@ -176,8 +177,11 @@ def batched(row: dict[str, Any]) -> list[str]:
 
 
 def search() -> str:
-    """Candidates of an architecture search, as it computes them and in plain ways."""
-    result = stored("bench-search-cpu")
+    """Candidates of an architecture search, as it computes them and in plain ways, on each machine."""
+    return "\n\n".join(_candidates(stored(name)) for name in ("bench-search-cpu", "bench-search-h200"))
+
+
+def _candidates(result: dict[str, Any]) -> str:
     plain = list(result["search"]["ratios"])
     heads = ["operators on an edge", "search", *(text for way in plain for text in (way, "ratio"))]
 
@@ -188,8 +192,8 @@ def search() -> str:
     rows = [cells(str(row["operators"]), row, lambda seconds: f"{1000 * seconds:.0f} ms") for row in result["rows"]]
     rows.append(cells("a whole search", result["search"], lambda seconds: f"{seconds / 60:.1f} min"))
     how = result["settings"]
-    caption = f"{machine(result)}; {how['cells']} cells, {how['channels']} channels, images of {how['size']} pixels."
-    return f"{markdown(heads, rows)}\n\n{caption}"
+    where = f"{machine(result)}; {how['cells']} cells, {how['channels']} channels, images of {how['size']} pixels:"
+    return f"{where}\n\n{markdown(heads, rows)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -212,7 +216,9 @@ TABLES: dict[str, Callable[[], str]] = {
         ["bench-ntk-analytic-h200"], ["points", "ours", "ours on 2 cores beside it", "ratio"], analytic
     ),
     "empirical": by_machine(
-        ["bench-ntk-empirical-cpu"], ["net", "ours", "torch.func", "ratio", "memory", "torch.func", "ratio"], empirical
+        ["bench-ntk-empirical-cpu", "bench-ntk-empirical-h200"],
+        ["net", "ours", "torch.func", "ratio", "memory", "torch.func", "ratio"],
+        empirical,
     ),
     "kernel-fewshot": kernel_fewshot,
     "batched": by_machine(

@@ -290,6 +290,50 @@ def test_a_network_is_looked_at_once_and_again_when_it_has_changed() -> None:
         kernel.ntk(x)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["mlp", "conv4, group norm", "resnet12, evaluation mode"])
+def test_a_recorded_kernel_follows_samples_and_parameters(name: str) -> None:
+    make, shape = NETS[name]
+    net, x, z = make().cuda(), seen(1, 4, *shape).cuda(), seen(2, 4, *shape).cuda()
+    kernel = Empirical(net, outputs="full")
+    first = [kernel.ntk(x) for _ in range(3)][-1]
+    assert error(first, explicit(net, x, x, "full", lambda name: True)) < 1e-9
+    assert error(kernel.ntk(z), explicit(net, z, z, "full", lambda name: True)) < 1e-9
+    assert error(first, explicit(net, x, x, "full", lambda name: True)) < 1e-9
+    with torch.no_grad():
+        next(net.parameters()).mul_(2.0)
+    for _ in range(3):
+        assert error(kernel.ntk(x), explicit(net, x, x, "full", lambda name: True)) < 1e-9
+        assert error(kernel.ntk(x, z), explicit(net, x, z, "full", lambda name: True)) < 1e-9
+
+
+def test_a_computation_asked_for_again_is_replayed_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Recorded] = []
+
+    class Recorded:
+        def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
+            self.compute, self.replays = compute, 0
+            made.append(self)
+
+        def __call__(self, x: Tensor, z: Tensor | None) -> Tensor:
+            self.replays += 1
+            return self.compute(x, z)
+
+    monkeypatch.setattr(empirical, "_Recording", Recorded)
+    net, x, z = mlp(5, 3).double(), seen(1, 4, 5), seen(2, 4, 5)
+    kernel = Empirical(net)
+    for points in (x, x, z):
+        kernel._survey("all", points, None)[1].recordable = True  # as on a GPU
+        assert error(kernel.ntk(points), Empirical(net).ntk(points)) < 1e-12
+    assert [recording.replays for recording in made] == [2]
+    assert error(kernel.ntk(x[:3]), Empirical(net).ntk(x[:3])) < 1e-12  # other sizes
+    assert [recording.replays for recording in made] == [2]
+    with torch.no_grad():
+        net.head.weight.mul_(2.0)
+    assert error(kernel.ntk(x), Empirical(net).ntk(x)) < 1e-12
+    assert [recording.replays for recording in made] == [2]
+
+
 def test_parameters_given_take_the_place_of_the_networks_own() -> None:
     net, other, x = mlp(5, 3).double(), mlp(5, 3, seed=1).double(), seen(1, 4, 5)
     params = {name: value.detach() for name, value in other.named_parameters()}

@@ -193,6 +193,17 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
     assert joined.call_count == len(net.features.cells) - 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("stride", [1, 2])
+def test_means_pull_gradients_back_to_their_own_pixels_on_a_gpu_with_channels_last_too(stride):
+    x, slopes = images(2, 9), []
+    for form in (x, x.cuda().to(memory_format=torch.channels_last)):
+        leaf = form.requires_grad_()
+        y = cells.MeanPool(stride)(leaf)
+        slopes.append(torch.autograd.grad((y * torch.arange(y.numel(), device=y.device).view_as(y)).sum(), leaf)[0])
+    assert relative(slopes[1].cpu(), slopes[0]) < 1e-6
+
+
 def test_with_group_norm_no_image_depends_on_the_others_and_none_is_like_another():
     net = supernet(Alive.full(), **SMALL)
     x = images(6)

@@ -8,10 +8,12 @@ used for a net as given) or be replaced by group norm (`with_group_norm`, which 
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +29,16 @@ from metabridge.models.drop import Drop
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import BatchNorm, group_count
 
+log = logging.getLogger("metabridge")
+
 Part = Literal["all", "head", "body"]
 
 PLAIN = (bool, int, float, str)  # what a layer is told, also several at once: its window, its mode, ...
 
 
-class _Seen(NamedTuple):
-    """What was found out about a network in some state.
+@dataclass
+class _Seen:
+    """What was found out about a network in some state, and a recording of what was last computed.
 
     Its tensors are kept, so that no others take their places.
     """
@@ -42,6 +47,34 @@ class _Seen(NamedTuple):
     tensors: list[Tensor]
     names: frozenset[str]
     survey: Survey
+    recordable: bool  # as a computation on a GPU is, unless it has failed
+    sizes: tuple[int, int | None] | None = None  # of what was last computed
+    recording: _Recording | None = None
+
+
+class _Recording:
+    """A kernel's computation on a GPU, recorded as a CUDA graph, in the precision that is set at that time.
+
+    It reads the parameters where they lie.
+    """
+
+    def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
+        self._x, self._z = x.clone(), None if z is None else z.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            compute(self._x, self._z)  # libraries make what they need on a stream before recording
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=side):
+            self._result = compute(self._x, self._z)
+
+    def __call__(self, x: Tensor, z: Tensor | None) -> Tensor:
+        self._x.copy_(x)
+        if z is not None and self._z is not None:
+            self._z.copy_(z)
+        self._graph.replay()
+        return self._result.clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +88,11 @@ class Empirical:
     `part` says which parameters the gradients are of: all, those of the head (the linear layer whose outputs
     are the network's), or the body, all but the head's. Computing takes at most about `memory` bytes beside
     inputs and result. `way` is chosen by estimated cost: gradients layer by layer, or NTK-vector products
-    J(x)(J(z)ᵀe), which need no more than one gradient at a time. What a network does with a sample is looked at
-    once, and again when its parameters or layers have changed.
+    J(x)(J(z)ᵀe), which need no more than one gradient at a time.
+
+    What a network does with a sample is looked at once, and again when its parameters or layers have changed. On a
+    GPU a computation that is asked for a second time, with as many samples of the same shape, is recorded and from
+    then on replayed, if the memory holds all samples and all layers are PyTorch's; its memory stays taken.
 
     >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
     >>> Empirical(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
@@ -80,6 +116,10 @@ class Empirical:
                 raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {wanted}.")
         _check_network(self.net, self._params())
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy takes with it: no recordings, which lie on a GPU."""
+        return {**vars(self), "_seen": {}}
+
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Θ(x, z), or Θ(x, x), which is exactly symmetric; its shape is as `outputs` says.
 
@@ -91,10 +131,30 @@ class Empirical:
 
     def _ntk(self, part: Part, x: Tensor, z: Tensor | None) -> Tensor:
         gradients, seen = self._survey(part, x, z)
-        outputs, n, m = seen.survey.outputs, len(x), len(x if z is None else z)
+        sizes = len(x), None if z is None else len(z)
+        if seen.recording is not None and seen.sizes == sizes:
+            result = seen.recording(x, z)
+            _check_values(x, z)  # while the GPU is at work
+            return result
+        _check_values(x, z)
+        n, m = len(x), len(x if z is None else z)
+        plan = self._plan(Problem(seen.survey, self.outputs, self.memory, n, m, z is None, cached(x)))
+        compute = partial(self._computed, gradients, seen.survey.outputs, plan)
+        again, seen.sizes, seen.recording = seen.sizes == sizes, sizes, None
+        if again and seen.recordable and plan.chunk >= max(n, m) and _replayable(self.net, seen.survey, plan):
+            try:
+                seen.recording = _Recording(compute, x, z)
+            except RuntimeError as error:
+                log.warning("this kernel cannot be recorded as a CUDA graph and is computed anew each time: %s", error)
+                seen.recordable = False
+            else:
+                return seen.recording(x, z)
+        return compute(x, z)
+
+    def _computed(self, gradients: Gradients, outputs: int, plan: Plan, x: Tensor, z: Tensor | None) -> Tensor:
+        n, m = len(x), len(x if z is None else z)
         r = outputs if self.outputs == "full" else 1
         result = x.new_zeros(n * r, m * r)
-        plan = self._plan(Problem(seen.survey, self.outputs, self.memory, n, m, z is None, cached(x)))
         if plan.way == "products":
             by_products(gradients, plan, self.outputs, x, z, result.view(n, r, m, r))
         else:
@@ -129,6 +189,7 @@ class Empirical:
         [torch.Size([4, 9])]
         """
         gradients, seen = self._survey(self.part, x, None)
+        _check_values(x, None)
         survey = seen.survey
         problem = Problem(survey, self.outputs, self.memory, 1, len(x), False, cached(x))
         plan = problem.rows(survey.blocks, ())
@@ -153,12 +214,13 @@ class Empirical:
     def _survey(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[Gradients, _Seen]:
         """What is known of the net's way with such samples, looked up where nothing has changed since it was found."""
         params = self._params()
-        _check_inputs(params, x, z)
+        _check_forms(params, x, z)
         tensors = [*params.values(), *self.net.buffers()]
         state = _state(self.net, tensors)
         seen = self._seen.get((part, x.shape[1:]))
         if seen is None or seen.state != state:
-            seen = _Seen(state, tensors, *self._look(part, params, x))
+            _check_values(x, z)
+            seen = _Seen(state, tensors, *self._look(part, params, x), x.is_cuda)
             if len(x) > 1:  # one sample cannot show whether samples mix
                 self._seen[part, x.shape[1:]] = seen
         survey = seen.survey
@@ -272,6 +334,20 @@ def _is_plain(value: object) -> bool:
     return all(isinstance(each, PLAIN) for each in (value if isinstance(value, tuple) else (value,)))
 
 
+def _replayable(net: nn.Module, survey: Survey, plan: Plan) -> bool:
+    """Whether nothing but what `_state` holds can change the way of samples through the net, and nothing waits."""
+    return (
+        plan.way == "gradients"
+        and not survey.others
+        and all(
+            (type(layer).__module__.startswith("torch.nn.") or type(layer) in (Network, BatchNorm, Drop))
+            and not layer._forward_hooks
+            and not layer._forward_pre_hooks
+            for layer in net.modules()
+        )
+    )
+
+
 def _check_network(net: nn.Module, params: Params) -> None:
     if not params:
         raise InputError("the network has no parameters, so there are no gradients to make a kernel of.")
@@ -296,7 +372,7 @@ def _drops(layer: Drop | nn.modules.dropout._DropoutNd) -> bool:
     return bool(layer.rate if isinstance(layer, Drop) else layer.p)
 
 
-def _check_inputs(params: Params, x: Tensor, z: Tensor | None) -> None:
+def _check_forms(params: Params, x: Tensor, z: Tensor | None) -> None:
     value = next(iter(params.values()))
     for name, points in (("x", x), ("z", z)):
         if points is None:
@@ -310,5 +386,9 @@ def _check_inputs(params: Params, x: Tensor, z: Tensor | None) -> None:
             )
         if points.shape[1:] != x.shape[1:]:
             raise InputError(f"z is {describe(points)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
-        if not torch.stack(points.aminmax()).isfinite().all():  # NaN is both
+
+
+def _check_values(x: Tensor, z: Tensor | None) -> None:
+    for name, points in (("x", x), ("z", z)):
+        if points is not None and not torch.stack(points.aminmax()).isfinite().all():  # NaN is both
             raise InputError(f"{name} holds values that are NaN or infinite. Leave those samples out.")

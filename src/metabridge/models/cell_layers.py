@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from metabridge.models import cell_kernels as kernels
 from metabridge.models import tiles
+from metabridge.models.cells import MeanPool
 from metabridge.models.fused import differentiable
 
 # These are chosen by how many registers and instructions the compiler then needs.
@@ -200,7 +201,7 @@ class _MeanPooled:
         return (gx,)
 
     def plain(self, x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, 3, self.stride, 1, count_include_pad=False)
+        return MeanPool(self.stride).forward(x)
 
 
 @dataclass(frozen=True)

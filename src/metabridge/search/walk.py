@@ -132,7 +132,7 @@ class _Cell(Generic[S]):
             for name, operator in operators.items():
                 layers = _layers(operator)
                 kind = type(layers[0])
-                if kind in (nn.MaxPool2d, nn.AvgPool2d):
+                if issubclass(kind, nn.MaxPool2d | nn.AvgPool2d):
                     first, rest = firsts.setdefault((source, kind), run(layers[:1])), layers[1:]
                 elif kind is nn.Identity:
                     first, rest = firsts.setdefault((source, kind), run([])), layers
