@@ -319,7 +319,7 @@ def test_a_computation_asked_for_again_is_replayed_until_something_changes(monke
             self.replays += 1
             return self.compute(x, z)
 
-    monkeypatch.setattr(empirical, "_Recording", Recorded)
+    monkeypatch.setattr(empirical, "_Replayed", Recorded)
     net, x, z = mlp(5, 3).double(), seen(1, 4, 5), seen(2, 4, 5)
     kernel = Empirical(net)
     for points in (x, x, z):

@@ -28,6 +28,7 @@ from metabridge.kernels.survey import Survey, examine, saved_bytes
 from metabridge.models.drop import Drop
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import BatchNorm, group_count
+from metabridge.recording import Recording
 
 log = logging.getLogger("metabridge")
 
@@ -49,32 +50,21 @@ class _Seen:
     survey: Survey
     recordable: bool  # as a computation on a GPU is, unless it has failed
     sizes: tuple[int, int | None] | None = None  # of what was last computed
-    recording: _Recording | None = None
+    recording: _Replayed | None = None
 
 
-class _Recording:
-    """A kernel's computation on a GPU, recorded as a CUDA graph, in the precision that is set at that time.
-
-    It reads the parameters where they lie.
-    """
+class _Replayed:
+    """A kernel's computation on a GPU, recorded in the precision that is set at that time, with samples of its own."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
         self._x, self._z = x.clone(), None if z is None else z.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            compute(self._x, self._z)  # libraries make what they need on a stream before recording
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=side):
-            self._result = compute(self._x, self._z)
+        self._recording = Recording(lambda: compute(self._x, self._z), warm=1)
 
     def __call__(self, x: Tensor, z: Tensor | None) -> Tensor:
         self._x.copy_(x)
         if z is not None and self._z is not None:
             self._z.copy_(z)
-        self._graph.replay()
-        return self._result.clone()
+        return self._recording.replay().clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +133,7 @@ class Empirical:
         again, seen.sizes, seen.recording = seen.sizes == sizes, sizes, None
         if again and seen.recordable and plan.chunk >= max(n, m) and _replayable(self.net, seen.survey, plan):
             try:
-                seen.recording = _Recording(compute, x, z)
+                seen.recording = _Replayed(compute, x, z)
             except RuntimeError as error:
                 log.warning("this kernel cannot be recorded as a CUDA graph and is computed anew each time: %s", error)
                 seen.recordable = False

@@ -22,6 +22,7 @@ from metabridge.learners.parameters import check
 from metabridge.learners.workers import over_cores
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import running_layers
+from metabridge.recording import Recording
 
 log = logging.getLogger("metabridge")
 
@@ -154,29 +155,16 @@ class Engine:
 
 
 class _Capture:
-    """A meta-step recorded once as a CUDA graph. Replays read the parameters where they lie."""
+    """A meta-step recorded once, with episodes of its own to read."""
 
     def __init__(self, compute: Callable[[Params, Episodes], MetaGradient], params: Params, episodes: Episodes) -> None:
         self.episodes = episodes.clone()
-        here = torch.cuda.current_stream()
-        # A matrix product's workspace belongs to the stream it is recorded on. Where trainings have a stream each they
-        # record there, and their replays can run at the same time; on the default stream nothing can be recorded.
-        side = torch.cuda.Stream() if here == torch.cuda.default_stream() else here
-        torch.cuda.synchronize()  # what else is under way would mislead libraries that time their algorithms
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            for _ in range(3):  # libraries choose their algorithms and make their handles before recording
-                compute(params, self.episodes)
-        here.wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=side):
-            self.result = compute(params, self.episodes)
+        self.recording = Recording(lambda: compute(params, self.episodes))
 
     def replay(self, episodes: Episodes) -> MetaGradient:
         for mine, given in zip(self.episodes.tensors(), episodes.tensors()):
             mine.copy_(given, non_blocking=True)
-        self.graph.replay()
-        return self.result
+        return self.recording.replay()
 
 
 def meta_gradient(

@@ -15,6 +15,7 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.method import balance
+from metabridge.recording import Recording
 from metabridge.theory.anil import Rates
 
 State = tuple[Tensor, Tensor]  # B (runs, d, k') and w (runs, k')
@@ -93,35 +94,27 @@ class Iteration:
     def __init__(self, step: Callable[[Tensor, Tensor], State], start: State) -> None:
         self.step = step
         self.state: State = (start[0].clone(), start[1].clone())
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._recording: Recording[None] | None = None
 
     def advance(self, steps: int) -> None:
         """Take some steps, and return when they are done."""
-        if steps and self._graph is None and self.state[0].is_cuda:
-            self._graph = self._recorded()
+        if steps and self._recording is None and self.state[0].is_cuda:
+            self._recording = self._recorded()
         for _ in range(steps):
-            if self._graph is None:
+            if self._recording is None:
                 self._once()
             else:
-                self._graph.replay()
-        if self._graph is not None:
+                self._recording.replay()
+        if self._recording is not None:
             torch.cuda.synchronize()
 
     def _once(self) -> None:
         for place, value in zip(self.state, self.step(*self.state)):
             place.copy_(value)
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
+    def _recorded(self) -> Recording[None]:
         before = [tensor.clone() for tensor in self.state]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # libraries choose their algorithms and make their handles before recording
-                self._once()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._once()
+        recording = Recording(self._once)
         for place, value in zip(self.state, before):
             place.copy_(value)
-        return graph
+        return recording
