@@ -145,7 +145,8 @@ def run(work: Work) -> Outcome:
     generator = torch.Generator().manual_seed(work.seed)
     drawn = [random_architecture(generator) for _ in range(scale.architectures)]
     images = load("glyphs").to(work.device)
-    missing = {f"network {place}": one for place, one in enumerate(drawn) if place >= len(record.judged)}
+    done = [one.architecture for one in record.judged]  # in the order in which their trainings ended
+    missing = {f"network {place}": one for place, one in enumerate(drawn) if one not in done}
     begin = {
         label: partial(
             _plan(training, search, one, images).begin,
