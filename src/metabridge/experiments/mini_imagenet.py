@@ -38,7 +38,7 @@ _CONV = Plan(
     "maml",
     batch=16,
     queries=10,
-    lr=2e-3,
+    lr=5e-3,
     schedule=Cosine(),
     augment=False,
     precision="bfloat16",
@@ -75,19 +75,20 @@ PAPER: dict[str, Plan] = {
         schedule=Cosine(),
         validate_every=500,
     ),
-    "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=6000),
+    "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=10_000, lr=4e-3),
     "maml-5": replace(  # a support of five shots makes every inner step five times as long
         _CONV,
         method_options={"steps": 3, "lr": 0.05},
-        iterations=5000,
+        iterations=12_000,
+        lr=3e-3,
         batch=8,
         queries=8,
         shots=5,
         validate_shots=5,
     ),
-    "anil-1": replace(_CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=8000),
+    "anil-1": replace(_CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=12_000),
     "anil-5": replace(
-        _CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=8000, shots=5, validate_shots=5
+        _CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=12_000, shots=5, validate_shots=5
     ),
 }
 
