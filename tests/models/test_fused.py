@@ -73,8 +73,9 @@ def agree(
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions in full single precision
 
 
 @pytest.mark.skipif(not CUDA, reason="so many tiles are for a GPU")

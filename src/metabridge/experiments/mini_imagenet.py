@@ -79,8 +79,8 @@ PAPER: dict[str, Plan] = {
     "maml-5": replace(  # a support of five shots makes every inner step five times as long
         _CONV,
         method_options={"steps": 3, "lr": 0.05},
-        iterations=12_000,
-        lr=3e-3,
+        iterations=16_000,
+        lr=4e-3,
         batch=8,
         queries=8,
         shots=5,

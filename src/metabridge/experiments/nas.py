@@ -88,7 +88,7 @@ SCALES = {
     "paper": Scale(
         seeds=3,
         search=Search(),
-        plan=replace(_RFS["paper"], iterations=12_000, validate_every=3000),
+        plan=replace(_RFS["paper"], iterations=6000, validate_every=1500),
         lr=0.08,  # B's 0.02 for 64 images, for four times as many
         tasks=2000,
         looks=LOOKS,
