@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -223,11 +224,20 @@ def test_every_proxy_is_correlated_and_what_was_judged_is_kept(ranking, monkeypa
     assert len({one.architecture for one in whole.judged}) == 4
     nas_ranks.figure(whole, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(Plan, "train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(Plan, "begin", lambda *_, **__: pytest.fail("trained"))
     assert nas_ranks.run(work).result == whole.result
     shorter = replace(nas_ranks.SCALES["quick"], architectures=3)
     monkeypatch.setitem(nas_ranks.SCALES, "quick", shorter)
     assert nas_ranks.run(work).judged == whole.judged[:3]
+
+
+def test_ranking_goes_on_with_the_architecture_that_is_missing_though_later_ones_are_there(ranking, tmp_path):
+    work = Work("quick", out=tmp_path, progress=False)
+    judged = nas_ranks.run(work).judged
+    (file,) = (tmp_path / "records").iterdir()
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "judged": record["judged"][1:]}))
+    assert {one.architecture for one in nas_ranks.run(work).judged} == {one.architecture for one in judged}
 
 
 def test_a_proxy_that_cannot_be_told_promises_least():

