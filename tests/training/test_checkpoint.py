@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import colours, on_colours, on_sinusoids
 from torch import nn
 
 from cases import METHODS, WAYS
@@ -20,6 +19,7 @@ from metabridge.learners.inner import GradientDescent, Proximal
 from metabridge.models import Network, conv4, mlp
 from metabridge.training import load
 from metabridge.training.checkpoint import RunFolder, read_method, write_method
+from small_runs import colours, on_colours, on_sinusoids
 
 
 @pytest.fixture(scope="module")

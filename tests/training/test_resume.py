@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from small_runs import SINUSOIDS, Watched, colours, on_colours, on_sinusoids
 from torch import nn
 
 from metabridge import InputError, Sinusoid, fit, method
@@ -20,6 +19,7 @@ from metabridge.environments import HardEasy, LinearTasks, Mixture, SharedRepres
 from metabridge.models import DropBlock, Network, mlp, resnet12
 from metabridge.training import Augment, Constant, Cosine, Plateau, Run, Step, fitting
 from metabridge.training.checkpoint import RunFolder
+from small_runs import SINUSOIDS, Watched, colours, on_colours, on_sinusoids
 
 
 def without_times(lines: list[dict]) -> list[dict]:
