@@ -50,9 +50,10 @@ def recipe(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
-    """Return the peak memory of a first call in MiB, the seconds of later ones, and a few entries of the kernel.
+    """Return the peak memory in MiB, the seconds of every call but the first, and a few entries of the kernel.
 
-    The first of these, of a network not seen before, is by itself.
+    The first call, for a network not seen before, is by itself. The peak is that of all calls on a GPU, where the
+    second records, and of another first one on a CPU.
     """
     torch.set_num_threads(options.threads)
     torch.backends.cudnn.allow_tf32 = False
@@ -69,23 +70,18 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
         kernel = Empirical(net, outputs="full", memory=options.memory * 2**20)
         return lambda: kernel.ntk(x)
 
-    work = made()
-    if options.device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        found = work()
-        torch.cuda.synchronize()
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    else:
-        peak = added_peak(work, times=1)
-        found = work()
+    on_gpu = options.device == "cuda"
+    peak = 0.0 if on_gpu else added_peak(made(), times=1)
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     work, seconds = made(), []
     for _ in range(1 + options.repeats):
         start = time.perf_counter()
         found = work()
-        if options.device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+    if on_gpu:
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     first, *later = seconds
     return {"seconds": later, "first": first, "mib": peak, "entries": found[::17, ::13].flatten().tolist()}
 
