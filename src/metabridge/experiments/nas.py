@@ -248,7 +248,8 @@ def cost_rows(
     if any(finding.measured for finding in findings):
         ours = statistics.mean(finding.minutes / 60 for finding in findings)
         counts = f"{findings[0].measured} networks, {sum(finding.troubled for finding in findings)} in trouble in all"
-        note = f"on {findings[0].environment.device}; {counts}"
+        each = ", ".join(f"{finding.minutes:.2f}" for finding in findings)
+        note = f"on {findings[0].environment.device}; of each: {each} minutes; {counts}"
         made.append(Row(f"{name}, search", "hours", published=hours, ours=ours, note=note))
     if records:
         ours = statistics.mean(record.minutes for record in records)

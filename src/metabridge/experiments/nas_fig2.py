@@ -79,7 +79,7 @@ def figure(outcome: Outcome, file: Path) -> None:
     found = list(outcome.findings.values())
     drawn = [finding for finding in found if finding.plan["kernel"] in ("maml", "anil")] or found
     with figures.LIGHT.context():
-        page = Figure(figsize=(15, 2.9 * len(drawn)), layout="constrained")
+        page = Figure(figsize=(19, 3.65 * len(drawn)), layout="constrained")
         for line, finding in zip(page.subplots(len(drawn), len(CELLS), squeeze=False), drawn):
             for axes, kind in zip(line, CELLS):
                 draw_cell(getattr(finding.architecture, kind), axes)
