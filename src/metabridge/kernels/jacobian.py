@@ -176,7 +176,7 @@ class _GroupNorm(torch.autograd.Function):
         shift = -scale * (w * first).sum(2, keepdim=True) / size - of_x * mean
         shape = *weight.shape, *(1,) * (x.ndim - 2)
         of_g, of_x, shift = (value.expand_as(w).reshape(shape) for value in (w * scale, of_x, shift))
-        towards_x = torch.addcmul(torch.addcmul(shift, of_x, x), of_g, g)
+        towards_x = (of_x * x).add_(shift).add_(of_g * g)
         return towards_x, None, None, towards_weight.reshape(weight.shape), towards_bias
 
 
@@ -285,7 +285,9 @@ class Gradients:
             seeds = torch.ones_like(y).unsqueeze(0)
             if not self.summed:
                 seeds = torch.eye(y.shape[1], dtype=y.dtype, device=y.device).unsqueeze(1).repeat(1, len(y), 1)
-            for call, slopes in zip(calls, slopes_at([call.edge for call in calls], y, seeds, self.batched)):
+            arrived = slopes_at([call.edge for call in calls], y, seeds, self.batched)
+            for call in reversed(calls):  # the last are the smallest: what is stored makes room for the first
+                slopes = arrived.pop()
                 if slopes is not None:
                     _store(rows, call, slopes, slots, room)
         for name, gradient in self._generic(x).items():
