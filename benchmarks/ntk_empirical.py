@@ -29,8 +29,9 @@ from torch.func import functional_call, jacrev, vmap
 
 from memory import added_peak
 from metabridge.experiments.result import environment
-from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.kernels.empirical import Empirical
 from metabridge.models import conv4, mlp
+from metabridge.models.network import with_group_norm
 
 SIDES = ("metabridge", "torch.func")
 NETS = ("conv4", "mlp")

@@ -1,4 +1,4 @@
-"""Put the numbers of results/*.json, and the taxonomy of the code, into README.md and docs/*.md.
+"""Put the numbers of results/*.json, and what the code says of its methods and names, into README.md and docs/*.md.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`, where NAME is one of `TABLES` or the ID of an
 experiment. `python docs/generate.py` writes it anew, and the tests fail when what stands there is not what the
@@ -7,16 +7,22 @@ results say.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
+import metabridge
 from metabridge.learners.method import PRESETS
 from metabridge.report.taxonomy import described
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("environments", "models", "kernels", "theory", "search", "training", "use")
+PACKAGES = ("metabridge", *(f"metabridge.{part}" for part in PARTS))
 MANY = 40  # rows of a table that a reader still reads
 
 
@@ -41,6 +47,20 @@ def taxonomy() -> str:
     rows = [[f"`{name}`", *described(method).values()] for name, method in PRESETS.items()]
     table = markdown(["method", *described(PRESETS["maml"])], rows)
     return table.replace("---:", "---")
+
+
+def api(package: str) -> Callable[[], str]:
+    """The classes, functions and modules that a package offers, each with the first line of its docstring."""
+
+    def table() -> str:
+        module, said = import_module(package), set(metabridge.__all__) if package != "metabridge" else set()
+        values = {name: getattr(module, name) for name in module.__all__ if name not in said}
+        kinds = (type, FunctionType, ModuleType)
+        lines = {name: inspect.getdoc(value) or "" for name, value in values.items() if isinstance(value, kinds)}
+        rows = [[f"`{name}`", text.partition("\n")[0].replace("|", "\\|")] for name, text in lines.items()]
+        return markdown(["name", ""], rows).replace("---:", "---")
+
+    return table
 
 
 def glyphs(name: str) -> Callable[[], str]:
@@ -228,6 +248,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "resnet12": by_machine(
         ["bench-resnet12-h200"], ["images a step", "", "images a second", "of the matrix rate"], throughput
     ),
+    **{f"api-{name.rpartition('.')[2]}": api(name) for name in PACKAGES},
 }
 
 

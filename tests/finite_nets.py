@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from metabridge.errors import InputError
 from metabridge.kernels import jacobian
-from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.kernels.empirical import Empirical
 from metabridge.kernels.plan import Problem
 from metabridge.models import conv4, estimate_statistics, mlp, resnet12
+from metabridge.models.network import with_group_norm
 
 
 class Odd(nn.Module):

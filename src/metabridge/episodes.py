@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,6 +90,23 @@ class Episodes:
     def is_split(self) -> bool:
         """Whether query and support are different sets."""
         return self.query_x is not self.support_x
+
+    @classmethod
+    def cut(cls, x: Tensor, y: Tensor, shots: int, classes: Tensor | None = None) -> Episodes:
+        """Let the first `shots` points of every task be its support, and the others its query set.
+
+        >>> Episodes.cut(torch.randn(4, 12, 3), torch.randn(4, 12, 1), shots=5).query_x.shape
+        torch.Size([4, 7, 3])
+        """
+        return cls(x[:, :shots], y[:, :shots], x[:, shots:], y[:, shots:], classes)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Episodes]) -> Episodes:
+        """Return the tasks of all parts, which have one form, as one batch."""
+        if len(parts) == 1:
+            return parts[0]
+        tensors = [torch.cat(same) for same in zip(*(part.tensors() for part in parts))]
+        return cls(*tensors) if parts[0].is_split else cls(*tensors[:2], *tensors)
 
     def without_split(self) -> Episodes:
         """Return the view in which each task is one set, both adapted on and judged on (A eq. 3)."""

@@ -20,6 +20,17 @@ class InputError(ValueError):
     """
 
 
+def check_count(name: str, value: int) -> None:
+    """Refuse a count that is not a whole number of at least one.
+
+    >>> check_count("shots", 0)
+    Traceback (most recent call last):
+    metabridge.errors.InputError: shots is 0, but must be a whole number of at least 1. Use shots=1 or more.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name} is {value!r}, but must be a whole number of at least 1. Use {name}=1 or more.")
+
+
 def check_positive(name: str, value: float) -> None:
     """Refuse a setting that is not a positive, finite number.
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from finite_nets import NETS, OUTPUTS, WAYS, conv4_of, error, explicit, least, seen
 from metabridge.errors import InputError
-from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.kernels.empirical import Empirical
 from metabridge.models import conv4, mlp, resnet12
+from metabridge.models.network import with_group_norm
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -15,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from finite_nets import NETS, WAYS, error, explicit, least, seeded, seen
 from metabridge.errors import InputError
 from metabridge.kernels import empirical, jacobian
-from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.kernels.empirical import Empirical
 from metabridge.kernels.plan import Plan, Problem
 from metabridge.models import conv4, mlp
+from metabridge.models.network import with_group_norm
 
 
 def plan_of(kernel: Empirical, x: Tensor, samples: int) -> Plan:

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from metabridge.environments.datasets import DATASETS, detect, existing
 from metabridge.environments.decode import Unreadable, each, opened, plain
-from metabridge.environments.environment import require_positive
 from metabridge.environments.source import Content, split_by_class
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 
 
 class Split(NamedTuple):
@@ -90,7 +89,7 @@ def check(
     ((('train', 'train/cat/1.png'), ('test', 'test/oak/1.png')),)
     """
     for option, value in (("ways", ways), ("shots", shots), ("queries", queries)):
-        require_positive(option, value)
+        check_count(option, value)
     place = existing("the data set", path)
     if data is not None and data not in DATASETS:
         known = ", ".join(f"'{name}'" for name in DATASETS)

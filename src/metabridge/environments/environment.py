@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError
 
 
 class Environment(Protocol):
@@ -27,14 +26,3 @@ class Environment(Protocol):
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks; the same state of the (CPU) generator gives the same tasks."""
         ...
-
-
-def require_positive(name: str, value: int) -> None:
-    """Refuse a count that is not a whole number of at least one.
-
-    >>> require_positive("shots", 0)
-    Traceback (most recent call last):
-    metabridge.errors.InputError: shots is 0, but must be a whole number of at least 1. Use shots=1 or more.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name} is {value!r}, but must be a whole number of at least 1. Use {name}=1 or more.")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
+from metabridge.errors import check_count
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Sinusoid:
     queries: int = 10
 
     def __post_init__(self) -> None:
-        require_positive("shots", self.shots)
-        require_positive("queries", self.queries)
+        check_count("shots", self.shots)
+        check_count("queries", self.queries)
 
     @property
     def outputs(self) -> int:
@@ -37,11 +37,11 @@ class Sinusoid:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         amplitude = _uniform(0.1, 5.0, (tasks, 1, 1), generator)
         phase = _uniform(0.0, math.pi, (tasks, 1, 1), generator)
         x = _uniform(-5.0, 5.0, (tasks, self.shots + self.queries, 1), generator)
-        return _episodes(x, amplitude * torch.sin(x + phase), self.shots)
+        return Episodes.cut(x, amplitude * torch.sin(x + phase), self.shots)
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Quadratic:
     queries: int = 10
 
     def __post_init__(self) -> None:
-        require_positive("dimension", self.dimension)
-        require_positive("shots", self.shots)
-        require_positive("queries", self.queries)
+        check_count("dimension", self.dimension)
+        check_count("shots", self.shots)
+        check_count("queries", self.queries)
 
     @property
     def outputs(self) -> int:
@@ -73,17 +73,13 @@ class Quadratic:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         centre = torch.randn(tasks, 1, self.dimension, generator=generator)
         width = _uniform(1.3, 1.6, (tasks, 1, 1), generator)
         offset = width * torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         x, y = centre + offset, width * offset.square().sum(dim=-1, keepdim=True)
-        return _episodes(math.sqrt(self.dimension) * torch.nn.functional.normalize(x, dim=-1), y, self.shots)
+        return Episodes.cut(math.sqrt(self.dimension) * torch.nn.functional.normalize(x, dim=-1), y, self.shots)
 
 
 def _uniform(low: float, high: float, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.empty(shape).uniform_(low, high, generator=generator)
-
-
-def _episodes(x: Tensor, y: Tensor, shots: int) -> Episodes:
-    return Episodes(support_x=x[:, :shots], support_y=y[:, :shots], query_x=x[:, shots:], query_y=y[:, shots:])

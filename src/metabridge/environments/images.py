@@ -11,9 +11,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError, describe
+from metabridge.errors import InputError, check_count, describe
 
 log = logging.getLogger("metabridge")
 
@@ -156,7 +155,7 @@ class ImageTasks:
 
     def __post_init__(self) -> None:
         for name in ("ways", "shots", "queries"):
-            require_positive(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.split not in self.data.splits:
             raise InputError(f"split is '{self.split}', but these images have {_listed(self.data.splits)}. Use one.")
         if self.superclass not in get_args(Superclass):
@@ -195,7 +194,7 @@ class ImageTasks:
 
     def draw(self, tasks: int, generator: torch.Generator) -> Drawn:
         """Draw tasks as `sample` does, but say only which images they are made of."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         classes = self._draw_classes(tasks, generator)
         places = _draw(self._filled[classes], self.shots + self.queries, generator)
         rows = self._rows[classes].gather(-1, places)
@@ -305,7 +304,7 @@ class ImageBatches:
     size: int = 64
 
     def __post_init__(self) -> None:
-        require_positive("size", self.size)
+        check_count("size", self.size)
         ImageTasks(self.data, self.split, ways=1, shots=1, queries=1)  # the same checks of the split
 
     @property
@@ -320,7 +319,7 @@ class ImageBatches:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw batches with the (CPU) generator, each image as likely as any other."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         rows, labels = self._members
         chosen = torch.randint(len(rows), (tasks, self.size), generator=generator)
         x = self.data.look_up(rows[chosen])

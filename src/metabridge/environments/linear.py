@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError, check_not_negative, check_positive, describe
+from metabridge.errors import InputError, check_count, check_not_negative, check_positive, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +55,7 @@ class Landscape:
     dimension: int
 
     def __post_init__(self) -> None:
-        require_positive("dimension", self.dimension)
+        check_count("dimension", self.dimension)
         if not self.groups:
             raise InputError("groups is empty, but there must be at least one group of tasks.")
         for place, group in enumerate(self.groups):
@@ -84,7 +83,7 @@ class Landscape:
         >>> len(few.groups), float(few.law.spread.abs().max())
         (4, 0.0)
         """
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         kinds, w = self._tasks(tasks, generator)
         law = self.law
         groups = (
@@ -164,8 +163,8 @@ class LinearTasks:
     queries: int = 10
 
     def __post_init__(self) -> None:
-        require_positive("shots", self.shots)
-        require_positive("queries", self.queries)
+        check_count("shots", self.shots)
+        check_count("queries", self.queries)
 
     @property
     def outputs(self) -> int:
@@ -179,7 +178,7 @@ class LinearTasks:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator; `classes` says of which group each one is."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         return self._episodes(*self.landscape._tasks(tasks, generator), generator)
 
     def every(self, episodes: int, generator: torch.Generator) -> Episodes:
@@ -187,7 +186,7 @@ class LinearTasks:
 
         Of a landscape that `Landscape.drawn` made, these are τ episodes of each of T given tasks (C eq. 4).
         """
-        require_positive("episodes", episodes)
+        check_count("episodes", episodes)
         kinds = torch.arange(self.classes)
         w = self.landscape._solutions(kinds, generator)
         return self._episodes(kinds.repeat_interleave(episodes), w.repeat_interleave(episodes, 0), generator)
@@ -196,7 +195,7 @@ class LinearTasks:
         x, y = self.landscape._points(kinds, w, self.shots + self.queries, generator)
         deviation = self.landscape.law.noise.sqrt().to(y.dtype)[kinds, None, None]
         y = y + deviation * torch.randn(y.shape, generator=generator)
-        return _split(x, y, self.shots, kinds[:, None])
+        return Episodes.cut(x, y, self.shots, kinds[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,8 +212,8 @@ class LogisticTasks:
     queries: int = 10
 
     def __post_init__(self) -> None:
-        require_positive("shots", self.shots)
-        require_positive("queries", self.queries)
+        check_count("shots", self.shots)
+        check_count("queries", self.queries)
         noisy = [group.noise for group in self.landscape.groups if group.noise]
         if noisy:
             raise InputError(f"noise is {noisy[0]}, but labels are random by themselves. Use groups with noise=0.")
@@ -231,15 +230,11 @@ class LogisticTasks:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator; `classes` says of which group each one is."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         kinds, w = self.landscape._tasks(tasks, generator)
         x, logit = self.landscape._points(kinds, w, self.shots + self.queries, generator)
         labels = torch.rand(logit.shape, generator=generator) < logit.sigmoid()
-        return _split(x, labels.squeeze(-1).long(), self.shots, 2 * kinds[:, None] + torch.arange(2))
-
-
-def _split(x: Tensor, y: Tensor, shots: int, rows: Tensor) -> Episodes:
-    return Episodes(x[:, :shots], y[:, :shots], x[:, shots:], y[:, shots:], rows)
+        return Episodes.cut(x, labels.squeeze(-1).long(), self.shots, 2 * kinds[:, None] + torch.arange(2))
 
 
 def _as_double(value: Tensor | float) -> Tensor:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from metabridge.environments.environment import Environment, require_positive
+from metabridge.environments.environment import Environment
 from metabridge.environments.images import Drawn, ImageTasks
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +62,7 @@ class Mixture:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         weights = torch.tensor(self.weights, dtype=torch.float64)
         if not self._alike:
             kind = int(torch.multinomial(weights, 1, generator=generator))
@@ -74,7 +73,7 @@ class Mixture:
             drawn = [environment.draw(count, generator) for environment, count in zip(alike, counts) if count]
             joined = Drawn(*(torch.cat(parts) for parts in zip(*drawn)))
             return self._kept(joined.episodes(alike[0].data.look_up))  # all at once: launches take longer than work
-        return _joined(
+        return Episodes.joined(
             [
                 self._kept(environment.sample(count, generator))
                 for environment, count in zip(self.environments, counts)
@@ -98,9 +97,3 @@ class Mixture:
 
     def _kept(self, episodes: Episodes) -> Episodes:
         return episodes if self.classes is not None else replace(episodes, classes=None)
-
-
-def _joined(parts: Sequence[Episodes]) -> Episodes:
-    """Return the tasks of all parts, which have one shape, as one batch."""
-    tensors = [torch.cat(same) for same in zip(*(part.tensors() for part in parts))]
-    return Episodes(*tensors) if parts[0].is_split else Episodes(*tensors[:2], *tensors)

@@ -9,9 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError, check_not_negative
+from metabridge.errors import InputError, check_count, check_not_negative
 
 # Proportional to 1, …, 5 and of Frobenius norm √5, like the identity's (D §5).
 VARIANCES = tuple(index / math.sqrt(11) for index in range(1, 6))
@@ -46,9 +45,9 @@ class SharedRepresentation:
 
     def __post_init__(self) -> None:
         for name in ("dimension", "shots", "queries"):
-            require_positive(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.pool is not None:
-            require_positive("pool", self.pool)
+            check_count("pool", self.pool)
         if not 0 < self.rank <= self.dimension:
             raise InputError(
                 f"variances has {self.rank} entries, but dimension is {self.dimension}. Give at least one, and no more."
@@ -102,7 +101,7 @@ class SharedRepresentation:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator; those of a pool without repeating one."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         if self.pool is None:
             return self._draw(tasks, generator)
         if tasks > self.pool:
@@ -124,5 +123,4 @@ class SharedRepresentation:
         x = torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         noise = math.sqrt(self.noise) * torch.randn(tasks, self.shots + self.queries, 1, generator=generator)
         y = x @ slopes[:, :, None] + noise
-        cut = self.shots
-        return Episodes(support_x=x[:, :cut], support_y=y[:, :cut], query_x=x[:, cut:], query_y=y[:, cut:])
+        return Episodes.cut(x, y, self.shots)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from metabridge.environments.environment import require_positive
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError, check_not_negative, check_positive, describe
+from metabridge.errors import InputError, check_count, check_not_negative, check_positive, describe
 
 Activation = Literal["softplus", "sigmoid", "relu", "tanh"]
 
@@ -45,8 +44,8 @@ class NormalNeurons:
     variance: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive("dimension", self.dimension)
-        require_positive("width", self.width)
+        check_count("dimension", self.dimension)
+        check_count("width", self.width)
         check_not_negative("variance", self.variance)
 
     def draw(self, tasks: int, generator: torch.Generator) -> Tensor:
@@ -100,8 +99,8 @@ class Teachers:
             raise InputError(f"activation is {self.activation!r}, but must be one of {', '.join(ACTIVATIONS)}.")
         check_positive("covariance", self.covariance)
         check_not_negative("noise", self.noise)
-        require_positive("shots", self.shots)
-        require_positive("queries", self.queries)
+        check_count("shots", self.shots)
+        check_count("queries", self.queries)
 
     @property
     def outputs(self) -> int:
@@ -110,12 +109,11 @@ class Teachers:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator, in the precision of the neurons."""
-        require_positive("tasks", tasks)
+        check_count("tasks", tasks)
         neurons = self.neurons.draw(tasks, generator)
         shape = (tasks, self.shots + self.queries, neurons.shape[-1])
         x = math.sqrt(self.covariance) * torch.randn(shape, generator=generator, dtype=neurons.dtype)
         y = neuron_sum(self.activation, neurons, x)
         if self.noise:
             y = y + math.sqrt(self.noise) * torch.randn(y.shape, generator=generator, dtype=y.dtype)
-        support, query = slice(None, self.shots), slice(self.shots, None)
-        return Episodes(x[:, support], y[:, support], x[:, query], y[:, query])
+        return Episodes.cut(x, y, self.shots)

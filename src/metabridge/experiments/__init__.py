@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from metabridge.errors import InputError
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Outcome, Result, Row, Work
 
 __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Result", "Row", "Work", "experiment"]
 
@@ -44,15 +44,6 @@ EXPERIMENTS = {
     "nas-fig2": "metabridge.experiments.nas_fig2",
     "nas-ranks": "metabridge.experiments.nas_ranks",
 }
-
-
-class Outcome(Protocol):
-    """What a run returns: its result, and whatever else its figure needs."""
-
-    @property
-    def result(self) -> Result:
-        """The numbers."""
-        ...
 
 
 class Experiment(Protocol):

@@ -51,7 +51,6 @@ def rows(records: Mapping[str, Record], setting: Setting, scale: str) -> list[Ro
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw the least and the largest squared singular value over training."""
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     setting = outcome.setting
@@ -62,4 +61,4 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.axhline(wanted, color="grey", linestyle=":", label="theorem 1's limit Λ*, infinite tasks")
             axes.set(ylabel=f"{told} squared singular value of $B_*^T B$", ylim=(0, None))
         picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

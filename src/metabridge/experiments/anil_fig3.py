@@ -62,7 +62,6 @@ def claim(name: str, record: Record, quantity: str, setting: Setting) -> tuple[b
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw the mean and the largest squared singular value over training."""
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     setting = outcome.setting
@@ -76,4 +75,4 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.set(ylabel=f"{told} squared singular value of $B_{{*\\perp}}^T B$")
         panels[0].set_ylim(bottom=0)
         picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

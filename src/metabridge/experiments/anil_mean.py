@@ -68,7 +68,6 @@ def rows(records: Mapping[str, Record], setting: Setting, scale: str) -> list[Ro
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw what is learned and what is unlearned over training."""
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     setting = outcome.setting
@@ -82,4 +81,4 @@ def figure(outcome: Outcome, file: Path) -> None:
             setting.limit(setting.rates)[0], color="grey", linestyle=":", label="the limit Λ*, infinite tasks"
         )
         picture.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

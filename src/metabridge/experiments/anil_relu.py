@@ -19,7 +19,6 @@ from metabridge.environments.representation import SharedRepresentation
 from metabridge.experiments.anil import row
 from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
-from metabridge.files import write_whole
 from metabridge.learners.heads import Ridge
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
@@ -220,7 +219,7 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.set_xticks(range(len(records)), [told(part).replace(", ", "\n") for part in records])
             axes.set_xlim(-0.6, len(records) - 0.4)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, title="○ untrained, ● trained")
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)
 
 
 def _arrows(axes: Any, students: list[list[list[dict[str, float]]]], key: str, label: str, colour: str) -> None:

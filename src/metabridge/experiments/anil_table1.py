@@ -120,8 +120,7 @@ def bound_rows(setting: Setting, seed: int) -> list[Row]:
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw our risks beside the published ones."""
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     compared = [own for own in outcome.result.rows if own.published is not None]
-    write_whole(file, figures.png(figures.beside(compared)))
+    figures.save(figures.beside(compared), file)

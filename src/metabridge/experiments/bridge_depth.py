@@ -200,7 +200,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the gap, the extreme eigenvalues and the difference of the inverses against depth."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     depths = list(outcome.measured["plain"])
@@ -230,4 +229,4 @@ def figure(outcome: Outcome, file: Path) -> None:
         for axes in (left, middle, right):
             label_depths(axes, depths)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

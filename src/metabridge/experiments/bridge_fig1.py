@@ -204,7 +204,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the gap against depth, and against λτ with ridges and with training stopped early."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -225,7 +224,7 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.set(title=f"L = {FIXED_DEPTH}, infinite width, {how}")
         for axes in (left, middle, right):
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)
 
 
 def intervals(result: Result) -> str:
@@ -255,11 +254,11 @@ def draw_power(axes: Axes, points: ByDepth, exponent: int) -> None:
 
 def label_depths(axes: Axes, depths: Sequence[int]) -> None:
     """Make both axes logarithmic, with the depths and plain numbers on them."""
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
+
+    from metabridge.report import figures
 
     axes.set(xscale="log", yscale="log", xlabel="depth L of the network")
     axes.set_xticks(depths, [str(depth) for depth in depths])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    figures.plain_numbers(axes.yaxis)

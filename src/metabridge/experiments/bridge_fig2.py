@@ -34,11 +34,10 @@ def run(work: Work) -> Outcome:
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw the validation accuracies against minutes of training."""
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     curves = {
         name: [(point["minutes"], point["accuracy"], point["ci95"]) for point in record.curve]
         for name, record in outcome.records.items()
     }
-    write_whole(file, figures.png(figures.costs(curves)))
+    figures.save(figures.costs(curves), file)

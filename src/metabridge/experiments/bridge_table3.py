@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from metabridge.experiments import beside
 from metabridge.experiments.mini_imagenet import plans, records
 from metabridge.experiments.result import Result, Row, Work
 from metabridge.experiments.trials import Measured, Record
@@ -65,9 +65,4 @@ def told(score: Measured) -> str:
     return f"{score.tasks} test tasks; chosen in validation: penalty {score.penalty:g}, {score.views.told()}"
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw ours beside the published accuracies."""
-    from metabridge.files import write_whole
-    from metabridge.report import figures
-
-    write_whole(file, figures.png(figures.beside(outcome.result.rows)))
+figure = beside.figure

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from metabridge.experiments import beside
 from metabridge.experiments.bridge_table3 import Outcome
 from metabridge.experiments.mini_imagenet import records
 from metabridge.experiments.result import Result, Row, Work
@@ -32,9 +31,4 @@ def run(work: Work) -> Outcome:
     return Outcome(Result.of(work, "bridge-table5", tuple(rows), found), found)
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw ours beside the published accuracies."""
-    from metabridge.files import write_whole
-    from metabridge.report import figures
-
-    write_whole(file, figures.png(figures.beside(outcome.result.rows)))
+figure = beside.figure

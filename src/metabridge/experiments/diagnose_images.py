@@ -234,7 +234,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the settings as predicted and as trained, and how well the orders of methods agree."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     ratios = {
@@ -255,7 +254,7 @@ def figure(outcome: Outcome, file: Path) -> None:
         page = Figure(figsize=(10.8, 4.2 * tall), layout="constrained")
         for number, draw in enumerate(panels, start=1):
             draw(page.add_subplot(tall, 2, number))
-    write_whole(file, figures.png(page))
+    figures.save(page, file)
 
 
 def _draw_ratios(axes: Axes, ratios: Mapping[Place, Ends]) -> None:

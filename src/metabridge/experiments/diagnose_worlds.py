@@ -263,7 +263,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw predicted against realised ratios, and how far exact ones are from the middle of their intervals."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -309,4 +308,4 @@ def figure(outcome: Outcome, file: Path) -> None:
         misses.xaxis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         misses.xaxis.set_ticks([], minor=True)
         misses.legend(fontsize=8)
-    write_whole(file, figures.png(page))
+    figures.save(page, file)

@@ -174,7 +174,6 @@ def rows(trial: Trial) -> list[Row]:
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw every method's accuracies."""
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
-    write_whole(file, figures.png(figures.accuracies({trial.name: trial.scores() for trial in outcome.trials})))
+    figures.save(figures.accuracies({trial.name: trial.scores() for trial in outcome.trials}), file)

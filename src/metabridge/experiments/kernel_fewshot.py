@@ -362,7 +362,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the accuracies: a panel for every kind of task, a line for every learner, a mark for what it learnt from."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     marks = [
@@ -390,4 +389,4 @@ def figure(outcome: Outcome, file: Path) -> None:
         axes.set_yticks(range(len(lines)), lines)
         axes.invert_yaxis()
         page.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2 * len(panels))
-    write_whole(file, figures.png(page))
+    figures.save(page, file)

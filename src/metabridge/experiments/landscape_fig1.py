@@ -78,7 +78,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the solutions of tasks with those of NAL and MAML, and under each landscape the risks of the two."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     orange, blue = figures.COLOURS[1], figures.COLOURS[0]
@@ -103,7 +102,7 @@ def figure(outcome: Outcome, file: Path) -> None:
         grid[0, 0].set(ylabel="coordinate 2 of w")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         picture.legend(handles, labels, loc="outside lower center", ncols=4)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)
 
 
 def _settings(world: HardEasy) -> str:

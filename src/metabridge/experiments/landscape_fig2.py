@@ -95,7 +95,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw first coordinates above and risks below, a column for each m."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     sizes = sorted({m for m, _ in outcome.ends}, reverse=True)
@@ -119,7 +118,7 @@ def figure(outcome: Outcome, file: Path) -> None:
         grid[0, 0].set(ylabel="first coordinate of the solution")
         grid[1, 0].set(ylabel="risk above the floor, $\\mathcal{E}_m$", ylim=(0, None))
         picture.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)
 
 
 def _along(ends: Ends, m: int, name: Solution, quantity: str) -> dict[float, Tensor]:

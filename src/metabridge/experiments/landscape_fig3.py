@@ -112,7 +112,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw risks against R for both settings, their ratios, and the limit of the ratio."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     orange, blue = figures.COLOURS[1], figures.COLOURS[0]
@@ -147,7 +146,7 @@ def figure(outcome: Outcome, file: Path) -> None:
             xscale="log", xlabel="m, samples of the step", ylim=(1, None), title=f"{setting},\ncloser to the limit"
         )
         right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)
 
 
 def _along(points: Mapping[float, Mapping[Solution, Tensor]], name: Solution) -> dict[float, Tensor]:

@@ -82,7 +82,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the landscapes of the square, the loss of each task by itself, and theorem 1."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -103,7 +102,7 @@ def figure(outcome: Outcome, file: Path) -> None:
         axes = right.subplots()
         draw_theorem(axes, outcome.checks)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)
 
 
 def draw_task(axes: Axes, task: TeacherTask, title: str, kind: str) -> None:

@@ -73,7 +73,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the landscapes, a line for every activation, and theorem 1 below them."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -90,4 +89,4 @@ def figure(outcome: Outcome, file: Path) -> None:
             draw_theorem(axes, checks)
             axes.set_title(NAMES[activation], fontsize=10)
         bottom.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

@@ -117,7 +117,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw first coordinates and risks against ρ_H, a column for each α."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -138,7 +137,7 @@ def figure(outcome: Outcome, file: Path) -> None:
         grid[0, 0].set(ylabel="first coordinate of w")
         grid[1, 0].set(ylabel="loss after a step, above the floor", ylim=(0, None))
         picture.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)
 
 
 def _along(ends: Ends, alpha: float, name: Solution, quantity: str) -> dict[float, Tensor]:

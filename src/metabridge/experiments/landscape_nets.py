@@ -90,7 +90,7 @@ class World:
             ).sample(episodes, generator)
             for task in self.tasks
         ]
-        return Episodes(*(torch.cat(same) for same in zip(*(part.tensors() for part in parts))))
+        return Episodes.joined(parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,7 +130,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw every distance against what grows, with the power law through them."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -146,4 +145,4 @@ def figure(outcome: Outcome, file: Path) -> None:
             exponent = f"{law.exponent:.2f} ± {law.ci95:.2f}".replace("-", "−")
             axes.set(xscale="log", yscale="log", xlabel=LAWS[name], title=f"{name}\nexponent {exponent}")
         panels[0].set(ylabel="distance")
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

@@ -8,7 +8,6 @@ ten ("large r_H") their tasks' solutions lie further apart than where there are 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from metabridge.environments.datasets import load
 from metabridge.environments.images import LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
+from metabridge.experiments import beside
 from metabridge.experiments.landscape import (
     KINDS,
     Accuracy,
@@ -169,9 +169,4 @@ def _images(work: Work) -> LabelledImages:
     return load("glyphs").to(work.device)
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw ours beside the published accuracies."""
-    from metabridge.files import write_whole
-    from metabridge.report import figures
-
-    write_whole(file, figures.png(figures.beside(outcome.result.rows)))
+figure = beside.figure

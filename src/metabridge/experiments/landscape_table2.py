@@ -7,7 +7,6 @@ twenty outputs, of which easy tasks use the first two: adaptation finds out.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from metabridge.environments.datasets import cifar, load
 from metabridge.environments.images import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
+from metabridge.experiments import beside
 from metabridge.experiments.landscape import Asked, Outcome, Record, Training, rows, trained
 from metabridge.experiments.result import Result, Row, Work
 
@@ -142,9 +142,4 @@ def held_out(images: LabelledImages, least: int) -> LabelledImages:
     )
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw ours beside the published accuracies."""
-    from metabridge.files import write_whole
-    from metabridge.report import figures
-
-    write_whole(file, figures.png(figures.beside(outcome.result.rows)))
+figure = beside.figure

@@ -112,7 +112,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw both columns beside the published ones."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -140,4 +139,4 @@ def figure(outcome: Outcome, file: Path) -> None:
         picture.legend(
             handles, labels, loc="outside lower center", ncols=3, title="means over 5 runs with 95 % intervals"
         )
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

@@ -96,9 +96,8 @@ def _printed(met: Sequence[Preference], share: float) -> str:
 
 def draw_theorem(axes: Axes, checks: Sequence[Check]) -> None:
     """Draw the ratio of gradients at every stationary point against its bound, by rate."""
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-    from metabridge.report.figures import COLOURS, MARKERS
+    from metabridge.report.figures import COLOURS, MARKERS, plain_numbers
 
     for check, colour, marker in zip(checks, COLOURS, MARKERS):
         bounds, ratios = [own.bound for own in check.met], [own.ratio for own in check.met]
@@ -110,6 +109,4 @@ def draw_theorem(axes: Axes, checks: Sequence[Check]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="bound $((1-αβ_2)/(1-αL_1))^2$")
     axes.set_ylabel("gradient of the hard task\nover that of the easy task")
     for ticks in (axes.xaxis, axes.yaxis):
-        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ticks.set_major_formatter(FormatStrFormatter("%g"))
-        ticks.set_minor_formatter(NullFormatter())
+        plain_numbers(ticks)

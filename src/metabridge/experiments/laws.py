@@ -54,9 +54,9 @@ class PowerLaw:
 
 def draw_laws(axes: Axes, laws: Mapping[str, Points]) -> None:
     """Draw every value against its width, both in logarithms, with the power law through them and its exponent."""
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
-    from metabridge.report.figures import COLOURS, MARKERS
+    from metabridge.report.figures import COLOURS, MARKERS, plain_numbers
 
     for (label, points), colour, marker in zip(laws.items(), COLOURS, MARKERS):
         law, widths = PowerLaw.fit(points), list(points)
@@ -70,7 +70,5 @@ def draw_laws(axes: Axes, laws: Mapping[str, Points]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="width")
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    plain_numbers(axes.yaxis)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1))

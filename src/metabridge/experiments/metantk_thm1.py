@@ -170,7 +170,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the losses of all nets and their geometric means under the bound, and what falls with the width."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -187,4 +186,4 @@ def figure(outcome: Outcome, file: Path) -> None:
         left.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
         draw_laws(right, {label: _measured(outcome.trainings, name) for name, label in LAWS.items()})
         right.set(ylabel="length; MetaNTKs as shares of ‖Φ‖")
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

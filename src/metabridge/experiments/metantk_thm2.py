@@ -179,7 +179,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw the errors against the width, the two times of training side by side."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -188,4 +187,4 @@ def figure(outcome: Outcome, file: Path) -> None:
         for axes, (stage, methods) in zip(panels, outcome.errors.items()):
             draw_laws(axes, {f"{name.upper()} {stage}": points for name, points in methods.items()})
         panels[0].set(ylabel="‖trained − kernel prediction‖ / ‖kernel prediction‖\non the queries of test tasks")
-    write_whole(file, figures.png(picture))
+    figures.save(picture, file)

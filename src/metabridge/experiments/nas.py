@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from metabridge.environments.datasets import load
@@ -19,7 +18,6 @@ from metabridge.experiments.mini_imagenet import LOOKS, SHOTS, mini_imagenet, pl
 from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
 from metabridge.experiments.trials import Record, recorded, trial
-from metabridge.files import write_whole
 from metabridge.models.cells import network
 from metabridge.search.metantk import Guide, Search, TimeUpError
 from metabridge.search.space import Architecture
@@ -287,11 +285,3 @@ def gain_rows(
 
 def _made(held: dict[str, Any]) -> Finding:
     return Finding(**{**held, "architecture": Architecture.from_plain(held["architecture"])})
-
-
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw ours beside the published accuracies, or before any training the sizes of what was found."""
-    from metabridge.report import figures
-
-    rows = outcome.result.rows
-    write_whole(file, figures.png(figures.beside([row for row in rows if row.metric == rows[0].metric])))

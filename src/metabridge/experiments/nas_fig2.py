@@ -72,7 +72,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw what the kernels of MAML and ANIL found, a line for each search; without any, what others did."""
     from matplotlib.figure import Figure
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
     from metabridge.search.draw import draw_cell
 
@@ -85,4 +84,4 @@ def figure(outcome: Outcome, file: Path) -> None:
                 draw_cell(getattr(finding.architecture, kind), axes)
                 cells, kernel, seed = (finding.plan[key] for key in ("cells", "kernel", "seed"))
                 axes.set_title(f"{kind} cell, {cells} cells, {kernel.upper()} kernel, seed {seed}", loc="left")
-    write_whole(file, figures.png(page))
+    figures.save(page, file)

@@ -248,9 +248,7 @@ def _made(held: dict[str, Any]) -> Record:
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw every architecture's accuracy against each of its proxies, and the correlations side by side."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-    from metabridge.files import write_whole
     from metabridge.report import figures
 
     with figures.LIGHT.context():
@@ -269,9 +267,7 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.set(xlabel=f"{proxy}:\nmore is better", ylabel="accuracy after training, %")
             if proxy in CONDITIONS:
                 axes.set(xlabel=f"condition number of the {proxy}:\nless is better", xscale="log")
-                axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-                axes.xaxis.set_minor_formatter(NullFormatter())
+                figures.plain_numbers(axes.xaxis)
         for place, (proxy, colour) in enumerate(zip(PROXIES, figures.COLOURS)):
             found = outcome.spearman[proxy]
             summary.plot([found.low, found.high], [place, place], color=colour)
@@ -280,4 +276,4 @@ def figure(outcome: Outcome, file: Path) -> None:
         summary.set(xlim=(-1.05, 1.05), xlabel="Spearman's rank correlation\nwith accuracy, 95 % intervals")
         summary.set_yticks(range(len(PROXIES)), PROXIES)
         summary.invert_yaxis()
-    write_whole(file, figures.png(page))
+    figures.save(page, file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metabridge.experiments import nas
+from metabridge.experiments import beside, nas
 from metabridge.experiments.nas import DEEP, METANTK, RESNET, Outcome
 from metabridge.experiments.result import Work
 
@@ -36,4 +36,4 @@ def run(work: Work) -> Outcome:
     return Outcome.of(work, ID, rows, found, trained)
 
 
-figure = nas.figure
+figure = beside.figure

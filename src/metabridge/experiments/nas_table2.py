@@ -5,7 +5,7 @@ Stacks of 5 cells, trained by one schedule on mini-ImageNet. Random cells are th
 
 from __future__ import annotations
 
-from metabridge.experiments import nas
+from metabridge.experiments import beside, nas
 from metabridge.experiments.nas import METANTK, NTK, RANDOM, REGIONS, Outcome
 from metabridge.experiments.result import Work
 
@@ -37,4 +37,4 @@ def run(work: Work) -> Outcome:
     return Outcome.of(work, ID, rows, found, trained)
 
 
-figure = nas.figure
+figure = beside.figure

@@ -180,3 +180,12 @@ def _commit() -> str | None:
     # An installed copy may lie inside another project's checkout, whose commit says nothing of it.
     ours = git("ls-files", str(folder.parent / "__init__.py"))
     return git("rev-parse", "--short", "HEAD") if ours else None
+
+
+class Outcome(Protocol):
+    """What a run returns: its result, and whatever else its figure needs."""
+
+    @property
+    def result(self) -> Result:
+        """The numbers."""
+        ...

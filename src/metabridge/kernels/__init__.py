@@ -1,9 +1,9 @@
-"""Kernels of wide networks: their NTK and NNGP kernel."""
+"""Closed-form twins: NTK and NNGP of wide and of finite networks, kernels between tasks, and what they predict."""
 
 from metabridge.kernels.activations import Cosine, Erf, Gelu, ReLU, Sine
 from metabridge.kernels.analytic import conv4, convolutional, fully_connected, residual
 from metabridge.kernels.convolution import AveragePool, Conv, Flatten, GlobalAveragePool
-from metabridge.kernels.empirical import Empirical, with_group_norm
+from metabridge.kernels.empirical import Empirical
 from metabridge.kernels.kernel import Kernel
 from metabridge.kernels.layers import Dense, LayerNorm, Residual
 from metabridge.kernels.meta import anil_kernel, mtl_kernel, split_kernel
@@ -38,5 +38,4 @@ __all__ = [
     "predict_mtl",
     "residual",
     "split_kernel",
-    "with_group_norm",
 ]

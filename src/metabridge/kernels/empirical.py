@@ -7,7 +7,6 @@ used for a net as given) or be replaced by group norm (`with_group_norm`, which 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from metabridge.kernels.products import by_products
 from metabridge.kernels.survey import Survey, examine, saved_bytes
 from metabridge.models.drop import Drop
 from metabridge.models.network import Network, Params
-from metabridge.models.norm import BatchNorm, group_count
+from metabridge.models.norm import BatchNorm
 from metabridge.recording import Recording
 
 log = logging.getLogger("metabridge")
@@ -278,35 +277,6 @@ class Empirical:
                 place = result[i * r : (i + plan.tile) * r, j * r : (j + plan.tile) * r]
                 inner(left, right, self.outputs, work, place)
             del left, right  # before the next are made
-
-
-def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
-    """Return a copy of `net` whose batch norms are group norms of min(groups, channels) groups, scales and shifts kept.
-
-    It is another network: each sample is normalised by itself, over groups of channels. Where the channels
-    are no multiple of that number, the groups are the largest number below it that divides them.
-
-    >>> with_group_norm(nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24)))[1].num_groups
-    12
-    """
-    check_positive("groups", groups)
-    net = copy.deepcopy(net)
-    if isinstance(net, Network):
-        net.recipe = None  # what would be built from it has batch norms
-    for parent in list(net.modules()):
-        for name, layer in parent.named_children():
-            if isinstance(layer, BatchNorm | nn.modules.batchnorm._BatchNorm):
-                setattr(parent, name, _group_norm(layer, groups))
-    return net
-
-
-def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
-    channels = layer.weight.numel() if isinstance(layer, BatchNorm) else layer.num_features
-    affine = layer.weight is not None
-    norm = nn.GroupNorm(group_count(channels, groups), channels, eps=layer.eps, affine=affine)
-    if affine:
-        norm.weight, norm.bias = copy.deepcopy(layer.weight), copy.deepcopy(layer.bias)
-    return norm.train(layer.training)
 
 
 def _state(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:

@@ -64,18 +64,22 @@ def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
     matrices, so positive semi-definite itself.
     """
     ntk, nngp = kernel.both(x.flatten(0, 1))
-    own = own_task(len(x), x.shape[1], ntk)
-    return torch.where(own, ntk, ntk - nngp) if heads == "shared" else torch.where(own, ntk, 0)
+    return between_tasks(ntk, nngp, own_task(len(x), x.shape[1], ntk), "mtl", heads)
 
 
 def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared") -> Tensor:
     """Φ_ANIL[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j}, K_i = K(X_i, X_i), without a query-support split (A lemma 1)."""
     tasks, points = x.shape[:2]
     ntk, nngp = kernel.both(x.flatten(0, 1))
-    if heads == "independent":
-        ntk = torch.where(own_task(tasks, points, ntk), ntk, 0)
     left = decay(blocks(nngp, points), time)
-    return sandwich(left, ntk, left)
+    return sandwich(left, between_tasks(ntk, nngp, own_task(tasks, points, ntk), "anil", heads), left)
+
+
+def between_tasks(ntk: Tensor, nngp: Tensor, own: Tensor, method: str, heads: Heads) -> Tensor:
+    """What the parameters that tasks share put between their points; `own` says where points are of one task."""
+    if heads == "independent":
+        return torch.where(own, ntk, 0)
+    return torch.where(own, ntk, ntk - nngp) if method == "mtl" else ntk
 
 
 def split_kernel(

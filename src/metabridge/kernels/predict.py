@@ -205,10 +205,8 @@ class FittedKernel:
         everything = self.points.flatten(0, 1)
         whole = tasks == slice(0, count)
         ntk, nngp = self.kernel.both(*((everything,) if whole else (self.points[tasks].flatten(0, 1), everything)))
-        same = meta.own_task(count, points, ntk)[tasks.start * points : tasks.stop * points]
-        if self.learner.heads == "independent":
-            return torch.where(same, ntk, 0)
-        return torch.where(same, ntk, ntk - nngp) if self.learner.method == "mtl" else ntk
+        own = meta.own_task(count, points, ntk)[tasks.start * points : tasks.stop * points]
+        return meta.between_tasks(ntk, nngp, own, self.learner.method, self.learner.heads)
 
     def _solve(self, target: Tensor) -> Solution:
         """T_Φ target: Φ⁻¹ at the end of training, or what `outer_time` of it does."""

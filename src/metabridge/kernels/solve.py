@@ -50,15 +50,18 @@ def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Soluti
     )
 
 
-def condition_number(matrix: Tensor, ridge: float = 0.0) -> float:
+def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = None) -> float:
     """σ_max/σ_min of M + ridge·I; infinite where the smallest eigenvalue is lost in rounding.
+
+    Entries are right to `eps`, relative to the largest: to the precision of their dtype unless given.
 
     >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))
     4.0
     """
     values = torch.linalg.eigvalsh(matrix) + ridge
     least, most = float(values[0]), float(values[-1])
-    return most / least if least > most * len(matrix) * torch.finfo(matrix.dtype).eps else float("inf")
+    eps = torch.finfo(matrix.dtype).eps if eps is None else eps
+    return most / least if least > most * len(matrix) * eps else float("inf")
 
 
 def conjugate_gradient(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.autodiff import grad
-from metabridge.errors import InputError, check_not_negative, check_positive
+from metabridge.errors import InputError, check_count, check_not_negative, check_positive
 from metabridge.learners.qp import crammer_singer
 from metabridge.learners.ridge import ridge_weight
 from metabridge.models.network import Params
@@ -131,8 +131,7 @@ class Proximal:
         check_positive("strength", self.strength)
         check_positive("lr", self.lr)
         check_not_negative("tolerance", self.tolerance)
-        if self.cg_steps < 1:
-            raise InputError(f"cg_steps is {self.cg_steps}, but must be at least 1.")
+        check_count("cg_steps", self.cg_steps)
 
     def extras(self, moving: Params) -> Params:
         """Nothing of this solver is learned."""

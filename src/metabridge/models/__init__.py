@@ -11,7 +11,7 @@ from metabridge.models.backbone import timm
 from metabridge.models.conv4 import conv4
 from metabridge.models.drop import Drop, DropPath
 from metabridge.models.mlp import mlp
-from metabridge.models.network import Network, Params
+from metabridge.models.network import Network, Params, with_group_norm
 from metabridge.models.norm import BatchNorm, estimate_statistics
 from metabridge.models.resnet12 import DropBlock, resnet12
 from metabridge.models.wide import wide
@@ -32,6 +32,7 @@ __all__ = [
     "resnet12",
     "timm",
     "wide",
+    "with_group_norm",
 ]
 
 BUILDERS: dict[str, Callable[..., Network]] = {

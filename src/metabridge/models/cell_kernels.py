@@ -1,4 +1,10 @@
-"""The Triton kernels of `cell_layers`; see `fused_kernels`."""
+"""The Triton kernels of `cell_layers`; see `fused_kernels`.
+
+A map of HEIGHT × WIDTH pixels is looked at through DOWN × ACROSS windows of 3×3, STRIDE pixels apart. `k` numbers the
+places in a window. A row stands for LINES windows, one below the other, which share most of what they see: the
+compiler loads it once, as long as nothing is stored before the last of them. It knows the sides, as dividing by them
+takes long otherwise.
+"""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
 # ruff: noqa: RUF005 (Triton knows no stars in tuples)

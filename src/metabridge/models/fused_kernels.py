@@ -391,9 +391,3 @@ def keep(noise, chance, result, rows, height, width, c, SIZE: tl.constexpr, BR: 
         place = ((point * down + above) * across + left).to(tl.int64) * c + column
         lowest = tl.minimum(lowest, tl.load(noise + place, mask=inside, other=1.0))
     tl.store(result + row.to(tl.int64) * c + column, tl.where(lowest < tl.load(chance), 0.0, 1.0), mask=row < rows)
-
-
-# A map of HEIGHT × WIDTH pixels is looked at through DOWN × ACROSS windows of 3×3, STRIDE pixels apart. `k` numbers the
-# places in a window. A row stands for LINES windows, one below the other, which share most of what they see: the
-# compiler loads it once, as long as nothing is stored before the last of them. It knows the sides, as dividing by them
-# takes long otherwise.

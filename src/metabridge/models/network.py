@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 from metabridge.models import folding
-from metabridge.models.norm import BatchNorm, Statistics, replace_batch_norm
+from metabridge.models.norm import BatchNorm, Statistics, change_layers, group_count, replace_batch_norm
 
 Params = dict[str, Tensor]
 P = ParamSpec("P")
@@ -139,3 +140,29 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
+    """Return a copy of `net` whose batch norms are group norms of min(groups, channels) groups, scales and shifts kept.
+
+    It is another network: each sample is normalised by itself, over groups of channels. Where the channels
+    are no multiple of that number, the groups are the largest number below it that divides them.
+
+    >>> with_group_norm(nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24)))[1].num_groups
+    12
+    """
+    check_count("groups", groups)
+    net = copy.deepcopy(net)
+    if isinstance(net, Network):
+        net.recipe = None  # what would be built from it has batch norms
+    change_layers(net, BatchNorm | nn.modules.batchnorm._BatchNorm, lambda layer: _group_norm(layer, groups))
+    return net
+
+
+def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
+    channels = layer.weight.numel() if isinstance(layer, BatchNorm) else layer.num_features
+    affine = layer.weight is not None
+    norm = nn.GroupNorm(group_count(channels, groups), channels, eps=layer.eps, affine=affine)
+    if affine:
+        norm.weight, norm.bias = copy.deepcopy(layer.weight), copy.deepcopy(layer.bias)
+    return norm.train(layer.training)

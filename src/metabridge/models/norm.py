@@ -14,7 +14,8 @@ cent or two, and its one switch mixes two questions. Here the choice has a name:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -196,11 +197,22 @@ def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return _converted(module, statistics)
     module = copy.deepcopy(module)
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                setattr(parent, name, _converted(child, statistics))
+    change_layers(module, nn.modules.batchnorm._BatchNorm, lambda layer: _converted(layer, statistics))
     return module
+
+
+def change_layers(net: nn.Module, kinds: type | types.UnionType, change: Callable[[Any], nn.Module]) -> None:
+    """Put other layers in the place of those of some kinds.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    >>> change_layers(net, nn.Tanh, lambda layer: nn.ReLU())
+    >>> net[1]
+    ReLU()
+    """
+    for parent in list(net.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, kinds):
+                setattr(parent, name, change(layer))
 
 
 def group_count(channels: int, most: int = 16) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metabridge.errors import InputError, check_not_negative, check_positive
+from metabridge.errors import InputError, check_count, check_not_negative, check_positive
 from metabridge.models.mlp import activation_layer
 from metabridge.models.network import Network, recorded, seeded
 
@@ -36,7 +36,7 @@ def wide(
     """
     if depth < 2:
         raise InputError(f"depth is {depth}, but a net with features has at least 2 layers.")
-    check_positive("width", width)
+    check_count("width", width)
     check_positive("weight_variance", weight_variance)
     check_not_negative("bias_variance", bias_variance)
     layers: list[nn.Module] = [nn.Flatten()]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from metabridge.diagnose import Diagnosis
 from metabridge.files import make_folder, write_whole
-from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme
+from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.page import Picture, rendered
 
 PLAIN = ("rfs", "nal", "mtl")  # methods that do not adapt in training
@@ -46,7 +44,7 @@ def hardness(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         colours = list(GROUP_COLOURS.values())
         axes.hist([10**values for values in own], (10**edges).tolist(), stacked=True, color=colours, label=labels)
         axes.set(xscale="log", xlabel="rate of gradient descent: harder to the left", ylabel="tasks")
-        _plain_numbers(axes)
+        plain_numbers(axes.xaxis)
         axes.grid(visible=False, axis="x")
         figure.legend(loc="outside upper center", ncols=2)
     return figure
@@ -101,13 +99,6 @@ def gain(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
             axes.set(ylabel=f"{alone.metric} of the kernels of wide nets")
         for axes in (first, *others):
             axes.set(xscale="log", xlabel="gradients for each training task", xlim=(0.8, 2 * max(spent.values())))
-            _plain_numbers(axes)
+            plain_numbers(axes.xaxis)
         figure.legend(loc="outside upper center", ncols=5)
     return figure
-
-
-def _plain_numbers(axes: Axes) -> None:
-    """Write 0.02 and not 2e-02 along a logarithmic axis."""
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_formatter(NullFormatter())

@@ -7,18 +7,23 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from matplotlib import rc_context
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from metabridge.experiments.result import Row
+from metabridge.files import write_whole
 from metabridge.training.evaluate import Score
 from metabridge.training.fitting import Run
+
+if TYPE_CHECKING:
+    from metabridge.experiments.result import Row
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, in tones that both papers carry.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
@@ -67,6 +72,18 @@ def png(figure: Figure) -> bytes:
     figure.savefig(drawn, format="png", dpi=150)
     Image.open(drawn).convert("RGB").quantize(256).save(packed, "PNG", optimize=True)
     return packed.getvalue()
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write the figure as a PNG file, whole or not at all."""
+    write_whole(file, png(figure))
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Write 0.02 and not 2e-02 along a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FormatStrFormatter("%g"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:
@@ -150,9 +167,7 @@ def costs(curves: Mapping[str, Sequence[tuple[float, float, float]]], theme: The
             axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.plot(minutes, 100 * means, f"-{marker}", color=colour, label=name, linewidth=1.6, markersize=4)
         axes.set(xlabel="minutes of training", ylabel="validation accuracy, %", xscale="log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        plain_numbers(axes.xaxis)
         figure.legend(loc="outside upper center", ncols=4)
     return figure
 

@@ -118,7 +118,7 @@ class Candidates:
             start += len(chosen)
 
     def _alone(self, removal: Choice | None) -> tuple[Tensor, Tensor]:
-        alive = self.alive if removal is None else self.alive.without(*removal)
+        alive = self.alive.after(removal)
         return self._run(self._x[None], self._walker(self._x, alive, Memory(self._whole)))
 
     def _together(self, removals: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:

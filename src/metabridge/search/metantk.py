@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from metabridge.environments.environment import require_positive
 from metabridge.environments.images import LabelledImages
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 from metabridge.files import make_folder
-from metabridge.kernels.empirical import with_group_norm
 from metabridge.models import ARCHITECTURE
 from metabridge.models.cells import mask, supernet
-from metabridge.models.network import Network
+from metabridge.models.network import Network, with_group_norm
+from metabridge.progress import progress_bar
 from metabridge.search.candidates import Candidates
 from metabridge.search.proxies import Conditioning, KernelName, Score, mean, points, regions
 from metabridge.search.prune import Journal, Removal, Scores, evaluations, prune
@@ -85,7 +83,7 @@ class Search:
         if self.kernel not in get_args(Guide):
             raise InputError(f"kernel is {self.kernel!r}, but must be one of {', '.join(get_args(Guide))}.")
         for name in ("channels", "tasks", "ways", "shots", "queries", "repeats", "inputs"):
-            require_positive(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         self.conditioning  # noqa: B018  (checks time and ridge)
         if not self.operators:
             raise InputError(f"operators is empty, but a search needs some. Use some of {', '.join(OPERATORS)}.")
@@ -140,7 +138,7 @@ class Search:
                     raise TimeUpError("The time is up. The same search goes on where it stopped.")
 
         full = Alive.full(self.operators)
-        with _bar(progress) as bar:
+        with progress_bar(progress) as bar:
             task = bar.add_task("search", total=evaluations(full, self.repeats), told="")
             journal.on_score = lambda number, count: bar.update(task, completed=count, told=f"round {number + 1}")
             return prune(full, measure, repeats=self.repeats, journal=journal)
@@ -203,7 +201,7 @@ class Proxies:
         def reference(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Score]]:
             own = copy.deepcopy(net)
             for removal in removals:
-                mask(own, alive if removal is None else alive.without(*removal))
+                mask(own, alive.after(removal))
                 yield removal, proxy(own, tasks)
 
         return reference
@@ -256,9 +254,3 @@ def score_model(search: Search, model: str, images: LabelledImages, *, device: s
             each.append(regions(net, images.look_up(drawn).to(device)))
     found = tuple(score for score in each if score is not None)
     return Repeated(mean(found), found)
-
-
-def _bar(progress: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=8), MofNCompleteColumn())
-    left = TimeRemainingColumn(elapsed_when_finished=True)
-    return Progress(*columns, left, TextColumn("{task.fields[told]}"), disable=not progress)

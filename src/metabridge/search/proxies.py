@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
+from metabridge.kernels import solve
 from metabridge.kernels.empirical import Empirical
 from metabridge.kernels.meta import Adapts, split_kernel
 
@@ -154,11 +155,10 @@ def condition_number(matrix: Tensor, eps: float) -> Score:
     """
     if not bool(matrix.isfinite().all()):
         return Score(math.nan, "the kernel holds values that are NaN or infinite")
-    values = torch.linalg.eigvalsh(matrix)
-    smallest, largest = float(values[0]), float(values[-1])
-    if smallest <= largest * len(values) * eps:
-        return Score(math.inf, f"the smallest of {len(values)} eigenvalues is lost in rounding")
-    return Score(largest / smallest)
+    value = solve.condition_number(matrix, eps=eps)
+    if math.isinf(value):
+        return Score(value, f"the smallest of {len(matrix)} eigenvalues is lost in rounding")
+    return Score(value)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ class Scores(NamedTuple):
 
 # Score a network as it is (None) and without each of some operators, in a repeat of a round, in any order.
 Measure = Callable[[int, int, Alive, Sequence[Removal]], Iterable[tuple[Removal, Scores]]]
-Found = Mapping[Removal, Sequence[Scores]]  # of every repeat
+Measurements = Mapping[Removal, Sequence[Scores]]  # of every repeat
 
 
 def prune(alive: Alive, measure: Measure, *, repeats: int, journal: Journal | None = None) -> Architecture:
@@ -38,7 +38,7 @@ def prune(alive: Alive, measure: Measure, *, repeats: int, journal: Journal | No
     >>> best = {"conv_3x3", "skip"}
     >>> def measure(number, repeat, alive, removals):
     ...     for removal in removals:  # whatever is not among the best makes the kernel worse
-    ...         state = alive if removal is None else alive.without(*removal)
+    ...         state = alive.after(removal)
     ...         worse = sum(operator not in best for _, _, operator in state.choices)
     ...         yield removal, Scores(Score(1.0 + worse), None)
     >>> {operator for _, _, operator in prune(Alive.full(), measure, repeats=1).alive.choices}
@@ -72,7 +72,7 @@ def removable(alive: Alive) -> list[Choice]:
     return [choice for group in _by_edge(list(alive.choices)) if len(group) > 1 for choice in group]
 
 
-def importance(found: Found) -> dict[Choice, int]:
+def importance(found: Measurements) -> dict[Choice, int]:
     """Return the rank sum of every operator (B algorithm 1, lines 8-10): the lower, the sooner it goes.
 
     Operators stand by ΔC, the highest first, as the kernel is better conditioned without it, and by ΔR, the
@@ -90,7 +90,7 @@ def importance(found: Found) -> dict[Choice, int]:
     return ranks
 
 
-def _change(found: Found, choice: Choice, proxy: str) -> Score:
+def _change(found: Measurements, choice: Choice, proxy: str) -> Score:
     """The mean over repeats of (whole − rest)/whole, where the whole is the network with all operators."""
     rests = [getattr(scores, proxy) for scores in found[choice]]
     if rests[0] is None:
@@ -99,7 +99,7 @@ def _change(found: Found, choice: Choice, proxy: str) -> Score:
     return mean([Score(1 - rest.value / whole, rest.trouble) for whole, rest in zip(wholes, rests)])
 
 
-def _whole(found: Found, repeat: int, proxy: str) -> float:
+def _whole(found: Measurements, repeat: int, proxy: str) -> float:
     """The whole's value in a repeat; if it cannot be told, the median of those that can."""
     values: dict[Removal, Score] = {choice: getattr(scores[repeat], proxy) for choice, scores in found.items()}
     told = [score.value for score in values.values() if score.trouble is None]

@@ -161,6 +161,10 @@ class Alive:
         """Whether no edge has more than one operator."""
         return all(len(operators) <= 1 for operators in (*self.normal, *self.reduction))
 
+    def after(self, removal: Choice | None) -> Alive:
+        """Return the state without the operator that goes, if any does."""
+        return self if removal is None else self.without(*removal)
+
     def without(self, cell: CellKind, edge: int, operator: str) -> Alive:
         """Return the state with one operator less."""
         if (cell, edge, operator) not in self.choices:

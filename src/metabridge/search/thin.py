@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from metabridge.models.cells import Cells, supernet
 from metabridge.models.network import Network
-from metabridge.models.norm import BatchNorm
+from metabridge.models.norm import BatchNorm, change_layers
 from metabridge.search.proxies import Score
 from metabridge.search.space import Alive, Choice
 from metabridge.search.walk import Layer, Memory, Place, Walk, Walker
@@ -70,7 +70,7 @@ class ThinRegions:
             yield from zip(chosen, _counted(walk, len(chosen)))
 
     def _alone(self, removal: Choice | None) -> Walk[_Signed]:
-        alive = self.alive if removal is None else self.alive.without(*removal)
+        alive = self.alive.after(removal)
         return self._walker(self._inputs, alive, Memory(self._whole))
 
     def _together(self, removals: Sequence[Choice | None]) -> Walk[_Signed]:
@@ -139,12 +139,8 @@ def thin(alive: Alive, seed: int, inputs: int) -> Network:
     Copies of one input follow each other.
     """
     net = supernet(alive, cells=3, channels=1, image_channels=1, size=PATCH, norm="batch", seed=seed)
-    for parent in list(net.modules()):
-        for name, layer in parent.named_children():
-            if isinstance(layer, nn.Conv2d):
-                setattr(parent, name, _Dense(layer))
-            elif isinstance(layer, BatchNorm):
-                setattr(parent, name, _NormOfEach(layer, inputs))
+    change_layers(net, nn.Conv2d, _Dense)
+    change_layers(net, BatchNorm, lambda layer: _NormOfEach(layer, inputs))
     return net.requires_grad_(False)
 
 

@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from metabridge.environments.environment import require_positive
-from metabridge.errors import InputError, check_positive
+from metabridge.errors import InputError, check_count, check_positive
 from metabridge.learners.ridge import ridge_weight
 from metabridge.theory.anil import Moments, Rates
 
@@ -75,7 +74,7 @@ def ridge_risks(B: Tensor, tasks: Moments, x: Tensor, penalties: Tensor) -> Tens
     With XBBᵀXᵀ = QΛQᵀ, D = (Λ + penalty)⁻¹, A = BBᵀXᵀQ and E[θθᵀ] = LLᵀ, the estimate is ADQᵀ(Xθ + z), and its
     mean squared error ‖ADQᵀXL − L‖² + σ²‖AD‖²: a quadratic in D, cheap for every penalty. `x` is (designs, points, d).
     """
-    require_positive("designs", len(x))
+    check_count("designs", len(x))
     for penalty in penalties.tolist():
         check_positive("penalty", penalty)
     P = B @ B.mT

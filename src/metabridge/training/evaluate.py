@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -317,10 +317,7 @@ class FeatureTable:
 
 def _sampled(environment: Environment, tasks: int, generator: torch.Generator, device: torch.device) -> Episodes:
     blocks = [environment.sample(size, generator).to(device) for size in _batches(tasks, BLOCK)]
-    if len(blocks) == 1:
-        return blocks[0]
-    columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(Episodes)}
-    return Episodes(**{name: torch.cat(parts) for name, parts in columns.items() if parts[0] is not None})
+    return Episodes.joined(blocks)
 
 
 def _batches(tasks: int, size: int) -> list[int]:

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from metabridge.environments.environment import Environment
-from metabridge.errors import InputError, check_positive
+from metabridge.errors import InputError, check_count
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
 from metabridge.models.network import Network
+from metabridge.progress import progress_bar
 from metabridge.training.checkpoint import RunFolder, fill
 from metabridge.training.evaluate import Model, Score
-from metabridge.training.loop import Loop, Point, Settings
+from metabridge.training.loop import Loop, Point, Settings, best_score
 
 SAVED = 60.0  # seconds after which a run is saved, if no validation came before
 AT_ONCE = {"cuda": 8}  # small trainings in turns, by the kind of device; elsewhere one after the other
@@ -39,7 +40,7 @@ class Run(Model):
     @property
     def best(self) -> Score | None:
         """The validation score of the parameters that were kept, if there was validation."""
-        return next((point.score for point in reversed(self.curve) if point.best), None)
+        return best_score(self.curve)
 
 
 class Fitting:
@@ -121,10 +122,10 @@ def in_turns(
     time. A training's seconds are its share of the time of all. After so many `minutes` all end, to go on later; those
     that have not begun by then do not. Networks that drop at random are refused `at_once`: they share a generator.
     """
-    check_positive("at_once", at_once)
+    check_count("at_once", at_once)
     until = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     waiting, under_way = deque(begin.items()), list[_Turn]()
-    with _bar(progress) as bar:
+    with progress_bar(progress) as bar:
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < at_once:
@@ -182,14 +183,3 @@ class _Turn:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return run
-
-
-def _bar(progress: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=8),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[told]}"),
-        disable=not progress,
-    )

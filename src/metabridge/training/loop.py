@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import ImageBatches
-from metabridge.errors import InputError, check_not_negative, check_positive
+from metabridge.errors import InputError, check_count, check_not_negative, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import parameters
@@ -53,6 +54,11 @@ class Point:
         return f"loss {self.loss:.3g}{judged}"
 
 
+def best_score(curve: Sequence[Point]) -> Score | None:
+    """Return the score of the parameters that were kept, if there was validation."""
+    return next((point.score for point in reversed(curve) if point.best), None)
+
+
 @dataclass(frozen=True)
 class Settings:
     """How to train, as plain data."""
@@ -71,8 +77,8 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or self.tasks < 1:
-            raise InputError(f"iterations is {self.iterations} and tasks is {self.tasks}, but both must be at least 1.")
+        check_count("iterations", self.iterations)
+        check_count("tasks", self.tasks)
         check_positive("lr", self.lr)
         check_not_negative("weight_decay", self.weight_decay)
         if self.interval < 1:
@@ -206,7 +212,7 @@ class Loop:
         if self.validate is not None:
             model = Model(self.method, self.net, self.params, self.settings.dtype)
             score = evaluate(model, self.validate, tasks=self.settings.validate_tasks, seed=self.settings.seed)
-        best = next((point.score for point in reversed(self.curve) if point.best), None)
+        best = best_score(self.curve)
         better = score is not None and (best is None or score.beats(best))
         if better or score is None:
             self.kept = _copy(self.params), _copy(dict(self.net.named_buffers()))

@@ -11,11 +11,10 @@ from typing import NamedTuple
 from metabridge.environments.datasets import cifar, folder, mini_imagenet, omniglot, parquet, tiered_imagenet
 from metabridge.environments.datasets.glyphs import load_glyphs
 from metabridge.environments.decode import Form
-from metabridge.environments.environment import require_positive
 from metabridge.environments.images import LabelledImages
 from metabridge.environments.source import Source
 from metabridge.environments.store import fingerprint, stored
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 
 __all__ = ["DATASETS", "detect", "load", "load_glyphs", "named"]
 
@@ -78,7 +77,7 @@ def load(
     """
     name, root = named(name, root)
     if min_images is not None:
-        require_positive("min_images", min_images)
+        check_count("min_images", min_images)
     asked = {"size": size, "channels": channels, "strict": strict, "rotations": rotations, "seed": seed}
     if name == "glyphs":
         _refuse(name, asked, ("seed",))
@@ -155,7 +154,7 @@ def formed(form: Form, size: int | None, channels: int | None) -> Form:
     Form(size=32, channels=3, crop=False, invert=False)
     """
     if size is not None:
-        require_positive("size", size)
+        check_count("size", size)
     if channels not in (None, 1, 3):
         raise InputError(f"channels is {channels}, but images have 1 (grey) or 3 (RGB). Use one of these.")
     return replace(form, size=size or form.size, channels=channels or form.channels)
