@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from metabridge import __version__, cli
+from metabridge import InputError, __version__, cli
 from metabridge.experiments.result import Result
 from metabridge.learners import PRESETS
 
@@ -107,3 +107,29 @@ def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monk
 
     monkeypatch.setattr("metabridge.experiments.glyphs.run", interrupted)
     assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (130, "", "metabridge demo: interrupted.\n")
+
+
+def test_parts_and_minutes_are_refused_by_an_experiment_that_is_done_as_a_whole(metabridge, tmp_path):
+    for option in (("--only", "maml"), ("--minutes", 1)):
+        status, _, complained = metabridge("reproduce", "glyphs", "--out", tmp_path, *option)
+        assert status == 2
+        assert f"{option[0]} is given, but glyphs is done as a whole" in complained
+
+
+def test_experiments_in_parts_are_those_whose_trainings_can_be_stopped(monkeypatch, tmp_path):
+    """Each one refuses a part that it has not, before it computes anything; nas-ranks has minutes alone."""
+    from metabridge.experiments import EXPERIMENTS, IN_PARTS, Work, experiment
+
+    for name in EXPERIMENTS:
+        if name in IN_PARTS - {"nas-ranks"}:
+            with pytest.raises(InputError, match="only names no such part"):
+                experiment(name).run(Work("quick", out=tmp_path, only=("no such part",)))
+
+
+def test_an_interrupted_training_says_that_it_can_go_on(metabridge, monkeypatch):
+    monkeypatch.setattr("metabridge.training.plan.Plan.train", lambda *_, **__: _interrupt())
+    assert metabridge("train")[2].endswith("metabridge train: interrupted. The same command goes on from there.\n")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

@@ -64,7 +64,7 @@ def test_unusable_data_ends_in_one_sentence_and_status_2(check, tmp_path):
     assert check(tmp_path / "nowhere") == (
         2,
         "",
-        f"metabridge data: there is nothing at {tmp_path / 'nowhere'}. "
+        f"metabridge data check: there is nothing at {tmp_path / 'nowhere'}. "
         "Name the folder or file that holds the data set.\n",
     )
 

@@ -131,9 +131,13 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "anil", "--option", "steps=many"], "steps is 'many', but must be a whole number"),
         (["--method", "anil", "--option", "lr=high"], "--option is lr=high, which anil cannot take"),
         (["--method", "anil", "--option", "inner=5"], "--option is inner=5, which anil cannot take"),
-        (["--method", "anil", "--option", "test=svm"], "--option is test=svm, which anil cannot take"),
+        (["--method", "anil", "--option", "test=5"], "test is 5, but must be one of GradientDescent"),
+        (["--method", "anil", "--option", "test=lasso"], "head is 'lasso' with penalty None, but must be logistic"),
+        (["--method", "anil", "--option", "head=foo"], "head is 'foo', but must be one of 'learned', 'frozen'"),
+        (["--method", "anil", "--option", "split=no"], "split is 'no', but must be true or false"),
+        (["--method", "anil", "--option", "loss=5"], "loss is 5, but must be a function"),
         (["--method", "anil", "--model-option", "depth=3"], "conv4 has no option 'depth'."),
-        (["--method", "anil", "--model-option", "filters=many"], "conv4 cannot be made with channels=1, size=28"),
+        (["--method", "anil", "--model-option", "filters=many"], "filters is 'many', but must be a whole number"),
         (["--schedule", "linear"], "schedule is 'linear', but must be one of constant, step, cosine, plateau."),
         (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd."),
         (["--precision", "float8"], "precision is 'float8', but must be 'float32' or 'bfloat16'."),
@@ -299,3 +303,42 @@ def test_what_to_do_next_can_be_done_with_the_classes_that_are_left(metabridge, 
     status, printed, _ = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
     assert status == 0
     assert f"The run is in {out}. {hint.format(out=out)}" in printed
+
+
+def test_what_to_do_next_can_be_done_with_the_images_that_are_there(metabridge, photographs, tmp_path):
+    out = tmp_path / "run"
+    tasks = ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
+    printed = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)[1]
+    hint = printed.partition("Next: metabridge ")[2].split()
+    assert hint[2:] == ["--ways", "3", "--shots", "1", "--queries", "4"]  # of five images a class
+    assert metabridge(*hint, "--tasks", 4, "--device", "cpu")[0] == 0
+
+
+def test_other_data_comes_in_the_form_that_the_run_takes(metabridge, photographs, runs, tmp_path):
+    out = tmp_path / "run"
+    tasks = ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
+    assert metabridge(*TRAIN, "--method", "anil", *tasks, "--out", out)[0] == 0
+    asked = ("evaluate", out, "--ways", 3, "--shots", 1, "--tasks", 4, "--queries", 2, "--device", "cpu")
+    assert metabridge(*asked, "--data", photographs)[1] == metabridge(*asked)[1]
+    status, _, complained = metabridge(*asked, "--data", "glyphs")
+    assert status == 2
+    assert "glyphs have 1 channel and 28×28 pixels, but the run takes images of 3 and 16×16" in complained
+
+
+def test_all_shots_are_checked_before_any_is_judged(metabridge, runs, monkeypatch):
+    monkeypatch.setattr("metabridge.training.assess.assess", lambda *_, **__: pytest.fail("judged first"))
+    status, _, complained = metabridge("evaluate", runs["mtl"], "--shots", "1,90", "--device", "cpu")
+    assert status == 2
+    assert "90 shots" in complained
+
+
+def test_a_command_that_failed_before_its_first_step_does_not_keep_its_folder(metabridge, tmp_path, monkeypatch):
+    monkeypatch.setattr("metabridge.learners.engine.Engine.__call__", lambda *_: _fail())
+    with pytest.raises(RuntimeError):
+        metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
+    monkeypatch.undo()
+    assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "run")[0] == 0
+
+
+def _fail() -> None:
+    raise RuntimeError("out of memory")

@@ -1,9 +1,11 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from metabridge.environments.check import check
+from metabridge.environments.datasets import load
 from metabridge.errors import InputError
 from pictures import encoded, flat, write_tree
 
@@ -31,7 +33,7 @@ def test_too_few_classes_or_images_are_told_for_each_split(root):
     assert not report.fine
     assert [split.obstacle for split in report.splits] == [
         "1-shot tasks with 3 queries need 4 images a class, but 1 class has fewer: 'cat' has 3; "
-        "min_images=4 leaves 2 classes",
+        "--min-images 4 leaves 2 classes",
         "2 ways need 2 classes, but there are 1: use fewer ways, or more classes",
         "2 ways need 2 classes, but there are 1: use fewer ways, or more classes",
     ]
@@ -95,3 +97,15 @@ def test_nothing_is_written(root, tmp_path, monkeypatch):
     monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path / "cache"))
     check(root)
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_classes_that_are_left_are_those_of_a_new_split(tmp_path):
+    for label in range(20):
+        few = 2 if label < 9 else 4
+        for index in range(few):
+            place = tmp_path / "all" / f"class {label}" / f"{index}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((8, 8), 10 * label + index, dtype=np.uint8)).save(place)
+    train = check(tmp_path / "all", ways=2, shots=1, queries=3).splits[0]
+    left = load(tmp_path / "all", size=8, min_images=4).splits["train"]
+    assert train.obstacle.endswith(f"--min-images 4 leaves {len(left)} classes")

@@ -91,7 +91,7 @@ def test_both_tables_share_the_searches_that_are_the_same(small, out):
     names = [file.name for file in (out / "records").iterdir()]
     assert len(names) == 5 * 2 * 2 + 1  # five cases with two seeds, each searched and trained, and ResNet-12
     assert "nas-search-maml-5-0-quick.json" in names
-    assert "nas-train-resnet12-quick.json" in names
+    assert "nas-train-resnet12-0-quick.json" in names
 
 
 def test_what_is_trained_is_what_was_found(small, out):

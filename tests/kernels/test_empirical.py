@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from finite_nets import NETS, OUTPUTS, WAYS, conv4_of, error, explicit, least, seen
+from finite_nets import NETS, OUTPUTS, WAYS, conv4_of, error, explicit, least, seeded, seen
 from metabridge.errors import InputError
 from metabridge.kernels.empirical import Empirical
 from metabridge.models import conv4, mlp, resnet12
@@ -218,3 +219,22 @@ def test_one_sample_does_not_settle_that_samples_do_not_mix() -> None:
     kernel.ntk(x[:1])
     with pytest.raises(InputError, match="depends on the other samples"):
         kernel.ntk(x)
+
+
+class Tied(nn.Module):
+    """An autoencoder with tied weights, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(6, 4, bias=False), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(F.relu(self.encoder(x)), self.encoder.weight.T))  # type: ignore[no-any-return]
+
+
+def test_a_blank_sample_does_not_hide_that_weights_are_tied() -> None:
+    net, x = seeded(Tied).double(), seen(1, 4, 6)
+    x[0] = 0  # where the decoder's use of the weights has no gradient
+    kernel = Empirical(net, outputs="full")
+    assert error(kernel.ntk(x), explicit(net, x)) < 1e-9
+    assert error(kernel.ntk(x[1:]), explicit(net, x[1:])) < 1e-9

@@ -143,3 +143,10 @@ def test_what_a_support_explains_of_its_own_points_is_everything_at_infinite_tim
     support = tasks[1]
     left = residual(KERNEL, support, support, "all", math.inf)
     assert torch.allclose(left[..., :2] + left[..., 2:], torch.zeros(3, 2, 2, dtype=torch.float64), atol=1e-10)
+
+
+@pytest.mark.parametrize("time", [0.0, 0.3, 5.0, math.inf])
+def test_with_a_ridge_too_what_is_left_is_what_adaptation_does_not_explain(tasks, time):
+    gram = KERNEL.ntk(tasks[0][0])
+    left = torch.eye(len(gram), dtype=gram.dtype) - gram @ adaptation(gram, time, ridge=0.2)
+    assert torch.allclose(decay(gram, time, ridge=0.2), left, atol=1e-12)

@@ -216,3 +216,29 @@ def test_many_test_tasks_are_predicted_in_few_calls_of_the_kernel(name):
     assert kernel.calls < 80
     one_by_one = torch.cat([fitted.predict(test[task]) for task in range(5)])
     assert torch.allclose(together[:5], one_by_one, atol=1e-9)
+
+
+def test_no_kernel_is_larger_than_the_memory_also_where_supports_are_many(small):
+    train, _ = small
+    points = torch.randn(len(train), 25, *train.query_x.shape[2:], dtype=torch.float64)
+    lopsided = Episodes.cut(points, points[..., :1], shots=24)
+    sizes = []
+
+    @dataclass(frozen=True)
+    class Noted(AnalyticKernel):
+        def both(self, x, z=None):
+            found = super().both(x, z)
+            sizes.append(found[0].nbytes)
+            return found
+
+    KernelLearner(Noted(KERNEL.layers), "maml", inner_time=0.3, memory=100_000).fit(lopsided)
+    assert sizes
+    assert max(sizes) <= 100_000
+
+
+def test_an_inner_ridge_counts_in_training_too(small):
+    train, _ = small
+    plain, ridged = (
+        KernelLearner(KERNEL, "anil", inner_time=0.3, inner_ridge=ridge).fit(train) for ridge in (0.0, 1.0)
+    )
+    assert not torch.allclose(plain.matrix, ridged.matrix)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import contextlib
+import signal
+
 import pytest
 from torch import nn
 
 from metabridge import InputError, Sinusoid, method
 from metabridge.models import mlp
 from metabridge.training import Fitting, Settings, in_turns
+from metabridge.training.fitting import alone, unbroken
 
 
 def begin(seed: int, iterations: int = 3, drop: float = 0.0) -> Fitting:
@@ -45,3 +49,27 @@ def test_what_would_not_be_the_same_beside_others_is_refused():
     assert len(list(in_turns({"one": lambda: begin(0, drop=0.5)}, progress=False))) == 1
     with pytest.raises(InputError, match="at_once is 0"):
         list(in_turns({}, at_once=0))
+
+
+def test_an_interrupt_waits_for_the_step_which_is_then_saved(tmp_path, monkeypatch):
+    def interrupted(self: Fitting) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    step = Fitting.step
+    fitting = Fitting(mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=3), mode="loop", out=tmp_path)
+    monkeypatch.setattr(Fitting, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        alone(fitting, "maml", progress=False)
+    monkeypatch.undo()
+    again = Fitting(mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=3), mode="loop", out=tmp_path)
+    assert again.loop.iteration == 1
+
+
+def test_a_second_interrupt_does_not_wait():
+    reached = []
+    with contextlib.suppress(KeyboardInterrupt), unbroken():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+            reached.append(True)
+    assert len(reached) == 1

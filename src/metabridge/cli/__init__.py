@@ -36,13 +36,18 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     if status == INTERRUPTED:
-        _end("interrupted.", INTERRUPTED)
+        resumed = any(word in ("train", "search", "reproduce") for word in sys.argv[1:2])
+        _end(f"interrupted.{' The same command goes on from there.' if resumed else ''}", INTERRUPTED)
     sys.exit(status)
 
 
 def _end(message: str, status: int) -> NoReturn:
     known = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    known |= {group.name for group in app.registered_groups if group.name}
-    command = next((word for word in sys.argv[1:] if word in known), None)
+    groups = {group.name for group in app.registered_groups if group.name}
+    known |= groups
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    command = next((word for word in words if word in known), None)
+    if command in groups and words[words.index(command) + 1 :]:
+        command += f" {words[words.index(command) + 1]}"
     print(f"metabridge {command}: {message}" if command else f"metabridge: {message}", file=sys.stderr)
     sys.exit(status)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from metabridge.errors import InputError
+
+if TYPE_CHECKING:
+    from metabridge.environments import LabelledImages
+    from metabridge.training import Model
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -22,6 +26,24 @@ class Device(StrEnum):
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes a GPU if there is one.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same result on the same machine.")]
+MinImagesOption = Annotated[int | None, typer.Option(min=1, help="Leave out classes with fewer images.")]
+
+
+def images_for(model: Model, data: str, min_images: int | None) -> LabelledImages:
+    """Load a data set in the form in which a trained network takes images."""
+    from metabridge.environments.datasets import load, named
+    from metabridge.use.pictures import image_shape
+
+    channels, size = image_shape(model.net)
+    if named(data)[0] != "glyphs":  # which have one form
+        return load(data, size=size, channels=channels, min_images=min_images)
+    images = load(data, min_images=min_images)
+    if images.images.shape[1:] != (channels, size, size):
+        raise InputError(
+            f"glyphs have 1 channel and 28×28 pixels, but the run takes images of {channels} and {size}×{size}. "
+            "Name other data."
+        )
+    return images
 
 
 def device_name(device: Device) -> str:

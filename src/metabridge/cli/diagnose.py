@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.cli.common import Device, DeviceOption, MinImagesOption, SeedOption, app, device_name, images_for
 from metabridge.cli.train import DataOption
-
-if TYPE_CHECKING:
-    from metabridge.environments import LabelledImages
-    from metabridge.models import Network
-    from metabridge.training import Model
+from metabridge.errors import InputError
 
 
 class Groups(StrEnum):
@@ -38,6 +34,7 @@ def diagnose(
     alpha: Annotated[float | None, typer.Option(help="The step of adaptation, if not the largest safe one.")] = None,
     twins: Annotated[bool, typer.Option(help="Let kernels of wide nets predict as well.")] = True,
     size: Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels: smaller is faster.")] = None,
+    min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
@@ -50,16 +47,26 @@ def diagnose(
     Example: **metabridge diagnose --data omniglot:data/omniglot --groups superclasses --out diagnosis**
     """
     from metabridge.diagnose import diagnose as diagnosed
+    from metabridge.diagnose import untrained
     from metabridge.environments.datasets import load
     from metabridge.files import make_folder
     from metabridge.kernels import fully_connected
     from metabridge.report import diagnosis as report
+    from metabridge.training import load as load_run
 
     make_folder(out)
-    images = load(data, size=size).to(device_name(device))
+    where, run = device_name(device), None
+    if Path(model).is_dir():
+        run = load_run(model, device=where)
+        images = images_for(run, data, min_images)
+        if size not in (None, images.images.shape[-1]):
+            raise InputError(f"size is {size}, but the run takes {images.images.shape[-1]} pixels. Leave --size out.")
+    else:
+        images = load(data, size=size, min_images=min_images)
+    images = images.to(where)
     found = diagnosed(
         images.tasks(split, ways=ways, shots=shots, queries=queries),
-        _network(model, images, seed, device_name(device)),
+        run or untrained(images, model, seed=seed),
         kernel=fully_connected(depth=3, bias_variance=0.1) if twins else None,
         groups=groups.value,
         tasks=tasks,
@@ -69,11 +76,3 @@ def diagnose(
     )
     print(found.told())
     print(f"The page is {report.write(found, out)}")
-
-
-def _network(model: str, images: LabelledImages, seed: int, device: str) -> Network | Model:
-    """The network of a run, if there is such a folder, or a new one."""
-    from metabridge.diagnose import untrained
-    from metabridge.training import load
-
-    return load(model, device=device) if Path(model).is_dir() else untrained(images, model, seed=seed)

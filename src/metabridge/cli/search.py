@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.cli.common import Device, DeviceOption, MinImagesOption, SeedOption, app, device_name
 from metabridge.cli.train import DataOption
 
 
@@ -38,7 +38,7 @@ class Guide(StrEnum):
 CellsOption = Annotated[int, typer.Option(min=3, help="Cells of the network.")]
 ChannelsOption = Annotated[int, typer.Option(min=1, help="Channels of the first cells.")]
 TasksOption = Annotated[int, typer.Option(min=1, help="Tasks that the kernel is computed for.")]
-WaysOption = Annotated[int, typer.Option(min=1, help="Classes in a task.")]
+WaysOption = Annotated[int, typer.Option(min=2, help="Classes in a task.")]
 ShotsOption = Annotated[int, typer.Option(min=1, help="Support images of each class.")]
 QueriesOption = Annotated[int, typer.Option(min=1, help="Query images of each class.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Initialisations and batches to average over.")]
@@ -64,6 +64,7 @@ def search(
     ridge: RidgeOption = 1e-3,
     inputs: InputsOption = 3000,
     size: SizeOption = None,
+    min_images: MinImagesOption = None,
     operators: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Such as skip,conv_3x3; all unless told.")
     ] = None,
@@ -101,7 +102,8 @@ def search(
         seed=seed,
     )
     try:
-        found = settings.run(load(data, size=size), device=device_name(device), out=out, minutes=minutes)
+        images = load(data, size=size, min_images=min_images)
+        found = settings.run(images, device=device_name(device), out=out, minutes=minutes)
     except TimeUpError:
         print(f"Stopped after {minutes:g} minutes. The scores so far are in {out}; the same command goes on.")
         return
@@ -111,7 +113,9 @@ def search(
         print(
             f"{found.troubled} of {found.measured} networks had a proxy that could not be told; search.jsonl says why."
         )
-    print(f"The architecture is in {out}. Next: metabridge train --model {out / 'architecture.json'} --data {data}")
+    sizes = f" --model-option cells={cells} --model-option channels={channels}{f' --size {size}' if size else ''}"
+    print(f"The architecture is in {out}.")
+    print(f"Next: metabridge train --model {out / 'architecture.json'} --data {data}{sizes}")
 
 
 @app.command()
@@ -130,6 +134,7 @@ def score(
     ridge: RidgeOption = 1e-3,
     inputs: InputsOption = 3000,
     size: SizeOption = None,
+    min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the scores there.")] = None,
@@ -146,7 +151,7 @@ def score(
     from metabridge.files import write_whole
     from metabridge.search.metantk import Search, score_model
 
-    images, where = load(data, size=size), device_name(device)
+    images, where = load(data, size=size, min_images=min_images), device_name(device)
     table = Table("proxy", title=f"{model}, initialisations: {repeats}")
     for heading in ("mean", "of each", "trouble"):
         table.add_column(heading, justify="left" if heading == "trouble" else "right")

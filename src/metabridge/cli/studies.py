@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.errors import InputError
 
 if TYPE_CHECKING:
     from metabridge.experiments.glyphs import Trial
@@ -65,7 +66,7 @@ def reproduce(
     only: Annotated[str, typer.Option(metavar="NAME,...", help="Do these parts alone, such as methods.")] = "",
     minutes: Annotated[
         float | None,
-        typer.Option(help="Stop a training, or several that take turns, after so long; the same command goes on."),
+        typer.Option(min=0, help="Stop a training, or several in turns, after so long; the same command goes on."),
     ] = None,
 ) -> None:
     """Run one experiment and set its numbers beside the published ones.
@@ -77,12 +78,15 @@ def reproduce(
 
     Example: **metabridge reproduce glyphs --scale quick --out runs**
     """
-    from metabridge.experiments import Work, experiment
+    from metabridge.experiments import IN_PARTS, Work, experiment
     from metabridge.files import make_folder
 
     chosen = experiment(name)
-    make_folder(out)
     parts = tuple(part for part in only.split(",") if part)
+    for option, given in (("--only", bool(parts)), ("--minutes", minutes is not None)):
+        if given and name not in IN_PARTS:
+            raise InputError(f"{option} is given, but {name} is done as a whole. Leave it out.")
+    make_folder(out)
     outcome = chosen.run(Work(scale.value, device_name(device), seed, out, data, parts, minutes))
     _print_rows(outcome.result)
     print(f"The numbers are in {outcome.result.write(out)}")

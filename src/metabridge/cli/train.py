@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.cli.common import Device, DeviceOption, MinImagesOption, SeedOption, app, device_name, images_for
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def train(
         list[str] | None, typer.Option("--model-option", metavar="KEY=VALUE", help="Of the model: filters=64.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/run"),
-    ways: Annotated[int, typer.Option(min=1, help="Classes in a task.")] = 5,
+    ways: Annotated[int, typer.Option(min=2, help="Classes in a task.")] = 5,
     shots: Annotated[int | None, typer.Option(min=1, help="Support images of each class, in training.")] = None,
     queries: Annotated[int | None, typer.Option(min=1, help="Query images of each class, in training.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Tasks in a step; images in a step for rfs.")] = None,
@@ -72,7 +72,7 @@ def train(
     ] = None,
     precision: Annotated[str, typer.Option(help="float32, or bfloat16 for the features.")] = "float32",
     size: Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels.")] = None,
-    min_images: Annotated[int | None, typer.Option(min=1, help="Leave out classes with fewer images.")] = None,
+    min_images: MinImagesOption = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so long; the same command goes on.")] = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
@@ -138,6 +138,7 @@ def evaluate(
     queries: Annotated[int, typer.Option(min=1, help="Query images of each class.")] = 15,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     data: Annotated[str | None, typer.Option(metavar="DATA", help="Another data set than the run's own.")] = None,
+    min_images: MinImagesOption = None,
     head: Annotated[Head | None, typer.Option(help="Solve this head instead of what the method does.")] = None,
     penalty: Annotated[float | None, typer.Option(help="Of the head's weights (1/C for svm).")] = None,
     copies: Annotated[int, typer.Option(min=0, help="Changed copies of each support image to adapt to as well.")] = 0,
@@ -159,7 +160,7 @@ def evaluate(
     from dataclasses import replace
 
     from metabridge.environments.datasets import load as load_images
-    from metabridge.files import write_whole
+    from metabridge.files import make_folder, write_whole
     from metabridge.learners.heads import SVM, NearestCentroid, Ridge  # whose scores only rank
     from metabridge.learners.method import named_head
     from metabridge.training import Views, load
@@ -167,6 +168,8 @@ def evaluate(
 
     if penalty is not None and head is None:
         raise InputError("penalty is given without the head that it is of. Name it with --head.")
+    if json_file is not None:
+        make_folder(json_file.parent)
     ways = ways or _ways(runs[0])
     where, table = device_name(device), Table(title=f"{ways}-way tasks of the {split} split, {tasks} of each kind")
     for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first, %"):
@@ -174,33 +177,40 @@ def evaluate(
     report: list[dict[str, object]] = []
     counts, views = _counts(shots), Views(copies, mirrored, turned, cropped)
     first: dict[int, Assessment] = {}
-    sources: list[dict[str, Any]] = [{"name": data}] * len(runs) if data is not None else _sources(runs)
+    sources: list[dict[str, Any]] = [{}] * len(runs) if data is not None else _sources(runs)
     for folder, source in zip(runs, sources):
         run = load(folder, device=where)
         if head is not None:
             run = replace(run, method=replace(run.method, test=named_head(head.value, penalty)))
-        images = load_images(**source).to(where)
+        if data is not None:
+            images = images_for(run, data, min_images)
+        else:
+            images = load_images(**source if min_images is None else source | {"min_images": min_images})
+        images = images.to(where)
+        environments = {
+            count: images.tasks(split, ways=ways, shots=count, queries=queries)
+            for count in sorted(counts, reverse=True)  # the most shots need the most images
+        }
         for count in counts:
-            environment = images.tasks(split, ways=ways, shots=count, queries=queries)
-            found = assess(run, environment, tasks=tasks, seed=seed, views=views, progress=True)
+            found = assess(run, environments[count], tasks=tasks, seed=seed, views=views, progress=True)
             first.setdefault(count, found)
             gap = None if found is first[count] else found.score.minus(first[count].score)
             worst, lowest = found.worst
             told = [found.score.told().removesuffix(" %"), f"{worst} {100 * lowest:.1f} %"]
-            told.append(
-                "" if isinstance(run.method.test, SVM | Ridge | NearestCentroid) else f"{found.calibration_error:.3f}"
-            )
+            ranked = isinstance(run.method.test, SVM | Ridge | NearestCentroid)
+            told.append("" if ranked else f"{found.calibration_error:.3f}")
             told.append("" if gap is None else gap.told().removesuffix(" %"))
             table.add_row(str(folder), str(count), *told)
-            report.append(_reported(folder, count, found, gap))
+            report.append(_reported(folder, count, found, gap, calibrated=not ranked))
     Console().print(table)
     if json_file is not None:
         write_whole(json_file, f"{json.dumps(report, indent=2, ensure_ascii=False)}\n".encode())
         print(f"Every class is in {json_file}")
 
 
-def _reported(folder: Path, shots: int, found: Assessment, gap: Any) -> dict[str, object]:
+def _reported(folder: Path, shots: int, found: Assessment, gap: Any, *, calibrated: bool) -> dict[str, object]:
     score = found.score
+    bins = [dict(zip(("confidence", "accuracy", "share"), bin)) for bin in found.calibration]
     return {
         "run": str(folder),
         "shots": shots,
@@ -208,8 +218,8 @@ def _reported(folder: Path, shots: int, found: Assessment, gap: Any) -> dict[str
         "ci95": score.ci95,
         "tasks": score.tasks,
         "difference": None if gap is None else {"mean": gap.mean, "ci95": gap.ci95},
-        "calibration_error": found.calibration_error,
-        "calibration": [dict(zip(("confidence", "accuracy", "share"), bin)) for bin in found.calibration],
+        "calibration_error": found.calibration_error if calibrated else None,
+        "calibration": bins if calibrated else None,
         "classes": found.classes,
     }
 
@@ -279,7 +289,10 @@ def _next(out: Path, images: LabelledImages, ways: int) -> str:
     left = len(images.splits.get("test", ()))
     if left < 2:
         return "There is no second class left to test on: metabridge evaluate needs --data with more."
-    return f"Next: metabridge evaluate {out} --ways {min(ways, left)} --shots 1,5"
+    fewest = min(int((images.labels == member).sum()) for member in images.splits["test"])
+    shots, queries = ("1,5", fewest - 5) if fewest > 5 else ("1", fewest - 1)
+    few = f" --queries {queries}" if queries < 15 else ""
+    return f"Next: metabridge evaluate {out} --ways {min(ways, left)} --shots {shots}{few}"
 
 
 def _draw_curve(run: Run, folder: Path, name: str) -> None:

@@ -118,6 +118,8 @@ def check(
         label: category.split
         for label, category in zip(present, split_by_class([source.classes[label] for label in present], seed))
     }
+    large = [source.classes[label] for label in present if counts[label] >= shots + queries]
+    left = Counter(category.split for category in split_by_class(large, seed))
     groups = ([(split_of[label], file) for label, file in group] for group in seen.values() if len(group) > 1)
     splits = {split: [counts[label] for label in present if split_of[label] == split] for split in _order(split_of)}
     smallest: dict[str, str] = {}
@@ -134,7 +136,7 @@ def check(
                 fewest=min(images),
                 median=median(images),
                 most=max(images),
-                obstacle=_obstacle(images, smallest[split], ways, shots, queries),
+                obstacle=_obstacle(images, smallest[split], ways, shots, queries, left.get(split, 0)),
             )
             for split, images in splits.items()
         ),
@@ -151,15 +153,17 @@ def _order(split_of: dict[int, str]) -> list[str]:
     return [split for split in ("train", "validation", "test") if split in split_of.values()]
 
 
-def _obstacle(images: list[int], smallest: str, ways: int, shots: int, queries: int) -> str:
-    """Why a split does not allow the tasks, and the way out; empty if it does."""
+def _obstacle(images: list[int], smallest: str, ways: int, shots: int, queries: int, left: int) -> str:
+    """Why a split does not allow the tasks, and the way out; empty if it does.
+
+    So many classes are `left` in it without those that are too small.
+    """
     if len(images) < ways:
         return f"{ways} ways need {ways} classes, but there are {len(images)}: use fewer ways, or more classes"
     needed = shots + queries
     if min(images) < needed:
         few = sum(count < needed for count in images)
-        enough = len(images) - few
-        way_out = f"; min_images={needed} leaves {enough} classes" if enough >= ways else ""
+        way_out = f"; --min-images {needed} leaves {left} classes" if left >= ways else ""
         classes = "1 class has" if few == 1 else f"{few} classes have"
         return (
             f"{shots}-shot tasks with {queries} queries need {needed} images a class, but {classes} fewer: "

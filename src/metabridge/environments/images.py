@@ -265,7 +265,8 @@ class ImageTasks:
             raise InputError(
                 f"class '{self.class_names[smallest]}' has {_count(fewest, 'image')}, but "
                 f"{_count(self.shots, 'shot')} + {_count(self.queries, 'query', 'queries')} need {needed}. "
-                f"{way_out}, or leave out classes with fewer than {needed} images (min_images={needed})."
+                f"{way_out}, or leave out classes with fewer than {needed} images (min_images={needed}, on the command "
+                f"line --min-images {needed})."
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from metabridge.errors import InputError
 from metabridge.experiments.result import Outcome, Result, Row, Work
 
-__all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Result", "Row", "Work", "experiment"]
+__all__ = ["EXPERIMENTS", "IN_PARTS", "Experiment", "Outcome", "Result", "Row", "Work", "experiment"]
 
 EXPERIMENTS = {
     "glyphs": "metabridge.experiments.glyphs",
@@ -44,6 +44,13 @@ EXPERIMENTS = {
     "nas-fig2": "metabridge.experiments.nas_fig2",
     "nas-ranks": "metabridge.experiments.nas_ranks",
 }
+# Made of trainings or searches that can be asked for one by one, and stopped.
+IN_PARTS = frozenset(
+    name
+    for name in EXPERIMENTS
+    if name.startswith(("bridge-table", "anil-", "nas-"))
+    or name in ("bridge-fig2", "landscape-table1", "landscape-table2", "diagnose-images")
+)
 
 
 class Experiment(Protocol):

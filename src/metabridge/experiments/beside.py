@@ -12,4 +12,7 @@ def figure(outcome: Outcome, file: Path) -> None:
     from metabridge.report import figures
 
     rows = outcome.result.rows
-    figures.save(figures.beside([row for row in rows if row.metric == rows[0].metric]), file)
+    picture = figures.beside([row for row in rows if row.metric == rows[0].metric])
+    if outcome.result.scale == "quick":
+        picture.suptitle("quick scale: far less data and training than published", fontsize=10)
+    figures.save(picture, file)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from metabridge.experiments import beside
 from metabridge.experiments.mini_imagenet import plans, records
 from metabridge.experiments.result import Result, Row, Work
-from metabridge.experiments.trials import Measured, Record
+from metabridge.experiments.trials import Record
 
 # accuracy in percent and the half-width of its 95 % interval, for 1 and 5 shots
 PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
@@ -52,17 +52,10 @@ def _rows(name: str, record: Record, judged: bool) -> list[Row]:
                 ours=ours,
                 ci95=ci95,
                 agrees=ours + ci95 >= published - margin if judged and method not in OTHER_NET else None,
-                note=f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes; {told(score)}; {rule}",
+                note=f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes; {score.told()}; {rule}",
             )
         )
     return rows
-
-
-def told(score: Measured) -> str:
-    """Say how a score was taken."""
-    if score.penalty is None:
-        return f"{score.tasks} test tasks"
-    return f"{score.tasks} test tasks; chosen in validation: penalty {score.penalty:g}, {score.views.told()}"
 
 
 figure = beside.figure

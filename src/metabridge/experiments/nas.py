@@ -27,7 +27,6 @@ from metabridge.training.plan import Plan
 T = TypeVar("T")
 Accuracies = Mapping[int, tuple[float, float]]  # by shots, in percent, with the standard deviation over searches
 
-RESNET = "resnet12"  # trained beside what was found
 SEARCH_SIZE, SIZE = 32, 84  # pixels of mini-ImageNet
 
 
@@ -160,7 +159,7 @@ def studied(work: Work, cases: Iterable[Case], *, resnet: bool = False) -> tuple
     """Search, and train what was found by one schedule, and ResNet-12 by the same if asked for."""
     cases = tuple(cases)
     labels = [label for case in cases for label in case.labels(work)]
-    trained = [*labels, RESNET] if resnet else labels
+    trained = [*labels, resnet12_label(work)] if resnet else labels
     work.check_only([f"search-{label}" for label in labels] + [f"train-{label}" for label in trained])
     found = findings(work, cases)
     for label in labels:
@@ -168,8 +167,13 @@ def studied(work: Work, cases: Iterable[Case], *, resnet: bool = False) -> tuple
             raise InputError(f"train-{label} needs a search that is finished. Add search-{label} to --only.")
     plans = {label: cell_plan(work, finding) for label, finding in found.items()}
     if resnet:
-        plans[RESNET] = replace(SCALES[work.scale].plan, seed=work.seed)
+        plans[resnet12_label(work)] = replace(SCALES[work.scale].plan, seed=work.seed)
     return found, trainings(work, plans)
+
+
+def resnet12_label(work: Work) -> str:
+    """Return the name of ResNet-12's training, beside those of what was found."""
+    return f"resnet12-{work.seed}"
 
 
 def cell_plan(work: Work, finding: Finding) -> Plan:
@@ -216,7 +220,7 @@ def accuracy_rows(name: str, records: Sequence[Record], published: Accuracies, *
         ours, ci95 = statistics.mean(means), statistics.mean(100 * score.ci95 for score in scores)
         value, spread = published[shots]
         each = ", ".join(f"{mean:.2f}" for mean in means)
-        note = f"{records[0].images}, {records[0].iterations} steps; of each: {each}; {scores[0].tasks} test tasks"
+        note = f"{records[0].images}, {records[0].iterations} steps; of each: {each}; {scores[0].told()}"
         agrees = ours + ci95 >= value - spread if judged else None
         row = Row(
             f"{name}, {shots}-shot", "accuracy %", published=value, ours=ours, ci95=ci95, agrees=agrees, note=note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from metabridge.experiments import beside, nas
-from metabridge.experiments.nas import DEEP, METANTK, RESNET, Outcome
+from metabridge.experiments.nas import DEEP, METANTK, Outcome
 from metabridge.experiments.result import Work
 
 ID, RESNET12 = "nas-table1", "ResNet-12"
@@ -23,7 +23,7 @@ def run(work: Work) -> Outcome:
     """Search and train, or read what that measured."""
     found, trained = nas.studied(work, CASES.values(), resnet=True)
     records = {name: case.own(work, trained) for name, case in CASES.items()}
-    records[RESNET12] = [trained[RESNET]] if RESNET in trained else []
+    records[RESNET12] = [record for label, record in trained.items() if label == nas.resnet12_label(work)]
     judged, rows = work.scale == "paper", []
     for name, own in records.items():
         rows += nas.accuracy_rows(name, own, PUBLISHED[name], judged=judged)

@@ -31,6 +31,12 @@ class Measured:
     penalty: float | None = None
     views: Views = PLAIN
 
+    def told(self) -> str:
+        """Say how it was taken."""
+        if self.penalty is None:
+            return f"{self.tasks} test tasks"
+        return f"{self.tasks} test tasks; chosen in validation: penalty {self.penalty:g}, {self.views.told()}"
+
 
 @dataclass(frozen=True)
 class Record:

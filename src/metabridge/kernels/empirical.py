@@ -211,22 +211,26 @@ class Empirical:
         if seen is None or seen.state != state:
             _check_values(x, z)
             seen = _Seen(state, tensors, *self._look(part, params, x), x.is_cuda)
-            if len(x) > 1:  # one sample cannot show whether samples mix
-                self._seen[part, x.shape[1:]] = seen
+            self._seen[part, x.shape[1:]] = seen
         survey = seen.survey
         return Gradients(self.net, params, seen.names, self.outputs == "sum", survey.others, survey.batched), seen
 
     def _look(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], Survey]:
-        """Send one sample through the net, and see which parameters are whose and what they cost."""
+        """Send a sample through the net, and see which parameters are whose and what they cost.
+
+        It is one with noise: a blank one could hide that a parameter has a use beside its layer's.
+        """
         gradients = Gradients(self.net, params, frozenset(params), self.outputs == "sum")
+        noise = torch.randn(x[:1].shape, generator=torch.Generator().manual_seed(0)).to(x)
+        sample = x[:1] + noise * (float(x.std(correction=0)) or 1.0)
         try:
             with saved_bytes(params) as graph:
-                y, leaves, calls = gradients.trace(x[:1])
-            plain = functional_call(self.net, leaves, (x[:1],))
-            pair = functional_call(self.net, params, (x[:2],)).detach()
+                y, leaves, calls = gradients.trace(sample)
+            plain = functional_call(self.net, leaves, (sample,))
+            pair = functional_call(self.net, params, (torch.cat([sample, x[:1]]),)).detach()
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
-        if y.ndim != 2 or len(y) != 1 or len(pair) != len(x[:2]):
+        if y.ndim != 2 or len(y) != 1 or len(pair) != 2:
             raise InputError(
                 f"the network maps {len(pair)} samples to {tuple(pair.shape)}, but must give (samples, k)."
             )

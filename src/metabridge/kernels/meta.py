@@ -46,13 +46,15 @@ def adaptation(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
 
 
 def decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
-    """e^{−sM}, what is left of a residual after `time` s of gradient flow; I − M T.
+    """I − M T, what is left of a residual after `time` s of gradient flow: e^{−sM} without a ridge.
 
     >>> decay(torch.eye(1), time=math.log(2))
     tensor([[0.5000]])
     """
     values, vectors = _modes(gram, ridge)
     left = torch.zeros_like(values) if math.isinf(time) else torch.exp(-time * values)
+    if ridge:
+        left = left + ridge * (1 - left) / values
     return (vectors * left[..., None, :]) @ vectors.mT
 
 

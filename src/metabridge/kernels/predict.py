@@ -126,8 +126,8 @@ class FittedKernel:
         else:
             self.points = episodes.support_x
             time = learner.inner_time if learner.method == "anil" else 0.0
-            self.left = meta.decay(meta.own_grams(self.kernel, self.points, "head"), time)
-            target = self.left @ _targets(episodes, episodes.support_y)  # Y − G_s(X, X, Y) = e^{−sK}Y
+            self.left = meta.decay(meta.own_grams(self.kernel, self.points, "head"), time, learner.inner_ridge)
+            target = self.left @ _targets(episodes, episodes.support_y)  # Y − G_s(X, X, Y)
         self.solution = self._solve(target.flatten(0, 1))
         weights = self.left.mT @ self.solution.values.unflatten(0, target.shape[:2])
         self.weights = weights.flatten(0, 1)  # RᵀΦ⁻¹(Y − G), one for every training point
@@ -215,7 +215,7 @@ class FittedKernel:
             return Solution(meta.adaptation(self.matrix, learner.outer_time, learner.ridge) @ target, 0.0)
         if learner.ridge == 0:
             self._refuse_duplicates()
-        if 3 * 8 * len(target) * self.points.shape[0] * self.points.shape[1] <= learner.memory:
+        if 3 * 8 * (self.points.shape[0] * self.points.shape[1]) ** 2 <= learner.memory:
             return cholesky_solve(self.matrix, target, learner.ridge)
         own = self.left @ meta.own_grams(self.kernel, self.points, "all") @ self.left.mT
         own.diagonal(dim1=-2, dim2=-1).add_(learner.ridge)

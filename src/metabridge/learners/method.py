@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from metabridge.models.network import Params
 Adapts = Literal["all", "head", "none"]
 Outer = Literal["exact", "first-order", "implicit", "displacement", "plain"]
 TestHead = heads.LogisticRegression | heads.SVM | heads.Ridge | heads.NearestCentroid
+TESTS = (GradientDescent, Proximal, *get_args(TestHead))
 Head = Literal["learned", "frozen", "solved", "task-rows", "all-rows"]
 
 # Which outer gradients a solver admits.
@@ -62,8 +63,19 @@ class Method:
     regulariser: Callable[[Params], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.adapts not in ("all", "head", "none"):
-            raise InputError(f"adapts is {self.adapts!r}, but must be 'all', 'head' or 'none'.")
+        for name, kinds in (("adapts", Adapts), ("head", Head)):
+            if getattr(self, name) not in get_args(kinds):
+                wanted = ", ".join(map(repr, get_args(kinds)))
+                raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {wanted}.")
+        if not isinstance(self.split, bool):
+            raise InputError(f"split is {self.split!r}, but must be true or false.")
+        for name in ("loss", "regulariser"):
+            value = getattr(self, name)
+            if not (callable(value) or (value is None and name == "regulariser")):
+                raise InputError(f"{name} is {value!r}, but must be a function.")
+        if self.test is not None and not isinstance(self.test, TESTS):
+            wanted = ", ".join(kind.__name__ for kind in TESTS)
+            raise InputError(f"test is {self.test!r}, but must be one of {wanted}, or the name of a head: svm.")
         solver = "no inner solver" if self.inner is None else type(self.inner).__name__
         if (self.adapts == "none") != (self.inner is None):
             raise InputError(
@@ -168,6 +180,8 @@ def method(name: str, **options: object) -> Method:
     own = {field.name for field in fields(Method)}
     # A method that adapts at test time alone takes the options of that adaptation.
     place = "inner" if preset.inner is not None else "test"
+    if isinstance(options.get("test"), str):
+        options["test"] = named_head(str(options["test"]))
     solver: Any = options.get(place) or getattr(preset, place)
     inner = {field.name for field in fields(solver)}
     for option in options:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 from metabridge.models.network import Network, recorded, seeded
 from metabridge.models.norm import BatchNorm, Statistics
 
@@ -28,6 +28,7 @@ def conv4(
     """
     if size < 16:
         raise InputError(f"size is {size}, but four poolings need images of at least 16×16 pixels. Use mlp below that.")
+    check_count("filters", filters)
     blocks: list[nn.Module] = []
     with seeded(seed):
         for inputs in (channels, filters, filters, filters):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 from metabridge.models.network import Network, recorded, seeded
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -45,8 +45,8 @@ def mlp(
     >>> mlp(784, 5, width=64).head
     Linear(in_features=64, out_features=5, bias=True)
     """
-    if depth < 1:
-        raise InputError(f"depth is {depth}, but features need at least one hidden layer. Use depth=1 or more.")
+    check_count("depth", depth)
+    check_count("width", width)
     layers: list[nn.Module] = [nn.Flatten()]
     with seeded(seed):
         for layer in range(depth):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 from metabridge.models.drop import Drop
 from metabridge.models.fusible import fusible
 from metabridge.models.network import Network, recorded, seeded
@@ -40,6 +40,8 @@ def resnet12(
     """
     if size < 16:
         raise InputError(f"size is {size}, but four poolings need images of at least 16×16 pixels. Use mlp below that.")
+    for width in widths:
+        check_count("widths", width)
     block_size = 5 if size >= 64 else 2
     blocks: list[nn.Module] = []
     with seeded(seed):

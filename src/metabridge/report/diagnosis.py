@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from metabridge.diagnose import Diagnosis
 from metabridge.files import make_folder, write_whole
@@ -45,6 +46,7 @@ def hardness(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         axes.hist([10**values for values in own], (10**edges).tolist(), stacked=True, color=colours, label=labels)
         axes.set(xscale="log", xlabel="rate of gradient descent: harder to the left", ylabel="tasks")
         plain_numbers(axes.xaxis)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(visible=False, axis="x")
         figure.legend(loc="outside upper center", ncols=2)
     return figure
@@ -98,7 +100,8 @@ def gain(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
                     axes.errorbar(spent[name], mean, margin, fmt=marker, color=colour, capsize=3)
             axes.set(ylabel=f"{alone.metric} of the kernels of wide nets")
         for axes in (first, *others):
-            axes.set(xscale="log", xlabel="gradients for each training task", xlim=(0.8, 2 * max(spent.values())))
+            axes.set(xscale="log", xlim=(0.8, 2 * max(spent.values())))
+            axes.set_xlabel("gradients for each training task\n(methods of nearly one cost are set apart)")
             plain_numbers(axes.xaxis)
         figure.legend(loc="outside upper center", ncols=5)
     return figure

@@ -84,6 +84,8 @@ class Search:
             raise InputError(f"kernel is {self.kernel!r}, but must be one of {', '.join(get_args(Guide))}.")
         for name in ("channels", "tasks", "ways", "shots", "queries", "repeats", "inputs"):
             check_count(name, getattr(self, name))
+        if self.cells < 3:
+            raise InputError(f"cells is {self.cells}, but two of them reduce, so a network has 3 or more.")
         self.conditioning  # noqa: B018  (checks time and ridge)
         if not self.operators:
             raise InputError(f"operators is empty, but a search needs some. Use some of {', '.join(OPERATORS)}.")
@@ -119,7 +121,7 @@ class Search:
         try:
             architecture = self._architecture(Proxies(self, images.to(device), device, way), journal, until, progress)
         finally:
-            journal.add_seconds(time.perf_counter() - start)
+            journal.note_time()
         if out is not None:
             architecture.save(Path(out) / "architecture.json")
         troubled = sum(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,7 +134,7 @@ class Journal:
 
     def __init__(self, file: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
         self.known: dict[tuple[int, int, Removal], Scores] = {}
-        self.file, self.seconds = file, 0.0
+        self.file, self.seconds, self._since = file, 0.0, time.perf_counter()
         self.on_score: Callable[[int, int], None] = lambda number, count: None
         self._closed: set[int] = set()
         if file is not None:
@@ -156,14 +157,19 @@ class Journal:
         if number not in self._closed:
             self._closed.add(number)
             self._write({"round": number, "gone": gone})
+            self.note_time()
 
-    def add_seconds(self, seconds: float) -> None:
-        """Note how long a run of the search took."""
+    def note_time(self) -> None:
+        """Note how long the search took since this was noted, so that a kill loses no more than a round's."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
         self.seconds += seconds
         self._write({"seconds": seconds})
 
     def _open(self, file: Path, settings: dict[str, Any]) -> None:
         lines = list(_lines(file)) if file.exists() else []
+        if not any("round" in line for line in lines):  # nothing was measured before it failed
+            lines = []
         if lines and lines[0].get("settings") != settings:
             before = lines[0].get("settings") or {}
             other = next((name for name in {**before, **settings} if before.get(name) != settings.get(name)), "it")

@@ -51,7 +51,7 @@ class RunFolder:
     def begin(self, settings: dict[str, Any]) -> None:
         """Write the settings, or check that a run begun here has the same."""
         settings = json.loads(json.dumps({"version": VERSION} | settings))  # tuples become lists, as they do on disk
-        if not self.started:
+        if not (self.started and (self.path / "state.safetensors").exists()):  # or nothing was trained before it failed
             make_folder(self.path)
             text = json.dumps(settings, indent=2, ensure_ascii=False)
             write_whole(self.path / "settings.json", f"{text}\n".encode())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -145,6 +148,29 @@ def in_turns(
                     left.callback(turn.save)
 
 
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Let a first Ctrl-C wait for the end of what is inside; a second one does not wait."""
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if asked:
+        raise KeyboardInterrupt
+
+
 class _Turn:
     """One of the trainings, its bar, and its stream where there are several."""
 
@@ -162,7 +188,7 @@ class _Turn:
         self._shown = bar.add_task(name, total=loop.settings.iterations, completed=loop.iteration, told="")
 
     def step(self) -> None:
-        with torch.cuda.stream(self._stream):
+        with unbroken(), torch.cuda.stream(self._stream):
             judged = self.fitting.step()
         loop, bar = self.fitting.loop, self._bar
         bar.update(self._shown, completed=loop.iteration)

@@ -70,6 +70,8 @@ def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
     """
     if isinstance(X, str | Path | bytes):
         raise InputError(f"X is {X!r}, but must be a list of images. For a single one use [{X!r}].")
+    if isinstance(X, np.ndarray) and X.ndim == 3 and X.shape[2] in (3, 4):
+        raise InputError(f"X is one array of shape {X.shape}, which looks like a single image in colour. Use X[None].")
     images = list(X)
     if not images:
         raise InputError("X holds no images. Give at least one.")

@@ -1,0 +1,114 @@
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from metabridge.environments import LabelledImages
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.models.cells import supernet
+from metabridge.search import Alive, candidates
+from metabridge.search.candidates import Candidates
+from metabridge.search.metantk import Proxies, Search, TimeUpError
+from metabridge.search.proxies import Conditioning, Score
+from metabridge.search.prune import Scores, importance
+from search.test_prune import FIRST, SECOND, THIRD, choice, few, thinned
+
+DRAWS = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))  # seeds, rounds and repeats
+
+
+@pytest.mark.parametrize("kernel", ["maml", "anil", "ntk"])
+def test_a_search_hands_on_its_kernel_time_and_ridge(kernel: str) -> None:
+    assert Search(kernel, time=2.0, ridge=0.5).conditioning == Conditioning(kernel, 2.0, 0.5)
+
+
+def test_images_of_other_splits_are_not_seen(glyphs: LabelledImages) -> None:
+    turned = replace(glyphs, images=glyphs.images.flip(0), labels=glyphs.labels.flip(0))  # training images come last
+    train = torch.isin(turned.labels, turned.splits["train"]).view(-1, 1, 1, 1)
+    blank = replace(turned, images=turned.images * train)
+    scores = [dict(Proxies(few(inputs=500), images)(0, 0, thinned(), [None])) for images in (turned, blank)]
+    assert scores[0] == scores[1]
+
+
+def two_of_each() -> LabelledImages:
+    """Two classes of two images, so that a task of two ways has all of them, in some order."""
+    return LabelledImages(
+        images=torch.randint(256, (4, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8),
+        labels=torch.tensor([0, 0, 1, 1]),
+        class_names=("a", "b"),
+        superclasses=torch.zeros(2, dtype=torch.int64),
+        superclass_names=("all",),
+        splits={"train": torch.arange(2)},
+    )
+
+
+def test_seeds_rounds_and_repeats_have_weights_of_their_own() -> None:
+    found = []
+    for seed, number, repeat in DRAWS:
+        ((_, scores),) = Proxies(few("ntk", tasks=1, seed=seed), two_of_each())(number, repeat, thinned(), [None])
+        found.append(scores.condition.value)
+    assert all(one != pytest.approx(other, rel=0.01) for one, other in itertools.combinations(found, 2))
+
+
+def test_seeds_rounds_and_repeats_have_tasks_of_their_own(glyphs: LabelledImages) -> None:
+    class Noted:
+        """Tasks of the glyphs, of which the supports are kept."""
+
+        def __init__(self, proxies: Proxies) -> None:
+            self.environment, self.rows = proxies.environment, proxies.environment.rows
+
+        def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
+            drawn = self.environment.sample(tasks, generator)
+            supports.append(drawn.support_x)
+            return drawn
+
+    supports: list[Tensor] = []
+    for seed, number, repeat in DRAWS:
+        proxies = Proxies(few("none", seed=seed), glyphs)
+        proxies.environment = Noted(proxies)
+        list(proxies(number, repeat, thinned(), [None]))
+    assert len(supports) == len(DRAWS)
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(supports, 2))
+
+
+def test_a_search_of_other_images_is_refused(glyphs: LabelledImages, tmp_path: Path) -> None:
+    search = few("none", operators=("skip",))
+    with pytest.raises(TimeUpError):
+        search.run(replace(glyphs, source={"name": "one"}), out=tmp_path, minutes=0, progress=False)
+    with pytest.raises(InputError, match="a search with data="):
+        search.run(replace(glyphs, source={"name": "another"}), out=tmp_path, progress=False)
+
+
+def test_networks_in_trouble_are_counted(glyphs: LabelledImages) -> None:
+    black = replace(glyphs, images=torch.zeros_like(glyphs.images))  # no kernel tells their tasks apart
+    by_kernel, by_regions = (few(kernel, operators=("skip",)).run(black, progress=False) for kernel in ("ntk", "none"))
+    assert by_kernel.troubled == by_kernel.measured > 0
+    assert by_regions.troubled == 0 < by_regions.measured
+
+
+def test_a_whole_that_cannot_be_told_counts_as_the_median() -> None:
+    def conditions(*values: float) -> list[Scores]:
+        return [Scores(Score(value), None) for value in values]
+
+    ranks = importance(
+        {
+            None: conditions(math.inf, 1.0),
+            choice(FIRST): conditions(1.0, 4.5),  # the sums of what is left, relative to 3 and 1: 4.83,
+            choice(SECOND): conditions(3.0, 4.0),  # 5,
+            choice(THIRD): conditions(9.0, 1.0),  # and 4
+        }
+    )
+    assert ranks == {choice(FIRST): 1, choice(SECOND): 2, choice(THIRD): 0}
+
+
+def test_a_kernel_summed_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, removals = Alive.full(("skip", "conv_3x3")), [None, ("normal", 0, "skip")]
+    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    whole = dict(Candidates(net, alive, x, side_by_side=2).grams(removals))
+    monkeypatch.setattr(candidates, "AT_ONCE", 100)
+    for removal, parts in Candidates(net, alive, x, side_by_side=2).grams(removals):
+        torch.testing.assert_close(parts.ntk, whole[removal].ntk, rtol=1e-9, atol=1e-12)
