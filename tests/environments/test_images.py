@@ -155,12 +155,14 @@ def test_images_come_out_as_float_between_zero_and_one(data):
         (
             {"shots": 1, "queries": 15},
             "class 'class11' has 5 images, but 1 shot + 15 queries need 16. "
-            "Use queries=4 or fewer, or leave out classes with fewer than 16 images (min_images=16).",
+            "Use queries=4 or fewer, or leave out classes with fewer than 16 images (min_images=16, on the "
+            "command line --min-images 16).",
         ),
         (
             {"shots": 5, "queries": 1},
             "class 'class11' has 5 images, but 5 shots + 1 query need 6. "
-            "Use fewer shots, or leave out classes with fewer than 6 images (min_images=6).",
+            "Use fewer shots, or leave out classes with fewer than 6 images (min_images=6, on the command "
+            "line --min-images 6).",
         ),
     ],
 )

@@ -141,6 +141,10 @@ def advise(
         f"gradient descent is {faster:.2g} times as fast on easy tasks as on hard ones"
         + ("" if faster >= DISTINCT else ", so that little tells them apart"),
     ]
+    if not ratio.bounded:
+        reasons.append(
+            "some of these tasks leave no risk after adaptation that noise could not make: sample more tasks"
+        )
     if prediction.left > SLOW:
         reasons.append(
             f"after a step {100 * prediction.left:.0f} % of what the features can explain is still to be learnt: "

@@ -23,6 +23,7 @@ from metabridge.theory.landscape import (
 
 FEWEST = 5  # tasks of a group
 REPEATS = 200  # of the bootstrap
+UNBOUNDED = 1e4
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,15 @@ class Interval:
 
         >>> Interval(2.0, 1.5, 2.75).told()
         '2.00 (1.50 to 2.75)'
+        >>> Interval(2.0, 1.5, 3e7).told()
+        '2.00 (1.50 and more)'
         """
-        return f"{self.value:#.3g} ({self.low:#.3g} to {self.high:#.3g})"
+        return f"{self.value:#.3g} ({self.low:#.3g} {f'to {self.high:#.3g}' if self.bounded else 'and more'})"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it says how large the number is at most, and is no quotient by what may be zero."""
+        return self.high < UNBOUNDED
 
     def percent(self) -> str:
         """Say a share in percent.
