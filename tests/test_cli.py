@@ -116,12 +116,12 @@ def test_parts_and_minutes_are_refused_by_an_experiment_that_is_done_as_a_whole(
         assert f"{option[0]} is given, but glyphs is done as a whole" in complained
 
 
-def test_experiments_in_parts_are_those_whose_trainings_can_be_stopped(monkeypatch, tmp_path):
-    """Each one refuses a part that it has not, before it computes anything; nas-ranks has minutes alone."""
+def test_experiments_in_parts_are_those_whose_trainings_can_be_stopped(tmp_path):
+    """Each one refuses a part that it has not, before it computes anything."""
     from metabridge.experiments import EXPERIMENTS, IN_PARTS, Work, experiment
 
     for name in EXPERIMENTS:
-        if name in IN_PARTS - {"nas-ranks"}:
+        if name in IN_PARTS:
             with pytest.raises(InputError, match="only names no such part"):
                 experiment(name).run(Work("quick", out=tmp_path, only=("no such part",)))
 

@@ -10,38 +10,16 @@ import pytest
 import torch
 
 from metabridge import InputError
-from metabridge.environments import LabelledImages
-from metabridge.experiments import Work, experiment, nas, nas_fig2, nas_ranks, nas_table1, nas_table2, trials
-from metabridge.experiments.nas import METANTK, RANDOM, REGIONS, Scale
+from metabridge.experiments import Work, experiment, nas, nas_fig2, nas_ranks, nas_table1, nas_table2
+from metabridge.experiments.nas import METANTK, RANDOM, REGIONS
 from metabridge.experiments.nas_ranks import Judged, correlation
-from metabridge.experiments.result import Environment, Result
-from metabridge.experiments.trials import Measured, Record
+from metabridge.experiments.result import Result
 from metabridge.search import OPERATORS, random_architecture
 from metabridge.search.metantk import Proxies, Search
 from metabridge.training.plan import Plan
+from small_searches import SEARCH, few, record, shrink, tiny
 
 NAMES = ("nas-table1", "nas-table2", "nas-fig2")
-SEARCH = Search(channels=2, tasks=1, ways=2, repeats=1, inputs=20, operators=("skip",))
-
-
-def few(images: LabelledImages) -> LabelledImages:
-    """Few classes, and the middle of the pictures."""
-    splits = {split: members[:6] for split, members in images.splits.items()}
-    return replace(images, images=images.images[..., 6:22, 6:22], splits=splits)
-
-
-def tiny() -> Scale:
-    """One search is of 19 networks, and one training of a single step."""
-    quick = nas.SCALES["quick"]
-    plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch=8)
-    plan = replace(plan, model_options={**plan.model_options, "widths": [4, 4, 8, 8]})
-    return replace(quick, search=SEARCH, plan=plan, tasks=2, looks=())
-
-
-def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
-    patch.setitem(nas.SCALES, "quick", tiny())
-    patch.setattr(nas, "images", lambda work, size: few(glyphs))
-    patch.setattr(trials, "PENALTIES", (1.0,))
 
 
 @pytest.fixture
@@ -96,10 +74,10 @@ def test_both_tables_share_the_searches_that_are_the_same(small, out):
 
 def test_what_is_trained_is_what_was_found(small, out):
     outcome = experiment("nas-table2").run(Work("quick", out=out, progress=False))
-    for label, record in outcome.trainings.items():
+    for label, trained in outcome.trainings.items():
         finding = outcome.findings[label]
-        assert record.parameters == finding.parameters
-        assert nas.Architecture.from_plain(record.plan["model_options"]["architecture"]) == finding.architecture
+        assert trained.parameters == finding.parameters
+        assert nas.Architecture.from_plain(trained.plan["model_options"]["architecture"]) == finding.architecture
     for seed in (0, 1):
         drawn = random_architecture(torch.Generator().manual_seed(seed), SEARCH.operators)
         assert outcome.findings[f"random-5-{seed}"].architecture == drawn
@@ -165,13 +143,6 @@ def test_random_cells_have_in_common_what_chance_says():
 def test_cells_have_everything_in_common_with_themselves():
     architecture = random_architecture(torch.Generator().manual_seed(0))
     assert nas_fig2.in_common(architecture, architecture) == (100, 100)
-
-
-def record(accuracy: float) -> Record:
-    scores = tuple(
-        Measured(split, shots, accuracy, 0.01, 10, 0.1) for split in ("validation", "test") for shots in (1, 5)
-    )
-    return Record("", {}, "none", Environment("abacus", "0", "0", None), 1.0, 2, 3, (), scores, None)
 
 
 @pytest.mark.parametrize(("published", "agrees"), [(73.0, True), (73.6, False)])

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.test_nas import SEARCH, few, record, shrink
 from metabridge.environments import LabelledImages
 from metabridge.experiments import (
     Work,
@@ -21,15 +20,14 @@ from metabridge.experiments import (
 from metabridge.experiments.landscape import Asked, Training, trained
 from metabridge.experiments.nas import DEEP, METANTK, Finding
 from metabridge.experiments.nas_ranks import Judged, correlation, judge
-from metabridge.experiments.result import Environment
 from metabridge.search import random_architecture
 from metabridge.search.metantk import score_model
 from metabridge.training import evaluate, load
 from metabridge.training.checkpoint import RunFolder
 from metabridge.training.evaluate import Score
 from metabridge.training.plan import Plan
+from small_searches import MACHINE, SEARCH, few, record, shrink
 
-MACHINE = Environment("abacus", "0", "0", None)
 BRIEF = Plan("mtl", batch=1, iterations=1, validate_every=1, validate_tasks=2)
 DRAWN = random_architecture(torch.Generator().manual_seed(0))
 FOUND = Finding("", {}, MACHINE, 90.0, DRAWN, 2_000_000, 5, 0)

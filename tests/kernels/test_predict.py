@@ -12,6 +12,7 @@ from metabridge.kernels import (
     AnalyticKernel,
     KernelLearner,
     fully_connected,
+    mtl_kernel,
     predict_anil,
     predict_maml,
     predict_mtl,
@@ -242,3 +243,35 @@ def test_an_inner_ridge_counts_in_training_too(small):
         KernelLearner(KERNEL, "anil", inner_time=0.3, inner_ridge=ridge).fit(train) for ridge in (0.0, 1.0)
     )
     assert not torch.allclose(plain.matrix, ridged.matrix)
+
+
+@pytest.mark.parametrize(("name", "times"), TWINS)
+def test_without_room_for_the_matrix_the_ridge_counts_too(small, name, times):
+    train, test = small
+    whole, part = (KernelLearner(KERNEL, name, **times, ridge=0.3, memory=memory).fit(train) for memory in (2**32, 1))
+    assert "matrix" not in vars(part)
+    torch.testing.assert_close(part.predict(test), whole.predict(test), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "times"), TWINS)
+def test_a_long_training_with_a_ridge_ends_as_one_to_the_end(small, name, times):
+    train, test = small
+    long, ended = (
+        KernelLearner(KERNEL, name, **times, outer_time=outer, ridge=0.3).fit(train).predict(test)
+        for outer in (1e9, math.inf)
+    )
+    torch.testing.assert_close(long, ended, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "times"), TWINS)
+def test_the_condition_number_is_that_of_the_matrix_with_its_ridge(small, name, times):
+    fitted = KernelLearner(KERNEL, name, **times, ridge=0.3).fit(small[0])
+    values = torch.linalg.eigvalsh(fitted.matrix) + 0.3
+    assert fitted.condition_number() == pytest.approx(float(values[-1] / values[0]))
+
+
+def test_the_matrix_of_independent_heads_is_their_kernel(small):
+    train = small[0]
+    fitted = KernelLearner(KERNEL, "mtl", heads="independent").fit(train)
+    wanted = mtl_kernel(KERNEL, train.without_split().support_x, "independent")
+    torch.testing.assert_close(fitted.matrix, wanted)

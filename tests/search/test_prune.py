@@ -15,6 +15,7 @@ from metabridge.search.metantk import Proxies, Search, TimeUpError
 from metabridge.search.proxies import Score
 from metabridge.search.prune import Journal, Removal, Scores, evaluations, importance, prune
 from metabridge.threads import over_threads
+from small_searches import on_first_edge, small_search, thinned
 
 FIRST, SECOND, THIRD = OPERATORS[:3]
 
@@ -37,7 +38,7 @@ class Toy:
                 raise KeyboardInterrupt
             self.left -= 1
             self.asked.append((number, repeat, removal))
-            left = alive if removal is None else alive.without(*removal)
+            left = alive.after(removal)
             total = sum(self.worth(*choice) for choice in left.choices)
             yield removal, Scores(Score((1 + repeat) * (2000 - total)), Score(1000 + total))
 
@@ -118,18 +119,14 @@ def scored(*pairs: tuple[float, float]) -> list[Scores]:
     return [Scores(Score(condition), Score(regions)) for condition, regions in pairs]
 
 
-def choice(operator: str) -> tuple[str, int, str]:
-    return ("normal", 0, operator)
-
-
 def test_importance_is_the_sum_of_two_ranks() -> None:
     found = {
         None: scored((10, 100)),
-        choice(FIRST): scored((5, 90)),  # without it the kernel is best, the regions fewest
-        choice(SECOND): scored((8, 120)),
-        choice(THIRD): scored((20, 110)),
+        on_first_edge(FIRST): scored((5, 90)),  # without it the kernel is best, the regions fewest
+        on_first_edge(SECOND): scored((8, 120)),
+        on_first_edge(THIRD): scored((20, 110)),
     }
-    assert importance(found) == {choice(FIRST): 0 + 2, choice(SECOND): 1 + 0, choice(THIRD): 2 + 1}
+    assert importance(found) == {on_first_edge(FIRST): 0 + 2, on_first_edge(SECOND): 1 + 0, on_first_edge(THIRD): 2 + 1}
 
 
 def test_equals_share_a_rank_and_the_first_of_them_goes() -> None:
@@ -146,39 +143,39 @@ def test_equals_share_a_rank_and_the_first_of_them_goes() -> None:
 def test_every_repeat_counts_alike_whatever_its_scale() -> None:
     found = {
         None: scored((1e6, 1), (1, 1), (1, 1)),
-        choice(FIRST): scored((0.9e6, 1), (2, 1), (2, 1)),
-        choice(SECOND): scored((1.1e6, 1), (1, 1), (1, 1)),
+        on_first_edge(FIRST): scored((0.9e6, 1), (2, 1), (2, 1)),
+        on_first_edge(SECOND): scored((1.1e6, 1), (1, 1), (1, 1)),
     }
     ranks = importance(found)
-    assert ranks[choice(SECOND)] < ranks[choice(FIRST)]
+    assert ranks[on_first_edge(SECOND)] < ranks[on_first_edge(FIRST)]
 
 
 @pytest.mark.parametrize("trouble", [Score(math.nan), Score(math.inf), Score(3.0, "lost in rounding")])
 def test_a_network_that_cannot_be_told_is_worse_than_any_other(trouble: Score) -> None:
     found = {
         None: [Scores(Score(1.0), None)] * 2,
-        choice(FIRST): [Scores(trouble, None), Scores(Score(0.1), None)],
-        choice(SECOND): [Scores(Score(1e300), None)] * 2,
-        choice(THIRD): [Scores(Score(2.0), None)] * 2,
+        on_first_edge(FIRST): [Scores(trouble, None), Scores(Score(0.1), None)],
+        on_first_edge(SECOND): [Scores(Score(1e300), None)] * 2,
+        on_first_edge(THIRD): [Scores(Score(2.0), None)] * 2,
     }
     ranks = importance(found)
-    assert ranks[choice(THIRD)] < ranks[choice(SECOND)] < ranks[choice(FIRST)]
+    assert ranks[on_first_edge(THIRD)] < ranks[on_first_edge(SECOND)] < ranks[on_first_edge(FIRST)]
 
 
 def test_where_the_whole_cannot_be_told_the_rest_is_still_ranked() -> None:
     found = {
         None: [Scores(Score(math.inf), None)],
-        choice(FIRST): [Scores(Score(math.inf), None)],
-        choice(SECOND): [Scores(Score(7.0), None)],
-        choice(THIRD): [Scores(Score(5.0), None)],
+        on_first_edge(FIRST): [Scores(Score(math.inf), None)],
+        on_first_edge(SECOND): [Scores(Score(7.0), None)],
+        on_first_edge(THIRD): [Scores(Score(5.0), None)],
     }
-    assert importance(found) == {choice(FIRST): 2, choice(SECOND): 1, choice(THIRD): 0}
+    assert importance(found) == {on_first_edge(FIRST): 2, on_first_edge(SECOND): 1, on_first_edge(THIRD): 0}
 
 
 def test_troubles_survive_the_journal(tmp_path: Path) -> None:
     file = tmp_path / "search.jsonl"
     scores = Scores(Score(math.inf, "lost in rounding"), None)
-    Journal(file, {}).add(0, 0, choice(FIRST), scores)
+    Journal(file, {}).add(0, 0, on_first_edge(FIRST), scores)
     (known,) = Journal(file, {}).known.values()
     assert known.condition is not None
     assert known.condition.trouble == "lost in rounding"
@@ -186,21 +183,11 @@ def test_troubles_survive_the_journal(tmp_path: Path) -> None:
     assert json.loads(file.read_text().splitlines()[1])["condition"] is None  # JSON has no infinity
 
 
-def few(kernel: str = "maml", **options: object) -> Search:
-    small = {"cells": 3, "channels": 2, "tasks": 2, "ways": 2, "repeats": 1, "inputs": 20}
-    return Search(kernel, **{**small, **options})
-
-
-def thinned() -> Alive:
-    edges = tuple(frozenset(OPERATORS[place % 7] for place in (edge, edge + 1)) for edge in range(len(EDGES)))
-    return Alive(edges, edges)
-
-
 @pytest.mark.parametrize("kernel", ["maml", "none"])
 def test_fast_and_reference_proxies_are_the_same(glyphs: LabelledImages, kernel: str) -> None:
     alive, removals = thinned(), [None, ("normal", 2, "skip"), ("reduction", 0, "avg_pool_3x3")]
     fast, reference = (
-        dict(Proxies(few(kernel), glyphs, way=way)(1, 0, alive, removals)) for way in ("fast", "reference")
+        dict(Proxies(small_search(kernel), glyphs, way=way)(1, 0, alive, removals)) for way in ("fast", "reference")
     )
     assert fast.keys() == reference.keys() == set(removals)
     for removal in removals:
@@ -212,7 +199,7 @@ def test_fast_and_reference_proxies_are_the_same(glyphs: LabelledImages, kernel:
 
 
 def test_rounds_and_repeats_have_weights_and_images_of_their_own(glyphs: LabelledImages) -> None:
-    proxies = Proxies(few(), glyphs)
+    proxies = Proxies(small_search(), glyphs)
     values = []
     for number, repeat in ((0, 0), (0, 1), (1, 0), (0, 0)):
         ((_, scores),) = proxies(number, repeat, thinned(), [None])
@@ -222,14 +209,14 @@ def test_rounds_and_repeats_have_weights_and_images_of_their_own(glyphs: Labelle
 
 
 def test_random_cells_follow_the_seed(glyphs: LabelledImages) -> None:
-    first, again, other = (few("random", seed=seed).run(glyphs).architecture for seed in (0, 0, 1))
+    first, again, other = (small_search("random", seed=seed).run(glyphs).architecture for seed in (0, 0, 1))
     assert first == again != other
 
 
 def test_a_search_leaves_its_architecture_and_log_and_goes_on_when_its_time_was_up(
     glyphs: LabelledImages, tmp_path: Path
 ) -> None:
-    search = few("none", operators=("skip", "conv_3x3"))
+    search = small_search("none", operators=("skip", "conv_3x3"))
     with pytest.raises(TimeUpError, match="goes on where it stopped"):
         search.run(glyphs, out=tmp_path, minutes=0, progress=False)
     assert not (tmp_path / "architecture.json").exists()
@@ -280,7 +267,7 @@ def test_score_command_tells_all_proxies(
     metabridge: Callable[..., tuple[int, str, str]], glyphs: LabelledImages, tmp_path: Path, model: str
 ) -> None:
     if model != "conv4":
-        model = str(few("random").run(glyphs).architecture.save(tmp_path / model))
+        model = str(small_search("random").run(glyphs).architecture.save(tmp_path / model))
     few_options = ("--tasks", 2, "--ways", 2, "--repeats", 2, "--inputs", 20, "--cells", 3, "--channels", 4)
     status, _, _ = metabridge("score", "--model", model, *few_options, "--json", tmp_path / "scores.json")
     assert status == 0

@@ -11,13 +11,14 @@ from metabridge.environments import LabelledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.models.cells import supernet
-from metabridge.search import Alive, candidates
+from metabridge.search import OPERATORS, Alive, candidates
 from metabridge.search.candidates import Candidates
 from metabridge.search.metantk import Proxies, Search, TimeUpError
 from metabridge.search.proxies import Conditioning, Score
 from metabridge.search.prune import Scores, importance
-from search.test_prune import FIRST, SECOND, THIRD, choice, few, thinned
+from small_searches import on_first_edge, small_search, thinned
 
+FIRST, SECOND, THIRD = OPERATORS[:3]
 DRAWS = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))  # seeds, rounds and repeats
 
 
@@ -30,7 +31,7 @@ def test_images_of_other_splits_are_not_seen(glyphs: LabelledImages) -> None:
     turned = replace(glyphs, images=glyphs.images.flip(0), labels=glyphs.labels.flip(0))  # training images come last
     train = torch.isin(turned.labels, turned.splits["train"]).view(-1, 1, 1, 1)
     blank = replace(turned, images=turned.images * train)
-    scores = [dict(Proxies(few(inputs=500), images)(0, 0, thinned(), [None])) for images in (turned, blank)]
+    scores = [dict(Proxies(small_search(inputs=500), images)(0, 0, thinned(), [None])) for images in (turned, blank)]
     assert scores[0] == scores[1]
 
 
@@ -49,7 +50,9 @@ def two_of_each() -> LabelledImages:
 def test_seeds_rounds_and_repeats_have_weights_of_their_own() -> None:
     found = []
     for seed, number, repeat in DRAWS:
-        ((_, scores),) = Proxies(few("ntk", tasks=1, seed=seed), two_of_each())(number, repeat, thinned(), [None])
+        ((_, scores),) = Proxies(small_search("ntk", tasks=1, seed=seed), two_of_each())(
+            number, repeat, thinned(), [None]
+        )
         found.append(scores.condition.value)
     assert all(one != pytest.approx(other, rel=0.01) for one, other in itertools.combinations(found, 2))
 
@@ -68,7 +71,7 @@ def test_seeds_rounds_and_repeats_have_tasks_of_their_own(glyphs: LabelledImages
 
     supports: list[Tensor] = []
     for seed, number, repeat in DRAWS:
-        proxies = Proxies(few("none", seed=seed), glyphs)
+        proxies = Proxies(small_search("none", seed=seed), glyphs)
         proxies.environment = Noted(proxies)
         list(proxies(number, repeat, thinned(), [None]))
     assert len(supports) == len(DRAWS)
@@ -76,7 +79,7 @@ def test_seeds_rounds_and_repeats_have_tasks_of_their_own(glyphs: LabelledImages
 
 
 def test_a_search_of_other_images_is_refused(glyphs: LabelledImages, tmp_path: Path) -> None:
-    search = few("none", operators=("skip",))
+    search = small_search("none", operators=("skip",))
     with pytest.raises(TimeUpError):
         search.run(replace(glyphs, source={"name": "one"}), out=tmp_path, minutes=0, progress=False)
     with pytest.raises(InputError, match="a search with data="):
@@ -85,7 +88,9 @@ def test_a_search_of_other_images_is_refused(glyphs: LabelledImages, tmp_path: P
 
 def test_networks_in_trouble_are_counted(glyphs: LabelledImages) -> None:
     black = replace(glyphs, images=torch.zeros_like(glyphs.images))  # no kernel tells their tasks apart
-    by_kernel, by_regions = (few(kernel, operators=("skip",)).run(black, progress=False) for kernel in ("ntk", "none"))
+    by_kernel, by_regions = (
+        small_search(kernel, operators=("skip",)).run(black, progress=False) for kernel in ("ntk", "none")
+    )
     assert by_kernel.troubled == by_kernel.measured > 0
     assert by_regions.troubled == 0 < by_regions.measured
 
@@ -97,12 +102,12 @@ def test_a_whole_that_cannot_be_told_counts_as_the_median() -> None:
     ranks = importance(
         {
             None: conditions(math.inf, 1.0),
-            choice(FIRST): conditions(1.0, 4.5),  # the sums of what is left, relative to 3 and 1: 4.83,
-            choice(SECOND): conditions(3.0, 4.0),  # 5,
-            choice(THIRD): conditions(9.0, 1.0),  # and 4
+            on_first_edge(FIRST): conditions(1.0, 4.5),  # the sums of what is left, relative to 3 and 1: 4.83,
+            on_first_edge(SECOND): conditions(3.0, 4.0),  # 5,
+            on_first_edge(THIRD): conditions(9.0, 1.0),  # and 4
         }
     )
-    assert ranks == {choice(FIRST): 1, choice(SECOND): 2, choice(THIRD): 0}
+    assert ranks == {on_first_edge(FIRST): 1, on_first_edge(SECOND): 2, on_first_edge(THIRD): 0}
 
 
 def test_a_kernel_summed_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

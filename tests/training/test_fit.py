@@ -6,7 +6,7 @@ import torch
 from cases import flattened
 from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
 from metabridge.models import conv4, mlp, resnet12
-from metabridge.training import Model, fitting
+from metabridge.training import Model, fitting, load
 from metabridge.training.checkpoint import RunFolder
 
 
@@ -259,3 +259,8 @@ def test_impossible_settings_are_refused_before_training(options, sentence):
     with pytest.raises(InputError) as caught:
         fit(mlp(1, 1), method("maml"), Sinusoid(), progress=False, **options)
     assert str(caught.value) == sentence
+
+
+def test_a_run_in_low_precision_is_loaded_on_a_cpu_in_full(tmp_path):
+    fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, precision="bfloat16", out=tmp_path, progress=False)
+    assert load(tmp_path).dtype is None

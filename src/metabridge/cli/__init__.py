@@ -36,9 +36,14 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     if status == INTERRUPTED:
-        resumed = any(word in ("train", "search", "reproduce") for word in sys.argv[1:2])
-        _end(f"interrupted.{' The same command goes on from there.' if resumed else ''}", INTERRUPTED)
+        _end(f"interrupted.{' The same command goes on from there.' if _resumes(sys.argv[1:]) else ''}", INTERRUPTED)
     sys.exit(status)
+
+
+def _resumes(words: list[str]) -> bool:
+    from metabridge.experiments import IN_PARTS
+
+    return words[0] in ("train", "search") or (words[0] == "reproduce" and not IN_PARTS.isdisjoint(words))
 
 
 def _end(message: str, status: int) -> NoReturn:

@@ -143,7 +143,8 @@ def advise(
     ]
     if not ratio.bounded:
         reasons.append(
-            "some of these tasks leave no risk after adaptation that noise could not make: sample more tasks"
+            "the risk that is left after adaptation cannot be told from zero, and so neither can the ratio be bounded: "
+            "sample more tasks"
         )
     if prediction.left > SLOW:
         reasons.append(

@@ -23,7 +23,7 @@ from metabridge.theory.landscape import (
 
 FEWEST = 5  # tasks of a group
 REPEATS = 200  # of the bootstrap
-UNBOUNDED = 1e4
+UNBOUNDED = 1e4  # no ratio of risks is so large, but a quotient by what may be zero is
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether it says how large the number is at most, and is no quotient by what may be zero."""
+        """Whether it says how large the number is at most."""
         return self.high < UNBOUNDED
 
     def percent(self) -> str:

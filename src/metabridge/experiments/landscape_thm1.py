@@ -96,7 +96,6 @@ def _printed(met: Sequence[Preference], share: float) -> str:
 
 def draw_theorem(axes: Axes, checks: Sequence[Check]) -> None:
     """Draw the ratio of gradients at every stationary point against its bound, by rate."""
-
     from metabridge.report.figures import COLOURS, MARKERS, plain_numbers
 
     for check, colour, marker in zip(checks, COLOURS, MARKERS):

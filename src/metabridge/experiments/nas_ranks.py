@@ -137,6 +137,7 @@ class Outcome:
 
 def run(work: Work) -> Outcome:
     """Go on judging architectures until there are enough or the time is up, and correlate."""
+    work.check_only(())
     scale = SCALES[work.scale]
     search, training = replace(scale.search, seed=work.seed), replace(scale.plan, seed=work.seed)
     about = {"data": "glyphs", "search": search.plain(), "training": asdict(training)}

@@ -39,7 +39,8 @@ class Work:
         """Refuse parts to compute that the experiment has not."""
         unknown = sorted(set(self.only) - set(names))
         if unknown:
-            raise InputError(f"only names {', '.join(unknown)}, but the trainings are {', '.join(names)}.")
+            known = f"the trainings are {', '.join(names)}" if names else "this experiment has no parts"
+            raise InputError(f"only names {', '.join(unknown)}, but {known}.")
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,9 @@ class FittedKernel:
 
     Both lemmas have one form. With R_i taking from the gradients of task i's points what its inner loop explains,
     Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ over the points Z, and F = G + R C'(Z, Z_train) Rᵀ Φ⁻¹(Y − G_train). With a split,
-    R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ. Without, R = e^{−sK} in training, and C' = Θ − K
-    since the test head is a new one; for MTL R = I and C = Θ − K between different tasks.
+    R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ. Without, R = I − KT(X) in training,
+    e^{−sK} where there is no inner ridge, and C' = Θ − K since the test head is a new one; for MTL R = I and C = Θ − K
+    between different tasks.
     """
 
     def __init__(self, learner: KernelLearner, episodes: Episodes) -> None:

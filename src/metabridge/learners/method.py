@@ -75,7 +75,7 @@ class Method:
                 raise InputError(f"{name} is {value!r}, but must be a function.")
         if self.test is not None and not isinstance(self.test, TESTS):
             wanted = ", ".join(kind.__name__ for kind in TESTS)
-            raise InputError(f"test is {self.test!r}, but must be one of {wanted}, or the name of a head: svm.")
+            raise InputError(f"test is {self.test!r}, but must be one of {wanted}, or a head's name, such as 'svm'.")
         solver = "no inner solver" if self.inner is None else type(self.inner).__name__
         if (self.adapts == "none") != (self.inner is None):
             raise InputError(
