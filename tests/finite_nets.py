@@ -10,7 +10,7 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
 from metabridge.errors import InputError
-from metabridge.kernels import jacobian
+from metabridge.kernels import stand_ins
 from metabridge.kernels.empirical import Empirical
 from metabridge.kernels.plan import Problem
 from metabridge.models import conv4, estimate_statistics, mlp, resnet12
@@ -116,7 +116,7 @@ def least(kernel: Empirical, x: Tensor) -> int:
     survey, memory = kernel._survey(kernel.part, x, None)[1].survey, 2**10
     while True:
         try:
-            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, jacobian.cached(x)))
+            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, stand_ins.cached(x)))
         except InputError:
             memory += memory // 16
         else:

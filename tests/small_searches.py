@@ -40,11 +40,11 @@ def few(images: LabelledImages) -> LabelledImages:
 
 
 def tiny() -> Scale:
-    """One search is of 19 networks, and one training of a single step."""
+    """One search is of 19 networks, and a training of a single step, or of ten where it is longer."""
     quick = nas.SCALES["quick"]
     plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch=8)
     plan = replace(plan, model_options={**plan.model_options, "widths": [4, 4, 8, 8]})
-    return replace(quick, search=SEARCH, plan=plan, tasks=2, looks=())
+    return replace(quick, search=SEARCH, plan=plan, longer=10, tasks=2, looks=())
 
 
 def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:

@@ -67,7 +67,8 @@ def test_a_table_has_every_published_accuracy_and_claims_nothing_at_the_quick_sc
 
 def test_both_tables_share_the_searches_that_are_the_same(small, out):
     names = [file.name for file in (out / "records").iterdir()]
-    assert len(names) == 5 * 2 * 2 + 1  # five cases with two seeds, each searched and trained, and ResNet-12
+    # five cases with two seeds, each searched and trained; ResNet-12, and one training that is longer
+    assert len(names) == 5 * 2 * 2 + 2
     assert "nas-search-maml-5-0-quick.json" in names
     assert "nas-train-resnet12-0-quick.json" in names
 
@@ -83,6 +84,15 @@ def test_what_is_trained_is_what_was_found(small, out):
         assert outcome.findings[f"random-5-{seed}"].architecture == drawn
 
 
+def test_the_longer_training_is_of_the_first_search_by_the_same_plan_but_its_length(small, out):
+    trained = experiment("nas-table1").run(Work("quick", out=out, progress=False)).trainings
+    usual, longer = trained["maml-5-0"], trained["maml-5-0-longer"]
+    assert longer.plan == {**usual.plan, "iterations": 10, "validate_every": 1}
+    assert (usual.iterations, longer.iterations) == (1, 10)
+    assert usual.plan["model_options"]["drop_rate"] == nas.SCALES["quick"].drop_rate
+    assert "maml-5-1-longer" not in trained
+
+
 def test_only_the_named_part_is_done_and_one_that_was_stopped_goes_on(small, tmp_path):
     found = rows("nas-table2", tmp_path, only=("search-regions-5-1",))
     assert {name.partition(", ")[0] for name in found} == {"regions alone"}
@@ -96,6 +106,10 @@ def test_only_the_named_part_is_done_and_one_that_was_stopped_goes_on(small, tmp
 def test_a_training_without_its_search_is_refused(small, tmp_path):
     with pytest.raises(InputError, match=r"train-maml-5-0 needs a search that is finished. Add search-maml-5-0 to"):
         rows("nas-table1", tmp_path, only=("train-maml-5-0",))
+    with pytest.raises(
+        InputError, match=r"train-maml-5-0-longer needs a search that is finished. Add search-maml-5-0 to"
+    ):
+        rows("nas-table1", tmp_path, only=("train-maml-5-0-longer",))
     with pytest.raises(InputError, match="only names train-ntk-5-0, but the trainings are search-maml-5-0,"):
         rows("nas-table1", tmp_path, only=("train-ntk-5-0",))
 

@@ -78,8 +78,9 @@ def studied(monkeypatch) -> Work:
     """Work whose searches all found the same, and whose trainings gave 70 % in our cases and 60 % in all others."""
     work = Work("quick")
     ours = {label: record(0.7) for case in (METANTK, DEEP) for label in case.labels(work)}
+    ours[nas.longer("maml-5-0")] = record(0.7)
     others = {label: record(0.6) for case in (nas.NTK, nas.REGIONS, nas.RANDOM) for label in case.labels(work)}
-    others[nas.resnet12_label(work)] = record(0.6)
+    others[nas.resnet12(work)] = record(0.6)
     monkeypatch.setattr(nas, "studied", lambda *_, **__: (dict.fromkeys(ours, FOUND), {**ours, **others}))
     return work
 

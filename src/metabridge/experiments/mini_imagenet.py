@@ -78,10 +78,8 @@ PAPER: dict[str, Plan] = {
     "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=10_000, lr=4e-3),
     "maml-5": replace(  # a support of five shots makes every inner step five times as long
         _CONV,
-        method_options={"steps": 3, "lr": 0.05},
-        iterations=16_000,
-        lr=4e-3,
-        batch=8,
+        method_options={"steps": 3, "lr": {"features": 0.02, "head": 0.15}},
+        iterations=11_000,
         queries=8,
         shots=5,
         validate_shots=5,

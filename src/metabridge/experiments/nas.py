@@ -63,7 +63,9 @@ class Scale:
     seeds: int
     search: Search
     plan: Plan
+    longer: int  # steps, of one training
     lr: float  # for stacks of cells
+    drop_rate: float
     tasks: int  # that judge, in validation and in the test
     looks: tuple[Views, ...]
     data: str
@@ -76,7 +78,9 @@ SCALES = {
         seeds=2,
         search=Search(channels=4, tasks=2, ways=3, repeats=1, inputs=100, operators=("skip", "conv_3x3")),
         plan=replace(_RFS["quick"], iterations=8, validate_every=8),
+        longer=20,
         lr=0.1,
+        drop_rate=0.2,
         tasks=40,
         looks=LOOKS[1:2],
         data="glyphs",
@@ -86,7 +90,9 @@ SCALES = {
         seeds=3,
         search=Search(),
         plan=replace(_RFS["paper"], iterations=5000, validate_every=2500),
-        lr=0.08,  # B's 0.02 for 64 images, for four times as many
+        longer=_RFS["paper"].iterations,
+        lr=0.4,  # this and the next chosen in validation, after 1000 steps
+        drop_rate=0.0,
         tasks=2000,
         looks=LOOKS[1:3],  # crops cost the most, and were no better for RFS with ResNet-12
         data="mini-imagenet",
@@ -155,32 +161,42 @@ def _found(work: Work, case: Case, label: str, seed: int) -> Finding | None:
     return finding
 
 
-def studied(work: Work, cases: Iterable[Case], *, resnet: bool = False) -> tuple[dict[str, Finding], dict[str, Record]]:
-    """Search, and train what was found by one schedule, and ResNet-12 by the same if asked for."""
+def studied(
+    work: Work, cases: Iterable[Case], *, further: Iterable[str] = ()
+) -> tuple[dict[str, Finding], dict[str, Record]]:
+    """Search, and train what was found by one schedule, and what is asked for `further`."""
     cases = tuple(cases)
     labels = [label for case in cases for label in case.labels(work)]
-    trained = [*labels, resnet12_label(work)] if resnet else labels
+    trained = [*labels, *further]
     work.check_only([f"search-{label}" for label in labels] + [f"train-{label}" for label in trained])
     found = findings(work, cases)
     for label in labels:
-        if label not in found and f"train-{label}" in work.only:
-            raise InputError(f"train-{label} needs a search that is finished. Add search-{label} to --only.")
+        asked = {f"train-{label}", f"train-{longer(label)}"} & set(work.only)
+        if label not in found and asked:
+            raise InputError(f"{min(asked)} needs a search that is finished. Add search-{label} to --only.")
+    scale = SCALES[work.scale]
     plans = {label: cell_plan(work, finding) for label, finding in found.items()}
-    if resnet:
-        plans[resnet12_label(work)] = replace(SCALES[work.scale].plan, seed=work.seed)
-    return found, trainings(work, plans)
+    plans[resnet12(work)] = replace(scale.plan, seed=work.seed)
+    for label in found:
+        plans[longer(label)] = replace(plans[label], iterations=scale.longer, validate_every=scale.longer // 10)
+    return found, trainings(work, {label: plan for label, plan in plans.items() if label in trained})
 
 
-def resnet12_label(work: Work) -> str:
-    """Return the name of ResNet-12's training, beside those of what was found."""
+def resnet12(work: Work) -> str:
+    """Return the name of ResNet-12's training by the same schedule, beside those of what was found."""
     return f"resnet12-{work.seed}"
+
+
+def longer(label: str) -> str:
+    """Return the name of a longer training of what was found."""
+    return f"{label}-longer"
 
 
 def cell_plan(work: Work, finding: Finding) -> Plan:
     """Return how a network that was found is trained, by the seed that found it."""
     scale, how = SCALES[work.scale], finding.plan
     options = {"architecture": asdict(finding.architecture), "cells": how["cells"], "channels": how["channels"]}
-    options["image_channels"] = scale.image_channels
+    options |= {"image_channels": scale.image_channels, "drop_rate": scale.drop_rate}
     return replace(scale.plan, model="network", model_options=options, lr=scale.lr, seed=how["seed"])
 
 

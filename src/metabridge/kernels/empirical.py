@@ -20,9 +20,10 @@ from torch.func import functional_call
 
 from metabridge.errors import InputError, check_positive, describe
 from metabridge.kernels.gram import Outputs, inner
-from metabridge.kernels.jacobian import Gradients, Rows, cached
+from metabridge.kernels.jacobian import Gradients, Rows
 from metabridge.kernels.plan import Plan, Problem, Way
 from metabridge.kernels.products import by_products
+from metabridge.kernels.stand_ins import cached
 from metabridge.kernels.survey import Survey, examine, saved_bytes
 from metabridge.models.drop import Drop
 from metabridge.models.network import Network, Params

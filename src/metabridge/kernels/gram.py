@@ -11,7 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from metabridge.kernels.jacobian import Rows, cached
+from metabridge.kernels.jacobian import Rows
+from metabridge.kernels.stand_ins import cached
 
 Outputs = Literal["mean", "sum", "full"]
 

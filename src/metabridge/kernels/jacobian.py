@@ -22,7 +22,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from metabridge.kernels.stand_ins import NORMS, Picked, StandIn, normed, picked, pooled, standing_in, window
+from metabridge.kernels.stand_ins import NORMS, Picked, StandIn, cached, normed, picked, pooled, standing_in, window
 from metabridge.models.network import Params
 from metabridge.models.norm import BatchNorm
 from metabridge.threads import over_threads, shell
@@ -30,11 +30,6 @@ from metabridge.threads import over_threads, shell
 LINEAR = (nn.Linear, nn.Conv2d)
 SPARSE = 3  # multiplications of a matrix product in the time of one by a patch that is looked up
 CACHED = 2**21  # bytes of a layer's gradients that are taken at a time on a CPU: what is copied stays in its cache
-
-
-def cached(x: Tensor) -> bool:
-    """Whether the device of `x` gains by small pieces that stay in its cache: a CPU. A GPU wants few launches."""
-    return x.device.type == "cpu"
 
 
 class Call(NamedTuple):
@@ -118,9 +113,6 @@ class _Tracing:
             if name in self.wanted:
                 edge = get_gradient_edge(copies[role])
                 self.calls.append(Call(layer, {name: "copies"}, x.detach(), copies[role], edge))
-        if type(layer) is nn.GroupNorm and not cached(x):
-            y: Tensor = _GroupNorm.apply(x, layer.num_groups, layer.eps, *copies.values())
-            return y
         return normed(layer, x, copies)
 
     def chain(self, layers: nn.Sequential, x: Tensor) -> Tensor:
@@ -147,37 +139,6 @@ class _Tracing:
     def _copies(self, layer: nn.Module, samples: int) -> Params:
         values = {role: self.leaves[name] for role, name in self.owned[layer].items()}
         return {role: value.expand(samples, *value.shape) for role, value in values.items()}
-
-
-class _GroupNorm(torch.autograd.Function):
-    """A group norm with a weight and a bias for each sample, in few passes over memory on the way back.
-
-    With ĝ = Σ_p g_p x̂_p, which is the weight's gradient, and ḡ = Σ_p g_p, the bias's, that of x is
-    σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), means being over a group: an affine function of g and x, channel by channel.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: int, eps: float, weight: Tensor, bias: Tensor) -> Tensor:
-        samples, channels = weight.shape
-        sizes = 1, samples * channels, x[0, 0].numel(), samples * groups
-        y, mean, scale = torch.native_group_norm(x.contiguous(), weight.flatten(), bias.flatten(), *sizes, eps)
-        ctx.save_for_backward(x, weight, mean.view(samples, groups, 1), scale.view(samples, groups, 1))
-        return y.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (x, weight, mean, scale) = slopes, ctx.saved_tensors
-        by_group, size = (*mean.shape[:2], -1), weight.shape[1] // mean.shape[1] * x[0, 0].numel()
-        towards_bias = g.reshape(*weight.shape, -1).sum(-1)
-        products = (g * x).reshape(*weight.shape, -1).sum(-1)
-        w, first, second = (value.reshape(by_group) for value in (weight, towards_bias, products))
-        towards_weight = scale * (second - mean * first)
-        of_x = -(scale.square()) * (w * towards_weight).sum(2, keepdim=True) / size
-        shift = -scale * (w * first).sum(2, keepdim=True) / size - of_x * mean
-        shape = *weight.shape, *(1,) * (x.ndim - 2)
-        of_g, of_x, shift = (value.expand_as(w).reshape(shape) for value in (w * scale, of_x, shift))
-        towards_x = (of_x * x).add_(shift).add_(of_g * g)
-        return towards_x, None, None, towards_weight.reshape(weight.shape), towards_bias
 
 
 def _pools_first(layers: nn.Sequential) -> bool:
@@ -225,7 +186,7 @@ class Gradients:
         tracing = _Tracing(leaves, owned, wanted)
         others: dict[nn.Module, StandIn] = {layer: tracing.norm for layer in layers if isinstance(layer, NORMS)}
         for layer in modules:
-            if type(layer) is nn.MaxPool2d and not layer.return_indices and cached(x):
+            if type(layer) is nn.MaxPool2d and not layer.return_indices:
                 others[layer] = pooled
             elif type(layer) is nn.Sequential and _pools_first(layer) and {*list(layer)[:2]} <= {*layers}:
                 others[layer] = tracing.chain
@@ -314,8 +275,15 @@ def slopes_at(
     It is none where a layer is used, but not for the outputs.
     """
     if batched:
-        found = torch.autograd.grad(y, edges, seeds, keep, is_grads_batched=True, allow_unused=True)
-        return [None if slopes is None else slopes.unbind() for slopes in found]
+        used: list[bool] = []
+
+        def back(seed: Tensor) -> tuple[Tensor, ...]:
+            slopes = torch.autograd.grad(y, edges, seed, keep, allow_unused=True)
+            used.extend(slope is not None for slope in slopes)
+            return tuple(slope for slope in slopes if slope is not None)
+
+        found = iter(vmap(back)(seeds))
+        return [next(found).unbind() if own else None for own in used]
     passes = [
         torch.autograd.grad(y, edges, seed, keep or o < len(seeds), allow_unused=True)
         for o, seed in enumerate(seeds, 1)

@@ -23,6 +23,11 @@ StandIn = Callable[[Any, Tensor], Tensor]  # what a layer makes of its input
 NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm)
 
 
+def cached(x: Tensor) -> bool:
+    """Whether the device of `x` gains by small pieces that stay in its cache: a CPU. A GPU wants few launches."""
+    return x.device.type == "cpu"
+
+
 @contextlib.contextmanager
 def standing_in(others: dict[nn.Module, StandIn]) -> Iterator[None]:
     """Let other functions of a layer and its input do what the layers do."""
@@ -87,12 +92,11 @@ def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copi
     is known from m and the covariance C, since the maps have the means Wm + b and the variances of W C Wᵀ. So V
     and v are functions of the parameters, given here as copies for each sample, and the maps are never normed.
     """
-    a = windows.flatten(1, 3).flatten(2)
-    weight, m = linear["weight"].flatten(2), a.mean(-1, keepdim=True)
-    table = (a - m).mT.contiguous()
-    centre = (weight @ m).squeeze(-1) + linear.get("bias", 0.0)
+    weight, m, last = linear["weight"].flatten(2), windows.mean((4, 5)), windows.permute(0, 4, 5, 1, 2, 3)
+    table = torch.sub(last, m[:, None, None], out=windows.new_empty(last.shape)).flatten(3).flatten(1, 2)
+    centre = (weight @ m.flatten(1).unsqueeze(2)).squeeze(-1) + linear.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
-        spread = (weight @ (table.mT @ table / a.shape[-1]) * weight).sum(-1)
+        spread = (weight @ (table.mT @ table / table.shape[1]) * weight).sum(-1)
         centres, spreads = (value.unflatten(1, (norm.num_groups, -1)) for value in (centre, spread))
         means = centres.mean(2, keepdim=True)
         variances = (spreads + (centres - means).square()).mean(2, keepdim=True)
@@ -102,15 +106,37 @@ def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copi
     scale = copies["weight"] * torch.rsqrt(variance + norm.eps)
     shift = (centre - mean) * scale + copies.get("bias", 0.0)
     weight = weight * scale.unsqueeze(-1)
-    maps = torch.baddbmm(shift.detach().unsqueeze(1), table, weight.detach().mT).mT
+    if cached(table):
+        maps = torch.baddbmm(shift.detach().unsqueeze(1), table, weight.detach().mT).mT
+    else:
+        maps = torch.baddbmm(shift.detach().unsqueeze(2), weight.detach(), table.mT)
     largest, places = _best(maps.unflatten(2, windows.shape[4:]), *window(layer), layer.ceil_mode)
     return Picked(largest, places.flatten(2).int(), table, weight, shift)
 
 
 def _best(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
     """The largest values in the windows, and where they are; on a CPU four times faster where channels are last."""
-    y, places = torch.ops.aten.max_pool2d_with_indices(x.contiguous(memory_format=torch.channels_last), *window)
+    if cached(x):
+        x = x.contiguous(memory_format=torch.channels_last)
+    y, places = torch.ops.aten.max_pool2d_with_indices(x, *window)
     return y.contiguous(), places.contiguous()
+
+
+class _Back(torch.autograd.Function):
+    """What a function makes of what arrives from several outputs, (outputs, samples, ...), at once under `vmap`."""
+
+    @staticmethod
+    def forward(pull: Callable[..., tuple[Tensor, ...]], g: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        return tuple(found.squeeze(0) for found in pull(g.unsqueeze(0), *kept))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[Any, ...], pull: Callable[..., Any], g: Tensor, *kept: Tensor) -> tuple[Any, ...]:
+        found = pull(g.movedim(axes[1], 0), *kept)
+        return found, (0,) * len(found)
 
 
 class _MaxPool(torch.autograd.Function):
@@ -120,18 +146,58 @@ class _MaxPool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *window: Any) -> Tensor:
         y, places = _best(x, *window)
         ctx.save_for_backward(places)
-        ctx.shape, ctx.window = x.shape, window
+        ctx.shape, ctx.count = x.shape, len(window)
         return y
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        like = slopes[0].new_empty(()).expand(ctx.shape)
-        found = torch.ops.aten.max_pool2d_with_indices_backward(slopes[0], like, *ctx.window, *ctx.saved_tensors)
-        return found, *(None,) * len(ctx.window)
+        def pull(g: Tensor, places: Tensor) -> tuple[Tensor]:
+            to = g.new_zeros(len(g), *ctx.shape).flatten(3)
+            to.scatter_add_(3, places.flatten(2).expand(len(g), -1, -1, -1), g.flatten(3))
+            return (to.view(len(g), *ctx.shape),)
+
+        (found,) = _Back.apply(pull, *slopes, *ctx.saved_tensors)
+        return found, *(None,) * ctx.count
+
+
+class _GroupNorm(torch.autograd.Function):
+    """A group norm with a weight and a bias for each sample, in few passes over memory on the way back.
+
+    With ĝ = Σ_p g_p x̂_p, which is the weight's gradient, and ḡ = Σ_p g_p, the bias's, that of x is
+    σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), means being over a group: an affine function of g and x, channel by channel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int, eps: float, weight: Tensor, bias: Tensor) -> Tensor:
+        samples, channels = weight.shape
+        sizes = 1, samples * channels, x[0, 0].numel(), samples * groups
+        y, mean, scale = torch.native_group_norm(x.contiguous(), weight.flatten(), bias.flatten(), *sizes, eps)
+        ctx.save_for_backward(x, weight, mean.view(samples, groups, 1), scale.view(samples, groups, 1))
+        return y.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        def pull(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+            shape, size = g.shape, x[0].numel() // mean.shape[1]
+            g, x = g.reshape(*shape[:3], -1), x.reshape(*shape[1:3], -1)
+            w, first, second = (
+                value.unflatten(-1, (mean.shape[1], -1)) for value in (weight, g.sum(-1), (g * x).sum(-1))
+            )
+            towards_weight = scale * (second - mean * first)
+            of_x = -(scale.square()) * (w * towards_weight).sum(-1, keepdim=True) / size
+            shift = -scale * (w * first).sum(-1, keepdim=True) / size - of_x * mean
+            of_x, shift = (value.expand_as(first).reshape(*shape[:3], 1) for value in (of_x, shift))
+            towards_x = torch.addcmul(shift, of_x, x).addcmul_((w * scale).reshape(*shape[1:3], 1), g)
+            return towards_x.view(shape), towards_weight.flatten(2), first.flatten(2)
+
+        towards_x, towards_weight, towards_bias = _Back.apply(pull, *slopes, *ctx.saved_tensors)
+        return towards_x, None, None, towards_weight, towards_bias
 
 
 def normed(layer: Any, x: Tensor, copies: Params) -> Tensor:
     """What a norm makes of `x` with a weight and a bias for each sample."""
+    if isinstance(layer, nn.GroupNorm) and not cached(x):
+        return _GroupNorm.apply(x, layer.num_groups, layer.eps, *copies.values())  # type: ignore[no-any-return]
     if isinstance(layer, nn.GroupNorm):  # each sample has groups of its own
         flat = {role: value.flatten() for role, value in copies.items()}
         return F.group_norm(x.reshape(1, -1, *x.shape[2:]), len(x) * layer.num_groups, **flat, eps=layer.eps).view_as(x)
