@@ -55,6 +55,23 @@ class Branching(nn.Module):
         return self.head(torch.cat([part.square().mean((2, 3)) for part in parts], 1))  # type: ignore[no-any-return]
 
 
+class Wasteful(nn.Module):
+    """Norms of maps and of vectors, windows that overlap behind them, and a layer whose output is thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.pool, self.second = nn.MaxPool2d(3, 2, padding=1), nn.Conv2d(4, 6, 3)
+        self.spare, self.vectors, self.head = nn.Linear(6, 2), nn.GroupNorm(3, 6), nn.Linear(6, 3)
+        for value in self.parameters():
+            nn.init.normal_(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.pool(self.norm(self.first(x)).tanh())).mean((2, 3))
+        self.spare(x)
+        return self.head(self.vectors(x).tanh())  # type: ignore[no-any-return]
+
+
 def running(net: nn.Module, x: Tensor) -> nn.Module:
     estimate_statistics(net, [x])
     return net.eval()
@@ -87,6 +104,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet12, group norm": (lambda: with_group_norm(resnet12_of()).eval(), (2, 16, 16)),
     "odd": (lambda: seeded(Odd), (2, 9, 9)),
     "branching": (lambda: seeded(Branching), (2, 11, 11)),
+    "wasteful": (lambda: seeded(Wasteful), (2, 9, 9)),
 }
 OUTPUTS = ("mean", "sum", "full")
 WAYS = ("gradients", "products")

@@ -296,14 +296,12 @@ def formed(call: Call, slopes: Sequence[Tensor], step: int) -> Iterator[tuple[sl
 
     `slopes` is what arrives there from each output. Some samples are taken at a time.
     """
-    places = [slice(start, start + step) for start in range(0, len(call.x), step)]
     if call.picks is not None:
         picks, params = call.picks
-        moving = list(params.values())
-        found = picks.pulled(slopes, moving) if cached(call.x) else _pulled(picks, slopes, moving, places)
-        yield slice(None), dict(zip(params, found))
+        yield slice(None), dict(zip(params, picks.pulled(slopes, list(params.values()), step)))
         return
-    for place in places:
+    for start in range(0, len(call.x), step):
+        place = slice(start, start + step)
         yield place, _formed(call, slopes, place)
 
 
@@ -319,25 +317,6 @@ def _formed(call: Call, slopes: Sequence[Tensor], place: slice) -> Params:
         else:
             found[name] = g.sum(-1) if role == "bias" else g
     return found
-
-
-def _pulled(picks: Picked, slopes: Sequence[Tensor], params: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
-    """What `picks.pulled` returns, in few launches: products with copies of the patches picked, for all outputs."""
-    towards_weight = torch.cat([_summed(picks, slopes, place) for place in places], 1)
-    towards_bias = torch.stack([slope.sum((2, 3)) for slope in slopes])
-    found = torch.autograd.grad(
-        (picks.weight, picks.bias), params, (towards_weight, towards_bias), is_grads_batched=True
-    )
-    return [gradient.transpose(0, 1) for gradient in found]
-
-
-def _summed(picks: Picked, slopes: Sequence[Tensor], place: slice) -> Tensor:
-    """Sums of the patches picked, each times what arrives, (outputs, samples, channels, inputs)."""
-    table = picks.patches[place]
-    first = torch.arange(len(table), dtype=torch.int, device=table.device).mul_(table.shape[1]).view(-1, 1, 1)
-    chosen = F.embedding(picks.places[place] + first, table.flatten(0, 1))
-    arriving = torch.stack([slope[place].flatten(2) for slope in slopes], 2)
-    return (arriving @ chosen).movedim(2, 0)
 
 
 def gathered(call: Call, slopes: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn import functional as F
 
 from metabridge.models.network import Params
@@ -68,21 +69,35 @@ class Picked(NamedTuple):
     weight: Tensor
     bias: Tensor
 
-    def pulled(self, slopes: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    def pulled(self, slopes: Sequence[Tensor], params: Sequence[Tensor], step: int) -> list[Tensor]:
         """The gradients (samples, outputs, ...) of parameters of V and v, from what arrives at the largest values.
 
-        That of V is the sum of the patches picked, each times what arrives: what an embedding bag computes.
+        That of V is the sum of the patches picked, each times what arrives. A GPU takes so many samples at a time.
         """
-        bags = []
-        for table, places, *arriving in zip(self.patches, self.places, *slopes):  # one table stays in a cache
-            weights = torch.cat(arriving).flatten(1)
-            bags.append(F.embedding_bag(places.repeat(len(slopes), 1), table, mode="sum", per_sample_weights=weights))
-        towards_weight = torch.stack(bags).unflatten(1, (len(slopes), -1)).transpose(0, 1)
-        towards_bias = torch.stack([slope.sum((2, 3)) for slope in slopes])
-        found = torch.autograd.grad(
-            (self.weight, self.bias), params, (towards_weight, towards_bias), is_grads_batched=True
-        )
-        return [gradient.transpose(0, 1) for gradient in found]
+        if cached(self.patches):
+            parts = [self._bag(*one) for one in zip(self.patches, self.places, *slopes)]  # one table stays in a cache
+        else:
+            parts = [self._product(slopes, slice(start, start + step)) for start in range(0, len(self.patches), step)]
+        towards = torch.cat(parts, 1), torch.stack([slope.sum((2, 3)) for slope in slopes])
+
+        def back(*towards: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad((self.weight, self.bias), params, towards)
+
+        return [gradient.transpose(0, 1) for gradient in vmap(back)(*towards)]
+
+    def _bag(self, table: Tensor, places: Tensor, *arriving: Tensor) -> Tensor:
+        """The sums for one sample, (outputs, 1, channels, inputs)."""
+        weights, many = torch.cat(arriving).flatten(1), places.repeat(len(arriving), 1)
+        bag = F.embedding_bag(many, table, mode="sum", per_sample_weights=weights)
+        return bag.view(len(arriving), 1, -1, bag.shape[1])
+
+    def _product(self, slopes: Sequence[Tensor], place: slice) -> Tensor:
+        """The sums for some samples, (outputs, samples, channels, inputs), by copies of the patches picked."""
+        table = self.patches[place]
+        first = torch.arange(len(table), dtype=torch.int, device=table.device).mul_(table.shape[1]).view(-1, 1, 1)
+        chosen = F.embedding(self.places[place] + first, table.flatten(0, 1))
+        arriving = torch.stack([slope[place].flatten(2) for slope in slopes], 2)
+        return (arriving @ chosen).movedim(2, 0)
 
 
 def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copies: Params) -> Picked:
@@ -178,17 +193,17 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         def pull(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-            shape, size = g.shape, x[0].numel() // mean.shape[1]
-            g, x = g.reshape(*shape[:3], -1), x.reshape(*shape[1:3], -1)
-            w, first, second = (
-                value.unflatten(-1, (mean.shape[1], -1)) for value in (weight, g.sum(-1), (g * x).sum(-1))
-            )
-            towards_weight = scale * (second - mean * first)
-            of_x = -(scale.square()) * (w * towards_weight).sum(-1, keepdim=True) / size
-            shift = -scale * (w * first).sum(-1, keepdim=True) / size - of_x * mean
-            of_x, shift = (value.expand_as(first).reshape(*shape[:3], 1) for value in (of_x, shift))
-            towards_x = torch.addcmul(shift, of_x, x).addcmul_((w * scale).reshape(*shape[1:3], 1), g)
-            return towards_x.view(shape), towards_weight.flatten(2), first.flatten(2)
+            shape, w = g.shape, weight.view(*mean.shape[:2], -1)
+            g, x, share = g.reshape(len(g), *w.shape, -1), x.reshape(*w.shape, -1), scale / (-x[0].numel() / w.shape[1])
+            sums = torch.stack([(g * x).sum(-1), g.sum(-1)])
+            towards_weight, towards_bias = sums
+            towards_weight.addcmul_(mean, towards_bias, value=-1).mul_(scale)
+            of_both = (w * sums).sum(-1, keepdim=True)
+            of_x = of_both[0] * (share * scale)
+            shift = (of_both[1] * share).addcmul_(of_x, mean, value=-1)
+            of_g, of_x, shift = (value.unsqueeze(-1) for value in (w * scale, of_x, shift))
+            towards_x = torch.addcmul(shift, of_x, x).addcmul_(of_g, g)
+            return towards_x.view(shape), towards_weight.flatten(2), towards_bias.flatten(2)
 
         towards_x, towards_weight, towards_bias = _Back.apply(pull, *slopes, *ctx.saved_tensors)
         return towards_x, None, None, towards_weight, towards_bias
