@@ -107,9 +107,8 @@ def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copi
     is known from m and the covariance C, since the maps have the means Wm + b and the variances of W C Wᵀ. So V
     and v are functions of the parameters, given here as copies for each sample, and the maps are never normed.
     """
-    weight, m, last = linear["weight"].flatten(2), windows.mean((4, 5)), windows.permute(0, 4, 5, 1, 2, 3)
-    table = torch.sub(last, m[:, None, None], out=windows.new_empty(last.shape)).flatten(3).flatten(1, 2)
-    centre = (weight @ m.flatten(1).unsqueeze(2)).squeeze(-1) + linear.get("bias", 0.0)
+    weight, (table, m) = linear["weight"].flatten(2), _centred(windows)
+    centre = (weight @ m).squeeze(-1) + linear.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
         spread = (weight @ (table.mT @ table / table.shape[1]) * weight).sum(-1)
         centres, spreads = (value.unflatten(1, (norm.num_groups, -1)) for value in (centre, spread))
@@ -127,6 +126,17 @@ def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copi
         maps = torch.baddbmm(shift.detach().unsqueeze(2), weight.detach(), table.mT)
     largest, places = _best(maps.unflatten(2, windows.shape[4:]), *window(layer), layer.ceil_mode)
     return Picked(largest, places.flatten(2).int(), table, weight, shift)
+
+
+def _centred(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Patches less their mean, (samples, positions, inputs), and the mean, (samples, inputs, 1)."""
+    if cached(windows):  # what lies side by side is copied before it is turned
+        a = windows.flatten(1, 3).flatten(2)
+        m = a.mean(-1, keepdim=True)
+        return (a - m).mT.contiguous(), m
+    m, turned = windows.mean((4, 5)), windows.permute(0, 4, 5, 1, 2, 3)
+    table = torch.sub(turned, m[:, None, None], out=windows.new_empty(turned.shape))
+    return table.flatten(3).flatten(1, 2), m.flatten(1).unsqueeze(2)
 
 
 def _best(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
