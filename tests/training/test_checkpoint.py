@@ -18,7 +18,7 @@ from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, 
 from metabridge.learners.inner import GradientDescent, Proximal
 from metabridge.models import Network, conv4, mlp
 from metabridge.training import load
-from metabridge.training.checkpoint import RunFolder, read_method, write_method
+from metabridge.training.checkpoint import FILES, RunFolder, read_method, write_method
 from small_runs import colours, on_colours, on_sinusoids
 
 
@@ -52,7 +52,7 @@ def settings(change):
 
 DAMAGES = {
     "another version": (settings(lambda s: s | {"version": 2}), "was written in form 2, but this version .* form 1"),
-    "no version": (settings(lambda s: [s]), "was written in form None"),
+    "no version": (settings(lambda s: [s]), "is not a run: its settings.json is not of metabridge"),
     "a missing setting": (settings(lambda s: {"version": 1}), "settings.json is damaged: it does not say the model"),
     "no JSON": (lambda f: (f / "settings.json").write_text('{"version": 1, '), "settings.json is damaged: it is not"),
     "no text": (lambda f: (f / "settings.json").write_bytes(b"\xff\xfe\x00"), "settings.json is damaged: it is not"),
@@ -93,6 +93,14 @@ def test_what_is_no_run_is_refused_with_one_sentence(tmp_path):
 class Bomb:
     def __reduce__(self):
         return pytest.fail, ("a file was unpickled",)
+
+
+@pytest.mark.parametrize("name", ["settings.json", *FILES])
+def test_the_files_of_others_are_not_overwritten(tmp_path, name):
+    (tmp_path / name).write_text('{"editor.fontSize": 14}')
+    with pytest.raises(InputError, match=rf"{name} .*not of (a run|metabridge)\. Name another folder"):
+        on_sinusoids(tmp_path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, '{"editor.fontSize": 14}')]
 
 
 def test_reading_a_run_unpickles_nothing(copy, monkeypatch):

@@ -28,6 +28,7 @@ from metabridge.learners.method import Method, balance
 from metabridge.models import Network, Params, build
 
 KEYS = ("model", "method", "tasks", "validation", "training")  # of the settings, besides the version
+FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # that a run writes, besides its settings
 VERSION = 1  # of the folder's form; raise it when a reader of the old form would misread the new one
 
 _STEPS = (inner.GradientDescent, inner.Proximal)
@@ -51,12 +52,16 @@ class RunFolder:
     def begin(self, settings: dict[str, Any]) -> None:
         """Write the settings, or check that a run begun here has the same."""
         settings = json.loads(json.dumps({"version": VERSION} | settings))  # tuples become lists, as they do on disk
-        if not (self.started and (self.path / "state.safetensors").exists()):  # or nothing was trained before it failed
+        held = self.settings() if self.started else None  # which must be a run's
+        known = [name for name in FILES if (self.path / name).exists()]
+        if held is None and known:
+            raise InputError(f"{self.path} holds a {known[0]} that is not of a run. Name another folder.")
+        if held is None or "state.safetensors" not in known:  # nothing was trained before it failed
             make_folder(self.path)
             text = json.dumps(settings, indent=2, ensure_ascii=False)
             write_whole(self.path / "settings.json", f"{text}\n".encode())
             return
-        difference = _difference(self.settings(), settings)
+        difference = _difference(held, settings)
         if difference:
             raise InputError(
                 f"{self.path} holds a run with other settings ({difference}). "
@@ -77,11 +82,12 @@ class RunFolder:
             ) from error
         except ValueError as error:
             raise InputError(f"{file} is damaged: it is not JSON ({error}).") from error
-        if not isinstance(settings, dict) or settings.get("version") != VERSION:
-            found = settings.get("version") if isinstance(settings, dict) else None
+        if not isinstance(settings, dict) or "version" not in settings:
+            raise InputError(f"{self.path} is not a run: its {file.name} is not of metabridge. Name another folder.")
+        if settings["version"] != VERSION:
             raise InputError(
-                f"{self.path} was written in form {found}, but this version of metabridge reads form {VERSION}. "
-                "Train again, or use the version that wrote it."
+                f"{self.path} was written in form {settings['version']}, but this version of metabridge reads form "
+                f"{VERSION}. Train again, or use the version that wrote it."
             )
         missing = [key for key in KEYS if key not in settings]
         if missing:
