@@ -204,6 +204,8 @@ class Empirical:
 
     def _survey(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[Gradients, _Seen]:
         """What is known of the net's way with such samples, looked up where nothing has changed since it was found."""
+        if torch.is_inference_mode_enabled():
+            raise InputError("no gradients can be taken under torch.inference_mode(). Use torch.no_grad(), or neither.")
         params = self._params()
         _check_forms(params, x, z)
         tensors = [*params.values(), *self.net.buffers()]
@@ -217,25 +219,31 @@ class Empirical:
         return Gradients(self.net, params, seen.names, self.outputs == "sum", survey.others, survey.batched), seen
 
     def _look(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], Survey]:
-        """Send a sample through the net, and see which parameters are whose and what they cost.
+        """Send a sample through the net, and one beside another, and see which parameters are whose and what they cost.
 
-        It is one with noise: a blank one could hide that a parameter has a use beside its layer's.
+        It is one with noise, if the net takes that: a blank one could hide that a parameter has a use beside its
+        layer's.
         """
         gradients = Gradients(self.net, params, frozenset(params), self.outputs == "sum")
         noise = torch.randn(x[:1].shape, generator=torch.Generator().manual_seed(0)).to(x)
-        sample = x[:1] + noise * (float(x.std(correction=0)) or 1.0)
         try:
-            with saved_bytes(params) as graph:
-                y, leaves, calls = gradients.trace(sample)
-            plain = functional_call(self.net, leaves, (sample,))
-            pair = functional_call(self.net, params, (torch.cat([sample, x[:1]]),)).detach()
+            for sample in (x[:1] + noise * (float(x.std(correction=0)) or 1.0), x[:1]):
+                with saved_bytes(params) as graph:
+                    y, leaves, calls = gradients.trace(sample)
+                if y.isfinite().all():
+                    break
+            pair = torch.cat([sample, x[:1]])
+            with torch.enable_grad():
+                both = functional_call(self.net, leaves, (pair.clone(),))
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
-        if y.ndim != 2 or len(y) != 1 or len(pair) != 2:
+        if y.ndim != 2 or len(y) != 1 or len(both) != 2:
             raise InputError(
-                f"the network maps {len(pair)} samples to {tuple(pair.shape)}, but must give (samples, k)."
+                f"the network maps {len(both)} samples to {tuple(both.shape)}, but must give (samples, k)."
             )
-        if not torch.allclose(pair[:1], y.detach(), rtol=1e-3, atol=1e-3 * float(y.detach().abs().max())):
+        if not y.isfinite().all():
+            raise InputError("the network's output for the first sample of x is not finite. Check x and the net.")
+        if not torch.allclose(both.detach()[:1], y.detach(), rtol=1e-3, atol=1e-3 * float(y.detach().abs().max())):
             raise InputError(
                 "the network's output for a sample depends on the other samples or on chance, so that it has no "
                 "gradient of its own. Use evaluation mode, or with_group_norm(net)."
@@ -250,9 +258,11 @@ class Empirical:
         if not names:
             raise InputError(f"the network has no parameters in its {part}.")
         outputs = 1 if self.outputs == "sum" else y.shape[1]
-        exact = torch.autograd.grad(plain[0].sum(), tuple(leaves.values()), allow_unused=True)
-        survey = examine(replace(gradients, names=names), y, dict(zip(leaves, exact)), calls, outputs, sum(graph))
-        return names, survey
+        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)  # a sum could cancel
+        first = torch.cat([seed, torch.zeros_like(seed)])
+        exact = torch.autograd.grad(both, tuple(leaves.values()), first, allow_unused=True)
+        gradients = replace(gradients, names=names)
+        return names, examine(gradients, y, calls, pair, seed, dict(zip(leaves, exact)), outputs, sum(graph))
 
     def _plan(self, problem: Problem) -> Plan:
         plan = problem.cheapest(self.way)

@@ -22,6 +22,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
+from metabridge.errors import InputError
 from metabridge.kernels.stand_ins import NORMS, Picked, StandIn, cached, normed, picked, pooled, standing_in, window
 from metabridge.models.network import Params
 from metabridge.models.norm import BatchNorm
@@ -132,13 +133,24 @@ class _Tracing:
         y = picks.largest.requires_grad_().clone()  # a leaf could not be rectified in place
         roles = dict.fromkeys(moving, "copies")
         self.calls.append(Call(convolution, roles, x, y, get_gradient_edge(y), (picks, moving)))
+        del rest[rest.index(pool)]  # its first use
         for layer in rest:
-            y = y if layer is pool else layer(y)
+            y = layer(y)
         return y
 
     def _copies(self, layer: nn.Module, samples: int) -> Params:
         values = {role: self.leaves[name] for role, name in self.owned[layer].items()}
         return {role: value.expand(samples, *value.shape) for role, value in values.items()}
+
+
+def _roles(layer: nn.Module, known: dict[int, str]) -> dict[str, str]:
+    """The names of a layer's weight and bias. One that is both is in neither role."""
+    found = {
+        role: known[id(value)]
+        for role, value in layer.named_parameters(recurse=False, remove_duplicate=False)
+        if role in ("weight", "bias")
+    }
+    return found if len({*found.values()}) == len(found) else {}
 
 
 def _pools_first(layers: nn.Sequential) -> bool:
@@ -176,11 +188,7 @@ class Gradients:
         leaves = {name: value.detach().requires_grad_(name in self.names) for name, value in self.params.items()}
         known = {id(value): name for name, value in self.net.named_parameters()}
         modules = list(self.net.modules())
-        owned = {
-            layer: {role: known[id(value)] for role, value in layer.named_parameters(recurse=False)}
-            for layer in modules
-            if type(layer) in (*LINEAR, *NORMS)
-        }
+        owned = {layer: _roles(layer, known) for layer in modules if type(layer) in (*LINEAR, *NORMS)}
         wanted = self.names - self.others
         layers = [layer for layer, roles in owned.items() if wanted.intersection(roles.values())]
         tracing = _Tracing(leaves, owned, wanted)
@@ -193,7 +201,7 @@ class Gradients:
         hooks = [layer.register_forward_hook(tracing.record) for layer in layers if layer not in others]
         try:
             with torch.enable_grad(), standing_in(others):
-                y = functional_call(self.net, leaves, (x,))
+                y = functional_call(self.net, leaves, (x.clone(),))  # which it may change
         finally:
             for hook in hooks:
                 hook.remove()
@@ -246,6 +254,12 @@ class Gradients:
             seeds = torch.ones_like(y).unsqueeze(0)
             if not self.summed:
                 seeds = torch.eye(y.shape[1], dtype=y.dtype, device=y.device).unsqueeze(1).repeat(1, len(y), 1)
+            for call in calls:
+                if len(call.x) != len(x):
+                    raise InputError(
+                        f"of {len(x)} samples {call.layer} sees {len(call.x)} rows, though it saw one for each at "
+                        "first. A kernel needs layers that see every sample."
+                    )
             arrived = slopes_at([call.edge for call in calls], y, seeds, self.batched)
             for call in reversed(calls):  # the last are the smallest: what is stored makes room for the first
                 slopes = arrived.pop()
@@ -260,11 +274,15 @@ class Gradients:
         fixed = {name: value.detach() for name, value in self.params.items() if name not in self.others}
 
         def outputs(params: Params, point: Tensor) -> Tensor:
-            y: Tensor = functional_call(self.net, fixed | params, (point.unsqueeze(0),))[0]
+            y: Tensor = functional_call(self.net, fixed | params, (point.unsqueeze(0).clone(),))[0]
             return y.sum(0, keepdim=True) if self.summed else y
 
         others = {name: self.params[name].detach() for name in sorted(self.others)}
-        return vmap(jacrev(outputs), (None, 0))(others, x)  # type: ignore[no-any-return]
+        try:
+            return vmap(jacrev(outputs), (None, 0))(others, x)  # type: ignore[no-any-return]
+        except RuntimeError:  # an operation that vmap does not know
+            rows = [jacrev(outputs, chunk_size=1)(others, point) for point in x]
+            return {name: torch.stack([row[name] for row in rows]) for name in others}
 
 
 def slopes_at(

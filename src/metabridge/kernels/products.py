@@ -22,7 +22,8 @@ def by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z
 
     def function(samples: Tensor) -> Callable[[Params], Tensor]:
         def apply(params: Params) -> Tensor:
-            y: Tensor = functional_call(gradients.net, fixed | params, (samples,))
+            own = samples.clone(memory_format=torch.contiguous_format)  # which the net may change
+            y: Tensor = functional_call(gradients.net, fixed | params, (own,))
             return y.sum(1, keepdim=True) if gradients.summed else y
 
         return apply

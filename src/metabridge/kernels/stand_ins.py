@@ -198,7 +198,7 @@ class _GroupNorm(torch.autograd.Function):
         sizes = 1, samples * channels, x[0, 0].numel(), samples * groups
         y, mean, scale = torch.native_group_norm(x.contiguous(), weight.flatten(), bias.flatten(), *sizes, eps)
         ctx.save_for_backward(x, weight, mean.view(samples, groups, 1), scale.view(samples, groups, 1))
-        return y.view_as(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
@@ -221,7 +221,7 @@ class _GroupNorm(torch.autograd.Function):
 
 def normed(layer: Any, x: Tensor, copies: Params) -> Tensor:
     """What a norm makes of `x` with a weight and a bias for each sample."""
-    if isinstance(layer, nn.GroupNorm) and not cached(x):
+    if isinstance(layer, nn.GroupNorm) and len(copies) == 2 and not cached(x):
         return _GroupNorm.apply(x, layer.num_groups, layer.eps, *copies.values())  # type: ignore[no-any-return]
     if isinstance(layer, nn.GroupNorm):  # each sample has groups of its own
         flat = {role: value.flatten() for role, value in copies.items()}

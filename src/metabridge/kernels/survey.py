@@ -50,32 +50,29 @@ def saved_bytes(params: Params) -> Iterator[list[int]]:
 def examine(
     gradients: Gradients,
     y: Tensor,
-    exact: Mapping[str, Tensor | None],
     calls: list[Call],
+    pair: Tensor,
+    seed: Tensor,
+    exact: Mapping[str, Tensor | None],
     outputs: int,
     graph: int,
 ) -> Survey:
-    """Measure every parameter, and find those whose gradients are not the `exact` ones of the summed outputs.
+    """Measure every parameter at one sample, whose outputs are `y`, and find those whose gradients are not exact.
 
-    They are used in other ways than by the layers that own them. One that no layer owns is among them, though its
-    gradient be zero at this sample, unless the outputs do not depend on it: its exact gradient is None.
+    `exact` are those of the `seed`'s sum of the outputs of the first sample of a `pair`. Those that differ are used in
+    other ways than by the layers that own them, or by layers that see samples in another number or order. One that no
+    layer owns is among them, though its gradient be zero at this sample, unless the outputs do not depend on it: its
+    exact gradient is None.
     """
     names = [name for name in gradients.params if name in gradients.names]
-    roles = [{name: role for name, role in call.roles.items() if name in gradients.names} for call in calls]
-    calls = [call._replace(roles=own) for call, own in zip(calls, roles) if own]
+    calls = _asked(calls, gradients.names)
     edges = [call.edge for call in calls]
     batched = bool(edges) and outputs > 1 and not cached(y) and _batches(edges, y)
-    slopes = slopes_at(edges, y, torch.ones_like(y).unsqueeze(0), batched=False) if edges else []
-    found: dict[str, Tensor] = {}
     uses: dict[str, list[Call]] = {name: [] for name in names}
-    for call, slope in zip(calls, slopes):
+    for call in calls:
         for name in call.roles:
             uses[name].append(call)
-        if slope is not None:
-            ((_, parts),) = formed(call, slope, step=1)
-            for name, part in parts.items():
-                own = part.reshape_as(gradients.params[name])
-                found[name] = found[name] + own if name in found else own
+    found = _found(gradients, pair, seed)
     used = {name: value for name in names if (value := exact[name]) is not None}
     owned = {name: (found[name], used.get(name, torch.zeros_like(found[name]))) for name in names if name in found}
     others = frozenset([*_apart(owned), *(used.keys() - found.keys())])
@@ -93,6 +90,27 @@ def examine(
         itemsize * max((call.forming(outputs) for call in calls), default=0),
         itemsize,
     )
+
+
+def _asked(calls: list[Call], names: frozenset[str]) -> list[Call]:
+    """The calls that hold some of the parameters, without the others."""
+    roles = [{name: role for name, role in call.roles.items() if name in names} for call in calls]
+    return [call._replace(roles=own) for call, own in zip(calls, roles) if own]
+
+
+def _found(gradients: Gradients, pair: Tensor, seed: Tensor) -> Params:
+    """The gradients for the first of two samples as layers tell them, as far as all of their calls see both."""
+    y, _, calls = gradients.trace(pair)
+    calls = _asked(calls, gradients.names)
+    found: Params = {}
+    slopes = slopes_at([call.edge for call in calls], y, seed.expand_as(y).unsqueeze(0), batched=False) if calls else []
+    for call, slope in zip(calls, slopes):
+        if slope is not None and len(call.x) == len(pair):
+            for name, part in next(formed(call, slope, step=len(pair)))[1].items():
+                own = part[0].reshape_as(gradients.params[name])
+                found[name] = found[name] + own if name in found else own
+    few = {name for call in calls if len(call.x) != len(pair) for name in call.roles}
+    return {name: value for name, value in found.items() if name not in few}
 
 
 def _batches(edges: list[GradientEdge], y: Tensor) -> bool:
