@@ -21,6 +21,18 @@ def make_folder(folder: str | Path) -> Path:
     return folder
 
 
+def make_way(file: Path) -> None:
+    """Make the folder of a file, before the work whose result it is, and see that it is no folder itself.
+
+    >>> make_way(Path("."))
+    Traceback (most recent call last):
+    metabridge.errors.InputError: . is a folder. Name a file.
+    """
+    if file.is_dir():
+        raise InputError(f"{file} is a folder. Name a file.")
+    make_folder(file.parent)
+
+
 def write_whole(file: Path, content: bytes) -> Path:
     """Write under another name first, so that no reader ever sees half of the file, and return it.
 

@@ -38,7 +38,7 @@ def test_problems_are_named_and_end_with_status_1_or_2_if_strict(check, root):
     status, printed, _ = check(root, *TASKS)
     assert status == 1
     assert printed.splitlines()[-4:] == [
-        "unreadable: train/cat/bad.png (it is not an image)",
+        "unreadable: train/cat/bad.png (it is not an image that Pillow reads)",
         "in train (train/dog/0.png) and test (test/[oak]/copy.png)",
         "empty class: yeti",
         "There are problems.",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_tra
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["iteration"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [2, 4]
     best = load(out).best
-    assert f"Best on 4 validation tasks: {best.told()}" in printed
+    assert f"Best on 4 5-way validation tasks: {best.told()}" in printed
     assert f"The run is in {out}. Next: metabridge evaluate {out} --ways 5 --shots 1,5" in printed
     before = (out / "weights.safetensors").read_bytes()
     monkeypatch.setattr("metabridge.training.loop.Loop.step", lambda self: pytest.fail("trained again"))
@@ -312,6 +313,52 @@ def test_what_to_do_next_can_be_done_with_the_images_that_are_there(metabridge, 
     hint = printed.partition("Next: metabridge ")[2].split()
     assert hint[2:] == ["--ways", "3", "--shots", "1", "--queries", "4"]  # of five images a class
     assert metabridge(*hint, "--tasks", 4, "--device", "cpu")[0] == 0
+
+
+def test_what_to_do_next_can_be_pasted_though_a_path_has_blanks(metabridge, photographs, tmp_path):
+    out = tmp_path / "my run"
+    tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
+    printed = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)[1]
+    assert shlex.split(printed.partition("Next: metabridge ")[2])[:2] == ["evaluate", str(out)]
+    assert "There are 3 classes to validate on, so tasks of validation have 3 ways." in printed
+    assert "Best on 4 3-way validation tasks" in printed
+
+
+def test_classes_that_a_run_was_trained_on_do_not_test_it(metabridge, photographs, tmp_path):
+    out, tasks = tmp_path / "run", ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
+    for method in ("mtl", "rfs"):
+        assert metabridge(*TRAIN, "--method", method, *tasks, "--out", out / method)[0] == 0
+    (photographs / "train" / "train 1").rename(photographs / "test" / "train 1")
+    asked = ("--ways", 3, "--shots", 1, "--tasks", 4, "--queries", 2, "--device", "cpu")
+    for method in ("mtl", "rfs"):
+        status, _, complained = metabridge("evaluate", out / method, *asked)
+        assert status == 2
+        assert f"class 'train 1' is in the test split, but the run in {out / method} was trained on it" in complained
+        status, printed, _ = metabridge("evaluate", out / method, *asked, "--data", photographs)
+        assert status == 0
+        assert "Note: 1 of 4 classes have names that the run in" in printed
+        assert metabridge("evaluate", out / method, *asked, "--split", "train")[0] == 0
+
+
+def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, photographs, tmp_path):
+    command = (*TRAIN, "--ways", 3, "--shots", 1, "--size", 16, "--data", photographs, "--out", tmp_path / "run")
+    assert metabridge(*command)[0] == 0
+    (photographs / "train" / "train 1").rename(photographs / "train" / "other")
+    status, _, complained = metabridge(*command)
+    assert status == 2
+    assert "holds a run with other settings (tasks.class_names[0] is train 0 there and other here)" in complained
+
+
+def test_a_result_that_would_be_a_folder_is_refused_before_the_work(metabridge, runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("metabridge.training.assess.assess", lambda *_, **__: pytest.fail("judged first"))
+    status, _, complained = metabridge("evaluate", runs["mtl"], *EVALUATE, "--json", tmp_path)
+    assert (status, complained.strip()) == (2, f"metabridge evaluate: {tmp_path} is a folder. Name a file.")
+
+
+def test_a_search_does_not_go_into_the_folder_of_a_run(metabridge, runs):
+    status, _, complained = metabridge("search", "--out", runs["mtl"], "--device", "cpu")
+    assert status == 2
+    assert f"--out is {runs['mtl']}, which holds a run. Name another folder." in complained
 
 
 def test_other_data_comes_in_the_form_that_the_run_takes(metabridge, photographs, runs, tmp_path):

@@ -34,10 +34,21 @@ def test_too_few_classes_or_images_are_told_for_each_split(root):
     assert [split.obstacle for split in report.splits] == [
         "1-shot tasks with 3 queries need 4 images a class, but 1 class has fewer: 'cat' has 3; "
         "--min-images 4 leaves 2 classes",
-        "2 ways need 2 classes, but there are 1: use fewer ways, or more classes",
-        "2 ways need 2 classes, but there are 1: use fewer ways, or more classes",
+        "2 ways need 2 classes, but there is 1: add some",
+        "2 ways need 2 classes, but there is 1: add some",
     ]
     assert check(root, ways=2, shots=4, queries=1).splits[0].obstacle.endswith("2 classes have fewer: 'cat' has 3")
+
+
+@pytest.mark.parametrize(("classes", "fine"), [(2, True), (1, False)])
+def test_validation_does_with_fewer_ways_but_not_with_one_class(tmp_path, classes, fine):
+    sizes = {"train": 3, "val": classes, "test": 3}
+    root = write_tree(
+        tmp_path, {f"{split}/{split}{place}": 4 for split, count in sizes.items() for place in range(count)}
+    )
+    report = check(root, ways=3, shots=1, queries=3)
+    assert [bool(split.obstacle) for split in report.splits] == [False, True, False]
+    assert report.fine is fine
 
 
 def test_the_same_picture_in_two_splits_is_found_whatever_its_file(root):

@@ -123,7 +123,7 @@ def missing() -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "it is not an image"),
+        (b"", "it is not an image that Pillow reads"),
         (b"GIF89a", ""),
         (encoded(flat(3, 64))[:80], ""),
         (encoded(np.arange(64 * 64, dtype=np.uint8).reshape(64, 64), "jpeg")[:700], "truncated"),

@@ -154,9 +154,7 @@ def test_images_come_out_as_float_between_zero_and_one(data):
         ),
         (
             {"shots": 1, "queries": 15},
-            "class 'class11' has 5 images, but 1 shot + 15 queries need 16. "
-            "Use queries=4 or fewer, or leave out classes with fewer than 16 images (min_images=16, on the "
-            "command line --min-images 16).",
+            "class 'class11' has 5 images, but 1 shot + 15 queries need 16. Use queries=4 or fewer.",
         ),
         (
             {"shots": 5, "queries": 1},
@@ -171,6 +169,12 @@ def test_tasks_that_cannot_be_made_are_refused_with_the_way_out(data, settings, 
     with pytest.raises(InputError) as caught:
         data.tasks(asked.pop("split"), **asked)
     assert str(caught.value) == sentence
+
+
+def test_a_single_class_makes_no_tasks(data):
+    alone = replace(data, splits={"train": data.splits["train"][:1]})
+    with pytest.raises(InputError, match=r"ways is 2, but split 'train' has 1 class\. Add classes\."):
+        alone.tasks("train", ways=2, shots=1, queries=1)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_unreadable_images_and_empty_classes_are_left_out_and_named_in_a_warning
     with caplog.at_level(logging.WARNING, "metabridge"):
         images = stored("toy", "key", FORM, faulty).labelled()
     assert [record.getMessage() for record in caplog.records] == [
-        "1 unreadable image is left out: cat/2.png (it is not an image).",
+        "1 unreadable image is left out: cat/2.png (it is not an image that Pillow reads).",
         "1 class without a readable image is left out: 'yeti'.",
     ]
     assert images.class_names == ("cat", "oak")
@@ -131,7 +131,7 @@ def test_strict_refuses_what_would_be_left_out_also_when_it_comes_from_the_store
         with pytest.raises(InputError) as caught:
             stored("toy", "key", FORM, gather).labelled(strict=True)
         assert str(caught.value) == (
-            "1 unreadable image is left out: cat/2.png (it is not an image). "
+            "1 unreadable image is left out: cat/2.png (it is not an image that Pillow reads). "
             "Mend or remove what is named, or load without strict."
         )
     with pytest.raises(InputError, match="class without a readable image is left out: 'yeti'"):
@@ -141,12 +141,14 @@ def test_strict_refuses_what_would_be_left_out_also_when_it_comes_from_the_store
 def test_a_long_list_of_unreadable_images_is_cut(folder):
     bad = source_of(*(Picture(f"{n}.png", 0, b"") for n in range(50)), Picture("good.png", 0, flat(1)))
     (told, _) = stored("toy", "key", FORM, lambda: bad).troubles()
-    assert told.startswith("50 unreadable images are left out: 0.png (it is not an image), 1.png")
-    assert told.endswith("4.png (it is not an image) and 45 more.")
+    assert told.startswith("50 unreadable images are left out: 0.png (it is not an image that Pillow reads), 1.png")
+    assert told.endswith("4.png (it is not an image that Pillow reads) and 45 more.")
 
 
 def test_without_a_single_readable_image_there_is_an_error_and_no_entry(folder):
-    with pytest.raises(InputError, match=r"toy has no image that can be read \(1 tried; a.png: it is not an image\)"):
+    with pytest.raises(
+        InputError, match=r"toy has no image that can be read \(1 tried; a.png: it is not an image that Pillow reads\)"
+    ):
         stored("toy", "key", FORM, lambda: source_of(Picture("a.png", 0, b"")))
     assert not list(folder.iterdir())
 
@@ -218,7 +220,7 @@ def test_the_index_says_what_was_stored(folder):
     assert (held["shape"], held["labels"], held["skipped"]) == (
         [2, 1, 8, 8],
         [0, 1],
-        [["cat/2.png", "it is not an image"]],
+        [["cat/2.png", "it is not an image that Pillow reads"]],
     )
 
 

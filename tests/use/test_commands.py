@@ -73,7 +73,9 @@ def test_loose_images_have_no_accuracy_and_those_that_cannot_be_read_are_named(o
         str(mixed / "a.png"),
         str(mixed / "deep" / "er" / "b.PNG"),
     ]
-    assert complained == (f"1 of 3 images could not be read:\n  {mixed / 'broken.png'} (it is not an image)\n")
+    assert complained == (
+        f"1 of 3 images could not be read:\n  {mixed / 'broken.png'} (it is not an image that Pillow reads)\n"
+    )
 
 
 def test_adapt_says_that_images_are_predicted_together(on_cpu, anil, folders, tmp_path):
@@ -111,7 +113,11 @@ def broken(folders, tmp_path):
         ("loose", "good", "support is {}/loose, which has too few folders with images (0)"),
         ("one", "good", "support is {}/one, which has too few folders with images (1)"),
         ("gap", "good", "class 'c' in {}/gap has no images. Put some there, or remove the folder."),
-        ("bad", "good", "{}/bad/b/2.png cannot be read (it is not an image). Mend it or leave it out."),
+        (
+            "bad",
+            "good",
+            "{}/bad/b/2.png cannot be read (it is not an image that Pillow reads). Mend it or leave it out.",
+        ),
         ("good", "void", "query is {}/void, which holds no images"),
         ("good", "unreadable", "query is {}/unreadable, of which no image can be read (1 tried; "),
     ],
@@ -149,6 +155,24 @@ def test_export_writes_the_graph_and_the_head_beside_it(metabridge, anil, folder
     assert "the features of an image depend on the others" in printed
     assert json.loads((tmp_path / "features.json").read_text())["normalise"]
     assert file.stat().st_size > 1000
+
+
+def test_export_does_not_write_the_head_over_the_graph(metabridge, run, folders, tmp_path):
+    file = tmp_path / "both.json"
+    status, _, complained = metabridge("export", run, "--out", file, "--support", folders / "support")
+    assert status == 2
+    assert f"--out is {file}, where the head goes. Name the graph otherwise, such as both.onnx." in complained
+    assert not file.exists()
+
+
+def test_photographs_that_pillow_does_not_read_are_named(on_cpu, run, folders, tmp_path):
+    shutil.copytree(folders / "query", tmp_path / "query")
+    (tmp_path / "query" / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    asked = ("--support", folders / "support", "--query", tmp_path / "query", "--out", tmp_path / "told.csv")
+    status, printed, complained = on_cpu("adapt", run, *asked)
+    assert status == 1
+    assert "IMG_1.HEIC (it is not an image that Pillow reads)" in complained
+    assert printed.startswith(f"{len(list((folders / 'support').iterdir()))} classes: character 0, ")
 
 
 def test_export_of_a_head_needs_images_to_solve_it_on(metabridge, run, tmp_path):

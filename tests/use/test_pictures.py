@@ -46,7 +46,7 @@ def test_pictures_stay_in_order_and_each_that_cannot_be_read_says_why(tmp_path):
     contents = [np.full((4, 4), value, dtype=np.uint8) for value in range(200)]
     contents[70] = b"no image"
     found = read(contents, Form(size=2, channels=1))
-    assert found[70] == Unreadable("it is not an image")
+    assert found[70] == Unreadable("it is not an image that Pillow reads")
     assert [int(image.max()) for place, image in enumerate(found) if place != 70] == [*range(70), *range(71, 200)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from metabridge.cli.common import Device, DeviceOption, MinImagesOption, SeedOption, app, device_name
 from metabridge.cli.train import DataOption
+from metabridge.errors import InputError
 
 
 class Kernel(StrEnum):
@@ -84,7 +86,10 @@ def search(
     from metabridge.search.draw import draw
     from metabridge.search.metantk import Search, TimeUpError
     from metabridge.search.space import OPERATORS
+    from metabridge.training.checkpoint import RunFolder
 
+    if RunFolder(out).started:
+        raise InputError(f"--out is {out}, which holds a run. Name another folder.")
     chosen = OPERATORS if operators is None else tuple(name.strip() for name in operators.split(",") if name.strip())
     settings = Search(
         kernel.value,
@@ -115,7 +120,8 @@ def search(
         )
     sizes = f" --model-option cells={cells} --model-option channels={channels}{f' --size {size}' if size else ''}"
     print(f"The architecture is in {out}.")
-    print(f"Next: metabridge train --model {out / 'architecture.json'} --data {data}{sizes}")
+    model, source = (shlex.quote(str(word)) for word in (out / "architecture.json", data))
+    print(f"Next: metabridge train --model {model} --data {source}{sizes}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,6 +94,7 @@ def train(
     from metabridge.training.plan import PLANS
 
     checked(method)
+    where = device_name(device)
     given = {
         "method_options": _settings(option, "--option"),
         "model": model,
@@ -119,10 +121,14 @@ def train(
     images = load(data, size=size, min_images=min_images)
     if len(images.splits.get("validation", ())) < 2:
         print("There are no two classes to validate on, so the last weights are kept.")
-    run = plan.train(images, device=device_name(device), out=out, minutes=minutes)
+    else:
+        judged = plan.validation_tasks(images).ways
+        if judged < ways:
+            print(f"There are {judged} classes to validate on, so tasks of validation have {judged} ways.")
+    run = plan.train(images, device=where, out=out, minutes=minutes)
     _draw_curve(run, out, method)
     if run.best is not None:
-        print(f"Best on {run.best.tasks} validation tasks: {run.best.told()}")
+        print(f"Best on {run.best.tasks} {judged}-way validation tasks: {run.best.told()}")
     if run.finished:
         print(f"The run is in {out}. {_next(out, images, plan.ways)}")
     else:
@@ -160,7 +166,7 @@ def evaluate(
     from dataclasses import replace
 
     from metabridge.environments.datasets import load as load_images
-    from metabridge.files import make_folder, write_whole
+    from metabridge.files import make_way, write_whole
     from metabridge.learners.heads import SVM, NearestCentroid, Ridge  # whose scores only rank
     from metabridge.learners.method import named_head
     from metabridge.training import Views, load
@@ -169,7 +175,7 @@ def evaluate(
     if penalty is not None and head is None:
         raise InputError("penalty is given without the head that it is of. Name it with --head.")
     if json_file is not None:
-        make_folder(json_file.parent)
+        make_way(json_file)
     ways = ways or _ways(runs[0])
     where, table = device_name(device), Table(title=f"{ways}-way tasks of the {split} split, {tasks} of each kind")
     for heading in ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first, %"):
@@ -187,6 +193,7 @@ def evaluate(
         else:
             images = load_images(**source if min_images is None else source | {"min_images": min_images})
         images = images.to(where)
+        _check_new(folder, images, split, own=data is None)
         environments = {
             count: images.tasks(split, ways=ways, shots=count, queries=queries)
             for count in sorted(counts, reverse=True)  # the most shots need the most images
@@ -206,6 +213,25 @@ def evaluate(
     if json_file is not None:
         write_whole(json_file, f"{json.dumps(report, indent=2, ensure_ascii=False)}\n".encode())
         print(f"Every class is in {json_file}")
+
+
+def _check_new(folder: Path, images: LabelledImages, split: str, *, own: bool) -> None:
+    """Refuse classes to test on that a run was trained on, and in other data than its own say so."""
+    from metabridge.training.checkpoint import RunFolder
+
+    trained = set((RunFolder(folder).settings()["tasks"] or {}).get("class_names", ()))
+    if split == "train" or split not in images.splits:
+        return
+    members = images.names(split)
+    known = [name for name in members if name in trained]
+    if not known:
+        return
+    if own:
+        raise InputError(
+            f"class '{known[0]}' is in the {split} split, but the run in {folder} was trained on it: the data have "
+            "changed since. Restore them, or name new classes with --data."
+        )
+    print(f"Note: {len(known)} of {len(members)} classes have names that the run in {folder} was trained on.")
 
 
 def _reported(folder: Path, shots: int, found: Assessment, gap: Any, *, calibrated: bool) -> dict[str, object]:
@@ -292,7 +318,7 @@ def _next(out: Path, images: LabelledImages, ways: int) -> str:
     fewest = min(int((images.labels == member).sum()) for member in images.splits["test"])
     shots, queries = ("1,5", fewest - 5) if fewest > 5 else ("1", fewest - 1)
     few = f" --queries {queries}" if queries < 15 else ""
-    return f"Next: metabridge evaluate {out} --ways {min(ways, left)} --shots {shots}{few}"
+    return f"Next: metabridge evaluate {shlex.quote(str(out))} --ways {min(ways, left)} --shots {shots}{few}"
 
 
 def _draw_curve(run: Run, folder: Path, name: str) -> None:

@@ -50,10 +50,10 @@ def adapt(
 
     Example: **metabridge adapt runs/photos --support new/labelled --query new/unlabelled --out told.csv**
     """
-    from metabridge.files import make_folder
+    from metabridge.files import make_folder, make_way
 
     queries = _queries(query)
-    make_folder(out.parent)
+    make_way(out)
     if save is not None:
         make_folder(save)
     classifier = _adapted(run, support, head, device)
@@ -75,11 +75,11 @@ def predict(
 
     Example: **metabridge predict adapted --query new/unlabelled --out told.csv**
     """
-    from metabridge.files import make_folder
+    from metabridge.files import make_way
     from metabridge.use import FewShotClassifier
 
     queries = _queries(query)
-    make_folder(out.parent)
+    make_way(out)
     _tell(FewShotClassifier.load(model, device=device_name(device)), query, queries, out)
 
 
@@ -102,12 +102,17 @@ def export(
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """
+    from metabridge.files import make_way
     from metabridge.models.norm import normalises_each_set
     from metabridge.training import load
     from metabridge.use import export_onnx, write_head
 
     if head is not None and support is None:
         raise InputError(f"--head is {head.value}, but a head is solved on labelled images. Give --support too.")
+    beside = out.with_suffix(".json")
+    if support is not None and beside == out:
+        raise InputError(f"--out is {out}, where the head goes. Name the graph otherwise, such as {out.stem}.onnx.")
+    make_way(out)
     classifier = None if support is None else _adapted(run, support, head, Device.cpu)
     model = load(run) if classifier is None else classifier.adapted_
     difference = export_onnx(model, out)
@@ -116,7 +121,7 @@ def export(
     else:
         print(f"The features are in {out}; they differ from PyTorch's by at most {difference:.1e}.")
     if classifier is not None:
-        written = write_head(classifier, out.with_suffix(".json"))
+        written = write_head(classifier, beside)
         print(f"The head for {len(classifier.classes_)} classes is in {written}")
     if normalises_each_set(model.net):
         print("The network normalises each batch by itself, so the features of an image depend on the others with it.")
@@ -144,12 +149,12 @@ def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> Few
 
 
 def _queries(query: Path) -> list[Path]:
-    from metabridge.environments.source import IMAGES, tree
+    from metabridge.environments.source import IMAGES, READ, tree
 
     _require_folder("query", query)
     files = [file for file in tree(query) if file.suffix.lower() in IMAGES]
     if not files:
-        raise InputError(f"query is {query}, which holds no images ({', '.join(sorted(IMAGES))}).")
+        raise InputError(f"query is {query}, which holds no images ({', '.join(READ)}).")
     return files
 
 
@@ -164,6 +169,7 @@ def _tell(classifier: FewShotClassifier, query: Path, files: list[Path], out: Pa
     import numpy as np
 
     from metabridge.environments.decode import Unreadable
+    from metabridge.environments.source import named
     from metabridge.files import write_whole
     from metabridge.use.pictures import read
 
@@ -185,6 +191,7 @@ def _tell(classifier: FewShotClassifier, query: Path, files: list[Path], out: Pa
     lines.writerow(["path", "prediction", "probability", *names])
     lines.writerows([*start, *row] for start, row in zip(told, chances.tolist()))
     write_whole(out, text.getvalue().encode())
+    print(f"{len(names)} classes: {named(names, most=10)}")
     _print_table(told)
     folders = [file.parent.relative_to(query).as_posix() for file in read_files]
     right = [folder == name for folder, (_, name, _) in zip(folders, told) if folder in names]

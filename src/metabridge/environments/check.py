@@ -52,8 +52,12 @@ class Report:
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is wrong and the tasks asked for can be made in every split."""
-        return not (self.unreadable or self.duplicates or self.empty or any(split.obstacle for split in self.splits))
+        """Whether nothing is wrong and the tasks asked for can be made in every split.
+
+        Validation does with fewer ways and queries.
+        """
+        hindered = any(split.obstacle for split in self.splits if split.name != "validation" or split.classes < 2)
+        return not (self.unreadable or self.duplicates or self.empty or hindered)
 
 
 def look(content: Content) -> Look:
@@ -159,6 +163,8 @@ def _obstacle(images: list[int], smallest: str, ways: int, shots: int, queries: 
     So many classes are `left` in it without those that are too small.
     """
     if len(images) < ways:
+        if len(images) == 1:
+            return f"{ways} ways need {ways} classes, but there is 1: add some"
         return f"{ways} ways need {ways} classes, but there are {len(images)}: use fewer ways, or more classes"
     needed = shots + queries
     if min(images) < needed:

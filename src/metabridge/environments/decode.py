@@ -118,7 +118,7 @@ def each(
 
     >>> source = Source("a toy", (), 1, lambda: iter([Picture("a.png", 0, b"no image")]))
     >>> [result for _, result in each(source, opened, "Opening")]
-    [Unreadable(reason='it is not an image')]
+    [Unreadable(reason='it is not an image that Pillow reads')]
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -151,6 +151,6 @@ def _attempt(work: Callable[[Content], Result], content: Content) -> Result | Un
     try:
         return work(content)
     except UnidentifiedImageError:
-        return Unreadable("it is not an image")
+        return Unreadable("it is not an image that Pillow reads")
     except Exception as error:  # Damaged files make the decoders fail in every way.
         return Unreadable(getattr(error, "strerror", None) or str(error) or type(error).__name__)

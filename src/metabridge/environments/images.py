@@ -109,6 +109,10 @@ class LabelledImages:
             },
         )
 
+    def names(self, split: str) -> tuple[str, ...]:
+        """Names of a split's classes, in its order."""
+        return tuple(self.class_names[index] for index in self.splits[split].tolist())
+
     def look_up(self, rows: Tensor) -> Tensor:
         """Return the images at the indices `rows`, of any shape, with values from 0 to 1."""
         return self.images[send(rows, self.images.device)].float() / 255
@@ -161,10 +165,9 @@ class ImageTasks:
         if self.superclass not in get_args(Superclass):
             raise InputError(f"superclass is '{self.superclass}', but must be one of {_listed(get_args(Superclass))}.")
         if self.ways > self.classes:
-            raise InputError(
-                f"ways is {self.ways}, but split '{self.split}' has {self.classes} classes. "
-                f"Use ways={self.classes} or fewer."
-            )
+            way_out = f"Use ways={self.classes} or fewer" if self.classes > 1 else "Add classes"
+            has = _count(self.classes, "class", "classes")
+            raise InputError(f"ways is {self.ways}, but split '{self.split}' has {has}. {way_out}.")
         self._check_superclasses()
         self._check_image_counts()
 
@@ -181,7 +184,7 @@ class ImageTasks:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the split's classes, in the order that `Episodes.classes` counts them."""
-        return tuple(self.data.class_names[index] for index in self.data.splits[self.split].tolist())
+        return self.data.names(self.split)
 
     @property
     def rows(self) -> Tensor:
@@ -262,11 +265,15 @@ class ImageTasks:
         fewest = int(counts[smallest])
         if fewest < needed:
             way_out = f"Use queries={fewest - self.shots} or fewer" if fewest > self.shots else "Use fewer shots"
+            if int((counts >= needed).sum()) >= self.ways:
+                way_out += (
+                    f", or leave out classes with fewer than {needed} images (min_images={needed}, on the command line "
+                    f"--min-images {needed})"
+                )
             raise InputError(
                 f"class '{self.class_names[smallest]}' has {_count(fewest, 'image')}, but "
                 f"{_count(self.shots, 'shot')} + {_count(self.queries, 'query', 'queries')} need {needed}. "
-                f"{way_out}, or leave out classes with fewer than {needed} images (min_images={needed}, on the command "
-                f"line --min-images {needed})."
+                f"{way_out}."
             )
 
 
@@ -317,6 +324,11 @@ class ImageBatches:
     def classes(self) -> int:
         """How many classes the split has."""
         return len(self.data.splits[self.split])
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the split's classes, in the order of the outputs."""
+        return self.data.names(self.split)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw batches with the (CPU) generator, each image as likely as any other."""

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from metabridge.errors import InputError
 
-IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"})
+READ = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+IMAGES = frozenset({*READ, ".heic", ".heif", ".avif", ".jxl"})  # the last only with what Pillow has learnt beside
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 SHARES = {"validation": 0.16, "test": 0.2}  # Of the classes, as in mini-ImageNet; the rest is for training.
 

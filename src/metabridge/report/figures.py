@@ -97,7 +97,7 @@ def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "secon
             means, margins = _percent([point.score for point in points if point.score is not None])
             axes.fill_between(xs, means - margins, means + margins, color=colour, alpha=0.15, linewidth=0)
             axes.plot(xs, means, line, color=colour, label=name, linewidth=1.8)
-        axes.set(ylabel="validation accuracy, %")
+        axes.set(ylabel="validation accuracy, %", ylim=(None, min(100.0, axes.get_ylim()[1])))
         axes.set_xlabel("iterations" if along == "iterations" else "seconds of training")
         figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2)
     return figure

@@ -10,6 +10,7 @@ Every file is written whole or not at all.
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Mapping
@@ -218,6 +219,7 @@ def describe_environment(environment: object) -> dict[str, object]:
         if field.name == "data":
             known["data"] = getattr(value, "source", None)
             known["classes"] = getattr(environment, "classes", None)  # quarter turns make more of the same source
+            known["class_names"] = list(getattr(environment, "class_names", ()))
         else:
             known[field.name] = _described(value)
     return known
@@ -242,4 +244,7 @@ def _difference(there: object, here: object, name: str = "") -> str | None:
             if found:
                 return found
         return None
+    if isinstance(there, list) and isinstance(here, list):
+        pairs = enumerate(itertools.zip_longest(there, here))
+        return next((found for at, pair in pairs if (found := _difference(*pair, f"{name}[{at}]"))), None)
     return None if there == here else f"{name} is {there} there and {here} here"

@@ -87,7 +87,7 @@ def read(contents: Sequence[Content], form: Form) -> list[NDArray[np.uint8] | Un
     """Decode pictures on all cores, in order; of one that cannot be read, say why.
 
     >>> read([b"no image"], Form(size=8, channels=3))
-    [Unreadable(reason='it is not an image')]
+    [Unreadable(reason='it is not an image that Pillow reads')]
     """
     pictures = [Picture("", 0, content) for content in contents]
     source = Source("images", (), len(pictures), lambda: iter(pictures))
