@@ -157,6 +157,21 @@ def test_what_cannot_be_trained_is_named_in_one_line_with_status_2(metabridge, g
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--optimizer", "lion"], "optimizer is 'lion'"),
+        (["--lr", "-1"], "lr is -1.0"),
+        (["--out", __file__], f"--out is {__file__}, which is a file. Name a folder."),
+    ],
+)
+def test_what_needs_no_images_is_refused_before_they_are_read(metabridge, monkeypatch, arguments, complaint):
+    monkeypatch.setattr("metabridge.environments.datasets.load", lambda *_, **__: pytest.fail("read images"))
+    status, _, complained = metabridge("train", "--device", "cpu", *arguments)
+    assert status == 2
+    assert complained.startswith(f"metabridge train: {complaint}")
+
+
 def test_evaluation_of_two_runs_tells_classes_calibration_and_paired_differences(metabridge, runs, tmp_path):
     file = tmp_path / "report.json"
     status, printed, complained = metabridge(

@@ -118,6 +118,9 @@ def train(
     }
     plan = replace(PLANS[method], **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
     _check_method(plan, option)
+    plan.settings()  # what it refuses is refused before images are read
+    if out.is_file():
+        raise InputError(f"--out is {out}, which is a file. Name a folder.")
     images = load(data, size=size, min_images=min_images)
     if len(images.splits.get("validation", ())) < 2:
         print("There are no two classes to validate on, so the last weights are kept.")

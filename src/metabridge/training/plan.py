@@ -74,23 +74,27 @@ class Plan:
         images = images.to(device)
         if self.turns:
             images = images.turned(("train",))
-        settings = Settings(
+        validate = self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None
+        net, tasks = self.network(images), self.training_tasks(images)
+        settings = self.settings(self.changes(images))
+        return Fitting(net, chosen, tasks, settings, validate=validate, device=device, out=out)
+
+    def settings(self, augment: Augment | None = None) -> Settings:
+        """Return how it is trained, refusing what no training takes."""
+        return Settings(
             iterations=self.iterations,
-            tasks=1 if chosen.head == "all-rows" else self.batch,
+            tasks=1 if self.chosen().head == "all-rows" else self.batch,
             optimizer=self.optimizer,
             lr=self.lr,
             weight_decay=self.weight_decay,
             schedule=self.schedule,
-            augment=self.changes(images),
+            augment=augment,
             patience=self.patience,
             validate_every=self.validate_every,
             validate_tasks=self.validate_tasks,
             precision=self.precision,
             seed=self.seed,
         )
-        validate = self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None
-        net, tasks = self.network(images), self.training_tasks(images)
-        return Fitting(net, chosen, tasks, settings, validate=validate, device=device, out=out)
 
     def chosen(self) -> Method:
         """Return the method."""
