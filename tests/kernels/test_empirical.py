@@ -55,12 +55,7 @@ def test_the_kernel_as_computed_on_a_gpu_equals_the_product_of_explicit_jacobian
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("gpu", [False, True])
-def test_only_what_no_layer_owns_is_left_to_automatic_differentiation(
-    name: str, gpu: bool, request: pytest.FixtureRequest
-) -> None:
-    if gpu:
-        request.getfixturevalue("as_on_gpu")
+def test_only_what_no_layer_owns_is_left_to_automatic_differentiation(name: str, gpu: bool) -> None:
     make, shape = NETS[name]
     survey = Empirical(make(), outputs="full")._survey("all", seen(1, 4, *shape), None)[1].survey
     assert survey.others == ({"scale", "loose.weight"} if name == "odd" else set())
