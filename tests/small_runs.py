@@ -1,4 +1,4 @@
-"""Trainings of a few steps, on sinusoids and on images in colour."""
+"""Trainings of a few steps, on sinusoids and on images in colour, and commands for such."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from metabridge import Sinusoid, fit, method
 from metabridge.environments import LabelledImages
 from metabridge.models import mlp, resnet12
 from metabridge.training import Augment, Run
+
+TRAIN = ("train", "--device", "cpu", "--iterations", 4, "--validate-every", 2, "--validate-tasks", 4, "--queries", 2)
+TRAIN += ("--batch", 2, "--model-option", "filters=6")
+EVALUATE = ("--tasks", 10, "--queries", 4, "--device", "cpu")
 
 
 class Watched:

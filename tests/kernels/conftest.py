@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from metabridge.kernels import empirical, gram, jacobian, stand_ins, survey
+from metabridge.kernels import calls, empirical, gram, jacobian, stand_ins, survey
 
 
 @pytest.fixture(params=[False, True], ids=["as on a CPU", "as on a GPU"])
@@ -16,5 +16,5 @@ def gpu(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything be computed here as it is on a GPU."""
-    for module in (jacobian, gram, stand_ins, survey, empirical):
+    for module in (calls, jacobian, gram, stand_ins, survey, empirical):
         monkeypatch.setattr(module, "cached", lambda x: False)

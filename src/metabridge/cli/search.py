@@ -154,9 +154,11 @@ def score(
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
     from metabridge.environments.datasets import load
-    from metabridge.files import write_whole
+    from metabridge.files import make_way, write_whole
     from metabridge.search.metantk import Search, score_model
 
+    if json_file is not None:
+        make_way(json_file)
     images, where = load(data, size=size, min_images=min_images), device_name(device)
     table = Table("proxy", title=f"{model}, initialisations: {repeats}")
     for heading in ("mean", "of each", "trouble"):

@@ -222,17 +222,17 @@ def _check_new(folder: Path, images: LabelledImages, split: str, *, own: bool) -
     """Refuse classes to test on that a run was trained on, and in other data than its own say so."""
     from metabridge.training.checkpoint import RunFolder
 
-    trained = set((RunFolder(folder).settings()["tasks"] or {}).get("class_names", ()))
     if split == "train" or split not in images.splits:
         return
+    trained = set((RunFolder(folder).settings()["tasks"] or {}).get("class_names", ()))
     members = images.names(split)
     known = [name for name in members if name in trained]
     if not known:
         return
     if own:
         raise InputError(
-            f"class '{known[0]}' is in the {split} split, but the run in {folder} was trained on it: the data have "
-            "changed since. Restore them, or name new classes with --data."
+            f"class '{known[0]}' is in the {split} split, but the run in {folder} was trained on it: the data, or what "
+            "--min-images leaves of them, have changed since. Restore them, or name new classes with --data."
         )
     print(f"Note: {len(known)} of {len(members)} classes have names that the run in {folder} was trained on.")
 

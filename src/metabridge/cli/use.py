@@ -102,7 +102,6 @@ def export(
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """
-    from metabridge.files import make_way
     from metabridge.models.norm import normalises_each_set
     from metabridge.training import load
     from metabridge.use import export_onnx, write_head
@@ -112,7 +111,6 @@ def export(
     beside = out.with_suffix(".json")
     if support is not None and beside == out:
         raise InputError(f"--out is {out}, where the head goes. Name the graph otherwise, such as {out.stem}.onnx.")
-    make_way(out)
     classifier = None if support is None else _adapted(run, support, head, Device.cpu)
     model = load(run) if classifier is None else classifier.adapted_
     difference = export_onnx(model, out)

@@ -1,10 +1,10 @@
 """Gradients of a network's outputs for every sample by itself, layer by layer.
 
-A layer y = Wa, applied at P positions, has for sample i and output o the gradient Σ_p g_iop a_ipᵀ, where
-g is what reaches y from the output. One backward pass an output gives g for a whole batch, since samples
-do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every sample,
-and automatic differentiation keeps them apart. A first convolution, its norm and its max pooling are taken
-together (`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
+A layer y = Wa, applied at P positions, has for sample i and output o the gradient Σ_p g_iop a_ipᵀ, where g is what
+reaches y from the output. A backward pass for each output, on a GPU one for all, gives g for a whole batch, since
+samples do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every sample,
+and automatic differentiation keeps them apart. A first convolution, its norm and its max pooling are taken together
+(`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, jacrev, vmap
-from torch.nn import functional as F
-from torch.nn.grad import conv2d_weight
 
 from metabridge.errors import InputError
-from metabridge.kernels.stand_ins import NORMS, Picked, StandIn, cached, normed, picked, pooled, standing_in, window
+from metabridge.kernels.calls import Call, formed, gathered, patches, windows
+from metabridge.kernels.stand_ins import NORMS, StandIn, cached, normed, picked, pooled, standing_in, window
 from metabridge.models.network import Params
 from metabridge.models.norm import BatchNorm
 from metabridge.threads import over_threads, shell
@@ -31,41 +30,6 @@ from metabridge.threads import over_threads, shell
 LINEAR = (nn.Linear, nn.Conv2d)
 SPARSE = 3  # multiplications of a matrix product in the time of one by a patch that is looked up
 CACHED = 2**21  # bytes of a layer's gradients that are taken at a time on a CPU: what is copied stays in its cache
-
-
-class Call(NamedTuple):
-    """A place in a forward pass where gradients are read off: what arrives at `edge` is that of `output`.
-
-    It is a linear layer's output, with the layer's input, or a norm's parameter, repeated for every sample, or
-    the output of a pool behind a first convolution and its norm, with what it picks.
-    """
-
-    layer: nn.Module
-    roles: dict[str, str]  # of parameters: "weight" or "bias" of a linear layer, or "copies"
-    x: Tensor
-    output: Tensor
-    edge: GradientEdge
-    picks: tuple[Picked, Params] | None = None  # with the parameters that the picked values depend on
-
-    @property
-    def linear(self) -> bool:
-        """Whether it is a linear layer's output."""
-        return "copies" not in self.roles.values()
-
-    def forming(self, outputs: int) -> int:
-        """Numbers held while its gradients are formed: what arrives from all outputs, patches, and gradients."""
-        size = outputs * self.output.numel()
-        if self.picks:
-            picks = self.picks[0]
-            size += 2 * outputs * picks.weight.numel()
-            return size if cached(self.x) else size + picks.places.numel() * picks.patches.shape[2]
-        if not self.linear:
-            return 2 * size
-        layer: Any = self.layer
-        weight: Tensor = layer.weight
-        numbers, rows = weight.numel(), len(weight)
-        patches = numbers // rows * self.output.numel() * int(getattr(layer, "groups", 1)) // rows
-        return size + self.x.numel() + patches + 2 * outputs * len(self.x) * numbers
 
 
 @dataclass(frozen=True)
@@ -309,78 +273,6 @@ def slopes_at(
     return [None if slopes[0] is None else slopes for slopes in zip(*passes)]
 
 
-def formed(call: Call, slopes: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
-    """Yield the gradients (samples, outputs, ...) of a call's parameters, and for which samples they are.
-
-    `slopes` is what arrives there from each output. Some samples are taken at a time.
-    """
-    if call.picks is not None:
-        picks, params = call.picks
-        yield slice(None), dict(zip(params, picks.pulled(slopes, list(params.values()), step)))
-        return
-    for start in range(0, len(call.x), step):
-        place = slice(start, start + step)
-        yield place, _formed(call, slopes, place)
-
-
-def _formed(call: Call, slopes: Sequence[Tensor], place: slice) -> Params:
-    g = gathered(call, [slope[place] for slope in slopes])
-    found: Params = {}
-    for name, role in call.roles.items():
-        if role == "weight":
-            groups = getattr(call.layer, "groups", 1)
-            side = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)  # (samples, groups, channels, positions)
-            product = _product(call.layer, call.x[place], side, slopes[0].shape[2:])  # one for all outputs
-            found[name] = product.unflatten(2, (len(slopes), -1)).transpose(1, 2)
-        else:
-            found[name] = g.sum(-1) if role == "bias" else g
-    return found
-
-
-def gathered(call: Call, slopes: Sequence[Tensor]) -> Tensor:
-    """What arrives from all outputs: (samples, outputs, channels, positions), or (samples, outputs, ...) for copies."""
-    return torch.stack([_positions(call.layer, slope) for slope in slopes] if call.linear else list(slopes), 1)
-
-
-def patches(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a linear layer multiplies by its weights: (samples, groups, inputs, positions).
-
-    A convolution's are one copy of a view in which windows overlap.
-    """
-    if not isinstance(layer, nn.Conv2d):
-        return _positions(layer, x).unsqueeze(1)
-    views = windows(layer, x)
-    return views.reshape(len(x), layer.groups, -1, math.prod(views.shape[4:]))
-
-
-def windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """A view of what a convolution sees, (samples, channels, *window, *positions)."""
-    x = _padded(layer, x)
-    for axis, (size, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation), 2):
-        x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    return x.permute(0, 1, 4, 5, 2, 3)
-
-
-def _product(layer: nn.Module, x: Tensor, side: Tensor, shape: Sequence[int]) -> Tensor:
-    """Σ_p g_p a_pᵀ, (samples, groups, channels, inputs).
-
-    On a CPU that of a convolution is itself one, in which every sample is a group, and no patch is copied.
-    """
-    if not isinstance(layer, nn.Conv2d) or not cached(x):
-        return side @ patches(layer, x).mT
-    samples, groups, channels, _ = side.shape
-    a, g = _padded(layer, x), side.reshape(1, -1, *shape)
-    size = samples * groups * channels, *layer.weight.shape[1:]
-    a = a.reshape(1, -1, *a.shape[2:])
-    found: Tensor = conv2d_weight(a, size, g, layer.stride, 0, layer.dilation, samples * groups)
-    return found.reshape(samples, groups, channels, -1)
-
-
-def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-
-
 def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, slice], room: int) -> None:
     """Add a call's gradients to those formed, or keep its factors, from which only a bias is formed."""
     weight = next((name for name in call.roles if name in rows.factors), None)
@@ -398,10 +290,3 @@ def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, sl
     for place, gradients in formed(call, slopes, step):
         for name, gradient in gradients.items():
             rows.formed[place, :, slots[name]] += gradient.flatten(2)
-
-
-def _positions(layer: nn.Module, value: Tensor) -> Tensor:
-    """(samples, channels, positions) from a linear layer's input or output."""
-    if isinstance(layer, nn.Linear):
-        return value.reshape(len(value), -1, value.shape[-1]).mT
-    return value.flatten(2)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from metabridge.kernels.jacobian import Block, Call, Gradients, formed, slopes_at
+from metabridge.kernels.calls import Call, formed
+from metabridge.kernels.jacobian import Block, Gradients, slopes_at
 from metabridge.kernels.stand_ins import cached
 from metabridge.models.network import Params
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.errors import InputError
-from metabridge.kernels.jacobian import patches
+from metabridge.kernels.calls import patches
 from metabridge.models.cells import Cells, mask
 from metabridge.models.network import Network
 from metabridge.search.proxies import Grams

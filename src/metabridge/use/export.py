@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from metabridge.errors import InputError
-from metabridge.files import make_folder, write_whole
+from metabridge.files import make_way, write_whole
 from metabridge.learners.adapt import Adapted
 from metabridge.learners.heads import LinearHead, PairwiseHead
 from metabridge.training.evaluate import Model
@@ -66,7 +66,7 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
                 "agree."
             )
     file = Path(file)
-    make_folder(file.parent)
+    make_way(file)
     write_whole(file, content)
     return difference
 

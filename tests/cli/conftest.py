@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+@pytest.fixture(scope="module")
+def runs(glyphs, tmp_path_factory) -> dict[str, Path]:
+    """Finished runs on the glyphs."""
+    from metabridge.environments.datasets import load as load_images
+    from metabridge.training.plan import PLANS
+
+    root, made = tmp_path_factory.mktemp("runs"), {}
+    for name in ("mtl", "anil"):
+        short = {"iterations": 4, "validate_every": 2, "validate_tasks": 4, "queries": 2, "batch": 2}
+        plan = type(PLANS[name])(**vars(PLANS[name]) | short | {"model_options": {"filters": 6}})
+        plan.train(load_images("glyphs"), out=root / name, progress=False)
+        made[name] = root / name
+    return made
+
+
+@pytest.fixture
+def photographs(tmp_path) -> Path:
+    """Class folders of small PNG files in colour, each class with a hue of its own, split by folders."""
+    draw = np.random.default_rng(0)
+    for split, classes in (("train", 4), ("validation", 3), ("test", 3)):
+        for label in range(classes):
+            folder = tmp_path / "photographs" / split / f"{split} {label}"
+            folder.mkdir(parents=True)
+            hue = draw.integers(0, 200, 3)
+            for index in range(5):
+                pixels = hue + draw.integers(0, 55, (20, 18 + index, 3))
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.png")
+    return tmp_path / "photographs"
