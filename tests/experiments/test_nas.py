@@ -172,7 +172,7 @@ def test_an_accuracy_agrees_within_its_interval_and_the_published_spread(publish
     assert found["x, 5-shot, spread"].published == 1.5
 
 
-def test_a_gain_agrees_where_the_first_is_above_the_second():
+def test_a_gain_agrees_where_the_first_is_above_the_second_beyond_doubt():
     sides = [record(0.7), record(0.8)], [record(0.72)]
     published = {1: (2.0, 0.1), 5: (3.0, 0.1)}, {1: (1.5, 0.1), 5: (1.0, 0.1)}
     forth = nas.gain_rows("x", sides, published, judged=True)
@@ -180,6 +180,8 @@ def test_a_gain_agrees_where_the_first_is_above_the_second():
     assert [row.ours for row in forth] == pytest.approx([3, 3])
     assert [row.published for row in forth] == pytest.approx([0.5, 2])
     assert [(row.agrees, other.agrees) for row, other in zip(forth, back)] == [(True, False)] * 2
+    close = nas.gain_rows("x", ([record(0.7)], [record(0.71)]), published, judged=True)  # each to 1 %
+    assert [row.agrees for row in close] == [None, None]
     assert nas.gain_rows("x", ([], sides[1]), published, judged=True) == []
 
 

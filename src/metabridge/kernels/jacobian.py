@@ -1,10 +1,10 @@
 """Gradients of a network's outputs for every sample by itself, layer by layer.
 
 A layer y = Wa, applied at P positions, has for sample i and output o the gradient Σ_p g_iop a_ipᵀ, where g is what
-reaches y from the output. A backward pass for each output, on a GPU one for all, gives g for a whole batch, since
-samples do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every sample,
-and automatic differentiation keeps them apart. A first convolution, its norm and its max pooling are taken together
-(`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
+reaches y from the output. A backward pass for each output, on a GPU for half of them, gives g for a whole batch,
+since samples do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every
+sample, and automatic differentiation keeps them apart. A first convolution, its norm and its max pooling are taken
+together (`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Gradients:
     names: frozenset[str]
     summed: bool
     others: frozenset[str] = field(default_factory=frozenset)  # those that only automatic differentiation knows
-    batched: bool = False  # whether one pass goes back for all outputs
+    batched: bool = False  # whether a pass goes back for many outputs
 
     def trace(self, x: Tensor) -> tuple[Tensor, Params, list[Call]]:
         """Run `net`, and return its outputs, the parameters they depend on, and where their gradients are found."""
@@ -252,25 +252,32 @@ class Gradients:
 def slopes_at(
     edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, batched: bool, keep: bool = False
 ) -> list[tuple[Tensor, ...] | None]:
-    """What arrives at the edges from every seed, in one pass or one after another.
+    """What arrives at the edges from every seed, in two passes or in one for each.
 
-    It is none where a layer is used, but not for the outputs.
+    It is none where a layer is used, but not for the outputs. One pass for all would be little faster than two, and
+    a convolution's library takes several times the room of what it sends back.
     """
-    if batched:
-        used: list[bool] = []
+    shares = seeds.chunk(2 if batched else len(seeds))
+    pull = _together if batched else _alone
+    passes = [pull(edges, y, share, keep or share is not shares[-1]) for share in shares]
+    return [None if None in own else tuple(itertools.chain(*own)) for own in zip(*passes)]
 
-        def back(seed: Tensor) -> tuple[Tensor, ...]:
-            slopes = torch.autograd.grad(y, edges, seed, keep, allow_unused=True)
-            used.extend(slope is not None for slope in slopes)
-            return tuple(slope for slope in slopes if slope is not None)
 
-        found = iter(vmap(back)(seeds))
-        return [next(found).unbind() if own else None for own in used]
-    passes = [
-        torch.autograd.grad(y, edges, seed, keep or o < len(seeds), allow_unused=True)
-        for o, seed in enumerate(seeds, 1)
-    ]
-    return [None if slopes[0] is None else slopes for slopes in zip(*passes)]
+def _alone(edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, keep: bool) -> list[tuple[Tensor, ...] | None]:
+    slopes = torch.autograd.grad(y, edges, seeds[0], keep, allow_unused=True)
+    return [None if slope is None else (slope,) for slope in slopes]
+
+
+def _together(edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, keep: bool) -> list[tuple[Tensor, ...] | None]:
+    used: list[bool] = []
+
+    def back(seed: Tensor) -> tuple[Tensor, ...]:
+        slopes = torch.autograd.grad(y, edges, seed, keep, allow_unused=True)
+        used.extend(slope is not None for slope in slopes)
+        return tuple(slope for slope in slopes if slope is not None)
+
+    found = iter(vmap(back)(seeds))
+    return [next(found).unbind() if own else None for own in used]
 
 
 def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, slice], room: int) -> None:

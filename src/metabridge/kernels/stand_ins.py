@@ -110,7 +110,10 @@ def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copi
     weight, (table, m) = linear["weight"].flatten(2), _centred(windows)
     centre = (weight @ m).squeeze(-1) + linear.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
-        spread = (weight @ (table.mT @ table / table.shape[1]) * weight).sum(-1)
+        lines = table.unflatten(
+            1, windows.shape[4:]
+        )  # one product for each: a GPU has too little to do with few long ones
+        spread = (weight @ ((lines.mT @ lines).sum(1) / table.shape[1]) * weight).sum(-1)
         centres, spreads = (value.unflatten(1, (norm.num_groups, -1)) for value in (centre, spread))
         means = centres.mean(2, keepdim=True)
         variances = (spreads + (centres - means).square()).mean(2, keepdim=True)
@@ -205,7 +208,7 @@ class _GroupNorm(torch.autograd.Function):
         def pull(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             shape, w = g.shape, weight.view(*mean.shape[:2], -1)
             g, x, share = g.reshape(len(g), *w.shape, -1), x.reshape(*w.shape, -1), scale / (-x[0].numel() / w.shape[1])
-            sums = torch.stack([(g * x).sum(-1), g.sum(-1)])
+            sums = torch.stack([torch.einsum("o...p,...p->o...", g, x), g.sum(-1)])
             towards_weight, towards_bias = sums
             towards_weight.addcmul_(mean, towards_bias, value=-1).mul_(scale)
             of_both = (w * sums).sum(-1, keepdim=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,7 +23,7 @@ class Survey(NamedTuple):
 
     blocks: tuple[Block, ...]
     others: frozenset[str]
-    batched: bool  # whether one pass goes back for all outputs
+    batched: bool  # whether a pass goes back for many outputs
     outputs: int  # gradients taken of a sample: 1 for their sum
     work: int  # multiplications of a forward pass
     graph: int  # bytes that it keeps for the backward pass
@@ -115,7 +116,7 @@ def _found(gradients: Gradients, pair: Tensor, seed: Tensor) -> Params:
 
 
 def _batches(edges: list[GradientEdge], y: Tensor) -> bool:
-    """Whether one pass can go back for several outputs, which some operations do not know."""
+    """Whether a pass can go back for several outputs, which some operations do not know."""
     try:
         slopes_at(edges, y, y.detach().unsqueeze(0), batched=True, keep=True)
     except RuntimeError:
@@ -144,7 +145,7 @@ def _forth(call: Call) -> int:
 def _back(calls: list[Call], outputs: int, batched: bool) -> int:
     """Numbers held on the way back: what arrives at every call, and the maps around the largest."""
     arriving = outputs * sum(call.output.numel() for call in calls)
-    around = 2 * outputs if batched else 4
+    around = 2 * math.ceil(outputs / 2) if batched else 4  # a pass is for half of them
     return arriving + max((call.x.numel() + around * call.output.numel() for call in calls), default=0)
 
 
