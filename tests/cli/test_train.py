@@ -143,6 +143,9 @@ def test_what_cannot_be_trained_is_named_in_one_line_with_status_2(metabridge, g
         (["--optimizer", "lion"], "optimizer is 'lion'"),
         (["--lr", "-1"], "lr is -1.0"),
         (["--out", __file__], f"--out is {__file__}, which is a file. Name a folder."),
+        (["--model", "vgg"], "model is 'vgg'"),
+        (["--model", "absent.json"], "the architecture absent.json cannot be read"),
+        (["--model-option", "filter=8"], "conv4 has no option 'filter'"),
     ],
 )
 def test_what_needs_no_images_is_refused_before_they_are_read(metabridge, monkeypatch, arguments, complaint):
@@ -150,6 +153,16 @@ def test_what_needs_no_images_is_refused_before_they_are_read(metabridge, monkey
     status, _, complained = metabridge("train", "--device", "cpu", *arguments)
     assert status == 2
     assert complained.startswith(f"metabridge train: {complaint}")
+
+
+@pytest.mark.parametrize("command", ["score", "diagnose"])
+def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge, monkeypatch, tmp_path, command):
+    monkeypatch.setattr("metabridge.environments.datasets.load", lambda *_, **__: pytest.fail("read images"))
+    monkeypatch.chdir(tmp_path)
+    status, _, complained = metabridge(command, "--model", "vgg", "--device", "cpu")
+    assert status == 2
+    assert complained.startswith(f"metabridge {command}: model is 'vgg'")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("method", ["mtl", "rfs"])

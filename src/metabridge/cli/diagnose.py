@@ -51,9 +51,12 @@ def diagnose(
     from metabridge.environments.datasets import load
     from metabridge.files import make_folder
     from metabridge.kernels import fully_connected
+    from metabridge.models import builder
     from metabridge.report import diagnosis as report
     from metabridge.training import load as load_run
 
+    if not Path(model).is_dir():
+        builder(model)
     make_folder(out)
     where, run = device_name(device), None
     if Path(model).is_dir():

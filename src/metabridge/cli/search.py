@@ -155,8 +155,10 @@ def score(
     """
     from metabridge.environments.datasets import load
     from metabridge.files import make_way, write_whole
+    from metabridge.models import builder
     from metabridge.search.metantk import Search, score_model
 
+    builder(model)
     if json_file is not None:
         make_way(json_file)
     images, where = load(data, size=size, min_images=min_images), device_name(device)

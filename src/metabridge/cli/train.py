@@ -90,6 +90,7 @@ def train(
 
     from metabridge.environments.datasets import load
     from metabridge.learners.method import method as checked
+    from metabridge.models import builder
     from metabridge.training import schedule as named
     from metabridge.training.plan import PLANS
 
@@ -118,7 +119,8 @@ def train(
     }
     plan = replace(PLANS[method], **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
     _check_method(plan, option)
-    plan.settings()  # what it refuses is refused before images are read
+    plan.settings()  # what this and the next refuse is refused before images are read
+    builder(plan.model, **plan.model_options)
     if out.is_file():
         raise InputError(f"--out is {out}, which is a file. Name a folder.")
     images = load(data, size=size, min_images=min_images)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 from metabridge.errors import InputError
 from metabridge.models import cells
@@ -25,6 +26,7 @@ __all__ = [
     "Network",
     "Params",
     "build",
+    "builder",
     "cells",
     "conv4",
     "estimate_statistics",
@@ -54,8 +56,20 @@ def build(model: str, **options: object) -> Network:
     >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
     32
     """
+    make = builder(model, **options)
+    try:
+        return make()
+    except InputError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise InputError(f"{model} cannot be made with {given} ({error}).") from error
+
+
+def builder(model: str, **options: object) -> Callable[[], Network]:
+    """Return what makes a network, refusing a model or an option that there is not, before anything is made."""
     if model.endswith(ARCHITECTURE):
-        return build("network", **{**options, "architecture": Architecture.load(model)})
+        return builder("network", **{**options, "architecture": Architecture.load(model)})
     name, _, backbone = model.partition(":")
     if name not in BUILDERS or (name == "timm") != bool(backbone or "name" in options):
         raise InputError(f"model is {model!r}, but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json.")
@@ -65,10 +79,4 @@ def build(model: str, **options: object) -> Network:
     for option in options:
         if option not in known:
             raise InputError(f"{model} has no option {option!r}. Its options are {', '.join(known)}.")
-    try:
-        return BUILDERS[name](**options)
-    except InputError:
-        raise
-    except (TypeError, ValueError, RuntimeError) as error:
-        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise InputError(f"{model} cannot be made with {given} ({error}).") from error
+    return partial(BUILDERS[name], **options)
