@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import metabridge
+import metabridge.api
 from metabridge.learners.method import PRESETS
 from metabridge.report.taxonomy import described
 
@@ -53,7 +53,7 @@ def api(package: str) -> Callable[[], str]:
     """The classes, functions and modules that a package offers, each with the first line of its docstring."""
 
     def table() -> str:
-        module, said = import_module(package), set(metabridge.__all__) if package != "metabridge" else set()
+        module, said = import_module(package), set(metabridge.api.__all__) if package != "metabridge" else set()
         values = {name: getattr(module, name) for name in module.__all__ if name not in said}
         kinds = (type, FunctionType, ModuleType)
         lines = {name: inspect.getdoc(value) or "" for name, value in values.items() if isinstance(value, kinds)}

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 
+import metabridge as library
 from metabridge import InputError, __version__, cli
 from metabridge.experiments.result import Result
 from metabridge.learners import PRESETS
@@ -19,6 +21,26 @@ def test_help_of_every_command_shows_an_example(metabridge):
         status, printed, _ = metabridge(name, "--help")
         assert status == 0
         assert f"Example: metabridge {name}" in printed
+
+
+def test_help_waits_for_no_library():
+    program = (
+        "import sys; sys.modules.update(torch=None, numpy=None, sklearn=None, matplotlib=None); "
+        "from metabridge.cli import app; sys.exit(app(sys.argv[1:], standalone_mode=False))"
+    )
+    for words in (["--version"], ["--help"], ["train", "--help"], ["data", "check", "--help"]):
+        subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True)
+
+
+def test_what_the_library_offers_is_there_when_asked_for():
+    import metabridge.diagnosis  # a room whose name is not the function's
+
+    assert set(library.__all__) <= {*dir(library)}
+    assert all(getattr(library, name) is not None for name in library.__all__)
+    assert library.diagnose is metabridge.diagnosis.diagnose
+    with pytest.raises(AttributeError, match="module 'metabridge' has no attribute 'diagnoses'"):
+        library.diagnoses  # noqa: B018
+    assert not hasattr(library, "__wrapped__")
 
 
 def test_without_a_command_the_help_is_shown(metabridge):

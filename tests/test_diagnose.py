@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import metabridge as mb
-from metabridge.diagnose import Diagnosis, advice, diagnose, estimate, untrained
-from metabridge.diagnose.advice import NOTHING, WORTH, Advice, costs, kernel_twins
-from metabridge.diagnose.estimate import Geography, hard_tasks, split_by_rate
-from metabridge.diagnose.moments import Moments, misfits, pair_moments, products, rates, regression_moments
+from metabridge.diagnosis import Diagnosis, advice, diagnose, estimate, untrained
+from metabridge.diagnosis.advice import NOTHING, WORTH, Advice, costs, kernel_twins
+from metabridge.diagnosis.estimate import Geography, hard_tasks, split_by_rate
+from metabridge.diagnosis.moments import Moments, misfits, pair_moments, products, rates, regression_moments
 from metabridge.environments import HardEasy, Landscape, LinearTasks, Quadratic, TaskGroup
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError

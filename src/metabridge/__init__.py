@@ -1,124 +1,19 @@
 """metabridge: few-shot learning with gradient-based meta-learning and multi-task learning."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from metabridge import kernels, models, search, theory
-from metabridge.diagnose import Diagnosis, diagnose
-from metabridge.environments import (
-    GivenNeurons,
-    HardEasy,
-    ImageBatches,
-    ImageTasks,
-    LabelledImages,
-    Landscape,
-    LinearTasks,
-    LogisticTasks,
-    Mixture,
-    NormalNeurons,
-    Quadratic,
-    SharedRepresentation,
-    Sinusoid,
-    TaskGroup,
-    Teachers,
-    datasets,
-)
-from metabridge.episodes import Episodes
-from metabridge.errors import InputError
-from metabridge.learners import (
-    PRESETS,
-    SVM,
-    Adapted,
-    Engine,
-    GradientDescent,
-    LogisticRegression,
-    MetaGradient,
-    Method,
-    NearestCentroid,
-    Proximal,
-    Ridge,
-    RidgeHead,
-    SupportVectors,
-    adapt,
-    meta_gradient,
-    method,
-    parameters,
-    predict,
-    task_loss,
-)
-from metabridge.search import Architecture
-from metabridge.search.metantk import Search
-from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, Views, evaluate, fit, load
-
-if TYPE_CHECKING:
-    from metabridge.use import FewShotClassifier
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "PRESETS",
-    "SVM",
-    "Adapted",
-    "Architecture",
-    "Augment",
-    "Constant",
-    "Cosine",
-    "Diagnosis",
-    "Engine",
-    "Episodes",
-    "FewShotClassifier",
-    "GivenNeurons",
-    "GradientDescent",
-    "HardEasy",
-    "ImageBatches",
-    "ImageTasks",
-    "InputError",
-    "LabelledImages",
-    "Landscape",
-    "LinearTasks",
-    "LogisticRegression",
-    "LogisticTasks",
-    "MetaGradient",
-    "Method",
-    "Mixture",
-    "Model",
-    "NearestCentroid",
-    "NormalNeurons",
-    "Plateau",
-    "Proximal",
-    "Quadratic",
-    "Ridge",
-    "RidgeHead",
-    "Run",
-    "Score",
-    "Search",
-    "SharedRepresentation",
-    "Sinusoid",
-    "Step",
-    "SupportVectors",
-    "TaskGroup",
-    "Teachers",
-    "Views",
-    "adapt",
-    "datasets",
-    "diagnose",
-    "evaluate",
-    "fit",
-    "kernels",
-    "load",
-    "meta_gradient",
-    "method",
-    "models",
-    "parameters",
-    "predict",
-    "search",
-    "task_loss",
-    "theory",
-]
+if TYPE_CHECKING:
+    from metabridge.api import *  # noqa: F403
+else:
 
+    def __getattr__(name: str) -> object:
+        """Import the library, and PyTorch, as soon as it is asked for something: the command's help does without."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("metabridge.api"), name)
 
-def __getattr__(name: str) -> object:
-    if name == "FewShotClassifier":  # scikit-learn takes a while to import, and training does without
-        from metabridge.use import FewShotClassifier
-
-        return FewShotClassifier
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return [*globals(), *import_module("metabridge.api").__all__]

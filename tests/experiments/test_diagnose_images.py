@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from metabridge.diagnose import advice, estimate
+from metabridge.diagnosis import advice, estimate
 from metabridge.experiments import Result, Row, Work, diagnose_images, experiment
 from metabridge.experiments.diagnose_images import SCALES, SETTINGS, Outcome, figure, run
 from metabridge.experiments.method_orders import METHODS, Order

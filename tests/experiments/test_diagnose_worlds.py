@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from metabridge.diagnose import estimate
-from metabridge.diagnose.estimate import Interval
+from metabridge.diagnosis import estimate
+from metabridge.diagnosis.estimate import Interval
 from metabridge.experiments import EXPERIMENTS, Work, diagnose_worlds, experiment
 from metabridge.experiments.diagnose_worlds import (
     CLEAR,

@@ -43,7 +43,7 @@ def main() -> None:
 def _resumes(words: list[str]) -> bool:
     from metabridge.experiments import IN_PARTS
 
-    return words[0] in ("train", "search") or (words[0] == "reproduce" and not IN_PARTS.isdisjoint(words))
+    return words[:1] in (["train"], ["search"]) or (words[:1] == ["reproduce"] and not IN_PARTS.isdisjoint(words))
 
 
 def _end(message: str, status: int) -> NoReturn:

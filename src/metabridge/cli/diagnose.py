@@ -46,8 +46,8 @@ def diagnose(
 
     Example: **metabridge diagnose --data omniglot:data/omniglot --groups superclasses --out diagnosis**
     """
-    from metabridge.diagnose import diagnose as diagnosed
-    from metabridge.diagnose import untrained
+    from metabridge.diagnosis import diagnose as diagnosed
+    from metabridge.diagnosis import untrained
     from metabridge.environments.datasets import load
     from metabridge.files import make_folder
     from metabridge.kernels import fully_connected

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from metabridge.diagnose import Diagnosis, diagnose, untrained
-from metabridge.diagnose.moments import Features, rates
-from metabridge.diagnose.space import Space
+from metabridge.diagnosis import Diagnosis, diagnose, untrained
+from metabridge.diagnosis.moments import Features, rates
+from metabridge.diagnosis.space import Space
 from metabridge.environments import LabelledImages
 from metabridge.environments.datasets import load
 from metabridge.environments.images import ImageTasks

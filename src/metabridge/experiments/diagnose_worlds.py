@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metabridge.diagnose import Diagnosis, diagnose
-from metabridge.diagnose.advice import WORTH
+from metabridge.diagnosis import Diagnosis, diagnose
+from metabridge.diagnosis.advice import WORTH
 from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.theory.landscape import (

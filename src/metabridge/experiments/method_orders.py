@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from scipy import stats
 
-from metabridge.diagnose import Diagnosis, diagnose, untrained
+from metabridge.diagnosis import Diagnosis, diagnose, untrained
 from metabridge.environments import LabelledImages
 from metabridge.experiments.kernel_fewshot import SIZE
 from metabridge.experiments.landscape_table1 import TARGETS

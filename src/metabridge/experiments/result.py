@@ -10,12 +10,13 @@ import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from metabridge.errors import InputError
 from metabridge.files import make_folder, write_whole
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ class Environment:
 
 def environment(device: torch.device | str) -> Environment:
     """Describe this machine, of which `device` did the work."""
-    return Environment(_device_name(torch.device(device)), torch.__version__, platform.python_version(), _commit())
+    import torch
+
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _processor()
+    return Environment(name, torch.__version__, platform.python_version(), _commit())
 
 
 class Trained(Protocol):
@@ -151,9 +155,7 @@ class Result:
             ) from error
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def _processor() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{_cpu_model()}, {cores} cores"
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from metabridge.diagnose import Diagnosis
+from metabridge.diagnosis import Diagnosis
 from metabridge.files import make_folder, write_whole
 from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.page import Picture, rendered

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from rich.progress import track
 
-from metabridge.diagnose.advice import Advice, Cost, Twin, advise, costs, kernel_twins
-from metabridge.diagnose.estimate import FEWEST, Geography, Interval, hard_tasks
-from metabridge.diagnose.moments import Features, Moments, rates
-from metabridge.diagnose.space import Space
+from metabridge.diagnosis.advice import Advice, Cost, Twin, advise, costs, kernel_twins
+from metabridge.diagnosis.estimate import FEWEST, Geography, Interval, hard_tasks
+from metabridge.diagnosis.moments import Features, Moments, rates
+from metabridge.diagnosis.space import Space
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture

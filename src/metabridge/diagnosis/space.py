@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metabridge.diagnose.moments import ENOUGH, Features, Moments, pair_moments, principal, regression_moments
+from metabridge.diagnosis.moments import ENOUGH, Features, Moments, pair_moments, principal, regression_moments
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, describe
 from metabridge.learners.method import method

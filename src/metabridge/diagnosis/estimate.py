@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metabridge.diagnose.moments import Moments, misfits, rates
+from metabridge.diagnosis.moments import Moments, misfits, rates
 from metabridge.environments.linear import Landscape, TaskGroup
 from metabridge.errors import InputError
 from metabridge.theory.landscape import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from metabridge.diagnose.estimate import Prediction
+from metabridge.diagnosis.estimate import Prediction
 from metabridge.environments.environment import Environment
 from metabridge.kernels import predict as kernels
 from metabridge.kernels.kernel import Kernel
