@@ -32,6 +32,11 @@ def test_help_waits_for_no_library():
         subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("room", ["models", "search", "kernels", "learners"])
+def test_a_room_can_be_imported_by_itself(room):
+    subprocess.run([sys.executable, "-c", f"import metabridge.{room}"], check=True)
+
+
 def test_what_the_library_offers_is_there_when_asked_for():
     import metabridge.diagnosis  # a room whose name is not the function's
 
