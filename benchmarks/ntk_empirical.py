@@ -7,8 +7,8 @@ parameter with einsum. Each side runs in processes of its own, which take turns,
 full single precision (no TF32). Our first call for a network looks at it, which is timed by itself; on a GPU the second
 records the computation, and later ones replay it.
 
-Importing metabridge lets PyTorch ask Linux for huge pages. The recipe is timed as PyTorch is by itself, without them,
-and on a CPU once more with them.
+Where metabridge is used PyTorch asks Linux for huge pages. The recipe is timed as PyTorch is by itself, without them,
+and on a CPU once more with them: the least and the most of its calls, which then differ widely.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from metabridge.models import conv4, mlp
 from metabridge.models.network import with_group_norm
 
 SIDES = ("metabridge", "torch.func")
-HUGE_PAGES = {"metabridge": "1", "torch.func": "0", "torch.func with huge pages": "1"}
+RUNS = ((SIDES[0], "1"), (SIDES[1], "0"), (SIDES[1], "1"))  # each with huge pages or without; the last on a CPU only
 NETS = ("conv4", "mlp")
 OUTPUTS, WIDTH = 5, 256
 
@@ -94,27 +94,25 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
 
 def compare(net: str, options: argparse.Namespace) -> dict[str, Any]:
     """Let the sides take turns, and return the medians, their ratios and how far the kernels differ."""
-    sides = [side for side in HUGE_PAGES if side in SIDES or options.device == "cpu"]
-    found: dict[str, list[Any]] = {side: [] for side in sides}
+    found: list[list[Any]] = [[] for _ in (RUNS if options.device == "cpu" else SIDES)]
     for _ in range(options.turns):
-        for side in sides:
-            command = [sys.executable, *sys.argv, "--side", side.split()[0], "--net", net]
+        for turns, (side, pages) in zip(found, RUNS):
+            command = [sys.executable, *sys.argv, "--side", side, "--net", net]
             if net == "mlp":
                 command += ["--size", "28"]
-            memory = {**os.environ, "THP_MEM_ALLOC_ENABLE": HUGE_PAGES[side]}
-            told = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=memory).stdout
-            found[side].append(json.loads(told))
-    times = [statistics.median(s for turn in turns for s in turn["seconds"]) for turns in found.values()]
-    seconds, theirs, *paged = times
-    mib, their_mib = (statistics.median(turn["mib"] for turn in found[side]) for side in SIDES)
-    entries, exact = (torch.tensor(found[side][0]["entries"]) for side in SIDES)
+            memory = {**os.environ, "THP_MEM_ALLOC_ENABLE": pages}
+            turns.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=memory).stdout))
+    times = [[s for turn in turns for s in turn["seconds"]] for turns in found]
+    (seconds, theirs), paged = map(statistics.median, times[:2]), times[2:]
+    mib, their_mib = (statistics.median(turn["mib"] for turn in turns) for turns in found[:2])
+    entries, exact = (torch.tensor(turns[0]["entries"]) for turns in found[:2])
     return {
         "net": net,
         "seconds": seconds,
         "reference_seconds": theirs,
         "time_ratio": theirs / seconds,
-        "huge_pages_seconds": paged[0] if paged else None,
-        "first_seconds": statistics.median(turn["first"] for turn in found[SIDES[0]]),
+        "huge_pages_seconds": [end(own) for own in paged for end in (min, max)],
+        "first_seconds": statistics.median(turn["first"] for turn in found[0]),
         "mib": mib,
         "reference_mib": their_mib,
         "memory_ratio": their_mib / mib,
@@ -149,7 +147,7 @@ def main() -> None:
         table.add_column(heading, justify="left" if heading == "net" else "right")
     for row in rows:
         seconds = [f"{row[key]:.4f}" for key in ("seconds", "first_seconds", "reference_seconds")]
-        paged = "" if row["huge_pages_seconds"] is None else f"{row['huge_pages_seconds']:.4f}"
+        paged = " to ".join(f"{end:.4f}" for end in row["huge_pages_seconds"])
         mib = f"{row['mib']:.0f}", f"{row['reference_mib']:.0f}", f"{row['memory_ratio']:.1f}"
         table.add_row(str(row["net"]), *seconds, f"{row['time_ratio']:.2f}", paged, *mib, f"{row['difference']:.0e}")
     Console(width=140).print(table)

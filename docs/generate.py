@@ -140,9 +140,10 @@ def analytic(row: dict[str, Any]) -> list[str]:
 def empirical(row: dict[str, Any]) -> list[str]:
     """Empirical kernels beside the plain recipe."""
     sizes = [f"{row[key]:.0f} MiB" for key in ("mib", "reference_mib")]
-    times = [row.get(key) for key in ("seconds", "reference_seconds", "huge_pages_seconds")]
-    ours, plain, paged = ("" if t is None else f"{t:.2f} s" if t >= 1 else f"{1000 * t:.3g} ms" for t in times)
-    return [row["net"], ours, plain, f"{row['time_ratio']:.1f}×", paged, *sizes, f"{row['memory_ratio']:.1f}×"]
+    times = [row["seconds"], row["reference_seconds"], *row.get("huge_pages_seconds", ())]
+    ours, plain, *paged = (f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms" for value in times)
+    ratios = [f"{row[key]:.1f}×" for key in ("time_ratio", "memory_ratio")]
+    return [row["net"], ours, plain, ratios[0], " to ".join(paged), *sizes, ratios[1]]
 
 
 def beside(name: str) -> str:

@@ -160,3 +160,13 @@ def test_an_interrupted_training_says_that_it_can_go_on(metabridge, monkeypatch)
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("command", ["score", "diagnose"])
+def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge, monkeypatch, tmp_path, command):
+    monkeypatch.setattr("metabridge.environments.datasets.load", lambda *_, **__: pytest.fail("read images"))
+    monkeypatch.chdir(tmp_path)
+    status, _, complained = metabridge(command, "--model", "vgg", "--device", "cpu")
+    assert status == 2
+    assert complained.startswith(f"metabridge {command}: model is 'vgg'")
+    assert not list(tmp_path.iterdir())

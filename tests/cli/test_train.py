@@ -155,16 +155,6 @@ def test_what_needs_no_images_is_refused_before_they_are_read(metabridge, monkey
     assert complained.startswith(f"metabridge train: {complaint}")
 
 
-@pytest.mark.parametrize("command", ["score", "diagnose"])
-def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge, monkeypatch, tmp_path, command):
-    monkeypatch.setattr("metabridge.environments.datasets.load", lambda *_, **__: pytest.fail("read images"))
-    monkeypatch.chdir(tmp_path)
-    status, _, complained = metabridge(command, "--model", "vgg", "--device", "cpu")
-    assert status == 2
-    assert complained.startswith(f"metabridge {command}: model is 'vgg'")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("method", ["mtl", "rfs"])
 def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, photographs, tmp_path, method):
     out = tmp_path / "run"

@@ -55,11 +55,11 @@ def diagnose(
     from metabridge.report import diagnosis as report
     from metabridge.training import load as load_run
 
-    if not Path(model).is_dir():
-        builder(model)
+    where, run, trained = device_name(device), None, Path(model).is_dir()
+    if not trained:
+        builder(model)  # a wrong one is refused before images are read
     make_folder(out)
-    where, run = device_name(device), None
-    if Path(model).is_dir():
+    if trained:
         run = load_run(model, device=where)
         images = images_for(run, data, min_images)
         if size not in (None, images.images.shape[-1]):

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
+from metabridge.diagnosis.estimate import Interval
 from metabridge.environments.datasets import load
 from metabridge.environments.images import LabelledImages
 from metabridge.errors import InputError
@@ -110,29 +111,12 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Correlation:
-    """A rank correlation, with the ends of its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def told(self) -> str:
-        """Say it in a few words.
-
-        >>> Correlation(0.5, -0.1, 0.8).told()
-        '0.50, 95 % interval −0.10 to 0.80'
-        """
-        return f"{self.value:.2f}, 95 % interval {self.low:.2f} to {self.high:.2f}".replace("-", "−")
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The result, the architectures that it is made of, and by proxy Spearman's correlation with accuracy."""
 
     result: Result
     judged: tuple[Judged, ...]
-    spearman: dict[str, Correlation]
+    spearman: dict[str, Interval]
 
 
 def run(work: Work) -> Outcome:
@@ -195,7 +179,7 @@ def judge(
     return Judged(architecture, told, score.mean, score.ci95, run.seconds / 60)
 
 
-def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples: int, seed: int) -> Correlation:
+def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples: int, seed: int) -> Interval:
     """Correlate the ranks of x and y; the interval is that of pairs drawn again, with replacement.
 
     >>> correlation("Kendall", [1.0, 2.0, 4.0, 5.0], [1.0, 3.0, 9.0, 8.0], resamples=100, seed=0).value
@@ -212,10 +196,10 @@ def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples:
         ranks, statistic, paired=True, vectorized=False, n_resamples=resamples, method="percentile", rng=generator
     )
     low, high = drawn.confidence_interval
-    return Correlation(statistic(*ranks), float(low), float(high))
+    return Interval(statistic(*ranks), float(low), float(high))
 
 
-def correlations(judged: Sequence[Judged], kind: str, resamples: int, seed: int) -> dict[str, Correlation]:
+def correlations(judged: Sequence[Judged], kind: str, resamples: int, seed: int) -> dict[str, Interval]:
     """Return the rank correlation of every proxy with the accuracy."""
     accuracies = [one.accuracy for one in judged]
     return {
@@ -224,12 +208,13 @@ def correlations(judged: Sequence[Judged], kind: str, resamples: int, seed: int)
     }
 
 
-def _rows(judged: Sequence[Judged], found: Mapping[str, Mapping[str, Correlation]]) -> list[Row]:
+def _rows(judged: Sequence[Judged], found: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
     rows = []
     for kind, own in found.items():
         for proxy, one in own.items():
             troubled = sum(each.proxies[proxy] is None for each in judged)
-            note = f"{one.told().partition(', ')[2]}; {len(judged)} architectures"
+            ends = f"{one.low:.2f} to {one.high:.2f}".replace("-", "−")
+            note = f"95 % interval {ends}; {len(judged)} architectures"
             note += f", {troubled} of which could not be told" if troubled else ""
             half = (one.high - one.low) / 2
             rows.append(Row(f"{proxy}, {kind}", "rank correlation", ours=one.value, ci95=half, note=note))

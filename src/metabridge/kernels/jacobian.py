@@ -1,7 +1,7 @@
 """Gradients of a network's outputs for every sample by itself, layer by layer.
 
 A layer y = Wa, applied at P positions, has for sample i and output o the gradient Σ_p g_iop a_ipᵀ, where g is what
-reaches y from the output. A backward pass for each output, on a GPU for half of them, gives g for a whole batch,
+reaches y from the output. A backward pass for each output, on a GPU for many of them, gives g for a whole batch,
 since samples do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every
 sample, and automatic differentiation keeps them apart. A first convolution, its norm and its max pooling are taken
 together (`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
@@ -28,6 +28,7 @@ from metabridge.models.norm import BatchNorm
 from metabridge.threads import over_threads, shell
 
 LINEAR = (nn.Linear, nn.Conv2d)
+PASSES = 2  # in which all outputs go back on a GPU
 SPARSE = 3  # multiplications of a matrix product in the time of one by a patch that is looked up
 CACHED = 2**21  # bytes of a layer's gradients that are taken at a time on a CPU: what is copied stays in its cache
 
@@ -252,12 +253,12 @@ class Gradients:
 def slopes_at(
     edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, batched: bool, keep: bool = False
 ) -> list[tuple[Tensor, ...] | None]:
-    """What arrives at the edges from every seed, in two passes or in one for each.
+    """What arrives at the edges from every seed, in a few passes or in one for each.
 
     It is none where a layer is used, but not for the outputs. One pass for all would be little faster than two, and
     a convolution's library takes several times the room of what it sends back.
     """
-    shares = seeds.chunk(2 if batched else len(seeds))
+    shares = seeds.chunk(PASSES if batched else len(seeds))
     pull = _together if batched else _alone
     passes = [pull(edges, y, share, keep or share is not shares[-1]) for share in shares]
     return [None if None in own else tuple(itertools.chain(*own)) for own in zip(*passes)]

@@ -110,9 +110,7 @@ def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copi
     weight, (table, m) = linear["weight"].flatten(2), _centred(windows)
     centre = (weight @ m).squeeze(-1) + linear.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
-        lines = table.unflatten(
-            1, windows.shape[4:]
-        )  # one product for each: a GPU has too little to do with few long ones
+        lines = table.unflatten(1, windows.shape[4:])  # a product for each: a few long ones leave a GPU idle
         spread = (weight @ ((lines.mT @ lines).sum(1) / table.shape[1]) * weight).sum(-1)
         centres, spreads = (value.unflatten(1, (norm.num_groups, -1)) for value in (centre, spread))
         means = centres.mean(2, keepdim=True)

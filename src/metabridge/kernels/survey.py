@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from metabridge.kernels.calls import Call, formed
-from metabridge.kernels.jacobian import Block, Gradients, slopes_at
+from metabridge.kernels.jacobian import PASSES, Block, Gradients, slopes_at
 from metabridge.kernels.stand_ins import cached
 from metabridge.models.network import Params
 
@@ -145,7 +145,7 @@ def _forth(call: Call) -> int:
 def _back(calls: list[Call], outputs: int, batched: bool) -> int:
     """Numbers held on the way back: what arrives at every call, and the maps around the largest."""
     arriving = outputs * sum(call.output.numel() for call in calls)
-    around = 2 * math.ceil(outputs / 2) if batched else 4  # a pass is for half of them
+    around = 2 * math.ceil(outputs / PASSES) if batched else 4
     return arriving + max((call.x.numel() + around * call.output.numel() for call in calls), default=0)
 
 
