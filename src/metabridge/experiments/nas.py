@@ -90,7 +90,7 @@ SCALES = {
         seeds=3,
         search=Search(),
         plan=replace(_RFS["paper"], iterations=5000, validate_every=2500),
-        longer=15_000,
+        longer=30_000,
         lr=0.4,  # this and the next chosen in validation, after 1000 steps
         drop_rate=0.0,
         tasks=2000,
