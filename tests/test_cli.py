@@ -113,6 +113,24 @@ def test_what_cannot_be_used_is_named_in_one_line_with_status_2(metabridge, argu
     assert complained.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("library", "told"),
+    [
+        ("ways is 9. Use ways=7 or fewer.", "ways is 9. Use --ways 7 or fewer."),
+        ("Use min_images=3 or fewer.", "Use --min-images 3 or fewer."),
+        ("Use groups='hardness'.", "Use --groups hardness."),
+        ("Use adapts='head'.", "Use adapts='head'."),  # no option of the command
+        ("--option is ways=7, which anil cannot take.", "--option is ways=7, which anil cannot take."),
+    ],
+)
+def test_what_the_library_advises_is_told_as_an_option_of_the_command(metabridge, monkeypatch, library, told):
+    def refuse(*_, **__):
+        raise InputError(library)
+
+    monkeypatch.setattr("metabridge.environments.datasets.load", refuse)
+    assert metabridge("diagnose", "--device", "cpu", "--data", "glyphs") == (2, "", f"metabridge diagnose: {told}\n")
+
+
 def test_a_folder_that_cannot_be_made_is_refused_before_any_training(metabridge, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr("metabridge.experiments.glyphs.run", lambda *_: pytest.fail("trained first"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import NoReturn, cast
 
@@ -30,7 +31,7 @@ def main() -> None:
     try:
         status = app(prog_name="metabridge", standalone_mode=False)
     except InputError as error:
-        _end(str(error), 2)
+        _end(_in_options(str(error)), 2)
     except UsageError as error:
         _end(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
@@ -46,13 +47,29 @@ def _resumes(words: list[str]) -> bool:
     return words[:1] in (["train"], ["search"]) or (words[:1] == ["reproduce"] and not IN_PARTS.isdisjoint(words))
 
 
-def _end(message: str, status: int) -> NoReturn:
+def _in_options(message: str) -> str:
+    """Advise `Use --min-images 3` where the library advises `Use min_images=3` and the command has that option."""
+    command = typer.main.get_command(app)
+    for word in _path():
+        command = command.commands[word]  # type: ignore[attr-defined]
+    flags = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
+
+    def told(found: re.Match[str]) -> str:
+        return f"{flags[found[1]]} {found[3]}" if found[1] in flags else found[0]
+
+    return re.sub(r"(?<=\bUse )(\w+)=(['\"]?)([\w.-]*\w)\2", told, message)
+
+
+def _path() -> list[str]:
+    """The words that name the command that was given."""
     known = {command.callback.__name__ for command in app.registered_commands if command.callback}
     groups = {group.name for group in app.registered_groups if group.name}
-    known |= groups
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
-    command = next((word for word in words if word in known), None)
-    if command in groups and words[words.index(command) + 1 :]:
-        command += f" {words[words.index(command) + 1]}"
-    print(f"metabridge {command}: {message}" if command else f"metabridge: {message}", file=sys.stderr)
+    while words and words[0] not in known | groups:
+        words.pop(0)
+    return words[: 2 if words[:1] and words[0] in groups else 1]
+
+
+def _end(message: str, status: int) -> NoReturn:
+    print(f"{' '.join(['metabridge', *_path()])}: {message}", file=sys.stderr)
     sys.exit(status)

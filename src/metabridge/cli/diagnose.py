@@ -57,7 +57,10 @@ def diagnose(
 
     where, run, trained = device_name(device), None, Path(model).is_dir()
     if not trained:
-        builder(model)  # a wrong one is refused before images are read
+        try:
+            builder(model)  # a wrong one is refused before images are read
+        except InputError as error:
+            raise InputError(f"{error} Or name the folder of a run; there is none at {model}.") from error
     make_folder(out)
     if trained:
         run = load_run(model, device=where)
