@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from metabridge.conjugate import Product, conjugate_gradients
 from metabridge.errors import InputError
 from metabridge.kernels.kernel import Kernel
 
@@ -65,9 +65,9 @@ def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = Non
 
 
 def conjugate_gradient(
-    product: Callable[[Tensor], Tensor],
+    product: Product,
     target: Tensor,
-    precondition: Callable[[Tensor], Tensor],
+    precondition: Product,
     *,
     tolerance: float = 1e-10,
     most_steps: int = 1000,
@@ -77,24 +77,11 @@ def conjugate_gradient(
     >>> conjugate_gradient(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
     tensor([[0.5000]])
     """
-    solution, rest = torch.zeros_like(target), target.clone()
-    direction = precondition(rest)
-    size = (rest * direction).sum(0)
-    goal = tolerance * target.norm(dim=0)
-    for _ in range(most_steps):
-        if bool((rest.norm(dim=0) <= goal).all()):
-            return Solution(solution, 0.0)
-        image = product(direction)
-        curvature = (direction * image).sum(0)
-        rate = torch.where(curvature > 0, size / curvature, 0.0)
-        solution, rest = solution + rate * direction, rest - rate * image
-        better = precondition(rest)
-        smaller = (rest * better).sum(0)
-        direction = better + torch.where(size > 0, smaller / size, 0.0) * direction
-        size = smaller
-    worst = float((rest.norm(dim=0) / target.norm(dim=0)).max())
-    log.warning("conjugate gradient stopped after %d steps with a relative residual of %.1e.", most_steps, worst)
-    return Solution(solution, 0.0)
+    values, solved = conjugate_gradients(product, target, precondition, over=0, fall=tolerance**2, steps=most_steps)
+    if not solved.all():
+        worst = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).max())
+        log.warning("conjugate gradient stopped after %d steps with a relative residual of %.1e.", most_steps, worst)
+    return Solution(values, 0.0)
 
 
 def refuse_duplicates(kernel: Kernel, x: Tensor, where: str) -> None:

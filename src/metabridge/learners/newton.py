@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from metabridge.conjugate import Product, conjugate_gradients
+
 log = logging.getLogger("metabridge")
 STEPS = 100
 
@@ -87,9 +89,8 @@ def minimise(loss: Loss, points: Tensor, penalty: Tensor, outputs: int) -> Tenso
     height = here.value
     for _ in range(STEPS):
         gradient = penalty * solution + points.mT @ here.slope
-        diagonal = penalty + strength * here.weight.mean(-2, keepdim=True)
-        rest = 1e-24 * height[:, None, None]
-        step = -_conjugate_gradients(points, penalty, here.curvature, gradient, diagonal.clamp_min(1e-300), rest)
+        diagonal = (penalty + strength * here.weight.mean(-2, keepdim=True)).clamp_min(1e-300)
+        step = _step(points, penalty, here.curvature, gradient, diagonal, 1e-24 * height[:, None, None])
         move = points @ step
         promise = 1e-4 * _dot(gradient, step)
         part = torch.ones_like(promise)
@@ -108,34 +109,18 @@ def minimise(loss: Loss, points: Tensor, penalty: Tensor, outputs: int) -> Tenso
     return solution
 
 
-def _conjugate_gradients(
-    points: Tensor,
-    penalty: Tensor,
-    curvature: Callable[[Tensor], Tensor],
-    target: Tensor,
-    diagonal: Tensor,
-    rest: Tensor,
+def _step(
+    points: Tensor, penalty: Tensor, curvature: Product, gradient: Tensor, diagonal: Tensor, floor: Tensor
 ) -> Tensor:
-    """Solve (penalty + pointsᵀ·curvature·points) v = target until the preconditioned residual has fallen 100 times.
+    """Solve (penalty + pointsᵀ·curvature·points) v = −gradient to a hundredth."""
 
-    A squared residual below `rest` is rounding, which a direction without curvature would blow up.
-    """
-    v = torch.zeros_like(target)
-    residual = target
-    scaled = residual / diagonal
-    direction, size = scaled, _dot(residual, scaled)
-    enough = torch.maximum(1e-4 * size, rest)
-    for _ in range(target.shape[-1] * target.shape[-2]):
-        image = penalty * direction + points.mT @ curvature(points @ direction)
-        length = torch.where(size > enough, size / _dot(direction, image), 0)
-        v = v + length * direction
-        residual = residual - length * image
-        scaled = residual / diagonal
-        before, size = size, _dot(residual, scaled)
-        if (size <= enough).all():
-            break
-        direction = scaled + torch.where(before > enough, size / before, 0) * direction
-    return v
+    def product(v: Tensor) -> Tensor:
+        return penalty * v + points.mT @ curvature(points @ v)
+
+    unknown = gradient[0].numel()
+    return conjugate_gradients(
+        product, -gradient, diagonal.reciprocal().mul, over=(-2, -1), fall=1e-4, floor=floor, steps=unknown
+    )[0]
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
