@@ -46,7 +46,7 @@ QueriesOption = Annotated[int, typer.Option(min=1, help="Query images of each cl
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Initialisations and batches to average over.")]
 TimeOption = Annotated[float, typer.Option(help="λτ, rate times steps of the adaptation; inf adapts to the end.")]
 RidgeOption = Annotated[float, typer.Option(min=0, help="Added to the kernel that adaptation inverts.")]
-InputsOption = Annotated[int, typer.Option(min=1, help="Inputs that linear regions are counted on.")]
+InputsOption = Annotated[int, typer.Option(min=2, help="Inputs that linear regions are counted on.")]
 SizeOption = Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels.")]
 
 
@@ -83,7 +83,6 @@ def search(
     Example: **metabridge search --data mini-imagenet:data --size 32 --cells 5 --kernel maml --out runs/search**
     """
     from metabridge.environments.datasets import load
-    from metabridge.search.draw import draw
     from metabridge.search.metantk import Search, TimeUpError
     from metabridge.search.space import OPERATORS
     from metabridge.training.checkpoint import RunFolder
@@ -112,16 +111,17 @@ def search(
     except TimeUpError:
         print(f"Stopped after {minutes:g} minutes. The scores so far are in {out}; the same command goes on.")
         return
-    draw(found.architecture, out / "cells.png")
+    found.architecture.draw(out / "cells.png")
     print(found.architecture)
     if found.troubled:
         print(
             f"{found.troubled} of {found.measured} networks had a proxy that could not be told; search.jsonl says why."
         )
-    sizes = f" --model-option cells={cells} --model-option channels={channels}{f' --size {size}' if size else ''}"
     print(f"The architecture is in {out}.")
-    model, source = (shlex.quote(str(word)) for word in (out / "architecture.json", data))
-    print(f"Next: metabridge train --model {model} --data {source}{sizes}")
+    words = ["--model", out / "architecture.json", "--data", data]
+    words += ["--model-option", f"cells={cells}", "--model-option", f"channels={channels}"]
+    words += [*(["--size", size] if size else []), *(["--min-images", min_images] if min_images else [])]
+    print(f"Next: metabridge train {shlex.join(map(str, words))}")
 
 
 @app.command()

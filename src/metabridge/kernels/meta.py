@@ -21,18 +21,20 @@ Adapts = Literal["all", "head"]
 _SHARED = 128  # points of tasks that share a call of the kernel: more are wasted on pairs of different tasks
 
 
-def adaptation(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
+def adaptation(gram: Tensor, time: float, ridge: float = 0.0, eps: float | None = None) -> Tensor:
     """T = M⁻¹(I − e^{−sM}), what `time` s = λτ of gradient flow on a support with the Gram matrix M does (A eq. 17).
 
     In the eigenbasis each mode is −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞: no inverse
-    of a near-singular matrix is ever formed. `ridge` is added to M.
+    of a near-singular matrix is ever formed. `ridge` is added to M, whose entries are right to `eps`, relative to the
+    largest: to the precision of their dtype unless given.
 
     >>> adaptation(2 * torch.eye(1), time=math.inf)
     tensor([[0.5000]])
     """
     values, vectors = _modes(gram, ridge)
     if math.isinf(time):
-        lost = values <= values.amax(-1, keepdim=True) * gram.shape[-1] * torch.finfo(gram.dtype).eps
+        eps = torch.finfo(gram.dtype).eps if eps is None else eps
+        lost = values <= values.amax(-1, keepdim=True) * gram.shape[-1] * eps
         if lost.any():
             raise InputError(
                 f"a support set of {gram.shape[-1]} points has a Gram matrix that cannot be inverted: "
@@ -109,11 +111,19 @@ def split_kernel(
     return sandwich(rows, middle, columns)
 
 
-def residual(kernel: Kernel, query: Tensor, support: Tensor, adapts: Adapts, time: float, ridge: float = 0.0) -> Tensor:
-    """R = [I, −M(X, X')T_M(X')] of every task, (tasks, queries, queries + supports)."""
+def residual(
+    kernel: Kernel,
+    query: Tensor,
+    support: Tensor,
+    adapts: Adapts,
+    time: float,
+    ridge: float = 0.0,
+    eps: float | None = None,
+) -> Tensor:
+    """R = [I, −M(X, X')T_M(X')] of every task, (tasks, queries, queries + supports); `eps` is that of `adaptation`."""
     own = own_grams(kernel, torch.cat([query, support], 1), adapts)
     queries = query.shape[1]
-    explained = own[:, :queries, queries:] @ adaptation(own[:, queries:, queries:], time, ridge)
+    explained = own[:, :queries, queries:] @ adaptation(own[:, queries:, queries:], time, ridge, eps)
     identity = torch.eye(queries, dtype=own.dtype, device=own.device).expand(len(query), -1, -1)
     return torch.cat([identity, -explained], -1)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ from metabridge.search.thin import PATCH, ThinRegions
 from metabridge.threads import over_threads
 from metabridge.training.plan import Plan
 
+SEEDS = 10**12  # so many are different after rounds and repeats have theirs
+FINGERPRINTED = 4096  # images
 Way = Literal["fast", "reference"]
 Guide = Literal["maml", "anil", "ntk", "none", "random"]
 
@@ -82,10 +86,14 @@ class Search:
     def __post_init__(self) -> None:
         if self.kernel not in get_args(Guide):
             raise InputError(f"kernel is {self.kernel!r}, but must be one of {', '.join(get_args(Guide))}.")
-        for name in ("channels", "tasks", "ways", "shots", "queries", "repeats", "inputs"):
+        for name in ("cells", "channels", "tasks", "ways", "shots", "queries", "repeats", "inputs"):
             check_count(name, getattr(self, name))
         if self.cells < 3:
             raise InputError(f"cells is {self.cells}, but two of them reduce, so a network has 3 or more.")
+        if self.inputs < 2:
+            raise InputError("inputs is 1, but the thin network normalises over its inputs. Use inputs=2 or more.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < SEEDS:
+            raise InputError(f"seed is {self.seed!r}, but must be a whole number from 0 to {SEEDS - 1}.")
         self.conditioning  # noqa: B018  (checks time and ridge)
         if not self.operators:
             raise InputError(f"operators is empty, but a search needs some. Use some of {', '.join(OPERATORS)}.")
@@ -115,11 +123,12 @@ class Search:
         """
         start = time.perf_counter()
         until = math.inf if minutes is None else start + 60 * minutes
-        journal = Journal()
+        proxies, journal = Proxies(self, images.to(device), device, way), Journal()
         if out is not None:
-            journal = Journal(make_folder(out) / "search.jsonl", {**self.plain(), "data": images.source})
+            seen = {"data": images.source, "images": _fingerprint(images, proxies.environment.rows)}
+            journal = Journal(make_folder(out) / "search.jsonl", {**self.plain(), **seen})
         try:
-            architecture = self._architecture(Proxies(self, images.to(device), device, way), journal, until, progress)
+            architecture = self._architecture(proxies, journal, until, progress)
         finally:
             journal.note_time()
         if out is not None:
@@ -150,10 +159,24 @@ class Search:
         return {**asdict(self), "time": str(self.time)}
 
 
+def _fingerprint(images: LabelledImages, rows: Tensor) -> str:
+    """Tell the images in some rows from others by their labels and by some of them, or by all where they are few."""
+    chosen = rows[:: math.ceil(len(rows) / FINGERPRINTED)]
+    parts = (part[chosen.to(part.device)].cpu().numpy().tobytes() for part in (images.images, images.labels))
+    return f"{len(rows)} images, checksum {functools.reduce(lambda sum, part: zlib.crc32(part, sum), parts, 0):08x}"
+
+
 class Proxies:
     """Measures networks of a search on its images: what `prune` asks."""
 
     def __init__(self, search: Search, images: LabelledImages, device: str = "cpu", way: Way = "fast") -> None:
+        if way not in get_args(Way):
+            raise InputError(f"way is {way!r}, but must be 'fast' or 'reference'.")
+        height, width = images.images.shape[2:]
+        if min(height, width) < PATCH:
+            raise InputError(
+                f"images has {height}×{width} pixels, but regions are counted on patches of {PATCH}×{PATCH}."
+            )
         self.search, self.images, self.device, self.way = search, images, device, way
         self.environment = images.tasks("train", ways=search.ways, shots=search.shots, queries=search.queries)
 
@@ -230,19 +253,20 @@ def score_model(search: Search, model: str, images: LabelledImages, *, device: s
     """Score a model by a search's proxy: the condition number of its kernel or, with kernel="none", its regions.
 
     `model` is the path of an architecture, or what `metabridge.models.build` takes. An architecture is scored as
-    in a search. The regions of other models are counted on whole images.
+    in a search. The regions of other models are counted on whole images, and most models give each image one of its
+    own, which tells nothing of them and is reported.
 
     >>> from metabridge.environments.datasets import load
-    >>> score_model(Search("none", repeats=1, inputs=50), "conv4", load("glyphs")).mean
-    Score(value=50.0, trouble=None)
+    >>> score_model(Search("none", repeats=1, inputs=50), "conv4", load("glyphs")).mean.trouble
+    'each of 50 images has a region of its own'
     """
     proxies = Proxies(search, images.to(device), device)
     each = []
     for repeat in range(search.repeats):
         if model.endswith(ARCHITECTURE):
             alive = Architecture.load(model).alive
-            ((_, scores),) = proxies(0, repeat, alive, [None])
-            each.append(scores.regions if search.conditioning is None else scores.condition)
+            ((_, both),) = proxies(0, repeat, alive, [None])
+            each.append(both.regions if search.conditioning is None else both.condition)
             continue
         seed = search.seed * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
@@ -252,7 +276,9 @@ def score_model(search: Search, model: str, images: LabelledImages, *, device: s
             each.append(search.conditioning(net, tasks))
         else:
             rows = proxies.environment.rows
-            drawn = rows[torch.randint(len(rows), (search.inputs,), generator=generator)]
-            each.append(regions(net, images.look_up(drawn).to(device)))
-    found = tuple(score for score in each if score is not None)
-    return Repeated(mean(found), found)
+            drawn = rows[torch.randperm(len(rows), generator=generator)[: search.inputs]]
+            found = regions(net, images.look_up(drawn).to(device))
+            full = found.value == len(drawn)
+            each.append(Score(found.value, f"each of {len(drawn)} images has a region of its own") if full else found)
+    scores = tuple(score for score in each if score is not None)
+    return Repeated(mean(scores), scores)

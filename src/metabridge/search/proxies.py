@@ -18,12 +18,19 @@ from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.kernels import solve
 from metabridge.kernels.empirical import Empirical
-from metabridge.kernels.meta import Adapts, split_kernel
+from metabridge.kernels.meta import Adapts, residual, sandwich
 
 KernelName = Literal["maml", "anil", "ntk"]
 
 _ADAPTS: dict[KernelName, Adapts] = {"maml": "all", "anil": "head"}
+NOT_FINITE = "the network's outputs are NaN or infinite"
 _AT_ONCE = 2**21  # numbers of inputs that go through the network in one pass
+
+
+_AT_ZERO, _AT_BOTH_ENDS = (
+    {getattr(torch.ops.aten, name).default for name in names}
+    for names in (("relu", "relu_", "leaky_relu", "leaky_relu_", "_prelu_kernel"), ("hardtanh", "hardtanh_"))
+)
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,15 @@ class Conditioning:
             wanted = ", ".join(map(repr, get_args(KernelName)))
             raise InputError(f"kernel is {self.kernel!r}, but must be one of {wanted}.")
         if not self.time > 0:
-            raise InputError(f"time is {self.time}, but λτ must be positive; math.inf adapts to the end.")
+            raise InputError(f"time is {self.time}, but λτ must be positive; inf adapts to the end.")
         if not (math.isfinite(self.ridge) and self.ridge >= 0):
             raise InputError(f"ridge is {self.ridge}, but must be 0 or a positive number.")
 
     def __call__(self, net: nn.Module, tasks: Episodes) -> Score:
         """The condition number for these tasks, of `net` at its own parameters."""
+        with torch.no_grad():
+            if not _finite(net(points(tasks))):
+                return Score(math.nan, NOT_FINITE)
         return self.of_grams(self.grams(net, points(tasks)), len(tasks), tasks.query_x.shape[1])
 
     def grams(self, net: nn.Module, x: Tensor) -> Grams:
@@ -102,20 +112,25 @@ class Conditioning:
         What follows is small, so it is done in double precision; what counts as lost in rounding is decided by
         the precision that Θ and K were computed in.
         """
+        eps = torch.finfo(grams.ntk.dtype).eps
         table = _Table(_precise(grams.ntk), None if grams.nngp is None else _precise(grams.nngp))
-        if not all(bool(gram.isfinite().all()) for gram in (table.theta, table.k) if gram is not None):
+        if not all(_finite(gram) for gram in (table.theta, table.k) if gram is not None):
             return Score(math.nan, "the kernel holds values that are NaN or infinite")
+        if self.kernel == "ntk":
+            return condition_number(table.theta, eps)
         try:
-            matrix = table.theta if self.kernel == "ntk" else self._between_tasks(table, tasks, queries)
+            return self._between_tasks(table, torch.arange(len(table.theta)).view(tasks, -1), queries, eps)
         except InputError as error:  # of `adaptation`, which names the points that cannot be told apart
             return Score(math.inf, str(error))
-        return condition_number(matrix, torch.finfo(grams.ntk.dtype).eps)
 
-    def _between_tasks(self, table: _Table, tasks: int, queries: int) -> Tensor:
-        places = torch.arange(len(table.theta)).view(tasks, -1)
-        adapts = _ADAPTS[self.kernel]
+    def _between_tasks(self, table: _Table, places: Tensor, queries: int, eps: float) -> Score:
+        """The condition number of Φ = RΘRᵀ, to which Θ brings errors of eps σ_max(Θ) ‖R‖², however small Φ is."""
         ends = places[:, :queries], places[:, queries:]
-        return split_kernel(table, *ends, adapts=adapts, time=self.time, ridge=self.ridge)
+        left = residual(table, *ends, _ADAPTS[self.kernel], self.time, self.ridge, eps)
+        matrix = sandwich(left, table.theta, left)
+        theta, phi = (float(torch.linalg.matrix_norm(each, 2)) for each in (table.theta, matrix))
+        error = eps * theta * float(torch.linalg.matrix_norm(left, 2).max()) ** 2
+        return condition_number(matrix, error / phi if phi else math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +168,7 @@ def condition_number(matrix: Tensor, eps: float) -> Score:
     >>> condition_number(torch.ones(2, 2), eps=1e-7).trouble
     'the smallest of 2 eigenvalues is lost in rounding'
     """
-    if not bool(matrix.isfinite().all()):
+    if not _finite(matrix):
         return Score(math.nan, "the kernel holds values that are NaN or infinite")
     value = solve.condition_number(matrix, eps=eps)
     if math.isinf(value):
@@ -165,27 +180,44 @@ def condition_number(matrix: Tensor, eps: float) -> Score:
 def regions(net: nn.Module, inputs: Tensor) -> Score:
     """How many linear regions of `net` the inputs lie in: distinct patterns of its ReLUs being on or off (B eq. 15).
 
-    LeakyReLU counts as well.
+    LeakyReLU and PReLU count as well, ReLU6 and Hardtanh by both of their bends.
 
     >>> regions(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), torch.zeros(5, 2))
     Score(value=1.0, trouble=None)
     """
+    if not len(inputs):
+        raise InputError("inputs is empty, but regions are counted by the inputs that lie in them. Give some.")
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            raise InputError(
+                f"batch norm {name!r} normalises by the batch, so that an input's region depends on the others. "
+                "Use net.eval(), or metabridge.models.with_group_norm(net)."
+            )
     found: set[bytes] = set()
     for chunk in inputs.split(max(1, _AT_ONCE // inputs[0].numel())):
         with _Signs() as signs:
             outputs = net(chunk)
         if not signs.patterns:
             return Score(math.nan, "the network has no ReLU, so it has no linear regions to count")
-        if not bool(outputs.isfinite().all()):
-            return Score(math.nan, "the network's outputs are NaN or infinite")
+        if not _finite(outputs):
+            return Score(math.nan, NOT_FINITE)
         found.update(_rows(signs.patterns))
     return Score(float(len(found)))
 
 
-class _Signs(TorchDispatchMode):
-    """Notes where the input of every ReLU is positive, however the network calls it."""
+def _finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
 
-    KINDS = tuple(getattr(torch.ops.aten, name).default for name in ("relu", "relu_", "leaky_relu", "leaky_relu_"))
+
+def _bends(func: Callable[..., Any], options: Sequence[float]) -> Sequence[float]:
+    """Where the slope of an operation changes, if it is a ReLU or one of its like."""
+    if func in _AT_ZERO:
+        return (0.0,)
+    return (*options, *(-1.0, 1.0)[len(options) :]) if func in _AT_BOTH_ENDS else ()
+
+
+class _Signs(TorchDispatchMode):
+    """Notes on which side of every bend the inputs of ReLUs and their like are, however the network calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,8 +226,7 @@ class _Signs(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in self.KINDS:
-            self.patterns.append((args[0] > 0).flatten(1))
+        self.patterns += [(args[0] > bend).flatten(1) for bend in _bends(func, args[1:])]
         return func(*args, **(kwargs or {}))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from metabridge.errors import InputError
 from metabridge.files import write_whole
 from metabridge.search.proxies import Score, mean
 from metabridge.search.space import Alive, Architecture, Choice
+
+log = logging.getLogger("metabridge")
 
 Removal = Choice | None  # an operator to be taken away, or none
 
@@ -167,25 +170,48 @@ class Journal:
         self._write({"seconds": seconds})
 
     def _open(self, file: Path, settings: dict[str, Any]) -> None:
-        lines = list(_lines(file)) if file.exists() else []
+        lines = self._read(file) if file.exists() else []
         if not any("round" in line for line in lines):  # nothing was measured before it failed
-            lines = []
-        if lines and lines[0].get("settings") != settings:
-            before = lines[0].get("settings") or {}
-            other = next((name for name in {**before, **settings} if before.get(name) != settings.get(name)), "it")
+            lines, self.seconds = [], 0.0
+        before = lines[0]["settings"] if lines else settings
+        if before != settings:
+            other = next(name for name in {**before, **settings} if before.get(name) != settings.get(name))
             raise InputError(
                 f"{file} is of a search with {other}={before.get(other)!r}, not {settings.get(other)!r}. "
                 "Name another folder, or remove the file."
             )
-        for line in lines[1:]:
-            if "gone" in line:
-                self._closed.add(line["round"])
-            elif "seconds" in line:
-                self.seconds += line["seconds"]
-            else:
-                self.known[_key(line)] = Scores(_score(line, "condition"), _score(line, "regions"))
         text = "".join(f"{json.dumps(line)}\n" for line in lines or [{"settings": settings}])
         write_whole(file, text.encode())
+
+    def _read(self, file: Path) -> list[dict[str, Any]]:
+        """Take up what lines say, but for one that was cut off or damaged and what follows it."""
+        try:
+            texts = file.read_bytes().splitlines()
+        except OSError as error:
+            raise InputError(f"{file} cannot be read ({error.strerror}). Name another folder.") from error
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(texts, 1):
+            try:
+                line = json.loads(text)
+                self._take_up(line) if lines else dict(line["settings"])
+            except (ValueError, TypeError, KeyError) as error:
+                if not lines:  # which is never cut off
+                    raise InputError(
+                        f"{file} is not the log of a search. Name another folder, or remove it."
+                    ) from error
+                if number < len(texts):
+                    log.warning("line %d of %s is damaged: what follows is measured again.", number, file)
+                break
+            lines.append(line)
+        return lines
+
+    def _take_up(self, line: Mapping[str, Any]) -> None:
+        if "gone" in line:
+            self._closed.add(int(line["round"]))
+        elif "seconds" in line:
+            self.seconds += line["seconds"]
+        else:
+            self.known[_key(line)] = Scores(_score(line, "condition"), _score(line, "regions"))
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.file is not None:
@@ -193,21 +219,13 @@ class Journal:
                 stream.write(f"{json.dumps(line)}\n")
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    for text in file.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            return  # cut off
-
-
 def _key(line: Mapping[str, Any]) -> tuple[int, int, Removal]:
     choice = None if line["cell"] is None else (line["cell"], line["edge"], line["operator"])
-    return line["round"], line["repeat"], choice
+    return int(line["round"]), int(line["repeat"]), choice
 
 
 def _score(line: Mapping[str, Any], name: str) -> Score | None:
     if name not in line:
         return None
     value = line[name]
-    return Score(math.nan if value is None else value, line.get(f"{name}_trouble"))
+    return Score(math.nan if value is None else float(value), line.get(f"{name}_trouble"))

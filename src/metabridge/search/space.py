@@ -66,7 +66,7 @@ class Architecture:
     def from_plain(cls, data: object) -> Architecture:
         """Return the architecture of what JSON holds: nested lists of pairs under "normal" and "reduction"."""
         if not isinstance(data, Mapping) or set(data) != set(CELLS):
-            found = ", ".join(map(repr, data)) if isinstance(data, Mapping) else type(data).__name__
+            found = ", ".join(map(repr, data)) or "none" if isinstance(data, Mapping) else type(data).__name__
             raise InputError(f"an architecture has a 'normal' and a 'reduction' cell and nothing else, not {found}.")
         return cls(*(_read_cell(kind, data[kind]) for kind in CELLS))
 
@@ -75,7 +75,7 @@ class Architecture:
         """Return the architecture that `to_json` wrote."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"the architecture is not JSON ({error}).") from error
         return cls.from_plain(data)
 
@@ -100,6 +100,12 @@ class Architecture:
     def save(self, file: str | Path) -> Path:
         """Write it to a file, for `metabridge train --model FILE`."""
         return write_whole(Path(file), self.to_json().encode())
+
+    def draw(self, file: str | Path) -> Path:
+        """Draw both cells as graphs, into a PNG or an SVG by the file's ending."""
+        from metabridge.search.draw import draw
+
+        return draw(self, file)
 
     @property
     def alive(self) -> Alive:

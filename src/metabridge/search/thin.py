@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from metabridge.models.cells import Cells, supernet
 from metabridge.models.network import Network
 from metabridge.models.norm import BatchNorm, change_layers
-from metabridge.search.proxies import Score
+from metabridge.search.proxies import NOT_FINITE, Score
 from metabridge.search.space import Alive, Choice
 from metabridge.search.walk import Layer, Memory, Place, Walk, Walker
 
@@ -113,7 +113,7 @@ def _counted(walk: Walk[_Signed], copies: int) -> list[Score]:
     counts = 1 + (sums.diff(dim=0) != 0).sum(0)
     finite = walk.end.output.isfinite().flatten(1).all(1).view(-1, copies).all(0)
     return [
-        Score(float(count)) if told else Score(math.nan, "the network's outputs are NaN or infinite")
+        Score(float(count)) if told else Score(math.nan, NOT_FINITE)
         for count, told in zip(counts.tolist(), finite.tolist())
     ]
 
