@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -154,26 +155,44 @@ def test_candidates_want_group_norm() -> None:
         Candidates(supernet(thinned(1), cells=3, channels=2, norm="batch"), thinned(1), torch.rand(2, 3, 8, 8))
 
 
+BENDS = {nn.ReLU: (0.0,), nn.LeakyReLU: (0.0,), nn.PReLU: (0.0,), nn.ReLU6: (0.0, 6.0), nn.Hardtanh: (-1.0, 1.0)}
+
+
 def brute_force(net: nn.Sequential, inputs: Tensor) -> int:
-    """Distinct strings of signs, one input at a time, layer by layer."""
+    """Distinct strings of sides, one input at a time, layer by layer and bend by bend."""
     found = set()
     for x in inputs:
-        signs = ""
+        sides = ""
         for layer in net:
-            if isinstance(layer, nn.ReLU | nn.LeakyReLU):
-                signs += "".join("1" if value > 0 else "0" for value in x.flatten().tolist())
+            for bend in BENDS.get(type(layer), ()):
+                sides += "".join("1" if value > bend else "0" for value in x.flatten().tolist())
             x = layer(x)
-        found.add(signs)
+        found.add(sides)
     return len(found)
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (3, 1), (5, 3), (20, 2)])
-@pytest.mark.parametrize("kind", [nn.ReLU, nn.LeakyReLU])
+@pytest.mark.parametrize("kind", BENDS)
 def test_regions_equal_brute_force(width: int, depth: int, kind: type[nn.Module]) -> None:
     torch.manual_seed(width)
     layers = [layer for place in range(depth) for layer in (nn.Linear(width if place else 2, width), kind())]
-    net, inputs = nn.Sequential(*layers, nn.Linear(width, 1)), torch.randn(200, 2)
+    net, inputs = nn.Sequential(*layers, nn.Linear(width, 1)), 9 * torch.randn(200, 2)
     assert regions(net, inputs) == Score(brute_force(net, inputs))
+
+
+def test_another_bend_beside_a_relu_is_not_overlooked() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 20), nn.PReLU())
+    inputs = torch.linspace(-5, 5, 200)[:, None]
+    assert regions(net, inputs).value == brute_force(net, inputs) > 2
+
+
+def test_regions_want_inputs_that_do_not_depend_on_each_other() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU())
+    with pytest.raises(InputError, match=r"batch norm '1' normalises by the batch.*Use net.eval()"):
+        regions(net, torch.randn(9, 2))
+    assert regions(net.eval(), torch.randn(9, 2)).trouble is None
+    with pytest.raises(InputError, match="inputs is empty"):
+        regions(net, torch.randn(0, 2))
 
 
 def test_regions_of_one_relu_on_a_line_are_two() -> None:
@@ -235,6 +254,35 @@ def test_the_same_image_twice_in_a_support_is_reported_without_a_ridge() -> None
     net, tasks = mlp(6, 5, width=16).double(), sampled(2, 3, 1, 1, 6)
     tasks.support_x[0, 1] = tasks.support_x[0, 0]
     assert "points 0 and 1" in str(Conditioning("maml", ridge=0.0)(net, tasks).trouble)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_mode_of_the_support_that_single_precision_loses_is_reported(seed: int) -> None:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 6))  # K has the rank 17
+    tasks = sampled(1, 6, 3, 1, 30)
+    for dtype in (torch.float64, torch.float32):
+        found = Conditioning("anil", ridge=0.0)(net.to(dtype), tasks.to(dtype=dtype))
+        assert "cannot be inverted" in str(found.trouble)
+
+
+@pytest.mark.parametrize("kernel", ["maml", "anil"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kernel_that_is_lost_beside_what_adaptation_takes_away_is_reported(kernel: str, seed: int) -> None:
+    tasks = sampled(2, 5, 1, 1, 784)
+    alike = replace(tasks, support_x=0.8 + 3e-3 * tasks.support_x, query_x=0.8 + 3e-3 * tasks.query_x)
+    net, proxy = mlp(784, 5, seed=seed), Conditioning(kernel)
+    assert proxy(net.double(), alike).trouble is None
+    assert "lost in rounding" in str(proxy(net.float(), alike.to(dtype=torch.float32)).trouble)
+    usual = [proxy(net.to(dtype), tasks.to(dtype=dtype)).value for dtype in (torch.float32, torch.float64)]
+    assert usual[0] == pytest.approx(usual[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("kernel", ["maml", "anil", "ntk"])
+def test_a_network_whose_outputs_are_not_finite_is_reported(kernel: str) -> None:
+    net, tasks = mlp(6, 5, width=16).double(), sampled(2, 3, 1, 1, 6)
+    nn.init.constant_(net.head.weight, math.nan)
+    assert "outputs are NaN" in str(Conditioning(kernel)(net, tasks).trouble)
 
 
 def test_a_value_that_is_no_number_is_never_without_trouble() -> None:

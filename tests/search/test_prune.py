@@ -1,7 +1,8 @@
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,42 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
     journal.add(0, 0, None, Scores(Score(1.0), None))
     with pytest.raises(InputError, match=re.escape("a search with seed=0, not 1")):
         Journal(tmp_path / "search.jsonl", {"seed": 1, "cells": 5})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "5",
+        "",
+        "\xff",
+        '{"round": 0}',
+        '{"round": 0, "repeat": 0, "cell": "normal", "edge": 1, "operator": "skip", "condition": "x"}',
+        '{"round": 0, "repeat": 0, "cell": "normal", "edge": [1], "operator": "skip", "condition": 1.0}',
+    ],
+)
+def test_what_follows_a_damaged_line_is_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
+    file = tmp_path / "search.jsonl"
+    wanted = prune(Alive.full(), Toy(), repeats=1, journal=Journal(file, {}))
+    lines = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([*lines[:100], line.encode("latin1"), *lines[100:]]))
+    again = Toy()
+    with caplog.at_level(logging.WARNING, "metabridge"):
+        assert prune(Alive.full(), again, repeats=1, journal=Journal(file, {})) == wanted
+    assert f"line 101 of {file} is damaged" in caplog.text
+    assert len(again.asked) == evaluations(Alive.full(), 1) - 99
+
+
+@pytest.mark.parametrize("first", ["garbage", "[1]", "{}", '{"settings": 5}'])
+def test_a_file_that_is_no_log_is_left_alone(tmp_path: Path, first: str) -> None:
+    file = tmp_path / "search.jsonl"
+    file.write_text(f'{first}\n{{"seconds": 1.0}}\n')
+    with pytest.raises(InputError, match="is not the log of a search"):
+        Journal(file, {})
+    assert file.read_text().startswith(first)
+    with pytest.raises(InputError, match=r"cannot be read \(Is a directory\)"):
+        Journal(tmp_path, {})
 
 
 def scored(*pairs: tuple[float, float]) -> list[Scores]:
@@ -250,34 +287,3 @@ def test_threads_share_the_work_and_pass_errors_on() -> None:
     with pytest.raises(InputError, match="no more"):
         list(over_threads(failing, [1, 2, 3]))
     assert torch.get_num_threads() == before
-
-
-def test_search_command_writes_architecture_log_and_picture(
-    metabridge: Callable[..., tuple[int, str, str]], glyphs: LabelledImages, tmp_path: Path
-) -> None:
-    given = ("--kernel", "random", "--seed", 3, "--operators", "skip, conv_3x3")
-    status, printed, _ = metabridge("search", *given, "--out", tmp_path)
-    assert status == 0
-    assert str(Architecture.load(tmp_path / "architecture.json")) in printed
-    assert {file.name for file in tmp_path.iterdir()} == {"architecture.json", "search.jsonl", "cells.png"}
-
-
-@pytest.mark.parametrize("model", ["conv4", "architecture.json"])
-def test_score_command_tells_all_proxies(
-    metabridge: Callable[..., tuple[int, str, str]], glyphs: LabelledImages, tmp_path: Path, model: str
-) -> None:
-    if model != "conv4":
-        model = str(small_search("random").run(glyphs).architecture.save(tmp_path / model))
-    few_options = ("--tasks", 2, "--ways", 2, "--repeats", 2, "--inputs", 20, "--cells", 3, "--channels", 4)
-    status, _, _ = metabridge("score", "--model", model, *few_options, "--json", tmp_path / "scores.json")
-    assert status == 0
-    report = {row["proxy"]: row["values"] for row in json.loads((tmp_path / "scores.json").read_text())}
-    assert list(report) == [*(f"condition number, {name}" for name in ("MAML", "ANIL", "NTK")), "linear regions"]
-    assert all(len(set(values)) == 2 for name, values in report.items() if name != "linear regions")
-    assert all(1 <= value <= 20 for value in report["linear regions"])
-
-
-def test_score_command_names_what_it_does_not_know(metabridge: Callable[..., tuple[int, str, str]]) -> None:
-    status, _, complaint = metabridge("score", "--model", "nowhere.json")
-    assert status == 2
-    assert "nowhere.json" in complaint

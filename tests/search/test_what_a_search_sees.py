@@ -13,9 +13,10 @@ from metabridge.errors import InputError
 from metabridge.models.cells import supernet
 from metabridge.search import OPERATORS, Alive, candidates
 from metabridge.search.candidates import Candidates
-from metabridge.search.metantk import Proxies, Search, TimeUpError
+from metabridge.search.metantk import Proxies, Search, TimeUpError, score_model
 from metabridge.search.proxies import Conditioning, Score
 from metabridge.search.prune import Scores, importance
+from metabridge.search.thin import thin
 from small_searches import on_first_edge, small_search, thinned
 
 FIRST, SECOND, THIRD = OPERATORS[:3]
@@ -84,6 +85,77 @@ def test_a_search_of_other_images_is_refused(glyphs: LabelledImages, tmp_path: P
         search.run(replace(glyphs, source={"name": "one"}), out=tmp_path, minutes=0, progress=False)
     with pytest.raises(InputError, match="a search with data="):
         search.run(replace(glyphs, source={"name": "another"}), out=tmp_path, progress=False)
+
+
+def test_a_search_of_other_images_is_refused_though_they_come_from_nowhere(tmp_path: Path) -> None:
+    search, images = small_search("none", operators=("skip",)), two_of_each()
+    with pytest.raises(TimeUpError):
+        search.run(images, out=tmp_path, minutes=0, progress=False)
+    others = (
+        replace(images, images=255 - images.images),
+        replace(images, labels=torch.tensor([0, 1, 0, 1])),
+    )
+    for other in others:
+        with pytest.raises(InputError, match="a search with images='4 images, checksum"):
+            search.run(other, out=tmp_path, progress=False)
+    search.run(images, out=tmp_path, progress=False)
+
+
+def test_patches_are_of_all_places_and_channels() -> None:
+    images = torch.arange(2 * 5 * 6).view(1, 2, 5, 6).to(torch.uint8).expand(4, -1, -1, -1)
+    patches = Proxies(small_search(inputs=2000), replace(two_of_each(), images=images))._patches(torch.Generator())
+    assert patches.shape == (2000, 1, 3, 3)
+    corners = (255 * patches).round().long().flatten(1)
+    wanted = {30 * channel + 6 * top + left for channel in range(2) for top in range(3) for left in range(4)}
+    assert set(corners[:, 0].tolist()) == wanted
+    offsets = torch.tensor([6 * down + right for down in range(3) for right in range(3)])
+    assert torch.equal(corners, corners[:, :1] + offsets)
+
+
+def test_regions_are_counted_in_a_network_of_one_channel() -> None:
+    features = thin(thinned(), seed=0, inputs=9).features
+    assert (len(features.cells), features.channels, features.stem[0].layer.out_channels) == (3, 1, 3)
+
+
+def test_a_model_is_scored_with_weights_of_its_own_in_every_repeat() -> None:
+    search = Search("ntk", tasks=1, ways=2, repeats=3)
+    found = score_model(search, "mlp", two_of_each()).each  # whose tasks all have the same images
+    assert all(one.value != pytest.approx(other.value, rel=0.01) for one, other in itertools.combinations(found, 2))
+
+
+def test_a_model_whose_regions_are_as_many_as_the_training_images_is_in_trouble() -> None:
+    images = two_of_each()
+    more = replace(
+        images,
+        images=torch.cat([images.images, images.images.flip(-1)]),
+        labels=torch.tensor([0, 0, 1, 1, 2, 2, 2, 2]),
+        class_names=("a", "b", "c"),
+        superclasses=torch.zeros(3, dtype=torch.int64),
+        splits={"train": torch.arange(2), "test": torch.tensor([2])},
+    )
+    (found,) = score_model(Search("none", ways=2, repeats=1), "mlp", more).each
+    assert found == Score(4.0, "each of 4 images has a region of its own")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"inputs": 1}, "inputs is 1"),
+        ({"cells": 3.5}, "cells is 3.5"),
+        ({"cells": 2}, "cells is 2"),
+        ({"seed": 10**12}, "seed is 1000000000000"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        small_search(**options)
+
+
+def test_proxies_refuse_images_that_are_too_small_and_ways_that_there_are_not() -> None:
+    with pytest.raises(InputError, match="images has 8×2 pixels"):
+        Proxies(small_search(), replace(two_of_each(), images=two_of_each().images[..., :2]))
+    with pytest.raises(InputError, match="way is 'fsat'"):
+        Proxies(small_search(), two_of_each(), way="fsat")
 
 
 def test_networks_in_trouble_are_counted(glyphs: LabelledImages) -> None:
