@@ -88,8 +88,8 @@ class Episodes:
 
     @property
     def is_split(self) -> bool:
-        """Whether query and support are different sets."""
-        return self.query_x is not self.support_x
+        """Whether query and support are different sets: of points, or of targets for the same points."""
+        return self.query_x is not self.support_x or self.query_y is not self.support_y
 
     @classmethod
     def cut(cls, x: Tensor, y: Tensor, shots: int, classes: Tensor | None = None) -> Episodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +38,8 @@ def check_positive(name: str, value: float) -> None:
     Traceback (most recent call last):
     metabridge.errors.InputError: lr is 0.0, but must be a positive number.
     """
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(f"{name} is {value}, but must be a positive number.")
+    if not (isinstance(value, SupportsFloat) and math.isfinite(value) and value > 0):
+        raise InputError(f"{name} is {value!r}, but must be a positive number.")
 
 
 def check_not_negative(name: str, value: float) -> None:
@@ -49,8 +49,8 @@ def check_not_negative(name: str, value: float) -> None:
     Traceback (most recent call last):
     metabridge.errors.InputError: noise is -1.0, but must be a finite number, 0 or more.
     """
-    if not (math.isfinite(value) and value >= 0):
-        raise InputError(f"{name} is {value}, but must be a finite number, 0 or more.")
+    if not (isinstance(value, SupportsFloat) and math.isfinite(value) and value >= 0):
+        raise InputError(f"{name} is {value!r}, but must be a finite number, 0 or more.")
 
 
 def describe(tensor: Tensor) -> str:

@@ -7,11 +7,13 @@ from itertools import accumulate
 
 import pytest
 import torch
+from torch import nn
 
 from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_mlp
 from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
+from metabridge.learners import heads
 from metabridge.learners.engine import CAPTURES
-from metabridge.models import mlp
+from metabridge.models import Network, mlp
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -224,3 +226,22 @@ def test_missing_rows_unknown_modes_and_unfit_bodies_are_refused():
         meta_gradient(linear, net, rows, episodes)
     with pytest.raises(InputError, match=r"none of them covers the parameter 'features\.1\.weight'"):
         meta_gradient(partial, net, rows, episodes)
+
+
+def test_memory_flat_steps_refuse_to_drop_at_random():
+    net = Network(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3)), nn.Linear(8, 1)).train()
+    chosen, x = method("maml"), torch.randn(2, 4, 3)
+    episodes = Episodes(x, x[..., :1], x + 1, x[..., :1])
+    engine = Engine(chosen, net, flat=True)
+    with pytest.raises(InputError, match="drops at random in training"):
+        engine(parameters(chosen, net), episodes)
+    net.eval()
+    assert engine(parameters(chosen, net), episodes).loss.isfinite()
+
+
+def test_one_classifier_over_all_classes_refuses_values():
+    chosen, net = method("rfs", test=heads.Ridge()), mlp(2, 1)
+    x, y = torch.randn(3, 4, 2), torch.randn(3, 4, 1)
+    episodes = Episodes(x, y, x, y, classes=torch.tensor([[0], [1], [2]]))
+    with pytest.raises(InputError, match="one classifier over all classes, but the targets are values"):
+        Engine(chosen, net)(parameters(chosen, net, classes=7), episodes)

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from cases import CLASSES, WAYS, clusters, flattened, relative
 from metabridge import Engine, method, parameters
 from metabridge.learners.gradient import features_of
+from metabridge.learners.inner import Problem, Ridge, task_loss
 from metabridge.models import Network, conv4, estimate_statistics
+from metabridge.models.network import apply_head
 
 SHAPE = (1, 16, 16)
 METHODS = ("mtl", "rfs", "nal", "r2d2", "metaoptnet", "anil", "fo-anil")
@@ -85,3 +87,18 @@ def test_in_evaluation_the_features_of_tasks_are_those_of_image_by_image():
             assert torch.allclose(found, alone, atol=1e-12)
         joint = features_of(net.train(), params, episodes)[0]
     assert not torch.allclose(joint, alone[:, : joint.shape[1]], atol=1e-2)  # in training they do depend on each other
+
+
+@pytest.mark.parametrize("penalty", [1e-3, 1e-6])
+def test_the_ridge_of_r2d2_is_right_in_float32_though_points_are_the_same(penalty):
+    generator = torch.Generator().manual_seed(0)
+    x, y = 5 * torch.randn(5, 64, generator=generator), torch.randn(5, 3, generator=generator)
+    x[1] = x[0]
+    queries = torch.randn(9, 64, generator=generator)
+
+    def predicted(dtype):
+        problem = Problem(apply_head, task_loss, x.to(dtype), y.to(dtype))
+        start, solver = {"head.weight": torch.zeros(3, 64, dtype=dtype)}, Ridge(penalty)
+        return apply_head(solver.solve(problem, start, solver.extras(start), exact=True), queries.to(dtype)).double()
+
+    torch.testing.assert_close(predicted(torch.float32), predicted(torch.float64), rtol=1e-3, atol=1e-4)

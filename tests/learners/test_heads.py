@@ -299,3 +299,27 @@ def test_newtons_method_says_when_its_steps_run_out(monkeypatch, caplog):
     monkeypatch.setattr("metabridge.learners.newton.STEPS", 1)
     LogisticRegression(1e-3).fit(features, labels, outputs=2)
     assert "stopped after 1 steps before every task was solved" in caplog.text
+
+
+@pytest.mark.parametrize("penalty", [1e-2, 1e-4, 1e-6])
+def test_float32_ridge_head_of_contradicting_points_equals_the_float64_one(penalty):
+    x, labels = torch.randn(1, 6, 40, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1, 0, 1, 0, 1]])
+    x[:, 1] = x[:, 0]  # the same point with another label
+    queries = torch.randn(1, 9, 40, generator=torch.Generator().manual_seed(1))
+    single, double = (
+        Ridge(penalty).fit(x.to(dtype), labels, 2).scores(queries.to(dtype)).double()
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(single, double, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("head", [Ridge(1e-4), SVM(10.0, "hinge", normalise=False)])
+def test_float32_heads_of_points_far_from_zero_are_as_good_as_in_float64(head):
+    """Of points whose products float32 does not hold exactly."""
+    generator = torch.Generator().manual_seed(0)
+    x, queries = (torch.randn(8, n, 64, generator=generator) + 30 for n in (25, 10))
+    labels = torch.arange(5).repeat(5).expand(8, -1)
+    single, double = (
+        head.fit(x.to(dtype), labels, 5).scores(queries.to(dtype)).double() for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(single, double, rtol=0, atol=1e-3)

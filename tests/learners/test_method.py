@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from metabridge import (
     PRESETS,
@@ -11,8 +14,12 @@ from metabridge import (
     Proximal,
     Ridge,
     SupportVectors,
+    adapt,
     method,
+    parameters,
 )
+from metabridge.learners.inner import Problem, task_loss
+from metabridge.models import mlp
 
 STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 
@@ -64,3 +71,53 @@ def test_a_combination_that_makes_no_sense_is_refused_with_a_sentence(make, sent
     with pytest.raises(InputError) as error:
         make()
     assert sentence in str(error.value)
+
+
+def test_rates_at_test_are_those_that_are_given():
+    learned = GradientDescent(2, 0.01, "per-tensor")
+    net = mlp(1, 1, activation="tanh")
+    params = parameters(Method("all", learned), net)
+    x = torch.linspace(-1, 1, 5)[:, None]
+    ends = {}
+    for lr in (0.01, 0.5):
+        both = Method("all", learned, test=GradientDescent(1, lr)), Method("all", GradientDescent(1, lr))
+        ends[lr] = [adapt(one, net, params, x, x.sin())(x) for one in both]
+        assert torch.equal(*ends[lr])
+    assert not torch.allclose(ends[0.01][0], ends[0.5][0])
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: method("nal", rates="per-element"), "test has the rates 'per-element'"),
+        (lambda: method("reptile", rates="per-tensor"), "which learns no rates"),
+        (lambda: Method("all", "gd"), "inner is 'gd', but must be one of GradientDescent"),
+        (lambda: Method("all", GradientDescent), "inner is <class"),
+        (lambda: method("maml", inner="ridge"), "inner is 'ridge', but must be a solver"),
+        (lambda: method("maml", lr="0.1"), "lr is '0.1', but must be a positive number"),
+        (lambda: method("maml", lr=None), "lr is None, but must be a positive number"),
+    ],
+)
+def test_what_is_no_solver_and_rates_that_nobody_learns_are_refused(make, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make()
+
+
+@pytest.mark.parametrize("tolerance", [0.05, 0.3, 100.0])
+def test_a_proximal_task_stops_where_its_slope_is_within_the_tolerance(tolerance):
+    x = torch.linspace(-1, 1, 7, dtype=torch.float64)[:, None]
+    net = mlp(1, 1, activation="tanh").double()
+    params = {name: value.detach() for name, value in net.named_parameters()}
+    problem = Problem(lambda p, x: torch.func.functional_call(net, p, x), task_loss, x, 3 * x)
+    solver = Proximal(strength=1.0, steps=60, lr=0.05, tolerance=tolerance)
+    sizes, here = [], params
+    for _ in range(solver.steps):
+        after = replace(solver, tolerance=0.0).step(problem, here, params, {}, exact=False)
+        sizes.append(sum(float(((here[name] - after[name]) / solver.lr).square().sum()) for name in here) ** 0.5)
+        if sizes[-1] <= tolerance:
+            break
+        here = after
+    found = solver.solve(problem, params, {}, exact=False)
+    assert sizes[-1] <= tolerance  # so that it does stop somewhere
+    for name, value in found.items():
+        torch.testing.assert_close(value, here[name])

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from metabridge import InputError, Score, Sinusoid, evaluate, method, parameters
+from metabridge import Episodes, InputError, Score, Sinusoid, evaluate, method, parameters
 from metabridge.learners.adapt import predict_from_features
 from metabridge.learners.method import named_head
 from metabridge.models import conv4, estimate_statistics, mlp
@@ -206,3 +208,15 @@ def test_evaluation_leaves_the_network_in_the_mode_it_was_in(glyphs, test_tasks)
         model.net.train(training)
         evaluate(model, test_tasks, tasks=2)
         assert model.net.training == training
+
+
+def test_any_number_beats_nan_and_outputs_that_are_nan_are_wrong():
+    for metric in ("accuracy", "squared error"):
+        found, lost = (Score.of(torch.tensor(values), metric) for values in ([0.1, 0.2], [math.nan, 1.0]))
+        assert found.beats(lost)
+        assert not lost.beats(found)
+        assert not lost.beats(lost)
+    labels = torch.zeros(1, 4, dtype=torch.int64)
+    x = torch.zeros(1, 4, 2)
+    outputs = torch.tensor([[[2.0, 1.0], [math.nan, 1.0], [math.nan, math.nan], [1.0, 2.0]]])
+    assert score_tasks(outputs, Episodes(x, labels, x, labels)).tolist() == [0.25]

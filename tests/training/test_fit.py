@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -264,3 +266,15 @@ def test_impossible_settings_are_refused_before_training(options, sentence):
 def test_a_run_in_low_precision_is_loaded_on_a_cpu_in_full(tmp_path):
     fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, precision="bfloat16", out=tmp_path, progress=False)
     assert load(tmp_path).dtype is None
+
+
+def test_a_validation_that_is_nan_is_said_and_does_not_stay_the_best(monkeypatch, caplog):
+    scores = iter([math.nan, 1.0, 0.5, math.nan, 0.2])
+    monkeypatch.setattr(
+        "metabridge.training.loop.evaluate",
+        lambda *_, **__: Score.of(torch.full((2,), next(scores)), "squared error"),
+    )
+    run = fit(mlp(1, 1), method("nal"), Sinusoid(), validate=Sinusoid(), iterations=5, validate_every=1, progress=False)
+    assert [point.best for point in run.curve] == [True, True, True, False, True]
+    assert run.best.mean == pytest.approx(0.2)
+    assert "the validation at iteration 4 is nan" in caplog.text

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import metabridge as mb
 from metabridge import FewShotClassifier, InputError
 from metabridge.learners import SVM
 from metabridge.training import evaluate
+from metabridge.use.export import export_onnx, write_head
 
 HEADS = ["logistic", "svm", "ridge", "centroid"]
 
@@ -249,3 +251,24 @@ def test_folders_without_an_adapted_model_and_damaged_files_are_refused(fitted, 
 def test_metabridge_is_imported_without_scikit_learn():
     code = "import sys, metabridge; assert 'sklearn' not in sys.modules; assert metabridge.FewShotClassifier"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["r2d2", "metaoptnet"])
+def test_a_head_that_is_solved_without_a_bias_is_kept_and_exported(support, query, tmp_path, name):
+    net = mb.models.conv4(1, 28, outputs=len(set(support[1])), filters=4, statistics="running")
+    chosen = mb.method(name)
+    params = mb.parameters(chosen, net)
+    with torch.no_grad():
+        params["head.bias"] += 100.0  # which such a head does not have
+    classifier = FewShotClassifier(mb.Model(chosen, net, params)).fit(*support)
+    classifier.save(tmp_path)
+    again = FewShotClassifier.load(tmp_path)
+    np.testing.assert_allclose(again.decision_function(query[0]), classifier.decision_function(query[0]), atol=1e-6)
+    assert abs(classifier.decision_function(query[0])).max() < 50
+    if find_spec("onnxscript") is not None:
+        export_onnx(classifier.adapted_, tmp_path / "features.onnx")
+
+
+def test_a_head_that_was_not_fitted_is_not_written(run, tmp_path):
+    with pytest.raises(NotFittedError):
+        write_head(FewShotClassifier(run), tmp_path / "head.json")

@@ -79,7 +79,7 @@ def conjugate_gradient(
     """
     values, solved = conjugate_gradients(product, target, precondition, over=0, fall=tolerance**2, steps=most_steps)
     if not solved.all():
-        worst = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).max())
+        worst = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).nan_to_num().max())
         log.warning("conjugate gradient stopped after %d steps with a relative residual of %.1e.", most_steps, worst)
     return Solution(values, 0.0)
 

@@ -20,6 +20,7 @@ from metabridge.learners.gradient import summed_gradient
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check
 from metabridge.learners.workers import over_cores
+from metabridge.models.drop import draws
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import running_layers
 from metabridge.recording import Recording
@@ -86,6 +87,11 @@ class Engine:
         form = (episodes.device, *(tensor.shape for tensor in episodes.tensors()))
         if episodes.device.type == "cpu" or form not in self._checked:  # looking at a GPU's labels would stall it
             check(self.method, self.net, params, episodes)
+            if self.flat and self.method.adapts == "all" and self.net.training and draws(self.net):
+                raise InputError(
+                    "flat runs every inner step twice, but this network drops at random in training, and would drop "
+                    "otherwise the second time. Use flat=False, or net.eval()."
+                )
             self._checked.add(form)
         if not self.method.split:
             episodes = episodes.without_split()

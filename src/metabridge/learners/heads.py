@@ -179,8 +179,12 @@ class Ridge:
         if x.shape[-2] < x.shape[-1]:
             # Errors in the Gram matrix move predictions by as much over the penalty.
             gram = gram_matrix(x, rounding=1e-5 * self.penalty)
-            coefficient, bias = in_blocks(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
-            return LinearHead(*_reshape(features, coefficient.to(x.dtype) @ x, bias), self.normalise)
+
+            def dual(K: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+                coefficient, bias = ridge_dual(K, y.double(), penalty)
+                return coefficient @ x.double(), bias  # of points that are alike, coefficients are large and cancel
+
+            return LinearHead(*_reshape(features, *in_blocks(dual, gram, x, y)), self.normalise)
 
         check_finite("features", x)
 

@@ -97,7 +97,8 @@ class GradientDescent:
     def step(self, problem: Problem, params: Params, start: Params, extras: Params, *, exact: bool) -> Params:
         """One step of gradient descent on the support loss."""
         slope = _slope(problem, params, exact)
-        return {name: params[name] - extras.get(f"rates.{name}", self._rate(name)) * slope[name] for name in params}
+        learned = {} if self.rates == "fixed" else extras
+        return {name: params[name] - learned.get(f"rates.{name}", self._rate(name)) * slope[name] for name in params}
 
     def _rate(self, name: str) -> float:
         if not isinstance(self.lr, Mapping):
@@ -187,7 +188,8 @@ class Ridge:
         if labels:  # one-hot; F.one_hot looks at the labels, which neither vmap nor a captured graph allows
             targets = (problem.y[:, None] == torch.arange(outputs, device=problem.y.device)).to(problem.x.dtype)
         penalty, scale = extras["solver.log_penalty"].exp(), extras["solver.log_scale"].exp()
-        weight = ridge_weight(problem.x, targets, penalty)
+        # in float64, since points that are alike leave a system as singular as the penalty, which is learned, is small
+        weight = ridge_weight(problem.x.double(), targets.double(), penalty.double()).to(problem.x.dtype)
         return {"head.weight": scale * weight if labels else weight}
 
 

@@ -76,6 +76,9 @@ class Method:
         if self.test is not None and not isinstance(self.test, TESTS):
             wanted = ", ".join(kind.__name__ for kind in TESTS)
             raise InputError(f"test is {self.test!r}, but must be one of {wanted}, or a head's name, such as 'svm'.")
+        if self.inner is not None and not isinstance(self.inner, get_args(Solver)):
+            wanted = ", ".join(f"{kind.__name__}()" for kind in get_args(Solver))
+            raise InputError(f"inner is {self.inner!r}, but must be one of {wanted}, or None.")
         solver = "no inner solver" if self.inner is None else type(self.inner).__name__
         if (self.adapts == "none") != (self.inner is None):
             raise InputError(
@@ -104,6 +107,16 @@ class Method:
             raise InputError(
                 f"test is {type(self.test).__name__}, which starts from a shared head, but head is {self.head!r}. "
                 "Use a head that is solved, such as LogisticRegression()."
+            )
+        rates = getattr(self.inner, "rates", "fixed")
+        if rates != "fixed" and self.outer == "displacement":
+            raise InputError(
+                f"rates is {rates!r}, but outer is 'displacement', which learns no rates. Use rates='fixed'."
+            )
+        if getattr(self.test, "rates", "fixed") not in ("fixed", rates):
+            raise InputError(
+                f"test has the rates {getattr(self.test, 'rates', None)!r}, but those in training are {rates!r}. Use "
+                "rates='fixed' at test, or the same in both."
             )
         if self.test is None and self.inner is None:
             raise InputError("test is None, but nothing adapts in training either. Say how to adapt at test time.")
@@ -183,6 +196,9 @@ def method(name: str, **options: object) -> Method:
     if isinstance(options.get("test"), str):
         options["test"] = named_head(str(options["test"]))
     solver: Any = options.get(place) or getattr(preset, place)
+    kinds: tuple[type[Any], ...] = (*get_args(Solver), *TESTS)
+    if type(solver) not in kinds:
+        raise InputError(f"{place} is {solver!r}, but must be a solver such as GradientDescent(), made of a class.")
     inner = {field.name for field in fields(solver)}
     for option in options:
         if option not in own | inner:

@@ -92,6 +92,11 @@ def check(method: Method, net: Network, params: Params, episodes: Episodes) -> N
             f"head is {method.head!r}, but the episodes do not say which classes their outputs are. "
             "Give Episodes(..., classes=...), one row index for each output."
         )
+    if method.head == "all-rows" and not episodes.classification:
+        raise InputError(
+            "head is 'all-rows', one classifier over all classes, but the targets are values. Use head='task-rows', as "
+            "method('mtl') has."
+        )
     low, high = int(episodes.classes.min()), int(episodes.classes.max())
     if low < 0 or high >= len(rows):
         raise InputError(

@@ -84,7 +84,9 @@ class Score:
         return cls(float(values.mean()), 1.96 * spread / math.sqrt(len(values)), len(values), values, metric)
 
     def beats(self, other: Score) -> bool:
-        """Whether this score is the better one."""
+        """Whether this score is the better one; any number is better than NaN."""
+        if math.isnan(self.mean) or math.isnan(other.mean):
+            return not math.isnan(self.mean)
         return self.mean > other.mean if self.metric == "accuracy" else self.mean < other.mean
 
     def minus(self, other: Score) -> Score:
@@ -325,7 +327,11 @@ def _batches(tasks: int, size: int) -> list[int]:
 
 
 def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
-    """Return each task's accuracy on its queries, or its mean squared error where targets are values."""
+    """Return each task's accuracy on its queries, or its mean squared error where targets are values.
+
+    A query whose outputs are NaN is wrong.
+    """
     if episodes.classification:
-        return (outputs.argmax(-1) == episodes.query_y).double().mean(-1)
+        told = ~outputs.isnan().any(-1)
+        return (told & (outputs.argmax(-1) == episodes.query_y)).double().mean(-1)
     return (outputs - episodes.query_y).square().sum(-1).mean(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
@@ -19,7 +20,7 @@ from metabridge.errors import InputError, check_count, check_not_negative, check
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import parameters
-from metabridge.models.drop import Drop
+from metabridge.models.drop import Drop, draws
 from metabridge.models.network import Network, Params
 from metabridge.models.norm import estimate_statistics, running_layers
 from metabridge.training import checkpoint
@@ -27,6 +28,8 @@ from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, check_match, fill, merge, part
 from metabridge.training.evaluate import Model, Score, evaluate
 from metabridge.training.schedule import Constant, Schedule
+
+log = logging.getLogger("metabridge")
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": Adam,
@@ -133,7 +136,7 @@ class Loop:
         self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay)
         self.drops = [block for block in net.modules() if isinstance(block, Drop)]
         # from the one generator that everything in a process shares
-        self.draws = any(block.full_rate for block in self.drops) or _dropouts(net)
+        self.draws = draws(net)
         if device.type == "cpu" and mode in ("auto", "workers") and self.draws:
             mode = "loop"  # threads would draw from the one generator in an order that no seed decides
         self.engine = Engine(method, net, mode=mode, dtype=settings.dtype)
@@ -212,6 +215,8 @@ class Loop:
         if self.validate is not None:
             model = Model(self.method, self.net, self.params, self.settings.dtype)
             score = evaluate(model, self.validate, tasks=self.settings.validate_tasks, seed=self.settings.seed)
+            if not math.isfinite(score.mean):
+                log.warning("the validation at iteration %d is %s: adaptation diverged.", self.iteration, score.mean)
         best = best_score(self.curve)
         better = score is not None and (best is None or score.beats(best))
         if better or score is None:
@@ -317,10 +322,6 @@ class Loop:
                 {key: value.to(self.device) for key, value in part(weights[0], "params").items()},
                 {key: value.to(self.device) for key, value in part(weights[0], "buffers").items()},
             )
-
-
-def _dropouts(net: Network) -> bool:
-    return any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in net.modules())
 
 
 def _copy(tensors: Params) -> Params:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from metabridge.errors import InputError
@@ -87,6 +88,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     ...     json.loads(write_head(classifier, Path(folder, "head.json")).read_text())["classes"]
     ['cat', 'dog']
     """
+    check_is_fitted(classifier)
     adapted = classifier.adapted_
     head: LinearHead | PairwiseHead
     if adapted.head is None:
