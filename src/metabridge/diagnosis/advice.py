@@ -122,6 +122,12 @@ def _cost(name: str, method: Method, total: int, head: int) -> Cost:
     return Cost(name, total if adapts_all else head, steps if adapts_all else 0, 1 + inner * share)
 
 
+def _apart(faster: float) -> str:
+    if faster < 1 / DISTINCT:
+        return ": those named hard are the fast ones"
+    return "" if faster >= DISTINCT else ", so that little tells them apart"
+
+
 def advise(
     prediction: Prediction, plain: str, adaptive: str, rates: tuple[float, float], twins: tuple[Twin, ...]
 ) -> Advice:
@@ -131,15 +137,15 @@ def advise(
     where its twin is the better one beyond the interval.
     """
     ratio = prediction.ratio
-    adapts = ratio.value >= WORTH
-    agreeing = float(((prediction.ratios >= WORTH) == adapts).double().mean())
+    share = float((prediction.ratios >= WORTH).double().mean())
+    adapts = share > 0.5  # what most resampled tasks say, which the estimate itself may miss where it is unsure
+    agreeing = share if adapts else 1 - share
     told = f"plain pre-training is predicted to have {ratio.told()} times the risk of training that adapts"
     faster = rates[1] / rates[0]
     reasons = [
         f"{told}; from {WORTH:g} times on it is worth the cost",
         f"adapting saves {prediction.saved.percent()} of the whole loss, noise included",
-        f"gradient descent is {faster:.2g} times as fast on easy tasks as on hard ones"
-        + ("" if faster >= DISTINCT else ", so that little tells them apart"),
+        f"gradient descent is {faster:.2g} times as fast on easy tasks as on hard ones" + _apart(faster),
     ]
     if not ratio.bounded:
         reasons.append(

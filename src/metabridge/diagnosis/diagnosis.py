@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -23,6 +24,8 @@ from metabridge.models.network import Network
 from metabridge.models.norm import estimate_statistics
 from metabridge.training.evaluate import Model
 from metabridge.training.plan import Plan
+
+log = logging.getLogger("metabridge")
 
 Grouping = Literal["hardness", "superclasses", "parts"]
 GROUPINGS: dict[str, str] = {
@@ -158,7 +161,12 @@ def diagnose(
     plain = "rfs" if space.classification else "nal"
     joint = ("mtl",) if space.classification else ()
     weighed = (plain, "maml") if network is None else (plain, *joint, "anil", "maml")
-    twins = () if kernel is None else kernel_twins(kernel, environment, seed, progress=progress)
+    twins: tuple[Twin, ...] = ()
+    if kernel is not None:
+        try:
+            twins = kernel_twins(kernel, environment, seed, progress=progress)
+        except InputError as error:  # such as images that are the same, which the rest can live with
+            log.warning("what kernels predict is left out: %s", error)
     return Diagnosis(
         space=space.name,
         dimension=moments.dimension,

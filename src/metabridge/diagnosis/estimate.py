@@ -23,6 +23,7 @@ from metabridge.theory.landscape import (
 
 FEWEST = 5  # tasks of a group
 REPEATS = 200  # of the bootstrap
+TINY = 1e-300  # where there is nothing to gain and nothing left, the ratio of risks is 1
 UNBOUNDED = 1e4  # no ratio of risks is so large, but a quotient by what may be zero is
 
 
@@ -41,8 +42,11 @@ class Interval:
         '2.00 (1.50 to 2.75)'
         >>> Interval(2.0, 1.5, 3e7).told()
         '2.00 (1.50 and more)'
+        >>> Interval(2e7, 1.5, 3e7).told()
+        'more than 10000 (1.50 and more)'
         """
-        return f"{self.value:#.3g} ({self.low:#.3g} {f'to {self.high:#.3g}' if self.bounded else 'and more'})"
+        value = f"{self.value:#.3g}" if self.value < UNBOUNDED else f"more than {UNBOUNDED:.0f}"
+        return f"{value} ({self.low:#.3g} {f'to {self.high:#.3g}' if self.bounded else 'and more'})"
 
     @property
     def bounded(self) -> bool:
@@ -155,24 +159,30 @@ class Geography:
         noise once more, so what it adds to the risks is taken off them.
         """
         plain = self._losses(alpha)
-        repeats = torch.stack([self._resampled(generator)._losses(alpha) for _ in range(REPEATS)])
+        repeats = torch.stack([self._resampled(generator)._losses(alpha, clipped=True) for _ in range(REPEATS)])
         added = repeats.mean(0) - plain
         least = torch.tensor([0.0, 1e-9 * float(plain[1])], dtype=torch.float64)
         gain, maml = (plain - added)[:2].clamp_min(least).tolist()
         gains, mamls = (repeats - 2 * added)[:, :2].clamp_min(least).unbind(1)
         floor, before = plain[2:].tolist()
-        ratios = 1 + gains / mamls
+        ratios = 1 + gains / mamls.clamp_min(TINY)
         return Prediction(
             Risks(maml + gain, maml),
-            _interval(1 + gain / maml, ratios),
-            _interval(gain / (gain + maml + floor), gains / (gains + mamls + repeats[:, 2])),
-            maml / before,
+            _interval(1 + gain / max(maml, TINY), ratios),
+            _interval(gain / max(gain + maml + floor, TINY), gains / (gains + mamls + repeats[:, 2]).clamp_min(TINY)),
+            maml / max(before, TINY),
             ratios,
         )
 
-    def _losses(self, alpha: float | None) -> Tensor:
-        """What MAML (n₂ = m) saves of NAL's 𝓔_m, its own 𝓔_m, the noise floor, and 𝓔 of NAL before it adapts."""
-        alpha = self.stable_step() if alpha is None else alpha
+    def _losses(self, alpha: float | None, *, clipped: bool = False) -> Tensor:
+        """What MAML (n₂ = m) saves of NAL's 𝓔_m, its own 𝓔_m, the noise floor, and 𝓔 of NAL before it adapts.
+
+        A step is `clipped` to one that does not diverge where it was chosen for other tasks.
+        """
+        if alpha is None:
+            alpha = self.stable_step()
+        elif clipped:
+            alpha = min(alpha, 1.999 * self.stable_step())
         landscape, m = self.landscape(alpha), self.m
         solutions = torch.stack([nal_solution(landscape), maml_solution(landscape, alpha, m)])
         nal, maml = risk_above_floor(landscape, solutions, alpha, m)

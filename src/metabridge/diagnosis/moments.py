@@ -71,11 +71,12 @@ def rates(moments: Moments) -> Tensor:
     """‖Σŵ‖²/⟨ŵ, Σŵ⟩ of each task: the eigenvalues of its covariance, weighted by how much of the fit lies along each.
 
     Gradient descent reduces an error along an eigenvector at the rate of its eigenvalue. A small number is a hard task.
+    Of a task with nothing to fit it is that of a fit in all directions alike.
     """
     covariance, pull = moments.covariance.mean(1), moments.pull.mean(1)
     fitted = (pull[:, None] @ torch.linalg.pinv(covariance, hermitian=True) @ pull[..., None]).flatten()
-    speeds: Tensor = pull.square().sum(-1) / fitted
-    return speeds
+    alike = covariance.square().sum((-2, -1)) / covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.where(fitted > 0, pull.square().sum(-1) / fitted, alike)
 
 
 def misfits(moments: Moments, shared: Tensor) -> Tensor:
@@ -113,6 +114,11 @@ def pair_moments(φ: Tensor, labels: Tensor) -> Moments:
     φ, labels = _halves(φ, half), _halves(labels, half)
     first, second = torch.triu_indices(half, half, offset=1, device=φ.device)
     same = (labels[..., first] == labels[..., second]).double()
+    if not same.any():
+        raise InputError(
+            "a half of a task has no two images of one class, but tasks are told apart by pairs of them. "
+            "Use queries=2 or more."
+        )
     pairs = products(φ[..., first, :], φ[..., second, :])
     # what is added to all similarities of a task changes no comparison in it
     return Moments.of(pairs - pairs.mean(-2, keepdim=True), same - same.mean(-1, keepdim=True), half / φ.shape[-1])

@@ -26,10 +26,11 @@ def write(diagnosis: Diagnosis, folder: str | Path) -> Path:
         Picture.drawn("map", "Solutions of hard and easy tasks in two dimensions.", lambda t: solutions(diagnosis, t)),
         Picture.drawn("gain", "Predicted gain of each method against its cost.", lambda t: gain(diagnosis, t)),
     ]
+    text = f"{diagnosis.to_json()}\n".encode()
+    html = rendered("diagnosis.html.jinja", found=diagnosis, pictures={picture.name: picture for picture in pictures})
     for picture in pictures:
         write_whole(folder / f"{picture.name}.png", picture.light)
-    write_whole(folder / "diagnosis.json", f"{diagnosis.to_json()}\n".encode())
-    html = rendered("diagnosis.html.jinja", found=diagnosis, pictures={picture.name: picture for picture in pictures})
+    write_whole(folder / "diagnosis.json", text)
     return write_whole(folder / "index.html", html)
 
 

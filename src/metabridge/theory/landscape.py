@@ -164,7 +164,9 @@ class Risks(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times larger the risk of NAL is."""
+        """How many times larger the risk of NAL is; infinitely where MAML has none, and 1 where neither has any."""
+        if self.maml == 0:
+            return 1.0 if self.nal == 0 else math.inf
         return self.nal / self.maml
 
 
