@@ -362,3 +362,24 @@ def test_what_kernels_cannot_be_computed_is_left_out_and_said(monkeypatch, caplo
 def test_risks_have_a_ratio_where_there_are_none():
     assert hard_easy_risks(HardEasy(0.1, 1.0, R=2.0), 1.0, float("inf")).ratio == float("inf")
     assert Risks(0.0, 0.0).ratio == 1
+
+
+def test_points_that_are_not_finite_are_refused():
+    def lost(x):
+        return x.sqrt()  # of negative numbers too
+
+    with pytest.raises(InputError, match="some features are NaN or infinite"):
+        diagnose(tasks(WORLD), features=lost, tasks=40)
+
+
+def test_few_tasks_are_warned_of(caplog):
+    diagnose(tasks(WORLD), tasks=20)
+    assert "intervals from fewer than 50 are too narrow" in caplog.text
+    caplog.clear()
+    diagnose(tasks(WORLD), tasks=50)
+    assert not caplog.text
+
+
+def test_joined_moments_have_the_points_of_the_part_that_has_fewest():
+    first, second = (moments_of(WORLD, 5, shots)[0] for shots in (40, 10))
+    assert Moments.joined([first, second]).points == second.points < first.points

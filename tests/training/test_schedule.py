@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
 from metabridge import InputError
 from metabridge.training import Constant, Cosine, Plateau, Step, schedule
+from metabridge.training.loop import Settings
 from metabridge.training.schedule import SCHEDULES
 
 ITERATIONS = 40
@@ -72,3 +73,19 @@ def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
     assert {name: type(schedule(name)) for name in SCHEDULES} == SCHEDULES
     with pytest.raises(InputError, match="schedule is 'linear', but must be one of constant, step, cosine, plateau"):
         schedule("linear")
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: Step(at=(60, 80)), r"at is \(60, 80\), but must be fractions"),
+        (lambda: Step(at=0.5), "at is 0.5, but must be fractions"),
+        (lambda: Step(drop=0), "drop is 0, but must be a positive number"),
+        (lambda: Plateau(patience=-1), "patience is -1"),
+        (lambda: Settings(schedule="cosine"), "schedule is 'cosine', but must be one such as"),
+        (lambda: Settings(augment=True), "augment is True, but must be an Augment"),
+    ],
+)
+def test_schedules_that_would_never_do_anything_are_refused(make, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make()

@@ -34,6 +34,7 @@ GROUPINGS: dict[str, str] = {
     "parts": "the two parts of the mixture, the hard one first",
 }
 BLOCK = 16  # tasks drawn at a time
+FEW = 50  # tasks, of which resampling does not tell all of the spread
 STATISTICS_FROM = 512  # images
 
 
@@ -142,6 +143,8 @@ def diagnose(
     each = tasks // len(parts)
     if each < FEWEST:
         raise InputError(f"tasks is {tasks}, but two groups need at least {2 * FEWEST}. Sample more.")
+    if tasks < FEW:
+        log.warning("tasks is %d: intervals from fewer than %d are too narrow.", tasks, FEW)
     examples = [part.sample(min(BLOCK, each), torch.Generator().manual_seed(seed)) for part in parts]
     space = Space.of(examples, net, features)
     moments = _measured(space, parts, each, seed, progress)

@@ -41,7 +41,7 @@ class Moments:
         """Return the tasks of all parts."""
         tensors = ([part.covariance, part.pull, part.square] for part in parts)
         covariance, pull, square = (torch.cat(same) for same in zip(*tensors))
-        return cls(covariance, pull, square, parts[0].points)
+        return cls(covariance, pull, square, min(part.points for part in parts))
 
     def of_tasks(self, tasks: Tensor) -> Moments:
         """Return the tasks of these numbers, of which some may be the same."""

@@ -77,7 +77,10 @@ def _of_network(net: Network | Model) -> Features:
 def _featured(episodes: Episodes, features: Features) -> Tensor:
     """Return the features of all points (tasks, points, d), in which a network sees each task as a set of its own."""
     with torch.no_grad():
-        return torch.stack([features(task).double().cpu() for task in episodes.without_split().support_x])
+        found = torch.stack([features(task).double().cpu() for task in episodes.without_split().support_x])
+    if not found.isfinite().all():
+        raise InputError("some features are NaN or infinite, so nothing can be told of the tasks. Look at the points.")
+    return found
 
 
 def _with_constant(φ: Tensor) -> Tensor:

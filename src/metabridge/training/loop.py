@@ -84,6 +84,10 @@ class Settings:
         check_count("tasks", self.tasks)
         check_positive("lr", self.lr)
         check_not_negative("weight_decay", self.weight_decay)
+        if not isinstance(self.schedule, Schedule):
+            raise InputError(f"schedule is {self.schedule!r}, but must be one such as metabridge.training.Cosine().")
+        if not isinstance(self.augment, Augment | None):
+            raise InputError(f"augment is {self.augment!r}, but must be an Augment() or None.")
         if self.interval < 1:
             raise InputError(f"validate_every is {self.validate_every}, but must be at least 1 iteration.")
         if self.validate_tasks < 2:

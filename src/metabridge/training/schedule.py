@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_positive
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Step:
 
     at: tuple[float, ...] = (0.6, 0.8)
     drop: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_positive("drop", self.drop)
+        if not isinstance(self.at, tuple | list) or not all(0 < place < 1 for place in self.at):
+            raise InputError(f"at is {self.at!r}, but must be fractions of the training, such as (0.6, 0.8).")
 
     def factor(self, done: float, improved: Sequence[bool]) -> float:
         """Return `drop` to the power of the fractions passed."""
@@ -69,6 +74,11 @@ class Plateau:
 
     drop: float = 0.1
     patience: int = 4
+
+    def __post_init__(self) -> None:
+        check_positive("drop", self.drop)
+        if self.patience < 0:
+            raise InputError(f"patience is {self.patience}, but must be 0 validations or more.")
 
     def factor(self, done: float, improved: Sequence[bool]) -> float:
         """Return `drop` to the power of the waits that were in vain."""
