@@ -198,7 +198,7 @@ def method(name: str, **options: object) -> Method:
     solver: Any = options.get(place) or getattr(preset, place)
     kinds: tuple[type[Any], ...] = (*get_args(Solver), *TESTS)
     if type(solver) not in kinds:
-        raise InputError(f"{place} is {solver!r}, but must be a solver such as GradientDescent(), made of a class.")
+        raise InputError(f"{place} is {solver!r}, but must be a solver such as GradientDescent().")
     inner = {field.name for field in fields(solver)}
     for option in options:
         if option not in own | inner:
