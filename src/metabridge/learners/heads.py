@@ -20,6 +20,8 @@ from metabridge.learners import newton, qp
 from metabridge.learners.gram import check_finite, eigenbasis, gram_matrix, in_blocks
 from metabridge.learners.ridge import ridge_dual, ridge_weight
 
+SMALL = 0.1  # penalty, below which float32 would lose more than a hundred thousandth to cancelling coefficients
+
 
 class LinearHead(NamedTuple):
     """A fitted head with a weight (..., outputs, d) and a bias (..., outputs)."""
@@ -182,8 +184,10 @@ class Ridge:
 
             def dual(K: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
                 coefficient, bias = ridge_dual(K, y.double(), penalty)
-                return coefficient @ x.double(), bias  # of points that are alike, coefficients are large and cancel
+                return coefficient.to(precise) @ x.to(precise), bias
 
+            # Of points that are alike, coefficients are up to 1/penalty and cancel.
+            precise = torch.float64 if self.penalty < SMALL else x.dtype
             return LinearHead(*_reshape(features, *in_blocks(dual, gram, x, y)), self.normalise)
 
         check_finite("features", x)
