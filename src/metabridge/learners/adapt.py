@@ -130,10 +130,8 @@ def _adapted(method: Method, solver: Solver, net: Network, weights: Params, x: T
     head = {name: value for name, value in weights.items() if name.startswith("head.")}
     if method.adapts == "head":
         problem = Problem(apply_head, method.loss, apply_features(net, body, x), y)
-        unused = {
-            name: torch.zeros_like(value) for name, value in head.items()
-        }  # the bias where a solved head has none
-        return body | unused | solver.solve(problem, head, extras(weights), exact=False)
+        no_bias = {name: torch.zeros_like(value) for name, value in head.items()}  # where the head is solved without
+        return body | no_bias | solver.solve(problem, head, extras(weights), exact=False)
     problem = Problem(lambda p, x: apply_head(p, apply_features(net, p, x)), method.loss, x, y)
     return solver.solve(problem, body | head, extras(weights), exact=False)
 

@@ -25,9 +25,7 @@ KernelName = Literal["maml", "anil", "ntk"]
 _ADAPTS: dict[KernelName, Adapts] = {"maml": "all", "anil": "head"}
 NOT_FINITE = "the network's outputs are NaN or infinite"
 _AT_ONCE = 2**21  # numbers of inputs that go through the network in one pass
-
-
-_AT_ZERO, _AT_BOTH_ENDS = (
+_AT_ZERO, _AT_BOTH_ENDS = (  # operations by where their slope changes
     {getattr(torch.ops.aten, name).default for name in names}
     for names in (("relu", "relu_", "leaky_relu", "leaky_relu_", "_prelu_kernel"), ("hardtanh", "hardtanh_"))
 )
