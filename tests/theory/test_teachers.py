@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from scipy import integrate
 from torch import Tensor
 from torch.func import vmap
 
@@ -153,3 +156,16 @@ def test_many_dimensions_are_refused_where_the_loss_needs_quadrature():
     assert TeacherTask(wide, "relu").loss(-wide) == pytest.approx(2)
     with pytest.raises(InputError, match="neurons have 4 dimensions, but the quadrature for tanh covers 3 at most"):
         TeacherTask(wide, "tanh").loss(-wide)
+
+
+@pytest.mark.parametrize(("activation", "w"), [("tanh", 0.5), ("tanh", 1.5), ("sigmoid", 1.5), ("sigmoid", 3.0)])
+def test_the_quadrature_resolves_neurons_as_steep_as_it_says(activation, w):
+    σ = {"tanh": math.tanh, "sigmoid": lambda z: 1 / (1 + math.exp(-z))}[activation]
+    slope = {"tanh": lambda z: 1 - σ(z) ** 2, "sigmoid": lambda z: σ(z) * (1 - σ(z))}[activation]
+
+    def integrand(x: float) -> float:
+        return (σ(w * x) - σ(x)) * slope(w * x) * x * math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    wanted, _ = integrate.quad(integrand, -12, 12, limit=400, epsabs=1e-13)
+    student, teacher = (torch.tensor([[value]], dtype=torch.float64) for value in (w, 1.0))
+    assert float(TeacherTask(teacher, activation).gradient(student)) == pytest.approx(wanted, rel=0.005)

@@ -94,10 +94,11 @@ class Conditioning:
 
     def __call__(self, net: nn.Module, tasks: Episodes) -> Score:
         """The condition number for these tasks, of `net` at its own parameters."""
+        x = points(tasks)
         with torch.no_grad():
-            if not _finite(net(points(tasks))):
+            if not _finite(net(x)):
                 return Score(math.nan, NOT_FINITE)
-        return self.of_grams(self.grams(net, points(tasks)), len(tasks), tasks.query_x.shape[1])
+        return self.of_grams(self.grams(net, x), len(tasks), tasks.query_x.shape[1])
 
     def grams(self, net: nn.Module, x: Tensor) -> Grams:
         """The kernels of `net` that the condition number is made of."""
