@@ -1,0 +1,141 @@
+"""Muon: orthogonalised momentum for convolutions (Jordan et al. 2024), SGD for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from metabridge.errors import check_not_negative, check_positive
+from metabridge.recording import Recording
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a polynomial that drives the singular values in (0, 1] towards 1
+ITERATIONS = 3
+FILTER_RATE = 0.1  # learning rate of the convolutions, relative to that of SGD
+
+
+class Muon(Optimizer):
+    """SGD with Nesterov momentum, whose steps are made semi-orthogonal for convolutions.
+
+    A filter bank of shape (out, in, height, width) is a matrix with `out` rows. Before each step it is rescaled to
+    norm √out, which changes no output where batch norm follows, and its step of singular values near 1 has the rate
+    `0.1 * lr`. Depthwise convolutions, linear layers and vectors are trained by plain SGD.
+
+    On a GPU the first step runs eagerly and all later ones as one CUDA graph.
+
+    Args:
+        params: Parameters to train.
+        lr: Learning rate of SGD.
+        momentum: Decay of the momentum.
+        weight_decay: Weight decay of SGD. Filter banks need none, since their norm is fixed.
+
+    >>> layer = torch.nn.Conv2d(3, 8, 3)
+    >>> optimizer = Muon(layer.parameters(), lr=0.1)
+    >>> layer(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        check_positive("lr", lr)
+        check_not_negative("weight_decay", weight_decay)
+        self._capture: _Capture | None = None
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step with the gradients that the parameters hold."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        first = not self.state
+        for param in params:
+            if param not in self.state:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        if first or params[0].device.type != "cuda":
+            self.update({param: _grad(param) for param in params}, [group["lr"] for group in self.param_groups])
+            return
+        if self._capture is None:
+            self._capture = _Capture(self, params)
+        self._capture.replay()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the momentum; the next step is captured again, since the tensors are new."""
+        super().load_state_dict(state_dict)
+        self._capture = None
+
+    def update(self, grads: dict[Tensor, Tensor], rates: Sequence[float | Tensor]) -> None:
+        """Change parameters and momentum in place, with a learning rate for each group."""
+        for group, rate in zip(self.param_groups, rates):
+            banks = [param for param in group["params"] if is_filter_bank(param)]
+            rest = [param for param in group["params"] if not is_filter_bank(param)]
+            if rest:
+                decayed = torch._foreach_add([grads[param] for param in rest], rest, alpha=group["weight_decay"])
+                steps = self._momentum(rest, list(decayed), group["momentum"])
+                torch._foreach_sub_(rest, torch._foreach_mul(steps, rate))
+            if banks:
+                steps = self._momentum(banks, [grads[param] for param in banks], group["momentum"])
+                norms = torch._foreach_norm(banks)
+                torch._foreach_mul_(banks, [len(bank) ** 0.5 / norm for bank, norm in zip(banks, norms)])
+                torch._foreach_sub_(banks, torch._foreach_mul(orthogonal(steps), rate * FILTER_RATE))
+
+    def _momentum(self, params: list[Tensor], grads: list[Tensor], decay: float) -> list[Tensor]:
+        """Add the gradients to the momentum, and return Nesterov's step."""
+        buffers = [self.state[param]["momentum_buffer"] for param in params]
+        torch._foreach_mul_(buffers, decay)
+        torch._foreach_add_(buffers, grads)
+        return list(torch._foreach_add(grads, buffers, alpha=decay))
+
+
+def is_filter_bank(param: Tensor) -> bool:
+    """Whether a parameter is the weight of a convolution that mixes channels."""
+    return param.ndim == 4 and param.shape[1] > 1
+
+
+def orthogonal(banks: Sequence[Tensor]) -> list[Tensor]:
+    """Return each filter bank with its singular values driven towards 1, those of one shape side by side.
+
+    >>> bank = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    >>> bool((torch.linalg.svdvals(orthogonal([bank])[0].flatten(1)) - 1).abs().max() < 0.5)
+    True
+    """
+    found: dict[int, Tensor] = {}
+    for shape in {bank.shape: None for bank in banks}:
+        members = [index for index, bank in enumerate(banks) if bank.shape == shape]
+        matrices = torch.stack([banks[index].flatten(1) for index in members])
+        for index, matrix in zip(members, _newton_schulz(matrices)):
+            found[index] = matrix.view(shape)
+    return [found[index] for index in range(len(banks))]
+
+
+def _newton_schulz(matrices: Tensor) -> Tensor:
+    wide = matrices.shape[1] <= matrices.shape[2]
+    x = matrices if wide else matrices.mT
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    if x.device.type == "cuda":
+        x = x.bfloat16()  # which is precise enough, since the result is only near orthogonal
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(matrices.dtype)
+
+
+def _grad(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+class _Capture:
+    """The update as a CUDA graph, with gradients and learning rates of its own to read."""
+
+    def __init__(self, optimizer: Muon, params: list[Tensor]) -> None:
+        self.optimizer, self.params = optimizer, params
+        self.grads = {param: torch.zeros_like(param) for param in params}
+        self.rates = [torch.zeros((), device=params[0].device) for _ in optimizer.param_groups]
+        self.recording = Recording(lambda: optimizer.update(self.grads, self.rates), warm=0)
+
+    def replay(self) -> None:
+        torch._foreach_copy_(list(self.grads.values()), [_grad(param) for param in self.params])
+        for rate, group in zip(self.rates, self.optimizer.param_groups):
+            rate.fill_(group["lr"])
+        self.recording.replay()

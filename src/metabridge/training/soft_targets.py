@@ -1,0 +1,135 @@
+"""Soft targets for training one classifier: smoothed labels, mixed images, and a teacher's predictions."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.learners.method import Method
+from metabridge.learners.parameters import starting_heads
+from metabridge.models.network import apply_features, apply_head
+from metabridge.recording import Recording
+from metabridge.training.evaluate import Model
+
+HEADS = ("task-rows", "all-rows")  # of methods that train one classifier, so that targets can be probabilities
+
+
+@dataclass(frozen=True)
+class SoftTargets:
+    """How class labels become probabilities.
+
+    - `smoothing`: share of the target that is spread evenly over all classes (Szegedy et al. 2016).
+    - `mixup`: parameter α of Beta(α, α), from which the weights of mixed pairs of images are drawn (Zhang et al. 2018).
+    - `distillation`: share of the target that is the teacher's prediction for the same image (Furlanello et al. 2018).
+    - `temperature`: divides the teacher's logits.
+
+    >>> soft = SoftTargets(smoothing=0.2)
+    >>> soft.probabilities(torch.tensor([1]), ways=4)
+    tensor([[0.0500, 0.8500, 0.0500, 0.0500]])
+    """
+
+    smoothing: float = 0.0
+    mixup: float = 0.0
+    distillation: float = 0.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("smoothing", "distillation"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}, but must be a share from 0 to 1.")
+        if self.mixup < 0 or self.temperature <= 0:
+            raise InputError(
+                f"mixup is {self.mixup} and temperature {self.temperature}, but mixup must be 0 or more and "
+                "temperature positive."
+            )
+
+    def probabilities(self, labels: Tensor, ways: int) -> Tensor:
+        """Return smoothed one-hot targets (..., ways) of labels (...)."""
+        return F.one_hot(labels, ways) * (1 - self.smoothing) + self.smoothing / ways
+
+    def mixed(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Mix every point of (tasks, points, ...) with another of its task, and the targets likewise."""
+        shape = (2, *x.shape[:2])
+        gamma = torch._standard_gamma(torch.full(shape, self.mixup, device=x.device), generator=generator)
+        weight = (gamma[0] + 1e-9) / (gamma.sum(0) + 2e-9)
+        order = torch.rand(x.shape[:2], generator=generator, device=x.device).argsort(1)
+        task = torch.arange(len(x), device=x.device)[:, None]
+        of_x, of_y = weight.view(*shape[1:], *[1] * (x.ndim - 2)), weight[..., None]
+        return torch.lerp(x[task, order], x, of_x), torch.lerp(y[task, order], y, of_y)
+
+
+class Softener:
+    """Gives episodes of a method that trains one classifier their soft targets."""
+
+    def __init__(self, soft: SoftTargets, method: Method, teacher: Model | None) -> None:
+        if method.head not in HEADS:
+            raise InputError(
+                f"soft targets are for methods that train one classifier, such as mtl and rfs, but this method's head "
+                f"is {method.head!r}. Leave out smoothing, mixup and the teacher."
+            )
+        if (soft.distillation > 0) != (teacher is not None):
+            raise InputError(
+                f"distillation is {soft.distillation}, but there is {'no' if teacher is None else 'a'} teacher. "
+                "Give both or neither."
+            )
+        if teacher is not None and teacher.method.head != method.head:
+            raise InputError(
+                f"the teacher's head is {teacher.method.head!r}, but this method's is {method.head!r}. "
+                "Use a teacher that was trained with the same method."
+            )
+        # a copy in evaluation mode, since the network may be the one that is trained
+        self.teacher = None if teacher is None else replace(teacher, net=copy.deepcopy(teacher.net).eval())
+        self.soft, self.method = soft, method
+        self._captures: dict[torch.Size, _Capture] = {}
+
+    @torch.no_grad()
+    def __call__(self, episodes: Episodes, generator: torch.Generator) -> Episodes:
+        """Return the episodes as one set a task, with probabilities as targets."""
+        episodes = episodes.without_split()
+        assert episodes.classes is not None
+        x, ways = episodes.support_x, episodes.classes.shape[1]
+        y = self.soft.probabilities(episodes.support_y, ways)
+        if self.soft.mixup:
+            x, y = self.soft.mixed(x, y, generator)
+        if self.teacher is not None:
+            predicted = (self._logits(x, episodes) / self.soft.temperature).softmax(-1)
+            y = torch.lerp(y, predicted, self.soft.distillation)
+        return replace(episodes, support_x=x, support_y=y, query_x=x, query_y=y)
+
+    def _logits(self, x: Tensor, episodes: Episodes) -> Tensor:
+        assert self.teacher is not None
+        points = x.flatten(0, 1)
+        if points.device.type == "cuda":
+            if points.shape not in self._captures:
+                self._captures[points.shape] = _Capture(self.teacher, points)
+            features = self._captures[points.shape].replay(points)
+        else:
+            features = apply_features(self.teacher.net, self.teacher.params, points, self.teacher.dtype)
+        heads = starting_heads(self.teacher.method, self.teacher.params, episodes)
+        features = features.unflatten(0, x.shape[:2])
+        return torch.stack(
+            [apply_head({key: head[at] for key, head in heads.items()}, each) for at, each in enumerate(features)]
+        )
+
+
+class _Capture:
+    """The teacher's features as a CUDA graph, with points of its own to read."""
+
+    def __init__(self, teacher: Model, points: Tensor) -> None:
+        self.points = points.clone()
+        self.recording = Recording(lambda: apply_features(teacher.net, teacher.params, self.points, teacher.dtype))
+
+    def replay(self, points: Tensor) -> Tensor:
+        self.points.copy_(points, non_blocking=True)
+        return self.recording.replay()
+
+
+def soft_cross_entropy(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy against target probabilities (points, classes)."""
+    return F.cross_entropy(prediction, target)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metabridge import InputError, load
+from metabridge.experiments import Result, Work, experiment, mini_imagenet, recipe, trials
+from metabridge.training.plan import Plan
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+FEW = ("muon", "distilled", "mixup")
+
+
+@pytest.fixture
+def small(monkeypatch, glyphs) -> None:
+    """Make every training a matter of two steps, on few classes, and every measurement one of four tasks."""
+    few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
+    net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch": 4, "validate_tasks": 2}
+    plans = {scale: {"rfs": replace(mini_imagenet.plans(scale)["rfs"], **net)} for scale in ("quick", "paper")}
+    monkeypatch.setattr(recipe, "plans", plans.get)
+    monkeypatch.setattr(recipe, "STEPS", {"quick": 4, "paper": 4})
+    monkeypatch.setattr(mini_imagenet, "load", lambda name: few)
+    monkeypatch.setattr(
+        recipe, "trial", lambda *arguments, **options: trials.trial(*arguments, **options | {"tasks": 4})
+    )
+
+
+def test_cases_are_trained_with_what_they_change_and_students_learn_from_their_teacher(small, tmp_path):
+    outcome = experiment("recipe").run(Work("quick", out=tmp_path, only=FEW, progress=False))
+    assert set(outcome.records) == set(FEW)
+    assert outcome.records["mixup"].plan["soft_targets"]["mixup"] == 0.2
+    assert outcome.records["muon"].plan["soft_targets"] is None
+    folders = {name: tmp_path / "runs" / f"recipe-glyphs-{name}-quick-0" for name in FEW}
+    assert "teacher" in load(folders["distilled"]).settings
+    assert "teacher" not in load(folders["mixup"]).settings
+    recipe.figure(outcome, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_student_without_its_teacher_is_refused(small, tmp_path):
+    with pytest.raises(InputError, match=r"distilled needs the trained run of muon\. Add muon to --only"):
+        experiment("recipe").run(Work("quick", out=tmp_path, only=("distilled",), progress=False))
+
+
+def test_the_committed_result_is_what_its_records_say(monkeypatch):
+    monkeypatch.setattr(Plan, "train", lambda *_, **__: pytest.fail("trained"))
+    found = experiment("recipe").run(Work("paper", out=RESULTS, only=("muon",), progress=False))
+    assert found.result.rows == Result.read(RESULTS / "recipe.json").rows

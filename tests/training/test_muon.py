@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metabridge.errors import InputError
+from metabridge.training.muon import FILTER_RATE, Muon, orthogonal
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def reference_step(param: Tensor, grad: Tensor, momentum: Tensor, lr: float) -> None:
+    """One step on one filter bank, written from the definition with a singular value decomposition's polynomial."""
+    momentum.mul_(0.9).add_(grad)
+    step = (grad + 0.9 * momentum).flatten(1).double()
+    left, values, right = torch.linalg.svd(step / (step.norm() + 1e-7), full_matrices=False)
+    for _ in range(3):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    param.mul_(len(param) ** 0.5 / param.norm())
+    param.sub_(lr * FILTER_RATE * (left * values @ right).view(param.shape).to(param))
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.Conv2d(8, 8, 3, bias=False),
+        nn.Conv2d(8, 8, 3, bias=False),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+    )
+
+
+def set_gradients(net: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in net.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param)
+
+
+def test_filter_banks_follow_the_polynomial_of_their_singular_values() -> None:
+    net = small_net()
+    banks = [net[index].weight for index in range(3)]
+    expected = [bank.detach().clone() for bank in banks]
+    momenta = [torch.zeros_like(bank) for bank in banks]
+    optimizer = Muon(net.parameters(), lr=0.3, weight_decay=0.1)
+    for step in range(4):
+        set_gradients(net, step)
+        for bank, mine, momentum in zip(banks, expected, momenta):
+            reference_step(mine, bank.grad, momentum, 0.3)
+        optimizer.step()
+    for bank, mine in zip(banks, expected):
+        assert torch.allclose(bank, mine, atol=1e-5)
+
+
+def test_everything_else_follows_sgd() -> None:
+    net, other = small_net(), small_net()
+    optimizer = Muon(net.parameters(), lr=0.3, weight_decay=0.1)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.1)
+    for step in range(4):
+        for each, optimize in ((net, optimizer), (other, sgd)):
+            set_gradients(each, step)
+            optimize.step()
+    for index in (3, 5):
+        assert torch.allclose(net[index].weight, other[index].weight, atol=1e-6)
+        assert torch.allclose(net[index].bias, other[index].bias, atol=1e-6)
+
+
+def test_banks_of_one_shape_do_not_mix() -> None:
+    banks = list(torch.randn(3, 8, 4, 3, 3))
+    together, alone = orthogonal(banks), [orthogonal([bank])[0] for bank in banks]
+    assert torch.allclose(torch.stack(together), torch.stack(alone), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 3, 3), (64, 2, 3, 3)])
+def test_steps_are_near_orthogonal_whether_wide_or_tall(shape: tuple[int, ...]) -> None:
+    values = torch.linalg.svdvals(
+        orthogonal([torch.randn(shape, generator=torch.Generator().manual_seed(0))])[0].flatten(1)
+    )
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+
+
+def test_a_restored_optimizer_takes_the_same_steps() -> None:
+    net = small_net()
+    optimizer = Muon(net.parameters(), lr=0.3)
+    set_gradients(net, 0)
+    optimizer.step()
+    other = small_net()
+    other.load_state_dict(net.state_dict())
+    restored = Muon(other.parameters(), lr=0.3)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # which would share its tensors
+    for each, optimize in ((net, optimizer), (other, restored)):
+        set_gradients(each, 1)
+        optimize.step()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters()))
+
+
+def test_a_rate_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(InputError, match="lr is 0"):
+        Muon(small_net().parameters(), lr=0)
+
+
+@CUDA
+def test_captured_steps_equal_those_of_a_cpu() -> None:
+    nets = small_net().cuda(), small_net()
+    optimizers = [Muon(net.parameters(), lr=0.3) for net in nets]
+    for step in range(5):
+        for net, optimizer in zip(nets, optimizers):
+            set_gradients(net, step)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.3 / (1 + step)
+            optimizer.step()
+    for left, right in zip(nets[0].parameters(), nets[1].parameters()):
+        assert torch.allclose(left.cpu(), right, atol=2e-2)
