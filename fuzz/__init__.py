@@ -1,0 +1,1 @@
+"""Fuzzing of everything that metabridge reads; `make fuzz` runs it."""

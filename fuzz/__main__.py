@@ -1,0 +1,90 @@
+"""Fuzz the readers: `python -m fuzz`, or `make fuzz`. A failing case is read again by `--reader NAME --case NUMBER`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from fuzz.campaign import Campaign, Tally
+from fuzz.readers import READERS
+from fuzz.worker import Worker
+from metabridge.experiments.result import environment
+from metabridge.files import write_whole
+
+READERS_AT = "fuzz.readers:READERS"
+INPUTS = 10_000
+
+
+def main() -> int:
+    """Run what the command line asks for, and return 1 if a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--reader", action="append", choices=READERS, help="only this reader; may be repeated")
+    parser.add_argument("--case", type=int, help="read one case of the reader and keep its files")
+    parser.add_argument("--inputs", type=int, default=INPUTS, help="inputs for every reader (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random changes (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes at once (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo/fuzz"), help="folder of what was found (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="write the counts there, if every reader has had all its inputs")
+    options = parser.parse_args()
+    names = options.reader or list(READERS)
+    if options.case is not None:
+        return _replay(names[0], options.seed, options.case, options.out)
+    campaign = Campaign(READERS_AT, names, inputs=options.inputs, seed=options.seed, out=options.out)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bars = {
+            name: progress.add_task(name, total=options.inputs, completed=tally.inputs)
+            for name, tally in campaign.tallies.items()
+        }
+        campaign.run(options.workers, lambda tally: progress.update(bars[tally.reader], completed=tally.inputs))
+    tallies = list(campaign.tallies.values())
+    _print(tallies)
+    if options.json is not None and names == list(READERS):
+        result = {
+            "seed": options.seed,
+            "environment": asdict(environment("cpu")),
+            "readers": [tally.row() for tally in tallies],
+        }
+        write_whole(options.json, f"{json.dumps(result, indent=1)}\n".encode())
+    return int(any(tally.failed for tally in tallies))
+
+
+def _print(tallies: list[Tally]) -> None:
+    rows = [tally.row() for tally in tallies]
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console = Console(width=200 if not sys.stdout.isatty() else None)
+    console.print(table)
+    for tally in tallies:
+        for place, known in tally.failures.items():
+            console.print(
+                Text(f"{tally.reader} --case {known['case']} ({known['count']} times) {place}: {known['what']!a}")
+            )
+
+
+def _replay(name: str, seed: int, number: int, out: Path) -> int:
+    worker = Worker(READERS_AT, seed)
+    try:
+        kept = out / f"{name}-{number}"
+        (outcome,) = worker.run(name, number, number + 1, kept)
+        print(worker.errors.read_text(errors="replace"), file=sys.stderr)
+    finally:
+        worker.close()
+    print(json.dumps(asdict(outcome), indent=1))
+    print(f"The files are in {kept}")
+    return int(outcome.kind not in ("equal", "different", "refused"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,580 @@
+"""Readers of the published data sets' files, of parquet files, and of the caches of decoded and drawn images."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import pickle
+import random
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+
+from fuzz import mutate
+from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
+from fuzz.images import SIZE, encoded, loaded
+from metabridge.environments.check import check
+from metabridge.environments.datasets import glyphs
+from metabridge.environments.images import LabelledImages
+
+Change = Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]
+
+
+def changer(
+    rules: Mapping[str, mutate.Change],
+    chance: float = 0.5,
+    *,
+    written: Expected = "any",
+    raw: Expected = "any",
+    prefix: str = "",
+) -> Change:
+    """Return what changes one file: by the rule of its ending with that chance, and as raw bytes otherwise.
+
+    `written` is what is expected of a file that a rule has written, which may be another valid one, and `raw` of bytes.
+    """
+
+    def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+        name = rng.choice([name for name in files if name.startswith(prefix)])
+        content, other = files[name], rng.choice(all_files).get(name, b"")
+        assert isinstance(content, bytes)
+        assert isinstance(other, bytes)
+        rule = next((rules[ending] for ending in rules if name.endswith(ending)), None)
+        if rule is not None and rng.random() < chance:
+            return {**files, name: rule(content, rng)}, written
+        return {**files, name: mutate.damage(content, rng, [other])}, raw
+
+    return change
+
+
+def pickled(value: object, protocol: int = 2) -> bytes:
+    """Return a pickle."""
+    return pickle.dumps(value, protocol=protocol)
+
+
+PROTOCOLS = (2, 4, 5)
+ZEROS = 3 * 2**29  # bytes that a bomb unpacks to
+BOMBS = (
+    b"\x80\x04\x96\xff\xff\xff\xff\0\0\0\0.",  # a bytearray of 4 GiB
+    b"\x80\x04\x8e\xff\xff\xff\xff\0\0\0\0.",
+    b"\x80\x02" + b"]" + b"(" * 1_000_000,
+    b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
+    b"\x80\x02)" + b"2\x86" * 60 + b".",  # a tuple of 2^60 leaves
+    b"\x80\x02)" + b"2\x86" * 60 + b"}2s.",
+    b"\x80\x02}" + b")" + b"2\x86" * 40 + b"Ns.",  # whose hash takes as long
+    b"\x80\x04j\xff\xff\xff\x7f.",
+    b"\x80\x04Nr\xff\xff\xff\x7f.",  # a memo of two thousand million places
+    b"\x80\x04cos\nsystem\n\x8c\x04true\x85R.",
+    b"\x80\x04cbuiltins\nexec\n\x8c\x04True\x85R.",
+    b"\x80\x04cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85C\x01b\x87R"
+    b"(K\x01J\xff\xff\xff\x7f\x85cnumpy\ndtype\n\x8c\x02u1\x89\x88\x87R\x89C\x00tb.",
+    b"I" + b"9" * 200_000 + b"\n.",
+    b"\x80\x02\x8b\xff\xff\xff\x7f" + b"\1" * 100 + b".",
+    b"",
+)
+
+
+def _mini(**changes: object) -> dict[str, object]:
+    grid = np.arange(4 * 4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 4, 3)
+    return {"image_data": grid, "class_dict": {"n01": [0, 1], "n02": [2, 3]}, **changes}
+
+
+def _mini_files(train: object, protocol: int = 2) -> Files:
+    content = train if isinstance(train, bytes) else pickled(train, protocol)
+    test = _mini(class_dict={"n03": [0, 2], "n04": [1, 3]})
+    return {"data/mini-imagenet-cache-train.pkl": content, "data/mini-imagenet-cache-test.pkl": pickled(test, protocol)}
+
+
+def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
+    grid = np.asarray(_mini()["image_data"])
+    rows: tuple[Any, ...] = ([0.9], [-1], [4], ["0"], [None], [1e300], [float("nan")], 3, None, "01", [[0]])
+    classes: tuple[Any, ...] = ({}, {3: [0]}, {None: [0]}, {("a",): [0]}, {"n01": {0: 1}}, {"n01": []})
+    wrong: tuple[Any, ...] = (grid.astype(np.int64) + 200, grid / 2, grid[0], grid[:0], grid.astype("U"), [[1]], None)
+    odd = (grid[..., :2], grid[..., :1], grid[:, :0], np.zeros((4, 4, 4, 9), np.uint8))
+    refused = [
+        *(_mini(class_dict={"n01": each}) for each in rows),
+        *(_mini(class_dict=None), _mini(class_dict=[])),
+        *(_mini(image_data=data) for data in wrong),
+    ]
+    same = [_mini(class_dict={"n01": np.array([0, 1]), "n02": (2, 3)}), _mini(image_data=np.asfortranarray(grid))]
+    return [
+        *(Hostile(_mini_files(value), "refused") for value in refused),
+        *(Hostile(_mini_files(value), "same") for value in same),
+        *(Hostile(_mini_files(_mini(class_dict=each))) for each in classes),
+        *(Hostile(_mini_files(_mini(image_data=data))) for data in odd),
+        *(Hostile(_mini_files(bomb), "refused") for bomb in BOMBS),
+    ]
+
+
+def _tiered(**changes: object) -> dict[str, object]:
+    names = {"label_specific_str": ["oak", "elm"], "label_general_str": ["tree"]}
+    return {"label_specific": np.array([0, 1, 0]), "label_general": np.array([0, 0, 0]), **names, **changes}
+
+
+def _tiered_files(labels: object, images: object = None, protocol: int = 2) -> Files:
+    pictures = [np.frombuffer(encoded(value=value), dtype=np.uint8) for value in (0, 40, 90)]
+    found: dict[str, bytes] = {}
+    for part, own, shown in (
+        ("train", labels, pictures if images is None else images),
+        ("test", _tiered(label_specific_str=["ash", "fir"]), pictures),
+    ):
+        for end, value in (("images_png", shown), ("labels", own)):
+            found[f"data/{part}_{end}.pkl"] = value if isinstance(value, bytes) else pickled(value, protocol)
+    return found
+
+
+def _hostile_tiered(inputs: Sequence[Files]) -> list[Hostile]:
+    png = encoded()
+    numbers: tuple[Any, ...] = (0.9, -1, 2, "1", None, float("nan"), [1], 10**30)
+    refused: list[object] = [
+        *(_tiered(label_specific=[0, number, 0]) for number in numbers),
+        *(_tiered(label_specific=labels) for labels in ([0, 1], 7, None, "010")),
+        *(_tiered(label_general=[0, number, 0]) for number in numbers),
+        *(_tiered(label_general=labels) for labels in ([0, 0], 7, None)),
+        *(_tiered(label_specific_str=names) for names in ([], 7, None, ["oak"])),
+        *(7, None, [], {}),
+    ]
+    images: list[object] = [7, None, {}, [png], [png, None, png], [png, 7, png], [png, 10**12, png], [png, [300], png]]
+    images += [[png, np.array([300.5]), png], [png, {}, png], [png, "\u4e2d", png], [png, ["x"], png]]
+    return [
+        *(Hostile(_tiered_files(value), "refused") for value in refused),
+        *(Hostile(_tiered_files(_tiered(), value), "any") for value in images),
+        *(Hostile(_tiered_files(bomb), "refused") for bomb in BOMBS),
+        *(Hostile(_tiered_files(_tiered(), bomb), "refused") for bomb in BOMBS),
+    ]
+
+
+FINE, COARSE = ("apple", "baby", "bear", "bed"), ("fruit", "people")
+
+
+def _cifar(rows: int = 4, **changes: object) -> dict[str, object]:
+    data = (np.arange(rows * 3072) % 251).astype(np.uint8).reshape(rows, 3072)
+    return {"data": data, "fine_labels": [0, 1, 2, 3], "coarse_labels": [0, 1, 0, 1], **changes}
+
+
+def _cifar_parts(train: object = None, meta: object = None, protocol: int = 2) -> dict[str, bytes]:
+    names = {"fine_label_names": list(FINE), "coarse_label_names": list(COARSE)}
+    values = {"train": train or _cifar(), "test": _cifar(), "meta": meta or names}
+    return {part: value if isinstance(value, bytes) else pickled(value, protocol) for part, value in values.items()}
+
+
+def _binary_parts() -> dict[str, bytes]:
+    rows = bytes([0, 0]) + bytes(3072) + bytes([1, 1]) + bytes(range(256)) * 12
+    names = {"fine_label_names.txt": "\n".join(FINE).encode(), "coarse_label_names.txt": "\n".join(COARSE).encode()}
+    return {"train.bin": rows, "test.bin": rows, **names}
+
+
+def _below(folder: str, parts: Mapping[str, bytes]) -> Files:
+    return {f"data/{folder}/{name}": content for name, content in parts.items()}
+
+
+def _hostile_cifar(inputs: Sequence[Files]) -> list[Hostile]:
+    data = np.asarray(_cifar()["data"])
+    numbers: tuple[Any, ...] = (-1, 0.9, 4, "3", None, 10**30, [3], float("nan"))
+    wrong: tuple[Any, ...] = (data.astype(np.int64) + 200, data / 2, data[:, :9], data[0], data[:3], None, 7, [[1]])
+    refused = [
+        *(_cifar(fine_labels=[0, 1, 2, number]) for number in numbers),
+        *(_cifar(coarse_labels=[0, 1, 0, number]) for number in numbers),
+        *(_cifar(fine_labels=labels) for labels in ([0, 1, 2], None, 7)),
+        *(_cifar(data=values) for values in (*wrong, data.astype("U"), np.full((4, 3072), np.nan))),
+    ]
+    names = [{"fine_label_names": list(FINE)}, {"fine_label_names": 7, "coarse_label_names": 7}, 7]
+    names += [{"fine_label_names": ["unknown"] * 4, "coarse_label_names": list(COARSE)}]
+    folder = "cifar-100-python"
+    return [
+        *(Hostile(_below(folder, _cifar_parts(train)), "refused") for train in (*refused, *BOMBS[:-1])),
+        *(Hostile(_below(folder, _cifar_parts(meta=meta)), "refused") for meta in (*names, *BOMBS[:-1])),
+        Hostile(_below(folder, _cifar_parts(_cifar(fine_labels=np.arange(4)))), "same"),
+    ]
+
+
+def _hostile_binary(inputs: Sequence[Files]) -> list[Hostile]:
+    parts, folder = _binary_parts(), "cifar-100-binary"
+    row = parts["train.bin"][:3074]
+    return [
+        Hostile(_below(folder, parts | {"train.bin": bytes([0, 9]) + row[2:]}), "refused"),
+        Hostile(_below(folder, parts | {"train.bin": bytes([9, 0]) + row[2:]}), "refused"),
+        Hostile(_below(folder, parts | {"train.bin": row[:-1]}), "refused"),
+        Hostile(_below(folder, parts | {"fine_label_names.txt": b"\xff\n" * 3}), "refused"),
+        Hostile(_below(folder, parts | {"train.bin": b"", "test.bin": b""}), "refused"),
+        Hostile(_below(folder, parts | {"fine_label_names.txt": b"a\n" * 10**6})),
+    ]
+
+
+def _archived(folder: str, parts: Mapping[str, bytes], kinds: Mapping[str, bytes] | None = None) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, content in parts.items():
+            info = tarfile.TarInfo(f"{folder}/{name}")
+            info.size = len(content)
+            if kinds and name in kinds:
+                info.type, info.linkname, info.size = kinds[name], content.decode(), 0
+            archive.addfile(info, io.BytesIO(content))
+    return gzip.compress(stream.getvalue(), 1, mtime=0)
+
+
+def change_archive(data: bytes, rng: random.Random) -> bytes:
+    """Change the archive within its compression, with checksums of headers that are right half of the time."""
+    raw = bytearray(gzip.decompress(data))
+    if rng.random() < 0.5:
+        block = 512 * rng.randrange(max(1, len(raw) // 512))
+        for _ in range(rng.choice((1, 3))):
+            raw[block + rng.randrange(400) % 300] = rng.choice((0, 0x37, 0x2F, 0x80, 0xFF, rng.randrange(256)))
+        if rng.random() < 0.7:
+            raw[block + 148 : block + 156] = b" " * 8
+            raw[block + 148 : block + 156] = f"{sum(raw[block : block + 512]):06o}\0 ".encode()
+        return gzip.compress(bytes(raw), 1, mtime=0)
+    return gzip.compress(mutate.damage(bytes(raw), rng), 1, mtime=0)
+
+
+def _hostile_archives(inputs: Sequence[Files]) -> list[Hostile]:
+    python = "cifar-100-python"
+    huge, bomb = tarfile.TarInfo(f"{python}/train"), tarfile.TarInfo(f"{python}/train")
+    huge.size, bomb.size = 2**40, ZEROS
+    packed = gzip.compress(bomb.tobuf(), mtime=0) + gzip.compress(bytes(2**24), mtime=0) * (ZEROS // 2**24)
+    links = [
+        _archived(python, _cifar_parts() | {"train": target}, {"train": kind})
+        for kind in (b"1", b"2")
+        for target in (b"../../outside/secret.png", b"/dev/zero", b"train", b"meta")
+    ]
+    contents = [
+        *links,
+        gzip.compress(huge.tobuf()),
+        packed,
+        b"",
+        gzip.compress(b""),
+        _archived(python, {}),
+    ]
+    return [Hostile({f"data/{python}.tar.gz": content}, "refused") for content in contents]
+
+
+def _drawings(part: str) -> list[tuple[str, bytes]]:
+    return [
+        (f"{part}/{alphabet}/character0{number}/{number}.png", encoded("L", value=number))
+        for alphabet in "AB"
+        for number in (1, 2)
+    ]
+
+
+def _omniglot() -> Files:
+    parts = ("images_background", "images_evaluation")
+    return {f"data/{part}.zip": mutate.zipped(_drawings(part), zipfile.ZIP_STORED) for part in parts}
+
+
+def _zip_bomb(name: str) -> bytes:
+    """Return an archive of 1.5 MB whose one member claims, and is, 1.5 GiB of zeros."""
+    packer = zlib.compressobj(9, wbits=-15)
+    block = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)  # which can be repeated
+    data = bytearray(mutate.zipped([(name, block * (ZEROS // 2**24) + packer.flush())], zipfile.ZIP_STORED))
+    central = data.index(b"PK\x01\x02")
+    for at in (8, central + 10):
+        struct.pack_into("<H", data, at, zipfile.ZIP_DEFLATED)
+    for at in (22, central + 24):
+        struct.pack_into("<I", data, at, ZEROS)
+    return bytes(data)
+
+
+def _hostile_omniglot(inputs: Sequence[Files]) -> list[Hostile]:
+    whole, name = inputs[0], "data/images_background.zip"
+    drawings = _drawings("images_background")
+    contents = [
+        _zip_bomb("images_background/A/b/1.png"),
+        mutate.zipped([]),
+        b"",
+        b"PK\x05\x06" + bytes(18),
+        mutate.zipped([(f"images_background/A/c{number}/1.png", b"") for number in range(20000)]),
+        *(mutate.zipped([*drawings, (f"images_background/A/{odd}/1.png", drawings[0][1])]) for odd in mutate.NAMES),
+        *(
+            mutate.zipped([*drawings, (f"images_background/{odd}", drawings[0][1])])
+            for odd in ("../../../outside/x/1.png", "/x/1.png", "a/b/" + "c" * 300 + ".png")
+        ),
+    ]
+    return [Hostile({**whole, name: content}) for content in contents]
+
+
+def _tables(rows: Sequence[Sequence[str]]) -> Files:
+    stream = io.StringIO()
+    csv.writer(stream).writerows([["filename", "label"], *rows])
+    images = {f"data/images/{name}.png": encoded(value=place) for place, name in enumerate("abcd")}
+    test = b"filename,label\nc.png,n3\nd.png,n4\n"
+    return {"data/train.csv": stream.getvalue().encode("utf-8", "surrogatepass"), "data/test.csv": test, **images}
+
+
+def change_table(data: bytes, rng: random.Random) -> bytes:
+    """Change the fields of a table, or how lines end."""
+    rows = [line.split(",") for line in data.decode().splitlines()]
+    for _ in range(rng.choice((1, 2))):
+        row = rng.choice(rows)
+        kind = rng.randrange(6)
+        if kind < 3 and row:
+            row[rng.randrange(len(row))] = rng.choice((*mutate.NAMES, "a.png", "../images/a.png", "sub/../a.png"))
+        elif kind == 3:
+            row.append(rng.choice(mutate.NAMES))
+        elif kind == 4:
+            row.clear()
+        else:
+            rows.insert(rng.randrange(len(rows)), list(row))
+    text = rng.choice(("\n", "\r\n", "\r", "\n\n", "\x0b")).join(",".join(row) for row in rows)
+    if rng.random() < 0.1:
+        text = text.replace(",", rng.choice((";", ',"', "\t", "," * 300)), 1)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _hostile_tables(inputs: Sequence[Files]) -> list[Hostile]:
+    good = ["a.png", "n1"]
+    rows = [[good, [odd, "n2"]] for odd in (*mutate.NAMES, "../../../outside/secret.png", "x" * 200_000)]
+    rows += [[good, ["b.png", odd]] for odd in (*mutate.NAMES, "x" * 200_000)]
+    contents = [
+        b"",
+        b"filename,label\n",
+        b"filename,label\n\0\n",
+        b'filename,label\n"a.png,n1\n',
+        b"\xff\xfe\0",
+        b"filename\n",
+        b"filename,label\na.png\n",
+    ]
+    whole = _tables([good])
+    return [
+        *(Hostile(_tables(each)) for each in rows),
+        *(Hostile({**whole, "data/train.csv": text}) for text in contents),
+    ]
+
+
+NAMED = {"info": {"features": {"label": {"names": ["cat", "dog"]}}}}
+WORDNET = {"info": {"features": {"label": {"names": [f"n{number:08}" for number in range(100)]}}}}
+
+
+def _table(images: Sequence[Any], labels: Sequence[Any], notes: object = None, column: str = "image") -> bytes:
+    table = pyarrow.table({column: images, "label": labels})
+    if notes is not None:
+        table = table.replace_schema_metadata({"huggingface": notes if isinstance(notes, str) else json.dumps(notes)})
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(table, stream, compression="none", write_statistics=False)
+    return stream.getvalue()
+
+
+def _pictured(*values: int) -> list[dict[str, object]]:
+    return [{"bytes": encoded(value=value), "path": f"{value}.png"} for value in values]
+
+
+def _parquets(folder: Path) -> list[Files]:
+    contents = [
+        _table(_pictured(0, 40, 80, 120), labels, notes)
+        for labels, notes in (([0, 1, 0, 1], NAMED), (["a", "b", "a", None], None), ([0, 1, -1, 1], WORDNET))
+    ]
+    contents.append(_table([each["bytes"] for each in _pictured(0, 40)], [0, 1], column="img"))
+    return [{"data/train.parquet": content} for content in contents]
+
+
+COLUMNS: tuple[Sequence[Any], ...] = (
+    *([0, 1], [-1, 2**62], [0.5, float("nan")], ["a", None], [b"\xff", b""], [True, False], [None, None], [[1], []]),
+    *(
+        [{"x": 1}, None],
+        [{"bytes": None, "path": "../../outside/secret.png"}, {"bytes": b"", "path": None}],
+        ["\x1b[31m", "[/]"],
+    ),
+    [{"bytes": None, "path": "/dev/zero"}, {"bytes": None, "path": "data"}],
+    [{"bytes": None, "path": ""}, {"bytes": None, "path": "nul\0"}],
+)
+
+
+def change_parquet(data: bytes, rng: random.Random) -> bytes:
+    """Damage the footer, or write a table of other columns or metadata."""
+    if rng.random() < 0.5:
+        size = int.from_bytes(data[-8:-4], "little") + 8
+        return data[:-size] + mutate.damage(data[-size:], rng)
+    notes = mutate.change_json(json.dumps(NAMED).encode(), rng).decode("utf-8", "replace")
+    images = rng.choice((_pictured(0, 40), rng.choice(COLUMNS)))
+    return _table(images, rng.choice(COLUMNS), rng.choice((None, notes, NAMED)))
+
+
+def _repeated(image: bytes, label: object) -> bytes:
+    """Return a file of one row, stored once and counted 1500 times."""
+    rows = pyarrow.array(np.zeros(ZEROS // 2**20, dtype=np.int32))
+    columns = {
+        name: pyarrow.DictionaryArray.from_arrays(rows, [value]) for name, value in (("image", image), ("label", label))
+    }
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), stream, store_schema=False)
+    return stream.getvalue()
+
+
+def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
+    outside = [{"bytes": None, "path": path} for path in mutate.NAMES if "\ud800" not in path]
+    contents = [
+        *(_table([*_pictured(0), each], ["a", "b"]) for each in outside),
+        *(_table(_pictured(0, 40), column) for column in COLUMNS),
+        *(
+            _table(_pictured(0, 40), [0, 1], notes)
+            for notes in (
+                "[" * mutate.DEEP,
+                "{",
+                "null",
+                '{"info": 7}',
+                json.dumps({"info": {"features": {"label": {"names": "ab"}}}}),
+            )
+        ),
+        *(
+            _table(_pictured(0, 40), [0, 1], {"info": {"features": {"label": {"names": names}}}})
+            for names in ([], [None, 1], {"a": 1}, ["x"] * 10**5)
+        ),
+        _repeated(b"\0" * 2**20, 0),
+        _repeated(b"", "x" * 2**20),
+        b"PAR1PAR1",
+        b"",
+    ]
+    return [Hostile({"data/train.parquet": content}) for content in contents]
+
+
+def _cached(folder: Path) -> list[Files]:
+    """A folder of images with the cache that the library made of it."""
+    images = {f"data/{name}/{image}.png": encoded(value=image) for name in ("cat", "dog", "elm") for image in (0, 50)}
+    lay_out(folder, images)
+    loaded("folder", folder, size=SIZE)
+    cache = {f"cache/{file.name}": file.read_bytes() for file in sorted((folder / "cache").iterdir())}
+    assert len(cache) >= 2
+    return [images | cache]
+
+
+ODD: tuple[Any, ...] = (None, 7, [], {}, "x", [10**9] * 4, [-1], [[1]])
+
+
+def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
+    (whole,) = inputs
+    found = []
+    for name in whole:
+        if name.startswith("cache/") and name.endswith(".json"):
+            content = whole[name]
+            assert isinstance(content, bytes)
+            held = json.loads(content)
+            texts = [b"", b"[" * mutate.DEEP, b"null", b"7", b"[]", b"{}"]
+            texts += [json.dumps(held | {key: value}).encode() for key in held for value in ODD]
+            found += [Hostile({**whole, name: text}, "same") for text in texts]
+    return found
+
+
+def _few_glyphs() -> LabelledImages:
+    classes = len(glyphs.ALPHABETS)
+    return LabelledImages(
+        images=torch.arange(classes * 4, dtype=torch.uint8).view(classes, 1, 2, 2),
+        labels=torch.arange(classes),
+        class_names=tuple(alphabet.name for alphabet in glyphs.ALPHABETS),
+        superclasses=torch.arange(classes),
+        superclass_names=tuple(alphabet.name for alphabet in glyphs.ALPHABETS),
+        splits=glyphs._splits(torch.arange(classes), [alphabet.split for alphabet in glyphs.ALPHABETS]),
+    )
+
+
+def read_glyphs(folder: Path) -> object:
+    """Load the glyphs, of which a few are drawn where the cache is damaged."""
+    with mock.patch.object(glyphs, "_draw", return_value=_few_glyphs()):
+        return glyphs.load_glyphs(cache=folder / "cache")
+
+
+def _drawn(folder: Path) -> list[Files]:
+    read_glyphs(folder)
+    return [{f"cache/{file.name}": file.read_bytes() for file in sorted((folder / "cache").iterdir())}]
+
+
+def _entries(*names: str, size: int | None = None) -> tuple[Callable[[Path], object], ...]:
+    return (*(partial(loaded, name, size=size) for name in names), lambda folder: check(folder / "data"))
+
+
+PICKLE: dict[str, mutate.Change] = {
+    ".pkl": mutate.change_pickle,
+    "train": mutate.change_pickle,
+    "test": mutate.change_pickle,
+}
+PICKLE["meta"] = mutate.change_pickle
+CIFAR = ("cifar-fs", "fc100", "fs-cifar100")
+
+DATASET_READERS = (
+    Reader(
+        "omniglot",
+        _entries("omniglot"),
+        lambda folder: [_omniglot()],
+        changer({".zip": partial(mutate.change_zip, inner=mutate.change_png)}),
+        _hostile_omniglot,
+    ),
+    Reader(
+        "mini-imagenet-pickle",
+        _entries("mini-imagenet", size=SIZE),
+        lambda folder: [_mini_files(_mini(), protocol) for protocol in PROTOCOLS],
+        changer(PICKLE, 0.6),
+        _hostile_mini,
+    ),
+    Reader(
+        "mini-imagenet-csv",
+        _entries("mini-imagenet", size=SIZE),
+        lambda folder: [_tables([["a.png", "n1"], ["b.png", "n2"]])],
+        changer({".csv": change_table}, 0.7, prefix="data/t"),
+        _hostile_tables,
+    ),
+    Reader(
+        "tiered-imagenet-pickle",
+        _entries("tiered-imagenet", size=SIZE),
+        lambda folder: [_tiered_files(_tiered(), protocol=protocol) for protocol in PROTOCOLS],
+        changer(PICKLE, 0.6),
+        _hostile_tiered,
+    ),
+    Reader(
+        "cifar-python",
+        _entries(*CIFAR),
+        lambda folder: [_below("cifar-100-python", _cifar_parts(protocol=protocol)) for protocol in PROTOCOLS],
+        changer(PICKLE, 0.6),
+        _hostile_cifar,
+    ),
+    Reader(
+        "cifar-binary",
+        _entries(*CIFAR),
+        lambda folder: [_below("cifar-100-binary", _binary_parts())],
+        changer({}),
+        _hostile_binary,
+    ),
+    Reader(
+        "cifar-archive",
+        _entries("cifar-fs"),
+        lambda folder: [
+            {"data/cifar-100-python.tar.gz": _archived("cifar-100-python", _cifar_parts())},
+            {"data/cifar-100-binary.tar.gz": _archived("cifar-100-binary", _binary_parts())},
+        ],
+        changer({".tar.gz": change_archive}, 0.8),
+        _hostile_archives,
+    ),
+    Reader(
+        "parquet",
+        (
+            partial(loaded, "parquet", size=SIZE),
+            partial(loaded, "mini-imagenet", size=SIZE),
+            lambda folder: check(folder / "data"),
+        ),
+        _parquets,
+        changer({".parquet": change_parquet}, 0.7),
+        _hostile_parquets,
+    ),
+    Reader(
+        "decoded-cache",
+        (partial(loaded, "folder", size=SIZE),),
+        _cached,
+        changer({".json": mutate.change_json}, written="same", raw="same", prefix="cache/"),
+        _hostile_caches,
+    ),
+    Reader(
+        "glyphs-cache",
+        (read_glyphs,),
+        _drawn,
+        changer({".npz": mutate.change_zip}, raw="same"),
+    ),
+)

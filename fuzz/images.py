@@ -1,0 +1,360 @@
+"""Readers of image files and of folders of images."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from PIL import Image
+
+from fuzz import mutate
+from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader
+from metabridge import cli
+from metabridge.environments.check import check
+from metabridge.environments.datasets import load
+from metabridge.environments.decode import Form
+from metabridge.environments.images import LabelledImages
+from metabridge.errors import InputError
+from metabridge.use.pictures import pixels
+
+SIZE = 8  # of the images that are made of the files
+
+
+def encoded(mode: str = "RGB", form: str = "png", value: int = 0, **options: object) -> bytes:
+    """Return the file of a small image, in which pixels differ."""
+    grid = (np.arange(6 * 5 * 4, dtype=np.uint8) * 2 + value).reshape(5, 6, 4)
+    image = Image.fromarray(grid, "RGBA").convert("RGB" if mode in ("P", "1", "F", "I", "I;16", "CMYK") else mode)
+    if mode == "I;16":
+        image = Image.fromarray(grid[:, :, 0].astype(np.uint16) * 257)
+    elif mode == "I":
+        image = image.convert("L").convert("I")
+    elif mode in ("P", "1", "F", "CMYK"):
+        image = image.convert(mode)
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def loaded(name: str, folder: Path, **options: object) -> LabelledImages:
+    """Load a data set from the case's folder."""
+    return load(name, folder / "data", **options)  # type: ignore[arg-type]
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """Run the command line, and return its status and what it printed, which must hold no escape codes.
+
+    A status of 2 is a refusal.
+    """
+    printed, complained = io.StringIO(), io.StringIO()
+    status: object = 0
+    with (
+        mock.patch.object(sys, "argv", ["metabridge", *arguments]),
+        redirect_stdout(printed),
+        redirect_stderr(complained),
+    ):
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code
+    text = printed.getvalue() + complained.getvalue()
+    text.encode()  # as a terminal takes it
+    hidden = [code for code in text if ord(code) < 32 and code not in "\n\t\r"]
+    assert not hidden, f"control characters are printed: {hidden[:3]}"
+    assert status in (0, 1, 2), f"the status is {status}"
+    if status == 2:
+        raise InputError(" ".join(text.split()))
+    return int(str(status)), text
+
+
+def one_image(folder: Path) -> object:
+    """Read the changed image by itself, as a classifier does."""
+    (file,) = (folder / "data" / "b").iterdir()
+    return pixels([file], Form(size=SIZE, channels=3))
+
+
+def _around(ending: str, content: bytes) -> Files:
+    return {"data/a/1.png": encoded("L"), f"data/b/1.{ending}": content}
+
+
+def image_reader(
+    ending: str, contents: Callable[[], Sequence[bytes]], hostile: Callable[[], Sequence[bytes]]
+) -> Reader:
+    """Return the reader of one format, of which a folder holds a valid image and the changed one."""
+
+    def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+        name = f"data/b/1.{ending}"
+        content, other = files[name], rng.choice(all_files)[name]
+        assert isinstance(content, bytes)
+        assert isinstance(other, bytes)
+        if ending == "png" and rng.random() < 0.6:
+            return _around(ending, mutate.change_png(content, rng)), "any"
+        return _around(ending, mutate.damage(content, rng, [other])), "any"
+
+    return Reader(
+        f"image-{ending}",
+        (one_image, partial(loaded, "folder", size=SIZE), lambda folder: check(folder / "data")),
+        lambda folder: [_around(ending, content) for content in contents()],
+        change,
+        lambda inputs: [Hostile(_around(ending, content)) for content in hostile()],
+    )
+
+
+def _header(width: int, height: int, depth: int = 8, colours: int = 2) -> tuple[bytes, bytes]:
+    return b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n%%EndComments\n(x) run\n%%EOF\n"
+
+
+def _foreign() -> list[bytes]:
+    """Files of formats that no data set has, under the name of one that it has."""
+    found = [EPS, b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 32, len(EPS), 0, 0, 0, 0) + b"\0\0\0\0" + EPS]
+    found += [
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 30000, 30000, 8, 3),
+    ]
+    found += [b"SIMPLE  =                    T" + b" " * 50 + b"NAXIS   =                    2" + b" " * 2800]
+    found += [
+        b"icns\0\0\0\x10" + bytes(8),
+        b"\xd7\xcd\xc6\x9a" + bytes(60),
+        b"P6 100000 100000 255\n",
+        b"P7 332\n",
+        b"",
+    ]
+    for form in ("TGA", "PCX", "SGI", "DDS", "IM", "PDF", "JPEG2000", "ICO", "MSP", "XBM"):
+        try:
+            found.append(encoded("1" if form in ("MSP", "XBM") else "RGB", form))
+        except (OSError, KeyError, ValueError):
+            continue  # this Pillow does not write it
+    return found
+
+
+def _png_bombs() -> list[bytes]:
+    zeros = zlib.compressobj(9)
+    stream = b"".join(zeros.compress(bytes(2**20)) for _ in range(64)) + zeros.flush()
+    start, end, some = _header(5, 5), (b"IEND", b""), (b"IDAT", zlib.compress(bytes(80)))
+    return [
+        *(
+            mutate.png([_header(side, side, depth, colours), some, end])
+            for side in (13000, 23000, 60000, 2**31 - 1)
+            for depth, colours in ((8, 2), (1, 0), (16, 6))
+        ),
+        mutate.png([_header(22000, 22000, 1, 0), (b"IDAT", stream), end]),
+        mutate.png([_header(5000, 5000, 8, 0), (b"IDAT", stream), end]),
+        mutate.png([start, (b"zTXt", b"a\0\0" + stream), some, end]),
+        mutate.png([start, (b"iCCP", b"a\0\0" + stream), some, end]),
+        mutate.png([start, *[(b"tEXt", b"a\0b")] * 20000, some, end]),
+        mutate.png([start, (b"acTL", struct.pack(">II", 2**31 - 1, 0)), some, end]),
+        *_foreign(),
+    ]
+
+
+def _png() -> list[bytes]:
+    return [
+        *(encoded(mode, "png") for mode in ("RGB", "L", "RGBA", "LA", "P", "1", "I;16")),
+        encoded("P", "png", transparency=3),
+    ]
+
+
+def _jpeg() -> list[bytes]:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    plain = [encoded(mode, "jpeg") for mode in ("RGB", "L", "CMYK")]
+    return [*plain, encoded("RGB", "jpeg", progressive=True), encoded("RGB", "jpeg", exif=turned)]
+
+
+def _animated(form: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    first, second = (Image.open(io.BytesIO(encoded("RGB", value=value))) for value in (0, 90))
+    first.save(stream, form, save_all=True, append_images=[second], **options)
+    return stream.getvalue()
+
+
+def _tiff() -> list[bytes]:
+    plain = [encoded(mode, "tiff") for mode in ("RGB", "L", "1", "I;16", "F", "P", "CMYK", "RGBA")]
+    return [
+        *plain,
+        *(encoded("RGB", "tiff", compression=way) for way in ("tiff_lzw", "tiff_deflate", "jpeg", "packbits")),
+    ]
+
+
+def _large_sides(content: bytes, places: Sequence[int], layout: str) -> list[bytes]:
+    """Return a file with other widths and heights written at two places of its header."""
+    found = []
+    for sides in ((13000, 13000), (30000, 30000), (65535, 65535), (0, 5), (5, 0), (1, 65535)):
+        changed = bytearray(content)
+        for place, side in zip(places, sides):
+            struct.pack_into(layout, changed, place, side)
+        found.append(bytes(changed))
+    return found
+
+
+def _tiff_bombs() -> list[bytes]:
+    found = []
+    for content in _tiff()[:1] + _tiff()[8:10]:
+        for old, new in ((6, 60000), (6, 13000), (5, 60000)):
+            found.append(
+                content.replace(
+                    struct.pack("<HHIH", 256 if old == 6 else 257, 4, 1, old),
+                    struct.pack("<HHIH", 256 if old == 6 else 257, 4, 1, new),
+                )
+            )
+            found.append(
+                content.replace(
+                    struct.pack("<HHIH", 256 if old == 6 else 257, 3, 1, old),
+                    struct.pack("<HHIH", 256 if old == 6 else 257, 3, 1, new),
+                )
+            )
+    return [*found, *_foreign()]
+
+
+IMAGE_READERS = (
+    image_reader("png", _png, _png_bombs),
+    image_reader("jpg", _jpeg, _foreign),
+    image_reader(
+        "bmp",
+        lambda: [encoded(mode, "bmp") for mode in ("RGB", "L", "1", "P")],
+        lambda: [
+            *_large_sides(encoded("RGB", "bmp"), (18, 22), "<i"),
+            *_large_sides(encoded("1", "bmp"), (18, 22), "<i"),
+            *_foreign(),
+        ],
+    ),
+    image_reader(
+        "gif",
+        lambda: [encoded("P", "gif"), encoded("L", "gif"), _animated("gif")],
+        lambda: [*_large_sides(encoded("P", "gif"), (6, 8), "<H"), *_foreign()],
+    ),
+    image_reader(
+        "webp",
+        lambda: [encoded("RGB", "webp"), encoded("RGBA", "webp", lossless=True), _animated("webp", lossless=True)],
+        lambda: [*_large_sides(encoded("RGB", "webp"), (26, 28), "<H"), *_foreign()],
+    ),
+    image_reader("tif", _tiff, _tiff_bombs),
+    image_reader(
+        "ppm",
+        lambda: (
+            [encoded(mode, "ppm") for mode in ("RGB", "L", "1")] + [b"P3 2 1 255\n1 2 3 4 5 6\n", b"P1 2 2\n0 1 1 0\n"]
+        ),
+        lambda: [
+            b"P6 60000 60000 255\n" + bytes(9),
+            b"P5 30000 30000 65535\n",
+            b"P2 3 1 255\n9999999 -1 x",
+            b"P4 99999 99999\n",
+            *_foreign(),
+        ],
+    ),
+)
+
+
+# Folders, in which names, links and things that are no files are what is changed.
+
+FOLDERS: tuple[Files, ...] = (
+    {f"data/{name}/{image}.png": encoded(value=image) for name in ("cat", "dog", "elm", "oak") for image in (0, 1)},
+    {
+        f"data/{split}/x/{name}{split}/0.png": encoded(value=place)
+        for place, split in enumerate(("train", "val", "test"))
+        for name in "ab"
+    },
+)
+RAW_NAMES = (b"\xff\xfe", b"\xc3", b"\x1b[31m", b"a\x80b", b"[\xff]")
+LINKS = (
+    "..",
+    ".",
+    "../..",
+    "/dev/zero",
+    "/dev/stdin",
+    "/dev/tty",
+    "/proc/self/mem",
+    "nowhere",
+    "self",
+    "../cat",
+    "../../outside",
+)
+
+
+def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+    """Add, rename or remove files; add links, pipes, empty and deep folders and odd names."""
+    changed = dict(files)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        base = str(rng.choice(list(files))).rpartition("/")[0]
+        kind = rng.randrange(8)
+        odd = rng.choice(mutate.NAMES).replace("\0", "").replace("/", "|")[:80] or "x"
+        odd = (
+            "dots"
+            if odd in (".", "..")
+            else str(odd).encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
+        )
+        if kind == 0:
+            changed[f"{base}/{odd}.png"] = encoded()
+        elif kind == 1:
+            changed[f"{base}/../{odd}/1.png".replace("/x/..", "")] = encoded(value=40)
+        elif kind == 2:
+            ending = rng.choice((".png", "", ".parquet", ".pkl", ".zip", ".json"))
+            changed[f"{base}/link{ending}"] = Link(rng.choice(LINKS))
+        elif kind == 3:
+            changed[f"{base}/pipe.png"] = Node("pipe")
+        elif kind == 4:
+            changed[f"{base}/empty{rng.randrange(3)}"] = Node("folder")
+        elif kind == 5:
+            changed[f"{base}/{'d/' * rng.choice((3, 30, 300))}1.png"] = encoded()
+        elif kind == 6:
+            changed[os.fsdecode(f"{base}/".encode() + rng.choice(RAW_NAMES) + b".png")] = encoded()
+        else:
+            name = rng.choice(
+                (
+                    "images_background",
+                    "cifar-100-python",
+                    "train.csv",
+                    "images",
+                    "meta",
+                    "mini-imagenet-cache-train.pkl",
+                )
+            )
+            changed[f"data/{name}"] = rng.choice(
+                (Link(".."), Link("/dev/zero"), Node("pipe"), Node("folder"), b"", encoded())
+            )
+    return changed, "any"
+
+
+def _hostile_folders(inputs: Sequence[Files]) -> list[Hostile]:
+    base = inputs[0]
+    return [
+        Hostile({**base, "data/cat/loop": Link("..")}),
+        Hostile({**base, "data/cat/pipe.png": Node("pipe")}),
+        Hostile({**base, "data/cat/zero.png": Link("/dev/zero")}),
+        Hostile({**base, "data/zeros": Link("/dev")}),
+        Hostile({**base, "data/cat/eps.png": EPS}),
+        Hostile({**base, "data/\udcff\udcfe/1.png": encoded()}),
+        Hostile({**base, "data/[/]a/1.png": encoded(), "data/\x1b[31mred/1.png": b"no image"}),
+        Hostile({"data": Link("data")}, "refused"),
+        Hostile({"data": Node("pipe")}, "refused"),
+        Hostile({"data": Link("/dev/zero")}, "refused"),
+        Hostile({"data/train.parquet": Link("/dev/zero")}),
+        Hostile({"data/train.parquet": Node("pipe")}),
+        Hostile({"data/cifar-100-python.tar.gz": Node("pipe")}),
+        Hostile({"data/images_background.zip": Node("pipe"), "data/images_evaluation.zip": Node("pipe")}),
+    ]
+
+
+FOLDER_READER = Reader(
+    "folder",
+    (
+        lambda folder: load(folder / "data", size=SIZE),
+        lambda folder: check(folder / "data"),
+        lambda folder: command("data", "check", str(folder / "data"), "--ways", "2", "--queries", "1"),
+    ),
+    lambda folder: FOLDERS,
+    change_folder,
+    _hostile_folders,
+)

@@ -1,0 +1,414 @@
+"""Changes to files, drawn from a random generator: raw ones that suit any bytes, and ones that know a format."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickletools
+import random
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Change = Callable[[bytes, random.Random], bytes]
+
+NUMBERS: tuple[int, ...] = (
+    0,
+    1,
+    2,
+    7,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0x8000,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    2**63 - 1,
+    2**64 - 1,
+)
+NAMES = (
+    "",
+    ".",
+    "..",
+    "../../outside/secret.png",
+    "/etc/hostname",
+    "/dev/zero",
+    "a/../../../outside/secret.png",
+    "C:\\x.png",
+    "nul\0.png",
+    "[/]a",
+    "[red]x",
+    "\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07",
+    "\ud800",
+    "a\nb",
+    "é" * 300,
+    "x" * 5000,
+    "-rf",
+    "%s%n",
+    "💥",
+)
+VALUES: tuple[Any, ...] = (
+    *(0, -1, 1, 3, 10**9, -(10**9), 2**31, 2**63, 10**30, 10**400, 0.5, -0.0, 1e308, 1e-320),
+    *(float("nan"), float("inf"), float("-inf"), True, False, None),
+    *("nan", "0", "timm:resnet18", "conv4", "x.json", "GradientDescent", "cpu"),
+    *([], {}, [[]], [None], {"": None}, [0] * 1000, {"solver": "Ridge"}),
+    *NAMES,
+)
+DEEP = 100_000  # levels of nesting, more than any parser should follow
+
+
+def damage(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> bytes:
+    """Change a file as a bad disk or a broken transfer would, or splice it with another.
+
+    >>> damage(b"abc", random.Random(0)) != b"abc"
+    True
+    """
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        changes = (*RAW, *(lambda data, rng, other=other: _splice(data, other, rng) for other in others[:1]))
+        data = rng.choice(changes)(data, rng)
+    return data
+
+
+def _flip_bits(data: bytes, rng: random.Random) -> bytes:
+    return _edited(data, rng, lambda value: value ^ (1 << rng.randrange(8)))
+
+
+def _set_bytes(data: bytes, rng: random.Random) -> bytes:
+    return _edited(data, rng, lambda value: rng.choice((0, 1, 0x7F, 0x80, 0xFF, 0x2E, 0x2F, 0x0A, rng.randrange(256))))
+
+
+def _edited(data: bytes, rng: random.Random, edit: Callable[[int], int]) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        if changed:
+            place = rng.randrange(len(changed))
+            changed[place] = edit(changed[place])
+    return bytes(changed)
+
+
+def _set_number(data: bytes, rng: random.Random) -> bytes:
+    """Overwrite a 2, 4 or 8-byte number, in either byte order, with one at which things break."""
+    size = rng.choice((2, 4, 8))
+    raw = (rng.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, rng.choice(("little", "big")))
+    start = rng.randrange(min(len(data), 64) if rng.random() < 0.5 else len(data)) if data else 0
+    return data[:start] + raw + data[start + size :]
+
+
+def _range(data: bytes, rng: random.Random) -> tuple[int, int]:
+    start = rng.randint(0, len(data))
+    return start, min(len(data), start + rng.choice((1, 2, 4, 16, 64, rng.randint(0, len(data)))))
+
+
+def _delete(data: bytes, rng: random.Random) -> bytes:
+    start, end = _range(data, rng)
+    return data[:start] + data[end:]
+
+
+def _duplicate(data: bytes, rng: random.Random) -> bytes:
+    start, end = _range(data, rng)
+    return data[:end] + data[start:end] * rng.choice((1, 1, 3, 50)) + data[end:]
+
+
+def _insert(data: bytes, rng: random.Random) -> bytes:
+    start, _ = _range(data, rng)
+    return data[:start] + rng.randbytes(rng.choice((1, 2, 8, 100))) + data[start:]
+
+
+def _blank(data: bytes, rng: random.Random) -> bytes:
+    start, end = _range(data, rng)
+    return data[:start] + rng.choice((b"\0", b"\xff", b"A")) * (end - start) + data[end:]
+
+
+def _truncate(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.choice((0, 1, len(data) - 1, rng.randint(0, len(data)), rng.randint(0, len(data))))]
+
+
+def _append(data: bytes, rng: random.Random) -> bytes:
+    return data + rng.choice((b"\0" * 16, rng.randbytes(16), data, b"\n"))
+
+
+def _splice(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    place = rng.random()
+    return data[: int(place * len(data))] + other[int(rng.choice((place, rng.random())) * len(other)) :]
+
+
+RAW: tuple[Change, ...] = (
+    *(_flip_bits, _flip_bits, _set_bytes, _set_number, _set_number),
+    *(_delete, _duplicate, _insert, _blank, _truncate, _append),
+)
+
+
+def change_value(value: Any, rng: random.Random) -> Any:
+    """Return plain data (dictionaries, lists, numbers, text) with one part changed, removed, added or repeated."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        kind = rng.random()
+        if kind < 0.12:
+            return {name: each for name, each in value.items() if name != key}
+        if kind < 0.2:
+            return value | {rng.choice(NAMES): rng.choice(VALUES)}
+        if kind < 0.26:
+            return {(rng.choice(NAMES) if name == key else name): each for name, each in value.items()}
+        return value | {key: change_value(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        place = rng.randrange(len(value))
+        kind = rng.random()
+        if kind < 0.1:
+            return value[:place] + value[place + 1 :]
+        if kind < 0.2:
+            return [*value[:place], rng.choice(value), *value[place:]]
+        if kind < 0.25:
+            return value * rng.choice((2, 50))
+        return [*value[:place], change_value(value[place], rng), *value[place + 1 :]]
+    if isinstance(value, int | float) and abs(value) < 1e300 and rng.random() < 0.4:
+        return rng.choice(
+            (value + 1, value - 1, -value, value * 10, value * 10**6, value / 2, float(value), str(value))
+        )
+    if isinstance(value, str) and rng.random() < 0.3:
+        return rng.choice((value + "x", value[:-1], value.upper(), value + "\0", [value], value * 2))
+    return rng.choice(VALUES)
+
+
+def change_json(data: bytes, rng: random.Random) -> bytes:
+    """Change a JSON document: values, keys that are missing, unknown or double, and nesting without end."""
+    value = json.loads(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        value = change_value(value, rng)
+    text = json.dumps(value)
+    kind = rng.random()
+    if kind < 0.05:
+        keys = [place for place in range(len(text)) if text.startswith('": ', place)]
+        if keys:
+            place = rng.choice(keys) + 3
+            text = text[:place] + "[" * DEEP + rng.choice(("", "]" * DEEP)) + text[place:]
+    elif kind < 0.12 and isinstance(value, dict) and value:
+        key = json.dumps(rng.choice(list(value)))
+        text = text[:-1] + f", {key}: {json.dumps(rng.choice(VALUES))}}}"
+    elif kind < 0.15:
+        text = text.replace("1", rng.choice(("1e999", "-1", "1" * 5000, "01", "NaN")), 1)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def change_json_lines(data: bytes, rng: random.Random) -> bytes:
+    """Change, remove, repeat or move a line of a file of JSON lines."""
+    lines = data.splitlines()
+    place = rng.randrange(len(lines))
+    kind = rng.random()
+    if kind < 0.7 and lines[place].endswith(b"}"):
+        lines[place] = change_json(lines[place], rng)
+    elif kind < 0.8:
+        del lines[place]
+    elif kind < 0.9:
+        lines.insert(place, rng.choice(lines))
+    else:
+        rng.shuffle(lines)
+    return b"\n".join(lines) + b"\n" * rng.randrange(2)
+
+
+def change_pickle(data: bytes, rng: random.Random) -> bytes:
+    """Delete, repeat, swap or insert opcodes of a pickle, or change an argument."""
+    try:
+        starts = [place for _, _, place in pickletools.genops(data) if place is not None]
+    except Exception:  # It was changed before, and need not be a pickle any more.
+        return damage(data, rng)
+    codes = [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)])]
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        place = rng.randrange(len(codes))
+        kind = rng.randrange(6)
+        if kind == 0:
+            codes[place] = b""
+        elif kind == 1:
+            codes.insert(place, rng.choice(codes))
+        elif kind == 2:
+            other = rng.randrange(len(codes))
+            codes[place], codes[other] = codes[other], codes[place]
+        elif kind == 3:
+            codes.insert(place, rng.choice(OPCODES))
+        elif kind == 4:
+            codes[place] = rng.choice(OPCODES)
+        else:
+            codes[place] = codes[place][:1] + damage(codes[place][1:], rng)
+    return b"".join(codes)
+
+
+OPCODES = (
+    *(b"(", b")", b"]", b"}", b"0", b"1", b"2", b"N", b"t", b"l", b"d", b"R", b"b", b"s", b"u", b"a", b"e", b"\x94"),
+    *(b"\x85", b"\x86", b"\x87", b"\x88", b"\x89", b"\x8f", b"\x90", b"\x91", b"\x93", b"\x81", b"\x92", b"o", b"Q"),
+    *(
+        b"h\0",
+        b"h\x01",
+        b"j\xff\xff\xff\x7f",
+        b"r\xff\xff\xff\x7f",
+        b"q\0",
+        b"K\xff",
+        b"J\xff\xff\xff\x7f",
+        b"M\xff\xff",
+    ),
+    *(
+        b"\x8a\xff" + b"\xff" * 255,
+        b"G" + b"\x7f" * 8,
+        b"X\xff\xff\xff\x7f",
+        b"B\xff\xff\xff\x7f",
+        b"\x8e" + b"\xff" * 8,
+    ),
+    *(
+        b"\x8d\xff\xff\xff\xff\0\0\0\0",
+        b"\x96\0\0\0\0\x01\0\0\0",
+        b"\x97",
+        b"\x98",
+        b"\x95" + b"\xff" * 8,
+        b"C\x04abcd",
+    ),
+    *(
+        b"cos\nsystem\n",
+        b"cbuiltins\neval\n",
+        b"cnumpy\nndarray\n",
+        b"cnumpy\ndtype\n",
+        b"cnumpy.core.multiarray\nscalar\n",
+    ),
+    *(
+        b"c_codecs\nencode\n",
+        b"I9" + b"9" * 5000 + b"\n",
+        b"Fnan\n",
+        b"S'x'\n",
+        b"Pid\n",
+        b"ios\nsystem\n",
+        b"\x82\x01",
+        b".",
+    ),
+    b"cnumpy._core.numeric\n_frombuffer\n",
+    b"(" * 20000,
+    b"](" * 20000,
+)
+
+
+def change_png(data: bytes, rng: random.Random) -> bytes:
+    """Change a PNG's chunks, with checksums that are right."""
+    chunks, place = [], 8
+    while place + 8 <= len(data):
+        size = int.from_bytes(data[place : place + 4], "big")
+        chunks.append((data[place + 4 : place + 8], data[place + 8 : place + 8 + size]))
+        place += 12 + size
+    which = rng.randrange(len(chunks))
+    kind, content = chunks[which]
+    way = rng.randrange(6)
+    if way == 0:
+        del chunks[which]
+    elif way == 1:
+        chunks.insert(rng.randrange(len(chunks)), (kind, content))
+    elif way == 2:
+        chunks.insert(
+            1, (rng.choice((b"tRNS", b"PLTE", b"iCCP", b"zTXt", b"iTXt", b"eXIf", b"acTL", b"gAMA")), rng.randbytes(40))
+        )
+    elif way == 3 and kind == b"IDAT":
+        chunks[which] = (kind, zlib.compress(damage(_inflated(content), rng)))
+    elif way == 4:
+        width, height = (rng.choice((0, 1, 5, 1000, 30000, 2**31 - 1, 2**32 - 1)) for _ in range(2))
+        header = struct.pack(">II", width, height) + bytes(
+            rng.choice(choice) for choice in ((1, 8, 16, 9), (0, 2, 3, 4, 6, 7), (0, 1), (0, 1), (0, 1, 2))
+        )
+        chunks[0] = (b"IHDR", header)
+    else:
+        chunks[which] = (kind, damage(content, rng))
+    return png(chunks)
+
+
+def _inflated(content: bytes) -> bytes:
+    try:
+        return zlib.decompress(content)
+    except zlib.error:
+        return content
+
+
+def png(chunks: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return a PNG of these chunks.
+
+    >>> png([(b"IEND", b"")])[-4:].hex()
+    'ae426082'
+    """
+    parts = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def change_zip(data: bytes, rng: random.Random, inner: Change = damage) -> bytes:
+    """Change an archive's members (names, contents, how they are packed), or the fields of its directory."""
+    if rng.random() < 0.4:
+        return _change_directory(data, rng)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = [(name, archive.read(name)) for name in archive.namelist()]
+    place = rng.randrange(len(members))
+    name, content = members[place]
+    kind = rng.randrange(5)
+    if kind == 0:
+        del members[place]
+    elif kind == 1:
+        members.append((name, content))
+    elif kind == 2:
+        folder = name.rpartition("/")[0]
+        members[place] = (rng.choice((rng.choice(NAMES), f"{folder}/{rng.choice(NAMES)}.png")), content)
+    else:
+        members[place] = (name, inner(content, rng))
+    return zipped(members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
+
+
+def zipped(members: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """Return an archive of these members, in which a name may occur twice.
+
+    >>> zipped([("a", b"1")])[:2]
+    b'PK'
+    """
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as archive:
+        for name, content in members:
+            info = zipfile.ZipInfo("x", (1980, 1, 1, 0, 0, 0))
+            info.filename = name.encode("utf-8", "replace").decode()[:60000]
+            info.compress_type = method
+            archive.NameToInfo.pop(info.filename, None)
+            archive.writestr(info, content)
+    return stream.getvalue()
+
+
+def _change_directory(data: bytes, rng: random.Random) -> bytes:
+    marks = [at for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06") for at in _places(data, mark)]
+    start = rng.choice(marks) + 4 + rng.randrange(42)
+    size = rng.choice((2, 4))
+    return data[:start] + (rng.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little") + data[start + size :]
+
+
+def _places(data: bytes, mark: bytes) -> list[int]:
+    found, at = [], data.find(mark)
+    while at >= 0:
+        found.append(at)
+        at = data.find(mark, at + 1)
+    return found
+
+
+def change_safetensors(data: bytes, rng: random.Random) -> bytes:
+    """Change the header of a safetensors file, or the JSON within its metadata, or a tensor."""
+    size = int.from_bytes(data[:8], "little")
+    header, tensors = json.loads(data[8 : 8 + size]), data[8 + size :]
+    kind = rng.random()
+    notes = header.get("__metadata__", {})
+    texts = [key for key in notes if notes[key].startswith("{")]
+    if kind < 0.5 and texts:
+        key = rng.choice(texts)
+        changed = change_json(notes[key].encode(), rng).decode("utf-8", "replace")
+        header["__metadata__"] = notes | {key: changed}
+    elif kind < 0.85:
+        header = change_value(header, rng)
+    elif kind < 0.95:
+        tensors = damage(tensors, rng)
+    else:
+        names = [name for name in header if name != "__metadata__"]
+        one, other = rng.choice(names), rng.choice(names)
+        header[one], header[other] = header[other], header[one]
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + tensors

@@ -1,0 +1,9 @@
+"""Everything that metabridge reads."""
+
+from __future__ import annotations
+
+from fuzz.datasets import DATASET_READERS
+from fuzz.images import FOLDER_READER, IMAGE_READERS
+from fuzz.runs import RUN_READERS
+
+READERS = {reader.name: reader for reader in (*IMAGE_READERS, FOLDER_READER, *DATASET_READERS, *RUN_READERS)}

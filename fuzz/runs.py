@@ -1,0 +1,485 @@
+"""Readers of what trainings, searches and experiments leave behind."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save
+
+from fuzz import mutate
+from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
+from fuzz.datasets import changer
+from fuzz.images import command
+from metabridge.environments import LabelledImages, Sinusoid
+from metabridge.errors import InputError
+from metabridge.experiments import records, trials
+from metabridge.experiments.result import Environment, Result, Row, Work
+from metabridge.files import LOCK, FolderLock
+from metabridge.learners import method
+from metabridge.learners.method import PRESETS
+from metabridge.models import build, conv4, mlp
+from metabridge.search.proxies import Score
+from metabridge.search.prune import Journal, Scores
+from metabridge.search.space import EDGES, OPERATORS, random_architecture
+from metabridge.training import fit, load
+from metabridge.training.checkpoint import write_method
+from metabridge.training.fitting import Fitting
+from metabridge.training.loop import Settings
+from metabridge.training.plan import Plan
+from metabridge.use import FewShotClassifier
+
+RUN = ("settings.json", "weights.safetensors", "state.safetensors", "metrics.jsonl")
+SETTINGS = Settings(iterations=4, tasks=2, validate_every=2, validate_tasks=2)
+
+
+@contextmanager
+def _steady() -> Iterator[None]:
+    """Let time pass by a second a look, so that files which hold times are always the same."""
+    with mock.patch("time.perf_counter", itertools.count().__next__):
+        yield
+
+
+def _read_back(folder: Path) -> Files:
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and (file.name in RUN or file.name == "adapted.safetensors")
+    }
+
+
+def _sinusoids(folder: Path) -> Fitting:
+    net = mlp(1, 1, width=4)
+    return Fitting(
+        net, method("maml", steps=1), Sinusoid(), SETTINGS, validate=Sinusoid(), mode="loop", out=folder / "run"
+    )
+
+
+def _pictures() -> LabelledImages:
+    return LabelledImages(
+        images=torch.arange(12 * 256, dtype=torch.int64).view(12, 1, 16, 16).to(torch.uint8),
+        labels=torch.arange(12) % 3,
+        class_names=("a", "b", "c"),
+        superclasses=torch.zeros(3, dtype=torch.int64),
+        superclass_names=("all",),
+        splits={"train": torch.arange(3)},
+    )
+
+
+def _image_run(folder: Path) -> None:
+    tasks = _pictures().tasks("train", ways=2, shots=1, queries=1)
+    net = conv4(1, 16, 2, filters=2, statistics="running")
+    fit(net, method("mtl"), tasks, iterations=2, tasks=2, out=folder / "run", progress=False)
+
+
+def _runs(folder: Path) -> list[Files]:
+    """A finished training on sinusoids, and a stopped one."""
+    found = list[Files]()
+    for steps in (4, 2):
+        lay_out(folder, {})
+        with _steady():
+            fitting = _sinusoids(folder)
+            for _ in range(steps):
+                fitting.step()
+            fitting.save()
+        found.append(_read_back(folder))
+        fitting.close()
+    return found
+
+
+def read_run(folder: Path) -> object:
+    """Load a run for use."""
+    run = load(folder / "run")
+    return run.params, run.curve, run.seconds, run.settings, run.finished, write_method(run.method), run.net.recipe
+
+
+def resume_run(folder: Path) -> object:
+    """Go on with a run of sinusoids, without a step."""
+    fitting = _sinusoids(folder)
+    try:
+        loop = fitting.loop
+        moments = loop.optimizer.state_dict()["state"]
+        random_states = {name: generator.get_state() for name, generator in loop.generators.items()}
+        return loop.params, moments, random_states, loop.total, loop.iteration, loop.seconds, loop.curve, loop.kept
+    finally:
+        fitting.close()
+
+
+def _damaged_run(name: str) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
+    """Damage one file of tensors, of which what is read must then be the same, or write another in its form."""
+
+    def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+        content, other = files[name], rng.choice(all_files)[name]
+        assert isinstance(content, bytes)
+        assert isinstance(other, bytes)
+        if rng.random() < 0.5:
+            return {**files, name: mutate.change_safetensors(content, rng)}, "any"
+        return {**files, name: mutate.damage(content, rng, [other])}, "same"
+
+    return change
+
+
+def _with_tensors(files: Files, name: str, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Files:
+    content = files[name]
+    assert isinstance(content, bytes)
+    size = int.from_bytes(content[:8], "little")
+    notes = json.loads(content[8 : 8 + size])["__metadata__"]
+    return {**files, name: save(edit(tensors_of(content)), notes)}
+
+
+def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
+    def hostile(inputs: Sequence[Files]) -> list[Hostile]:
+        files = inputs[0]
+        content = files[name]
+        assert isinstance(content, bytes)
+        claims = [(size).to_bytes(8, "little") + content[8:] for size in (0, 1, 2**30, 2**63, 2**64 - 1)]
+        header = lambda value: (lambda text: len(text).to_bytes(8, "little") + text)(json.dumps(value).encode())  # noqa: E731
+        huge = {"params.head.weight": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+        others = [
+            *claims,
+            b"",
+            header({}),
+            header([]),
+            header(huge),
+            header({"__metadata__": {"metabridge": "[" * mutate.DEEP}}),
+            header({"__metadata__": {"metabridge": "7"}}),
+            header({"__metadata__": {"metabridge": 7}}),
+            header({f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(50_000)}),
+        ]
+        edits: list[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = [
+            lambda tensors: {key: value.double() for key, value in tensors.items()},
+            lambda tensors: {key: value.to(torch.uint8) for key, value in tensors.items()},
+            lambda tensors: {key: value.flatten() for key, value in tensors.items()},
+            lambda tensors: {key: value[:0].clone() if value.ndim else value for key, value in tensors.items()},
+            lambda tensors: {},
+            lambda tensors: dict(list(tensors.items())[1:]),
+            lambda tensors: {f"{key}x": value for key, value in tensors.items()},
+            lambda tensors: {key.replace("moments.0", "moments.99"): value for key, value in tensors.items()},
+            lambda tensors: {key.replace("moments.0", "moments.x"): value for key, value in tensors.items()},
+        ]
+        return [
+            *(Hostile({**files, name: other}, "refused") for other in others),
+            *(Hostile(_with_tensors(files, name, edit), "any") for edit in edits),
+        ]
+
+    return hostile
+
+
+def _set(files: Files, part: str, value: object) -> Files:
+    name = "run/settings.json"
+    content = files[name]
+    assert isinstance(content, bytes)
+    return {**files, name: json.dumps(json.loads(content) | {part: value}).encode()}
+
+
+MODELS: tuple[dict[str, Any], ...] = (
+    {"model": "mlp", "inputs": 1, "outputs": 1, "width": 10**9},
+    {"model": "mlp", "inputs": 1, "outputs": 1, "depth": 10**9},
+    {"model": "mlp", "inputs": 10**9, "outputs": 10**9},
+    {"model": "conv4", "channels": 1, "size": 28, "outputs": 5, "filters": 10**6},
+    {"model": "conv4", "channels": 1, "size": 10**9, "outputs": 5},
+    {"model": "conv4", "channels": 1, "size": 28, "outputs": 10**9},
+    {"model": "resnet12", "channels": 3, "size": 84, "outputs": 5, "widths": [10**6] * 4},
+    {"model": "wide", "inputs": 10**9, "outputs": 1},
+    {"model": "timm:../../x", "outputs": 5},
+    {"model": "timm", "name": "hf-hub:x/y", "outputs": 5, "pretrained": True},
+    {"model": "/dev/zero.json"},
+    {"model": "../../outside/secret.json"},
+    {"model": "nowhere.json"},
+    {"model": 7},
+    {"model": None},
+    {},
+)
+
+
+def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
+    whole = inputs[0]
+    texts = [
+        b"",
+        b"[" * mutate.DEEP,
+        b"\xff",
+        b"null",
+        b"7",
+        b"[]",
+        b"{}",
+        b'{"version": 1}',
+        b'{"version": ' + b"9" * 5000 + b"}",
+    ]
+    texts.append(b'{"version": "\\u001b[31m"}')
+    return [
+        *(Hostile(_set(whole, "model", model), "refused") for model in MODELS),
+        *(Hostile({**whole, "run/settings.json": text}, "refused") for text in texts),
+    ]
+
+
+def _methods(folder: Path) -> list[Files]:
+    """Runs of every method that learns values."""
+    found = list[Files]()
+    for name in PRESETS:
+        lay_out(folder, {})
+        with _steady(), suppress(InputError):  # it takes classes alone
+            fit(mlp(1, 1, width=4), method(name), Sinusoid(), iterations=1, tasks=1, out=folder / "run", progress=False)
+            found.append(_read_back(folder))
+    return found
+
+
+def change_settings(part: str | None) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
+    """Change the settings as JSON, in one part of them or anywhere, or as raw bytes."""
+
+    def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+        name = "run/settings.json"
+        content, other = files[name], rng.choice(all_files)[name]
+        assert isinstance(content, bytes)
+        assert isinstance(other, bytes)
+        if part is not None:
+            changed = mutate.change_json(json.dumps(json.loads(content)[part]).encode(), rng)
+            marked = json.dumps(json.loads(content) | {part: "@@"}).encode().replace(b'"@@"', changed)
+            return {**files, name: marked}, "any"
+        if rng.random() < 0.5:
+            return {**files, name: mutate.change_json(content, rng)}, "any"
+        return {**files, name: mutate.damage(content, rng, [other])}, "any"
+
+    return change
+
+
+def _adapted(folder: Path) -> list[Files]:
+    found, images = list[Files](), _pictures()
+    for head in (None, "logistic", "svm"):
+        lay_out(folder, {})
+        with _steady():
+            _image_run(folder)
+        shown, labels = (
+            images.images[:8, 0].numpy(),
+            [images.class_names[label] for label in images.labels[:8].tolist()],
+        )
+        chosen = [place for place, label in enumerate(labels) if head is not None or label != "c"]
+        classifier = FewShotClassifier(load(folder / "run"), head=head)
+        classifier.fit(shown[chosen], [labels[place] for place in chosen]).save(folder / "run")
+        found.append({"run/adapted.safetensors": (folder / "run" / "adapted.safetensors").read_bytes()})
+    return found
+
+
+def use_adapted(folder: Path) -> object:
+    """Load an adapted model and predict with it."""
+    classifier = FewShotClassifier.load(folder / "run")
+    images = np.arange(3 * 256).astype(np.uint8).reshape(3, 16, 16)
+    return classifier.classes_, classifier.predict_proba(images), classifier.predict(images).tolist()
+
+
+def locked(folder: Path) -> object:
+    """Ask for a folder that another holds, which its lock file names."""
+    with (folder / "run" / LOCK).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        return FolderLock(folder / "run")
+
+
+def _locks(inputs: Sequence[Files]) -> list[Hostile]:
+    held = {"pid": 1, "host": "abacus", "since": "today", "command": "metabridge train"}
+    odd: tuple[Any, ...] = ("a\nb", "\x1b[31m", [], None, 10**400)
+    texts = [*TEXTS, *(json.dumps(held | {key: value}).encode() for key in held for value in odd)]
+    return [Hostile({f"run/{LOCK}": text}, "refused") for text in (*texts, json.dumps(held).encode())]
+
+
+def change_lock(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+    """Change who holds a folder: nobody else gets it, whatever its lock says."""
+    name, held = f"run/{LOCK}", json.dumps({"pid": 1, "host": "abacus", "since": "today", "command": "train"}).encode()
+    return {name: rng.choice((mutate.change_json, mutate.damage))(held, rng)}, "refused"
+
+
+LOG = {"kernel": "maml", "cells": 3, "channels": 2, "seed": 0}
+
+
+def read_log(folder: Path) -> object:
+    """Go on with a search."""
+    journal = Journal(folder / "run" / "search.jsonl", LOG)
+    return journal.known, journal.seconds, sorted(journal._closed)
+
+
+def _logs(folder: Path) -> list[Files]:
+    (folder / "run").mkdir()
+    with _steady():
+        journal = Journal(folder / "run" / "search.jsonl", LOG)
+        for number, edge in itertools.product(range(2), range(2)):
+            for removal in (None, ("normal", edge, OPERATORS[edge])):
+                scores = Scores(Score(1.5 + edge), Score(float("nan"), "it is singular") if edge else Score(3.0))
+                journal.add(number, edge, removal, scores)
+            journal.close_round(number, [("reduction", len(EDGES) - 1, "skip")])
+    content = (folder / "run" / "search.jsonl").read_bytes()
+    return [{"run/search.jsonl": content}, {"run/search.jsonl": content[: len(content) // 2]}]
+
+
+def _hostile_logs(inputs: Sequence[Files]) -> list[Hostile]:
+    first = json.dumps({"settings": LOG})
+    lines = [
+        "[" * mutate.DEEP,
+        "7",
+        "null",
+        "[]",
+        '{"round": 1e999}',
+        '{"seconds": "x"}',
+        '{"seconds": 1e999}',
+        "\x00",
+        "{}",
+    ]
+    lines += ['{"round": 0, "repeat": 0, "cell": [1], "edge": {}, "operator": null}', '{"round": [], "gone": 3}']
+    lines += ['{"round": 0, "repeat": 0, "cell": "normal", "edge": [], "operator": "skip", "condition": 1}']
+    lines += ['{"round": 0, "repeat": 0, "cell": null, "condition": "x", "regions": {}, "condition_trouble": 7}']
+    lines += ['{"round": 0, "repeat": 0, "cell": null, "condition": ' + "9" * 400 + "}"]
+    starts = [
+        "",
+        "7",
+        "[]",
+        "{}",
+        '{"settings": 7}',
+        '{"settings": [["kernel", "maml"]]}',
+        '{"settings": {}}',
+        "[" * mutate.DEEP,
+    ]
+    return [
+        *(Hostile({"run/search.jsonl": f"{first}\n{line}\n".encode()}) for line in lines),
+        *(Hostile({"run/search.jsonl": f'{start}\n{{"round": 0, "gone": []}}\n'.encode()}) for start in starts),
+    ]
+
+
+def _architectures(folder: Path) -> list[Files]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"run/architecture.json": random_architecture(generator).to_json().encode()} for _ in range(2)]
+
+
+def use_architecture(folder: Path) -> object:
+    """Make the network of an architecture."""
+    net = build(str(folder / "run" / "architecture.json"), image_channels=1, size=8, outputs=2, cells=3, channels=2)
+    return net.recipe
+
+
+MACHINE = Environment("abacus", "0", "0", None)
+PLAN = trials._plain(Plan("mtl"))
+
+
+def read_record(folder: Path) -> object:
+    """Read the record of a training."""
+    return records.stored(Work("quick", out=folder), "name", PLAN, trials._made)
+
+
+def _records(folder: Path) -> list[Files]:
+    measured = trials.Measured("test", 1, 0.5, 0.01, 10, 0.1)
+    curve = ({"minutes": 1.0, "iteration": 2.0, "accuracy": 0.5, "ci95": 0.1},)
+    record = trials.Record("name", PLAN, "glyphs", MACHINE, 1.0, 2, 3, curve, (measured,), 1.0)
+    return [{"records/name.json": json.dumps(asdict(record)).encode()}]
+
+
+def _results(folder: Path) -> list[Files]:
+    rows = (Row("MAML", "accuracy %", ours=48.9, ci95=0.4, published=48.7, agrees=True),)
+    result = Result("name", "quick", 0, {"a": 1}, MACHINE, 1.0, rows)
+    return [{"name.json": json.dumps(asdict(result)).encode()}]
+
+
+TEXTS = [
+    b"",
+    b"[" * mutate.DEEP,
+    b"\xff",
+    b"null",
+    b"7",
+    b"[]",
+    b"{}",
+    b'{"a": 1, "a": 2}',
+    b'{"normal": [], "reduction": []}',
+    b'"' + b"x" * 10**6 + b'"',
+]
+COMMAND = ("train", "--data", "nowhere", "--out", "run", "--method", "maml")
+WORDS = (
+    *(["--option", option] for option in ("steps=5", "lr=0.1", "rates=fixed", "outer=exact", "adapts=all")),
+    *(["--model-option", option] for option in ("filters=4", "outputs=5", "size=8")),
+    *(["--ways", "5"], ["--shots", "1"], ["--queries", "1"], ["--batch", "1"], ["--iterations", "1"], ["--lr", "0.1"]),
+    *(
+        ["--seed", "1"],
+        ["--size", "28"],
+        ["--min-images", "2"],
+        ["--patience", "3"],
+        ["--minutes", "1"],
+        ["--schedule", "step"],
+    ),
+    *(
+        ["--model", "mlp"],
+        ["--optimizer", "sgd"],
+        ["--precision", "bfloat16"],
+        ["--weight-decay", "0.1"],
+        ["--validate-every", "1"],
+    ),
+)
+
+
+def give_command(folder: Path) -> object:
+    """Give a command whose data are not there, so that all else is checked and nothing is trained."""
+    words = json.loads((folder / "words.json").read_bytes())
+    return command(*COMMAND, *words)
+
+
+def change_words(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+    """Change the values of a command's options."""
+    words = list[str]()
+    for option in rng.sample(WORDS, rng.choice((1, 1, 2, 4))):
+        name, value = option
+        key, equals, __ = value.partition("=")
+        other = rng.choice(mutate.VALUES)
+        text = rng.choice((str(other), json.dumps(other)))
+        words += [name, f"{key}={text}" if equals else text.replace(".json", "")]  # a path that is given is read
+    return {"words.json": json.dumps([word.replace("\0", "").replace("\ud800", "") for word in words]).encode()}, "any"
+
+
+JSON: dict[str, mutate.Change] = {".json": mutate.change_json, ".jsonl": mutate.change_json_lines}
+
+
+def _texts(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
+    return lambda inputs: [Hostile({name: text}, "refused") for text in TEXTS]
+
+
+RUN_READERS = (
+    Reader("run-settings", (read_run, resume_run), _runs, change_settings(None), _hostile_settings),
+    Reader("run-model", (read_run,), _runs, change_settings("model")),
+    Reader("run-method", (read_run,), _methods, change_settings("method")),
+    Reader(
+        "run-weights",
+        (read_run, resume_run),
+        lambda folder: _runs(folder)[:1],
+        _damaged_run("run/weights.safetensors"),
+        _hostile_tensors("run/weights.safetensors"),
+    ),
+    Reader(
+        "run-state",
+        (read_run, resume_run),
+        lambda folder: _runs(folder)[:1],
+        _damaged_run("run/state.safetensors"),
+        _hostile_tensors("run/state.safetensors"),
+    ),
+    Reader(
+        "adapted-model",
+        (use_adapted,),
+        _adapted,
+        _damaged_run("run/adapted.safetensors"),
+        _hostile_tensors("run/adapted.safetensors"),
+    ),
+    Reader("search-log", (read_log,), _logs, changer(JSON, 0.7), _hostile_logs),
+    Reader("folder-lock", (locked,), lambda folder: [], change_lock, _locks),
+    Reader("architecture", (use_architecture,), _architectures, changer(JSON, 0.7), _texts("run/architecture.json")),
+    Reader("record", (read_record,), _records, changer(JSON, 0.7), _texts("records/name.json")),
+    Reader(
+        "result",
+        (lambda folder: Result.read(folder / "name.json"),),
+        _results,
+        changer(JSON, 0.7),
+        _texts("name.json"),
+    ),
+    Reader("command-line", (give_command,), lambda folder: [], change_words),
+)

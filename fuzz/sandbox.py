@@ -1,0 +1,284 @@
+"""Cases are read in a process of their own, under limits, while everything it opens or starts is watched.
+
+The process writes what came of each case to its standard output, a line of JSON each, and dies of a signal where
+a case takes too long or breaks the interpreter. `fuzz.worker` starts it, watches it and starts it again.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import stat
+import sys
+import traceback
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from fuzz.cases import Corpus, digest, lay_out
+from metabridge.errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 10  # of processor time, or of waiting for nothing, after which a case hangs
+MEMORY = 2**30  # bytes that a case may take
+SPARE = 2**28  # beyond these before the system refuses more, so that a case that takes too much is seen to
+
+Kind = Literal["equal", "different", "refused", "traceback", "memory", "outside", "code", "silent", "hang", "crash"]
+FAILURES: tuple[Kind, ...] = ("traceback", "memory", "outside", "code", "silent", "hang", "crash")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case: `what` says it in words, `where` names the line of the library, `peak` is in bytes."""
+
+    reader: str
+    case: int
+    kind: Kind
+    what: str = ""
+    where: str = ""
+    peak: int = 0
+
+
+class Watch:
+    """Notes what Python code opens, writes, starts or imports, from the interpreter's audit events."""
+
+    WRITES = frozenset(
+        {
+            "os.remove",
+            "os.rename",
+            "os.mkdir",
+            "os.rmdir",
+            "os.link",
+            "os.symlink",
+            "os.chmod",
+            "os.truncate",
+            "os.utime",
+        }
+    )
+    LISTS = frozenset({"os.listdir", "os.scandir"})
+    CODE: tuple[str, ...] = (
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.fork",
+        "subprocess.Popen",
+        "pty.",
+        "socket.connect",
+    )
+    CODE += ("ctypes.dlopen", "pickle.find_class", "webbrowser.")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.active, self.found = str(folder), False, list[tuple[Kind, str]]()
+        own = (ROOT / "src", ROOT / "fuzz", sys.prefix, sys.base_prefix, *sys.path)
+        self.code = ("/proc/", "/sys/", *(f"{os.path.realpath(path)}/" for path in map(str, own) if path))
+        sys.addaudithook(self.hear)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Take note of an event, if a case is under way."""
+        if not self.active:
+            return
+        if event == "open":
+            path, mode, flags = arguments
+            if not isinstance(path, int):
+                writes = (
+                    bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+                    if flags
+                    else "r" not in (mode or "r")
+                )
+                self.visit(path, writes)
+        elif event in self.WRITES:
+            for path in arguments[: 2 if event in ("os.rename", "os.link") else 1]:
+                if not isinstance(path, int):
+                    self.visit(path, True)
+        elif event in self.LISTS:
+            if not isinstance(arguments[0], int):
+                self.visit(arguments[0] or ".", False)
+        elif event.startswith(self.CODE) and "/importlib/" not in str(sys._getframe(1).f_code.co_filename):
+            self.found.append(("code", f"{event} {arguments!r}"[:200]))
+
+    def visit(self, path: Any, writes: bool) -> None:
+        """Take note of a path that is not the case's own, or is no regular file."""
+        full = os.path.abspath(os.fsdecode(path))
+        if full == os.devnull:
+            return
+        if full == self.folder or full.startswith(f"{self.folder}/"):
+            if full.endswith((".py", ".pyc", ".so", ".pth")):
+                self.found.append(("code", f"opened {full[len(self.folder) :]}"))
+            with suppress(OSError, ValueError):
+                mode = os.stat(full).st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    self.found.append(("outside", f"opened {full[len(self.folder) :]}, which is no regular file"))
+            return
+        if writes or not f"{os.path.realpath(full)}/".startswith(self.code):
+            self.found.append(("outside", f"{'wrote' if writes else 'opened'} {full}"))
+
+
+class Sandbox:
+    """Reads cases in this process, and says what came of each."""
+
+    def __init__(self, readers: str, seed: int, folder: Path, seconds: int) -> None:
+        module, _, name = readers.partition(":")
+        self.readers = getattr(import_module(module), name)
+        self.seed, self.seconds, self.folder = seed, seconds, folder / "case"
+        self.outside = folder / "outside"
+        self.outside.mkdir(parents=True, exist_ok=True)
+        (self.outside / "secret.png").write_bytes(b"never read")
+        self.log = _Log()
+        logging.getLogger("metabridge").addHandler(self.log)
+        self.corpora: dict[str, Corpus] = {}
+        self.known: dict[tuple[str, int], set[str]] = {}
+        self.watch = Watch(self.folder)
+
+    def prepare(self, name: str) -> int:
+        """Make the inputs of a reader and read the valid ones; return how many cases are not random."""
+        if name not in self.corpora:
+            lay_out(self.folder, {})
+            corpus = self.corpora[name] = Corpus.of(self.readers[name], self.folder)
+            for entry, read in enumerate(corpus.reader.entries):
+                found = self.known.setdefault((name, entry), set())
+                for files in corpus.inputs:
+                    lay_out(self.folder, files)
+                    found.add(digest(read(self.folder)))
+        return self.corpora[name].fixed
+
+    def run(self, name: str, number: int) -> Outcome:
+        """Read one case."""
+        case = self.corpora[name].case(self.seed, number)
+        lay_out(self.folder, case.files)
+        before = _listing(self.outside)
+        self.log.texts.clear()
+        self.watch.found.clear()
+        start = _reset_peak()
+        kind: Kind
+        what = where = ""
+        _limit_memory(_virtual_size() + MEMORY + SPARE)
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+        self.watch.active = True
+        try:
+            result = self.readers[name].entries[case.entry](self.folder)
+            self.watch.active = False
+            equal = digest(result) in self.known[name, case.entry]
+            kind = "equal" if equal else "different"
+            if case.expected == "refused" or (case.expected == "same" and not equal):
+                kind, what = "silent", f"accepted, but {_wanted(case.expected)}"
+        except InputError as error:
+            kind, what = "memory" if _names_memory(error) else "refused", str(error)
+        except MemoryError as error:
+            kind, what, where = "memory", repr(error), _line_of(error)
+        except Exception as error:
+            kind, what, where = "traceback", f"{type(error).__name__}: {error}", _line_of(error)
+            traceback.print_exc()
+        finally:
+            self.watch.active = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _limit_memory(resource.RLIM_INFINITY)
+        peak = max(0, _peak() - start)
+        if peak > MEMORY or any(_MEMORY.search(text) for text in self.log.texts):
+            kind, what = "memory", what or "more than 1 GiB was taken or asked for"
+        if self.watch.found:
+            kind, what = self.watch.found[0]
+        if _listing(self.outside) != before:
+            kind, what = "outside", "a file beside the case's folder was changed"
+        return Outcome(name, number, kind, what.replace(f"{self.folder}/", "")[:300], where, peak)
+
+
+class _Log(logging.Handler):
+    """Keeps the library's warnings: an image that took too much memory is left out with one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+_MEMORY = re.compile(
+    r"MemoryError|allocate (?:memory|bytes)|out of memory|malloc of size|cannot allocate|can't allocate", re.IGNORECASE
+)
+
+
+def _names_memory(error: BaseException | None) -> bool:
+    """Whether an error comes of memory that the system refused."""
+    while error is not None:
+        if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _wanted(expected: str) -> str:
+    return "it must be refused" if expected == "refused" else "it is damaged and gives other data"
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the library in a traceback, and of other code below it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/metabridge/" in frame.filename] or frames
+    place = own[-1]
+    short = place.filename.rpartition("/metabridge/")[2].rpartition("/site-packages/")[2]
+    return f"{short}:{place.lineno} in {place.name}"
+
+
+def _listing(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in os.scandir(folder))
+
+
+def _limit_memory(limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def _virtual_size() -> int:
+    with open("/proc/self/statm", "rb") as stream:
+        return int(stream.read().split()[0]) * resource.getpagesize()
+
+
+def _reset_peak() -> int:
+    """Let the largest size in memory be the present one, and return it."""
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")
+    return _peak()
+
+
+def _peak() -> int:
+    with open("/proc/self/status", "rb") as stream:
+        for line in stream:
+            if line.startswith(b"VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def serve(readers: str, seed: int, folder: Path, seconds: int) -> None:
+    """Read the cases that standard input asks for, until it ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)  # what the library prints
+    faulthandler.enable()
+    faulthandler.register(signal.SIGPROF, all_threads=True, chain=True)  # says where, and ends the process
+    warnings.simplefilter("ignore")
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    sandbox = Sandbox(readers, seed, folder, seconds)
+    for line in sys.stdin:
+        name, first, last, keep = json.loads(line)
+        answers.write(f"{sandbox.prepare(name)}\n")
+        if keep is not None:
+            lay_out(Path(keep), sandbox.corpora[name].case(seed, first).files)
+        for number in range(first, last):
+            answers.write(f"{json.dumps(asdict(sandbox.run(name, number)))}\n")
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):
+        serve(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    shutil.rmtree(sys.argv[3], ignore_errors=True)  # the parent was killed, and cannot

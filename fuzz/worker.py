@@ -1,0 +1,149 @@
+"""The process that reads cases, as its parent sees it: started, watched, ended where it hangs, started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from fuzz.sandbox import ROOT, SECONDS, Kind, Outcome
+
+POLL = 0.5  # seconds between looks at a process that is silent
+
+
+class Worker:
+    """A process that reads cases; one that died is started again by the next call."""
+
+    def __init__(self, readers: str, seed: int, seconds: int = SECONDS) -> None:
+        self.readers, self.seed, self.seconds = readers, seed, seconds
+        memory = "/dev/shm"  # a file system on which nothing waits for a disk
+        self.folder = Path(tempfile.mkdtemp(prefix="metabridge-fuzz-", dir=memory if os.path.isdir(memory) else None))
+        self.errors = self.folder / "stderr"
+        self.process: subprocess.Popen[str] | None = None
+        self.lines: queue.Queue[str | None] = queue.Queue()
+
+    def run(self, reader: str, first: int, last: int, keep: Path | None = None) -> Iterator[Outcome]:
+        """Yield what came of each case from `first` to before `last`; the files of the first are left in `keep`."""
+        while first < last:
+            self._ask(reader, first, last, keep)
+            while first < last:
+                line = self._next_line()
+                if line is None:
+                    yield self._death(reader, first)
+                    first += 1
+                    break
+                yield Outcome(**json.loads(line))
+                first += 1
+
+    def prepare(self, reader: str) -> int:
+        """Make the inputs of a reader, and return how many cases come before the random ones."""
+        return self._ask(reader, 0, 0, None)
+
+    def close(self) -> None:
+        """End the process and remove its files."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _ask(self, reader: str, first: int, last: int, keep: Path | None) -> int:
+        if self.process is None:
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path]),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "OMP_NUM_THREADS": "1",
+                "MALLOC_ARENA_MAX": "2",  # or every thread reserves 64 MiB that count against the limit
+                "METABRIDGE_CACHE": str(self.folder / "case" / "cache"),
+                "HOME": str(self.folder / "case"),
+            }
+            command = [
+                sys.executable,
+                "-m",
+                "fuzz.sandbox",
+                self.readers,
+                str(self.seed),
+                str(self.folder),
+                str(self.seconds),
+            ]
+            with self.errors.open("w") as errors:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                )
+            self.lines = queue.Queue()
+            threading.Thread(target=_forward, args=(self.process, self.lines), daemon=True).start()
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{json.dumps([reader, first, last, keep and str(keep.resolve())])}\n")
+        self.process.stdin.flush()
+        answer = self.lines.get()
+        if answer is None:
+            raise RuntimeError(f"the valid inputs of {reader} cannot be read:\n{self.errors.read_text()}")
+        return int(answer)
+
+    def _next_line(self) -> str | None:
+        """Return the next line; None if the process died, or was ended because it waits for something that never comes.
+
+        It ends itself after ten seconds of processor time. Time in which it waits for a processor does not count.
+        """
+        idle, used = 0.0, -1
+        while True:
+            with suppress(queue.Empty):
+                return self.lines.get(timeout=POLL)
+            assert self.process is not None
+            now = _ticks(self.process.pid)
+            idle = idle + POLL if now == used and _asleep(self.process.pid) else 0.0
+            used = now
+            if idle >= self.seconds:
+                self.process.send_signal(signal.SIGPROF)  # which writes where it waits
+                idle = 0.0
+
+    def _death(self, reader: str, case: int) -> Outcome:
+        """Say what a process died of."""
+        assert self.process is not None
+        status = self.process.wait()
+        self.process = None
+        text = self.errors.read_text(errors="replace")
+        frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
+        own = [frame for frame in frames if "/metabridge/" in frame[0]] or frames or [("", "", "")]
+        file, line, function = own[0]
+        where = f"{file.rpartition('/metabridge/')[2]}:{line} in {function}"
+        kind: Kind = "hang" if status == -signal.SIGPROF else "crash"
+        what = f"no end after {self.seconds} s" if kind == "hang" else f"the process died with status {status}"
+        return Outcome(reader, case, kind, what, where)
+
+
+def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def _ticks(process: int) -> int:
+    """Processor time of a process, in the system's ticks."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return -1
+
+
+def _asleep(process: int) -> bool:
+    """Whether no thread of a process runs or waits for a processor."""
+    with suppress(OSError):
+        states = [Path(task, "stat").read_text().rpartition(")")[2].split()[0] for task in _tasks(process)]
+        return "R" not in states
+    return False
+
+
+def _tasks(process: int) -> list[str]:
+    return [entry.path for entry in os.scandir(f"/proc/{process}/task")]
