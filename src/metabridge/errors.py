@@ -9,6 +9,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# What plain data that was damaged or made up can raise where it is read.
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+    AssertionError,
+)
+
+
+LARGEST = 2**31 - 1  # of counts, which leaves room for products of two in 64 bits
+
+
 class InputError(ValueError):
     """Something given to metabridge cannot be used; the message names it and the way out.
 
@@ -29,6 +45,8 @@ def check_count(name: str, value: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{name} is {value!r}, but must be a whole number of at least 1. Use {name}=1 or more.")
+    if value > LARGEST:
+        raise InputError(f"{name} is {value}, which is too large. Use {name}={LARGEST} or less.")
 
 
 def check_positive(name: str, value: float) -> None:
@@ -38,7 +56,7 @@ def check_positive(name: str, value: float) -> None:
     Traceback (most recent call last):
     metabridge.errors.InputError: lr is 0.0, but must be a positive number.
     """
-    if not (isinstance(value, SupportsFloat) and math.isfinite(value) and value > 0):
+    if not 0 < _as_float(value) < math.inf:
         raise InputError(f"{name} is {value!r}, but must be a positive number.")
 
 
@@ -49,8 +67,16 @@ def check_not_negative(name: str, value: float) -> None:
     Traceback (most recent call last):
     metabridge.errors.InputError: noise is -1.0, but must be a finite number, 0 or more.
     """
-    if not (isinstance(value, SupportsFloat) and math.isfinite(value) and value >= 0):
+    if not 0 <= _as_float(value) < math.inf:
         raise InputError(f"{name} is {value!r}, but must be a finite number, 0 or more.")
+
+
+def _as_float(value: object) -> float:
+    """Return a number as a float: infinite if it is too large for one, and NaN if it is no number."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def describe(tensor: Tensor) -> str:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -120,3 +121,46 @@ def test_the_classes_that_are_left_are_those_of_a_new_split(tmp_path):
     train = check(tmp_path / "all", ways=2, shots=1, queries=3).splits[0]
     left = load(tmp_path / "all", size=8, min_images=4).splits["train"]
     assert train.obstacle.endswith(f"--min-images 4 leaves {len(left)} classes")
+
+
+def test_a_class_folder_without_permission_does_not_disappear(root, monkeypatch):
+    scandir = os.scandir
+
+    def denied(path):
+        if Path(path).name == "dog":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    for function in (check, load):
+        with pytest.raises(InputError, match=r"train/dog cannot be read \(Permission denied\)\. Fix or remove it\.$"):
+            function(root)
+
+
+def test_pipes_and_links_to_devices_are_unreadable_images(root):
+    os.mkfifo(root / "train" / "cat" / "pipe.png")
+    (root / "train" / "cat" / "zero.png").symlink_to("/dev/zero")
+    report = check(root, ways=1, queries=1)
+    assert report.unreadable == (
+        ("train/cat/pipe.png", "it is not a regular file"),
+        ("train/cat/zero.png", "it is not a regular file"),
+    )
+    assert len(load(root, size=8).images) == 27
+
+
+def test_links_between_folders_make_no_classes(root):
+    (root / "train" / "cat" / "loop").symlink_to(root)
+    (root / "test" / "cat").symlink_to(root / "train" / "cat")
+    report = check(root, ways=1, queries=1)
+    assert [split.classes for split in report.splits] == [3, 1, 1]
+    assert "test/cat (the same folder as train/cat)" in report.notes[0]
+    assert len(load(root, size=8).class_names) == 5
+
+
+def test_a_place_without_permission_is_not_said_to_be_empty(tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(InputError, match=r"photographs cannot be read \(Permission denied\)"):
+        check("photographs")

@@ -1,7 +1,13 @@
+import errno
+import struct
+import subprocess
+import zlib
+
 import numpy as np
 import pytest
 from PIL import Image
 
+from metabridge.environments import decode as module
 from metabridge.environments.decode import Form, Unreadable, decoded, each, opened
 from metabridge.environments.source import Category, Picture, Source
 from pictures import encoded, flat, png16
@@ -139,3 +145,107 @@ def test_what_cannot_be_decoded_is_told_with_the_reason_and_the_others_are_decod
     assert bad.reason
     assert reason in bad.reason
     assert before.shape == after.shape == (3, 8, 8)
+
+
+def attempted(content: object) -> np.ndarray | Unreadable:
+    ((_, result),) = each(source_of([content]), lambda c: decoded(c, Form(8, 1)), "Decoding")
+    return result
+
+
+def test_floats_are_rounded_to_the_nearest_of_256_values():
+    values = (np.arange(64, dtype=np.float32).reshape(8, 8) * 4 + np.float32(0.6)) / 255
+    pixels = decoded(encoded(Image.fromarray(values), "tiff"), Form(size=8, channels=1))
+    assert np.array_equal(pixels[0], np.arange(64).reshape(8, 8) * 4 + 1)
+    pixels = decoded(encoded(Image.fromarray(255 * values), "tiff"), Form(size=8, channels=1))
+    assert np.array_equal(pixels[0], np.arange(64).reshape(8, 8) * 4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "reason"),
+    [
+        (256, np.float32, "it has a pixel of value 256.0, but pixels are from 0 to 255"),
+        (-0.5, np.float32, "it has a pixel of value -0.5, but pixels are from 0 to 255"),
+        (np.nan, np.float32, "it has a pixel of value nan, but pixels are from 0 to 255"),
+        (np.inf, np.float32, "it has a pixel of value inf, but pixels are from 0 to 255"),
+        (65536, np.int32, "it has a pixel of value 65536, but pixels are from 0 to 65535"),
+        (-1, np.int32, "it has a pixel of value -1, but pixels are from 0 to 65535"),
+    ],
+)
+def test_pixels_out_of_range_are_refused_instead_of_clipped(value, dtype, reason):
+    values = np.ones((8, 8), dtype=dtype)
+    values[3, 4] = value
+    assert attempted(encoded(Image.fromarray(values), "tiff")) == Unreadable(reason)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG file that says that it is so large, and holds nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def tiff_of_tiles(side: int) -> bytes:
+    """A compressed TIFF image of 9 × 9 pixels that says that it is made of much larger tiles."""
+    tags = {256: 9, 257: 9, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: 8}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("content", "size"), [(png_header(8000, 8000), "8000 × 8000"), (tiff_of_tiles(40_000), "40000 × 40000")]
+)
+def test_the_size_is_checked_before_memory_is_taken(content, size, monkeypatch):
+    monkeypatch.setattr(module, "_plain", lambda image, channels: pytest.fail("the image was decoded"))
+    assert len(content) < 150
+    assert attempted(content) == Unreadable(f"it has {size} pixels, but at most 50000000 pixels are decoded")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n",
+        encoded(flat(3), "pcx"),
+        encoded(flat(3), "ico"),
+    ],
+)
+def test_formats_that_are_not_on_the_list_are_refused_and_no_program_is_run(content, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
+    assert attempted(content) == Unreadable("it is not an image that Pillow reads")
+
+
+def raises(error: Exception) -> object:
+    def read() -> bytes:
+        raise error
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (MemoryError(), True),
+        (OSError("decoder error -9"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (OSError("image file is truncated"), False),
+        (ValueError("bad"), False),
+    ],
+)
+def test_failures_of_the_system_are_told_from_damaged_files(error, may_pass):
+    assert attempted(raises(error)).may_pass is may_pass
+
+
+def test_large_images_are_read(monkeypatch):
+    monkeypatch.setattr(module, "LARGE", 10)
+    contents = [encoded(flat(value, channels=1)) for value in range(60)]
+    results = each(source_of(contents), lambda c: decoded(c, Form(8, 1)), "Decoding")
+    assert [int(image.max()) for _, image in results] == list(range(60))

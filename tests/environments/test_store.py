@@ -2,7 +2,9 @@ import errno
 import json
 import logging
 import os
+import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,7 +182,7 @@ def test_a_read_only_file_system_is_named_but_what_it_holds_is_read(folder, monk
     whole = stored("toy", "key", FORM, good)
 
     def read_only(path: Path, mode: str = "r", *arguments: object, **options: object) -> object:
-        if "w" in mode:
+        if "x" in mode:
             raise OSError(errno.EROFS, "Read-only file system")
         return open(path, mode, *arguments, **options)
 
@@ -256,3 +258,171 @@ def test_the_key_of_a_tree_does_not_tell_where_it_lies(tmp_path, monkeypatch):
 def test_a_link_to_nothing_does_not_stop_the_key(tmp_path):
     (tmp_path / "a.png").symlink_to(tmp_path / "gone.png")
     assert fingerprint([tmp_path / "a.png"], tmp_path) != fingerprint([], tmp_path)
+
+
+def corruptions(content: bytes, count: int) -> list[bytes]:
+    """The content with bytes changed, exchanged, moved, cut or added."""
+    chance, found = random.Random(0), []
+    while len(found) < count:
+        changed = bytearray(content)
+        one, other = sorted(chance.sample(range(len(content)), 2))
+        match chance.randrange(6):
+            case 0:
+                changed[one] ^= 1 << chance.randrange(8)
+            case 1:
+                changed[one], changed[other] = changed[other], changed[one]
+            case 2:
+                del changed[one:other]
+            case 3:
+                changed[one:one] = content[one:other]
+            case 4:
+                changed[one:other] = bytes(other - one)
+            case 5:
+                changed[one:other] = reversed(changed[one:other])
+        if changed != content:
+            found.append(bytes(changed))
+    return found
+
+
+def facts(held: Stored) -> tuple[object, ...]:
+    return (held.images.tolist(), held.labels.tolist(), held.classes, held.empty, held.skipped, held.notes, held.same)
+
+
+def varied() -> Source:
+    """Pictures of which no two bytes next to each other are equal."""
+    chance = random.Random(1)
+    pictures = [
+        Picture(
+            f"{label}.png", label, torch.randint(256, (8, 8), generator=torch.Generator().manual_seed(label)).byte()
+        )
+        for label in (0, 2)
+        for _ in range(3)
+    ]
+    chance.shuffle(pictures)
+    return source_of(*(picture._replace(content=picture.content.numpy()) for picture in pictures))
+
+
+@pytest.mark.parametrize("end", ["pixels", "json"])
+def test_no_corruption_of_an_entry_gives_other_data(folder, monkeypatch, end):
+    monkeypatch.setattr(store, "BLOCK", 100)  # several blocks
+    expected = facts(stored("toy", "key", FORM, varied))
+    (file,) = folder.glob(f"*.{end}")
+    content = file.read_bytes()
+    for corrupt in corruptions(content, 150):
+        file.unlink()
+        file.write_bytes(corrupt)
+        assert facts(stored("toy", "key", FORM, varied)) == expected
+        assert end == "json" or file.read_bytes() == content  # JSON may say the same in other words.
+
+
+@pytest.mark.parametrize("missing", ["checksum", "blocks"])
+def test_an_entry_without_checksums_is_decoded_again(folder, missing):
+    stored("toy", "key", FORM, good)
+    (index,) = folder.glob("*.json")
+    held = json.loads(index.read_text())
+    del held[missing]
+    if missing == "blocks":
+        held["checksum"] = store._checksum({name: value for name, value in held.items() if name != "checksum"})
+    index.write_text(json.dumps(held))
+    with pytest.raises(AssertionError, match="read again"):
+        stored("toy", "key", FORM, never)
+    assert len(stored("toy", "key", FORM, good).images) == 6
+
+
+def test_an_entry_of_an_earlier_version_is_not_read(folder):
+    stored("toy", "key", FORM, good)
+    for file in list(folder.iterdir()):
+        shutil.move(file, folder / file.name.replace(f"-v{store.FORMAT}-", "-v1-"))
+    with pytest.raises(AssertionError, match="read again"):
+        stored("toy", "key", FORM, never)
+
+
+def denied() -> bytes:
+    raise PermissionError(errno.EACCES, "Permission denied", "cat/2.png")
+
+
+def out_of_memory() -> bytes:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(("failure", "reason"), [(denied, "Permission denied"), (out_of_memory, "not enough memory")])
+def test_what_could_not_be_read_for_now_is_reported_and_read_once_it_can_be(folder, failure, reason):
+    def gather(content: object) -> Source:
+        return source_of(
+            Picture("cat/1.png", 0, flat(7)), Picture("cat/2.png", 0, content), Picture("oak/1.png", 2, flat(9))
+        )
+
+    for _ in range(2):
+        held = stored("toy", "key", FORM, lambda: gather(failure))
+        assert len(held.images) == 2
+        assert held.troubles()[0] == (
+            f"1 unreadable image is left out: cat/2.png ({reason}). "
+            "What the system did not let read is tried again on every load."
+        )
+    assert len(stored("toy", "key", FORM, lambda: gather(flat(8))).images) == 3
+    assert len(stored("toy", "key", FORM, never).images) == 3
+
+
+def test_a_failure_to_read_the_data_is_not_taken_for_one_to_write_the_cache(folder):
+    def unreadable() -> Source:
+        raise PermissionError(errno.EACCES, "Permission denied", "train.pkl")
+
+    def fails() -> object:
+        yield Picture("cat/1.png", 0, flat(7))
+        raise OSError(errno.EIO, "Input/output error", "train.pkl")
+
+    for gather in (unreadable, lambda: Source("a toy", CLASSES, 2, fails)):
+        with pytest.raises(InputError, match=r"^train\.pkl cannot be read \(.*\)\. Fix or remove it\.$"):
+            stored("toy", "key", FORM, gather)
+
+
+def test_pictures_in_two_splits_are_reported_on_every_load(folder, caplog):
+    def gather() -> Source:
+        names = [("cat/1.png", 0, 7), ("cat/2.png", 0, 8), ("oak/1.png", 2, 7), ("oak/2.png", 2, 9)]
+        return source_of(*(Picture(name, label, flat(value)) for name, label, value in names))
+
+    for source in (gather, never):
+        caplog.clear()
+        held = stored("toy", "key", FORM, source)
+        held.labelled()
+        assert (
+            "1 picture is in more than one split, so that accuracies may be too high: cat/1.png in train and "
+            "oak/1.png in test. `metabridge data check` lists them."
+        ) in caplog.text
+    caplog.clear()
+    stored("toy", "other", FORM, good).labelled()
+    assert "more than one split" not in caplog.text
+
+
+def test_equal_pictures_in_one_split_are_not_reported(folder, caplog):
+    same = source_of(Picture("cat/1.png", 0, flat(7)), Picture("yeti/1.png", 1, flat(7)), Picture("oak", 2, flat(9)))
+    stored("toy", "key", FORM, lambda: same).labelled()
+    assert caplog.text == ""
+
+
+def test_a_size_that_fits_neither_disk_nor_memory_is_refused_before_anything_is_decoded(folder, monkeypatch):
+    def source() -> Source:
+        return Source("a toy", CLASSES, 10**6, lambda: pytest.fail("an image was read"))
+
+    usage = shutil.disk_usage("/")._replace(free=2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(
+        InputError,
+        match=r"1000000 images of 100 × 100 pixels take 9\.3 GiB, but .*cache has 1\.0 GiB free\. Use a smaller",
+    ):
+        stored("toy", "key", Form(100, 1), source)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**50))
+    monkeypatch.setattr(store, "free_memory", lambda: 2**20)
+    with pytest.raises(InputError, match=r"decoding images of 1000 × 1000 pixels takes .* GiB of memory, but 0\.0 GiB"):
+        stored("toy", "key", Form(1000, 1), source)
+    assert not list(folder.iterdir())
+
+
+def test_a_pipe_among_the_files_or_in_the_cache_does_not_stop_the_reading(folder, tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    assert fingerprint([tmp_path / "a.png"], tmp_path) != fingerprint([], tmp_path)
+    stored("toy", "key", FORM, good)
+    (index,) = folder.glob("*.json")
+    index.unlink()
+    os.mkfifo(index)
+    assert len(stored("toy", "key", FORM, good).images) == 6

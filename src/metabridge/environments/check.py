@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from metabridge.environments.datasets import DATASETS, detect, existing
 from metabridge.environments.decode import Unreadable, each, opened, plain
-from metabridge.environments.source import Content, split_by_class
+from metabridge.environments.source import Content, readable, split_by_class
 from metabridge.errors import InputError, check_count
 
 
@@ -99,7 +99,8 @@ def check(
         known = ", ".join(f"'{name}'" for name in DATASETS)
         raise InputError(f"data is '{data}', but the data sets on disk are {known}. Use one of these.")
     name = data or detect(place)
-    source = DATASETS[name].source(place)
+    with readable(place):
+        source = DATASETS[name].source(place)
 
     counts: Counter[int] = Counter()
     sizes: Counter[tuple[int, int]] = Counter()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from metabridge.environments.source import Content, Picture, Source
+from metabridge.environments.source import Content, Picture, Source, readable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,6 +25,13 @@ Result = TypeVar("Result")
 CHUNK = 16  # Pictures that a thread takes at once.
 # Photographs gain from every thread. Images of 100 pixels gain from two and lose with 16, which wait for Python's lock.
 THREADS = 8
+# What Pillow may read. Some of its other formats run programs (EPS), or are no images that data sets are made of.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF", "JXL")
+PIXELS = 50_000_000  # Of the largest image that is decoded: Pillow takes up to five copies of a WebP image.
+LARGE = 2**24  # Larger images are converted one at a time, to save memory.
+ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # Tags of EXIF and TIFF.
+OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # Pillow's words for it.
+_one_large = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,16 @@ class Form:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Why a picture could not be decoded."""
+    """Why a picture could not be decoded, and whether that is a failure to read it that may pass."""
 
     reason: str
+    may_pass: bool = field(default=False, repr=False)
 
 
 def opened(content: Content) -> Image:
     """Open a picture's file or pixels; of an animation this is the first frame.
+
+    Only `FORMATS` are read, and nothing that has more than `PIXELS` pixels.
 
     >>> opened(np.zeros((4, 6), dtype=np.uint8)).size
     (6, 4)
@@ -56,35 +68,57 @@ def opened(content: Content) -> Image:
 
     if isinstance(content, np.ndarray):
         return Image.fromarray(content)
-    return Image.open(BytesIO(content if isinstance(content, bytes) else content()))
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    image = Image.open(BytesIO(content if isinstance(content, bytes) else content()), formats=formats)
+    tags = getattr(image, "tag_v2", {})  # A small TIFF file may be made of huge tiles.
+    for width, height in (image.size, (tags.get(TILE_WIDTH, 0), tags.get(TILE_HEIGHT, 0))):
+        if width * height > PIXELS:
+            raise ValueError(f"it has {width} × {height} pixels, but at most {PIXELS} pixels are decoded")
+    return image
 
 
 def plain(image: Image, channels: int) -> Image:
     """Turn an image upright, as its camera noted, and into 8 bits: grey for one channel, RGB for three.
 
     16 bits are scaled down, floats are taken to go from 0 to 1 (or to 255 if any exceeds 1), and what
-    is transparent is laid on white.
+    is transparent is laid on white. Values outside of these ranges are refused.
 
     >>> deep = opened(np.full((2, 2), 65535, dtype=np.uint16))
     >>> deep.mode, plain(deep, 1).getpixel((0, 0))
     ('I;16', 255)
     """
+    with _one_large if image.width * image.height > LARGE else contextlib.nullcontext():
+        return _plain(image, channels)
+
+
+def _plain(image: Image, channels: int) -> Image:
     from PIL import Image, ImageOps
 
-    image = ImageOps.exif_transpose(image)
+    image.load()
+    if image.getexif().get(ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        deep = np.asarray(image).astype(np.float64)
-        image = Image.fromarray((deep.clip(0, 65535) / 257).round().astype(np.uint8))
+        deep = np.asarray(image).astype(np.int32)
+        _check_range(deep, 65535)
+        deep += 128  # In place, as such images may be large.
+        deep //= 257
+        image = Image.fromarray(deep.astype(np.uint8))
     elif image.mode == "F":
-        values = np.nan_to_num(np.asarray(image))
+        values = np.asarray(image)
+        _check_range(values, 255)
         scale = 255 if values.max(initial=0) <= 1 else 1
-        image = Image.fromarray((scale * values).clip(0, 255).round().astype(np.uint8))
+        image = Image.fromarray((scale * values).round().astype(np.uint8))
     elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        paper = Image.new("RGBA", image.size, "white")
-        paper.alpha_composite(image)
-        image = paper
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("L" if channels == 1 else "RGB")
+
+
+def _check_range(values: NDArray[Any], most: int) -> None:
+    for value in (values.min(initial=0), values.max(initial=0)):
+        if not 0 <= value <= most:  # Which is true of a NaN too.
+            raise ValueError(f"it has a pixel of value {value}, but pixels are from 0 to {most}")
 
 
 def decoded(content: Content, form: Form) -> NDArray[np.uint8]:
@@ -127,15 +161,14 @@ def each(
         return [(picture, _attempt(work, picture.content)) for picture in chunk]
 
     console = Console(stderr=True)
-    workers = min(os.cpu_count() or 1, THREADS)
-    pictures = source.pictures()
+    pictures = _guarded(source)
     chunks = iter(lambda: tuple(islice(pictures, CHUNK)), ())
     pending: deque[Future[list[tuple[Picture, Result | Unreadable]]]] = deque()
-    executor = ThreadPoolExecutor(workers)
+    executor = ThreadPoolExecutor(workers())
     try:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task(title, total=source.total)
-            pending.extend(executor.submit(attempt, chunk) for chunk in islice(chunks, 2 * workers))
+            pending.extend(executor.submit(attempt, chunk) for chunk in islice(chunks, 2 * workers()))
             while pending:
                 done = pending.popleft().result()
                 pending.extend(executor.submit(attempt, chunk) for chunk in islice(chunks, 1))
@@ -145,6 +178,20 @@ def each(
         executor.shutdown(cancel_futures=True)
 
 
+def workers() -> int:
+    """Return how many threads decode images.
+
+    >>> 1 <= workers() <= THREADS
+    True
+    """
+    return min(os.cpu_count() or 1, THREADS)
+
+
+def _guarded(source: Source) -> Iterator[Picture]:
+    with readable(source.form):
+        yield from source.pictures()
+
+
 def _attempt(work: Callable[[Content], Result], content: Content) -> Result | Unreadable:
     from PIL import UnidentifiedImageError
 
@@ -152,5 +199,12 @@ def _attempt(work: Callable[[Content], Result], content: Content) -> Result | Un
         return work(content)
     except UnidentifiedImageError:
         return Unreadable("it is not an image that Pillow reads")
+    except MemoryError:
+        return Unreadable("not enough memory", may_pass=True)
+    except FileNotFoundError as error:  # When the file comes, it is another data set.
+        return Unreadable(error.strerror or str(error))
+    except OSError as error:  # Pillow's own, for damaged files, have no number.
+        may_pass = error.errno is not None or str(error).endswith(OUT_OF_MEMORY)
+        return Unreadable(error.strerror or str(error), may_pass)
     except Exception as error:  # Damaged files make the decoders fail in every way.
-        return Unreadable(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        return Unreadable(str(error) or type(error).__name__)

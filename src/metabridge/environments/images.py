@@ -161,6 +161,8 @@ class ImageTasks:
         for name in ("ways", "shots", "queries"):
             check_count(name, getattr(self, name))
         if self.split not in self.data.splits:
+            if not self.data.splits:
+                raise InputError("no class is left in any split. Lower min_images, or add images.")
             raise InputError(f"split is '{self.split}', but these images have {_listed(self.data.splits)}. Use one.")
         if self.superclass not in get_args(Superclass):
             raise InputError(f"superclass is '{self.superclass}', but must be one of {_listed(get_args(Superclass))}.")

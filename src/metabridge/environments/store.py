@@ -4,6 +4,7 @@ A data set is two files in the cache folder, `$METABRIDGE_CACHE` or `~/.cache/me
 as they lie in memory, and an index in JSON of classes, labels and of what could not be read. Their
 names hold a key of the files that they were made from, so other files make another entry. The index
 is written last, and pixels are only believed beside it, so what a killed process leaves is not used.
+The index has checksums of itself and of the pixels. An entry that does not match them is made anew.
 """
 
 from __future__ import annotations
@@ -14,25 +15,40 @@ import json
 import logging
 import math
 import os
-import threading
+import secrets
+import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from metabridge.environments.decode import Form, Unreadable, decoded, each
+from metabridge.environments.decode import CHUNK, Form, Unreadable, decoded, each, workers
 from metabridge.environments.images import LabelledImages
-from metabridge.environments.source import Category, Source, named, split_by_class
+from metabridge.environments.source import (
+    Category,
+    Content,
+    Source,
+    free_memory,
+    named,
+    open_regular,
+    readable,
+    split_by_class,
+)
 from metabridge.errors import InputError
 
-FORMAT = 1  # Raise it with every change to what is stored, or to how a data set's files are read.
+FORMAT = 2  # Raise it with every change to what is stored, or to how a data set's files are read.
 HASHED_FILES, HASHED_BYTES = 64, 2**30  # So much is keyed by its contents: a second's work. Beyond it, by its dates.
 STALE = 24 * 3600
+BLOCK = 2**24  # Bytes of pixels that have one checksum, about.
 
 logger = logging.getLogger("metabridge")
 
@@ -41,7 +57,9 @@ logger = logging.getLogger("metabridge")
 class Stored:
     """Images in the store with a label each, the classes, and what the files lacked.
 
-    `empty` names classes without a readable image; `skipped` has name and reason of unreadable images.
+    `empty` names classes without a readable image; `skipped` has name and reason of unreadable images,
+    of which some could not be read for a reason that may pass if `incomplete`. `same` has groups of
+    images with equal pixels in more than one class, each by row and name.
     """
 
     images: Tensor
@@ -50,6 +68,8 @@ class Stored:
     empty: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    incomplete: bool = False
+    same: tuple[tuple[tuple[int, str], ...], ...] = ()
 
     def labelled(self, *, seed: int = 0, strict: bool = False, min_images: int | None = None) -> LabelledImages:
         """Return the images as a data set, with a warning of what was left out, or an error if `strict`.
@@ -76,6 +96,7 @@ class Stored:
         members: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
         for index, category in zip(kept, split_by_class([self.classes[index] for index in kept], seed)):
             members[category.split].append(index)
+        self._warn_of_duplicates(members)
         superclasses = {name: place for place, name in enumerate(dict.fromkeys(c.superclass for c in self.classes))}
         return LabelledImages(
             images=self.images,
@@ -96,12 +117,31 @@ class Stored:
         if self.skipped:
             which = named(f"{name} ({reason})" for name, reason in self.skipped)
             images = "1 unreadable image is" if len(self.skipped) == 1 else f"{len(self.skipped)} unreadable images are"
-            sentences.append(f"{images} left out: {which}.")
+            retried = " What the system did not let read is tried again on every load." if self.incomplete else ""
+            sentences.append(f"{images} left out: {which}.{retried}")
         if self.empty:
             which = named(f"'{name}'" for name in self.empty)
             classes, verb = ("class", "is") if len(self.empty) == 1 else ("classes", "are")
             sentences.append(f"{len(self.empty)} {classes} without a readable image {verb} left out: {which}.")
         return sentences
+
+    def _warn_of_duplicates(self, members: dict[str, list[int]]) -> None:
+        split_of = {index: split for split, indices in members.items() for index in indices}
+        labels = self.labels.tolist()
+        found = []
+        for group in self.same:
+            splits = {split_of.get(labels[row]): name for row, name in group}
+            splits.pop(None, None)
+            if len(splits) > 1:
+                found.append(" and ".join(f"{name} in {split}" for split, name in splits.items()))
+        if found:
+            pictures = "1 picture is" if len(found) == 1 else f"{len(found)} pictures are"
+            logger.warning(
+                "%s in more than one split, so that accuracies may be too high: %s. "
+                "`metabridge data check` lists them.",
+                pictures,
+                named(found, most=3),
+            )
 
 
 def cache_folder() -> Path:
@@ -152,8 +192,10 @@ def stored(name: str, key: str, form: Form, gather: Callable[[], Source]) -> Sto
     """
     stem = f"{name}-v{FORMAT}-{form.size}px-{form.channels}-{key}"
     pixels, index = (cache_folder() / f"{stem}.{end}" for end in ("pixels", "json"))
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-        return _read(pixels, index)
+    with contextlib.suppress(Exception):  # A damaged entry can fail in every way.
+        held = _read(pixels, index)
+        if not held.incomplete:
+            return held
     _write(name, gather, form, pixels, index)
     return _read(pixels, index)
 
@@ -168,38 +210,64 @@ def _size_and_time(file: str) -> tuple[int, int]:
 
 def _digest(file: str) -> str:
     try:
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError:
         return "unreadable"
 
 
 def _read(pixels: Path, index: Path) -> Stored:
-    held = json.loads(index.read_text(encoding="utf-8"))
+    with open_regular(index) as stream:
+        held = json.load(stream)
+    if held.pop("checksum") != _checksum(held):
+        raise ValueError(f"{index} does not match its checksum")
     shape = held["shape"]
     if pixels.stat().st_size != math.prod(shape):
-        raise ValueError(f"{pixels} has not the size that its index says")
+        raise ValueError(f"{pixels} is {pixels.stat().st_size} bytes, but its index says {math.prod(shape)}")
     flat = torch.from_file(str(pixels), shared=False, size=math.prod(shape), dtype=torch.uint8)
+    images = flat.view(shape)
+    with ThreadPoolExecutor(workers()) as executor:
+        blocks = (block.numpy().data for block in images.split(_block(math.prod(shape[1:]))))
+        if list(executor.map(zlib.crc32, blocks)) != held["blocks"]:
+            raise ValueError(f"{pixels} does not match its checksums")
     return Stored(
-        images=flat.view(shape),
+        images=images,
         labels=torch.tensor(held["labels"]),
         classes=tuple(Category(*category) for category in held["classes"]),
         empty=tuple(held["empty"]),
         skipped=tuple((name, reason) for name, reason in held["skipped"]),
         notes=tuple(held["notes"]),
+        incomplete=held["incomplete"],
+        same=tuple(tuple((row, name) for row, name in group) for group in held["same"]),
     )
 
 
+def _checksum(held: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
 def _write(name: str, gather: Callable[[], Source], form: Form, pixels: Path, index: Path) -> None:
-    with _whole(index) as index_stream:
-        with _whole(pixels) as pixel_stream:
-            source = gather()
+    with written_whole(index) as index_stream:
+        with written_whole(pixels) as pixel_stream:
+            with readable(name):
+                source = gather()
+            _check_space(source.total, form, pixels.parent)
             labels: list[int] = []
             skipped: list[tuple[str, str]] = []
-            for picture, image in each(source, partial(decoded, form=form), f"Decoding {name}"):
-                if isinstance(image, Unreadable):
-                    skipped.append((picture.name, image.reason))
+            incomplete = False
+            blocks: list[int] = []
+            rows = _block(form.channels * form.size**2)
+            seen: dict[bytes, list[tuple[int, str]]] = {}
+            for picture, result in each(source, partial(_pixels, form=form), f"Decoding {name}"):
+                if isinstance(result, Unreadable):
+                    skipped.append((picture.name, result.reason))
+                    incomplete |= result.may_pass
                 else:
+                    image, digest = result
+                    seen.setdefault(digest, []).append((len(labels), picture.name))
+                    if len(labels) % rows == 0:
+                        blocks.append(0)
+                    blocks[-1] = zlib.crc32(image.data, blocks[-1])
                     labels.append(picture.label)
                     pixel_stream.write(image.data)
             if not labels:
@@ -215,27 +283,66 @@ def _write(name: str, gather: Callable[[], Source], form: Form, pixels: Path, in
             "empty": [category.name for label, category in enumerate(source.classes) if label not in place],
             "skipped": skipped,
             "notes": source.notes,
+            "incomplete": incomplete,
+            "same": [group for group in seen.values() if len({labels[row] for row, _ in group}) > 1],
+            "blocks": blocks,
         }
-        index_stream.write(json.dumps(held).encode())
+        index_stream.write(json.dumps({**held, "checksum": _checksum(held)}).encode())
+
+
+def _block(image_bytes: int) -> int:
+    """How many images have one checksum."""
+    return max(1, BLOCK // image_bytes)
+
+
+def _pixels(content: Content, form: Form) -> tuple[NDArray[np.uint8], bytes]:
+    image = decoded(content, form)
+    return image, hashlib.blake2b(image.data, digest_size=16).digest()
+
+
+def _check_space(total: int, form: Form, folder: Path) -> None:
+    """Refuse a size for which the disk or the memory is too small, before anything is decoded."""
+    image = form.channels * form.size**2
+    free = shutil.disk_usage(folder).free
+    if total * image > free:
+        raise InputError(
+            f"{total} images of {form.size} × {form.size} pixels take {total * image / 2**30:.1f} GiB, but "
+            f"{folder} has {free / 2**30:.1f} GiB free. Use a smaller size, or name another folder in METABRIDGE_CACHE."
+        )
+    working = min(total, (2 * workers() + 1) * CHUNK) * image
+    if working > free_memory():
+        raise InputError(
+            f"decoding images of {form.size} × {form.size} pixels takes {working / 2**30:.1f} GiB of memory, but "
+            f"{free_memory() / 2**30:.1f} GiB are free. Use a smaller size."
+        )
 
 
 @contextlib.contextmanager
-def _whole(file: Path) -> Iterator[BinaryIO]:
-    """Write under another name, which becomes the file's own only when all of it is on the disk."""
-    part = file.with_name(f"{file.name}.{os.getpid()}-{threading.get_ident()}.part")
+def written_whole(file: Path) -> Iterator[BinaryIO]:
+    """Write a file of the cache under another name, which becomes its own only when all of it is on the disk.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     with written_whole(Path(folder, "a.pixels")) as stream:
+    ...         _ = stream.write(b"whole")
+    ...     Path(folder, "a.pixels").read_bytes()
+    b'whole'
+    """
+    part = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         for old in file.parent.glob(f"{file.name}.*.part"):  # Left by a process that was killed.
-            if time.time() - old.stat().st_mtime > STALE:
-                old.unlink()
-        with part.open("wb") as stream:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - old.stat().st_mtime > STALE:
+                    old.unlink()
+        with part.open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
     except OSError as error:
         raise InputError(
-            f"decoded images cannot be kept in {file.parent} ({error.strerror}). "
+            f"images cannot be kept in {file.parent} ({error.strerror}). "
             "Free space there, or name a folder that can be written to in METABRIDGE_CACHE."
         ) from error
     finally:

@@ -1,3 +1,5 @@
+import gzip
+import io
 import pickle
 import shutil
 import tarfile
@@ -148,7 +150,7 @@ def test_an_archive_without_one_of_the_files_is_refused(tmp_path):
 def test_labels_that_do_not_fit_the_images_are_refused(tmp_path):
     folder = write_python(tmp_path)
     images, fine = rows(1)
-    held = {"data": images, "fine_labels": fine[:-1].tolist(), "coarse_labels": fine.tolist()}
+    held = {"data": images, "fine_labels": fine[:-1].tolist(), "coarse_labels": (fine // 5).tolist()}
     (folder / "test").write_bytes(pickle.dumps(held))
     with pytest.raises(InputError, match="has images, labels and names that do not fit together"):
         load("cifar-fs", folder)
@@ -167,3 +169,66 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
     (folder / file).write_bytes(pickle.dumps({"data": exec}))
     with pytest.raises(InputError, match=rf"cifar-100-python/{file} asks for builtins\.exec, which is code, not data"):
         load("cifar-fs", folder)
+
+
+@pytest.mark.parametrize("key", ["fine_labels", "coarse_labels"])
+@pytest.mark.parametrize("wrong", [-1, 100, 0.9, None])
+def test_labels_that_number_no_class_are_refused(tmp_path, key, wrong):
+    folder = write_python(tmp_path)
+    held = pickle.loads((folder / "test").read_bytes())
+    held[key][7] = wrong
+    (folder / "test").write_bytes(pickle.dumps(held, 2))
+    with pytest.raises(InputError, match=rf"cifar-100-python/test has {wrong} in {key}, but whole numbers from 0 to"):
+        load("cifar-fs", folder)
+
+
+@pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan])
+def test_pixels_that_are_no_bytes_are_refused(tmp_path, wrong):
+    folder = write_python(tmp_path)
+    held = pickle.loads((folder / "train").read_bytes())
+    held["data"] = held["data"].astype(np.float64 if isinstance(wrong, float) else np.int64)
+    (folder / "train").write_bytes(pickle.dumps(held, 2))
+    assert len(load("cifar-fs", folder).images) == 600  # Whole numbers in another type do no harm.
+    held["data"][3, 4] = wrong
+    (folder / "train").write_bytes(pickle.dumps(held, 2))
+    with pytest.raises(
+        InputError, match=rf"cifar-100-python/train has {wrong} in data, but whole numbers from 0 to 255"
+    ):
+        load("cifar-fs", folder)
+
+
+def write_archive(root: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for info, content in members:
+            archive.addfile(info, io.BytesIO(content))
+    (root / "cifar-100-python.tar.gz").write_bytes(gzip.compress(stream.getvalue()))
+    return root
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_ARCHIVE", 2**20)
+    info = tarfile.TarInfo("cifar-100-python/train")
+    info.size = 2**21
+    root = write_archive(tmp_path, (info, bytes(2**21)))
+    assert (root / "cifar-100-python.tar.gz").stat().st_size < 2**14
+    with pytest.raises(InputError, match=r"is not a whole archive \(it holds more than 1 MiB\)\. Get the file again"):
+        load("cifar-fs", root)
+
+
+def test_an_archive_whose_members_go_backwards_comes_to_an_end(tmp_path):
+    root = write_archive(tmp_path, (tarfile.TarInfo("cifar-100-python/train"), b""))
+    raw = bytearray(gzip.decompress((root / "cifar-100-python.tar.gz").read_bytes()))
+    raw[124:136] = b"\xff" * 10 + b"\xfe\x00"  # The size, -512.
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    (root / "cifar-100-python.tar.gz").write_bytes(gzip.compress(bytes(raw)))
+    with pytest.raises(InputError, match=r"cifar-100-python/train is said to have -512 bytes\)\. Get the file again"):
+        load("cifar-fs", root)
+
+
+def test_a_link_within_an_archive_is_not_followed(tmp_path):
+    link = tarfile.TarInfo("cifar-100-python/train")
+    link.type, link.linkname = tarfile.SYMTYPE, "cifar-100-python/train"
+    with pytest.raises(InputError, match=r"has no cifar-100-python/train in it\. Get the file again"):
+        load("cifar-fs", write_archive(tmp_path, (link, b"")))

@@ -88,3 +88,22 @@ def test_a_folder_without_classes_is_refused(tmp_path):
     (tmp_path / "loose.png").write_bytes(encoded(flat(1)))
     with pytest.raises(InputError, match=r"has no folders of images\. Make a folder for every class there"):
         load("folder", tmp_path)
+
+
+def test_splits_made_of_links_are_read_again_when_the_links_change(tmp_path):
+    root = write_tree(tmp_path / "data", {f"all/class{index}": 1 for index in range(3)})
+    for split, name in (("train", "class0"), ("val", "class1"), ("test", "class2")):
+        (root / split).mkdir()
+        (root / split / name).symlink_to(root / "all" / name)
+    assert names_in(load("folder", root)) == {"train": {"class0"}, "validation": {"class1"}, "test": {"class2"}}
+    for split, before, after in (("train", "class0", "class2"), ("test", "class2", "class0")):
+        (root / split / before).unlink()
+        (root / split / after).symlink_to(root / "all" / after)
+    assert names_in(load("folder", root)) == {"train": {"class2"}, "validation": {"class1"}, "test": {"class0"}}
+
+
+def test_links_that_lead_nowhere_and_folders_of_the_system_are_no_classes(tmp_path):
+    root = write_tree(tmp_path / "data", {"cat": 1, "dog": 1, "lost+found": 1})
+    (root / "loop").symlink_to("loop")
+    (root / "cat" / "loop").symlink_to("loop")
+    assert set(load(root).class_names) == {"cat", "dog"}

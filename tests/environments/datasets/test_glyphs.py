@@ -187,7 +187,7 @@ def test_without_matplotlib_glyphs_drawn_elsewhere_are_read(two_alphabets, tmp_p
 
 def test_a_cache_that_cannot_be_written_is_named(two_alphabets, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"the glyphs cannot be kept in .*file.* Name a folder"):
+    with pytest.raises(InputError, match=r"images cannot be kept in .*file.* name a folder"):
         load_glyphs(cache=tmp_path / "file" / "folder")
 
 
@@ -209,3 +209,23 @@ def test_an_unknown_data_set_is_answered_with_the_known_ones():
 def test_a_negative_seed_is_refused():
     with pytest.raises(InputError, match="seed is -1, but must not be negative"):
         load_glyphs(seed=-1)
+
+
+def test_no_corruption_of_the_cache_gives_other_glyphs(tmp_path, two_alphabets, monkeypatch):
+    glyphs = load_glyphs(cache=tmp_path)
+    monkeypatch.setattr(module, "_draw", lambda seed: glyphs)
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    chance = np.random.default_rng(0)
+    ends = [*chance.integers(len(content), size=15), *range(len(content) - 300, len(content), 20)]
+    for place in ends:
+        changed = bytearray(content)
+        changed[place] ^= 1 << int(chance.integers(8))
+        file.write_bytes(changed)
+        back = load_glyphs(cache=tmp_path)
+        assert torch.equal(back.images, glyphs.images)
+        assert torch.equal(back.labels, glyphs.labels)
+        assert (back.class_names, back.superclass_names) == (glyphs.class_names, glyphs.superclass_names)
+        assert {name: own.tolist() for name, own in back.splits.items()} == {
+            name: own.tolist() for name, own in glyphs.splits.items()
+        }

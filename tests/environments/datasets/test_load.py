@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from metabridge.environments.datasets import detect, load
@@ -28,6 +30,7 @@ def test_classes_with_fewer_images_are_left_out_on_request(root):
 def test_glyphs_take_min_images_too(glyphs):
     assert load("glyphs", min_images=20).splits.keys() == glyphs.splits.keys()
     assert load("glyphs", min_images=21).splits == {}
+    assert load("glyphs", min_images=10**9).splits == {}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,11 @@ def test_glyphs_take_min_images_too(glyphs):
         ("folder", {"rotations": True}, "rotations is True, but 'folder' does not take it. Leave rotations out."),
         ("cifar-fs", {"seed": 3}, "seed is 3, but 'cifar-fs' does not take it. Leave seed out."),
         ("folder", {"size": 0}, "size is 0, but must be a whole number of at least 1. Use size=1 or more."),
+        (
+            "folder",
+            {"size": 100_000},
+            "size is 100000, but images have at most 7071 pixels a side. Use a smaller size.",
+        ),
         ("folder", {"channels": 2}, "channels is 2, but images have 1 (grey) or 3 (RGB). Use one of these."),
     ],
 )
@@ -71,3 +79,17 @@ def test_a_path_without_a_data_set_is_told_what_could_be_there(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(InputError, match=r"holds no data set that is known: no omniglot, .*no parquet files, and no"):
         detect(tmp_path)
+
+
+def test_a_name_that_is_too_long_for_a_path_is_no_data_set():
+    with pytest.raises(InputError, match="but the known ones are"):
+        load(5000 * "a")
+
+
+def test_without_permission_for_a_file_the_data_set_is_not_absent(root, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)\. Fix or remove it\."):
+        load(root)

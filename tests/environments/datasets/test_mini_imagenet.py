@@ -90,7 +90,7 @@ def test_a_table_without_its_heading_is_refused(tmp_path):
         ({"image_data": np.zeros((2, 4, 4, 3)), "class_dict": {}}, "has no uint8 array image_data of shape"),
         (
             {"image_data": np.zeros((2, 4, 4, 3), np.uint8), "class_dict": {"n1": [2]}},
-            "has no class_dict that gives rows",
+            r"has 2 in class_dict\['n1'\], but whole numbers from 0 to 1 belong there",
         ),
     ],
 )
@@ -126,3 +126,29 @@ def test_the_real_parquet_files_hold_a_hundred_classes_split_as_published():
     rows = [line.split("\t") for line in published]
     expected = {(row[1], {"val": "validation"}.get(row[3], row[3])) for row in rows}
     assert {(category.name, category.split) for category in held.classes} == expected
+
+
+@pytest.mark.parametrize("row", [0.9, -1, 2, float("nan"), None])
+def test_a_pickle_with_a_row_that_is_no_row_is_refused(tmp_path, row):
+    write_pickles(tmp_path)
+    held = {"image_data": np.zeros((2, 84, 84, 3), np.uint8), "class_dict": {"n1": [0, row]}}
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
+    with pytest.raises(InputError, match=rf"-val\.pkl has {row} in class_dict\['n1'\], but whole numbers from 0 to 1"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/etc/passwd,n1", r"val\.csv names the image '/etc/passwd', which is not in .*images\. Put it there"),
+        ("../val.csv,n1", r"val\.csv names the image '\.\./val\.csv', which is not in .*images\. Put it there"),
+        (f"a.jpg,{131_073 * 'n'}", r"val\.csv is not a table after line 1 \(field larger than field limit"),
+        ("a.jpg", r"val\.csv has no label in line 2\. Add it"),
+        (",n1", r"val\.csv names the image '', which is not in"),
+    ],
+)
+def test_a_table_with_a_line_that_cannot_be_used_is_refused(tmp_path, line, sentence):
+    write_tables(tmp_path)
+    (tmp_path / "val.csv").write_text(f"filename,label\n{line}\n")
+    with pytest.raises(InputError, match=sentence):
+        load(tmp_path)

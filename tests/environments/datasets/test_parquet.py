@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 from pathlib import Path
 
 import pyarrow
@@ -7,6 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from metabridge.environments.datasets import detect, load
+from metabridge.environments.datasets import parquet as module
 from metabridge.errors import InputError
 from pictures import encoded, flat, names_in, values_of
 
@@ -95,3 +97,65 @@ def test_a_file_without_images_or_labels_is_told_by_its_columns(tmp_path):
     file = write(tmp_path / "a.parquet", [1], [1], column="photo")
     with pytest.raises(InputError, match=r"has the columns photo, label, but none is called image or img\. Rename one"):
         load(file)
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "../secret.png", "a/../../secret.png"])
+def test_a_row_that_names_a_file_outside_of_the_folder_is_refused(tmp_path, path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "secret.png").write_bytes(encoded(flat(10)))
+    table = pyarrow.table({"image": [{"bytes": None, "path": path}], "label": ["cat"]})
+    parquet.write_table(table, tmp_path / "data" / "train.parquet")
+    with pytest.raises(InputError, match=rf"train\.parquet names the image '{path}', which is not in .*data\. Put it"):
+        load(tmp_path / "data")
+
+
+def test_a_row_that_names_a_missing_file_is_refused_since_the_key_does_not_cover_it(tmp_path):
+    table = pyarrow.table({"image": [{"bytes": None, "path": "one.png"}], "label": ["cat"]})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(
+        InputError, match=r"train\.parquet names the image 'one\.png', which is not in .*\. Put it there"
+    ):
+        load(tmp_path)
+    (tmp_path / "one.png").write_bytes(encoded(flat(10)))
+    assert len(load(tmp_path).images) == 1
+
+
+@pytest.mark.parametrize(("labels", "wrong"), [([0.9, 1.0], "0.9"), ([0, 2], "2"), ([[1], [2]], r"\[1\]")])
+def test_labels_that_are_neither_names_nor_numbers_of_a_class_are_refused(tmp_path, labels, wrong):
+    write(tmp_path / "train.parquet", [1, 2], labels, names=["cat", "dog"])
+    with pytest.raises(InputError, match=rf"train\.parquet has {wrong} in column label, but .*\. Get the file again"):
+        load(tmp_path)
+
+
+def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "UNPACKED", 2**20)
+    table = pyarrow.table({"image": [bytes(2**22)], "label": ["cat"]})
+    parquet.write_table(table, tmp_path / "train.parquet", compression="gzip", use_dictionary=False)
+    assert (tmp_path / "train.parquet").stat().st_size < 2**14
+    with pytest.raises(
+        InputError, match=r"is not a whole parquet file \(it has \d+ bytes, but says that it holds 1 rows"
+    ):
+        load(tmp_path)
+
+
+def test_more_rows_than_bytes_are_refused(tmp_path):
+    table = pyarrow.table({"image": 10**5 * [b""], "label": 10**5 * [1]})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=r"but says that it holds 100000 rows"):
+        load(tmp_path)
+
+
+def test_a_pipe_is_no_parquet_file(tmp_path):
+    os.mkfifo(tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=r"train\.parquet is not a whole parquet file \(it is not a regular file\)"):
+        load("parquet", tmp_path)
+
+
+def test_a_long_name_that_is_repeated_is_kept_once(tmp_path):
+    rows = pyarrow.array(64 * [0], pyarrow.int32())
+    names = pyarrow.DictionaryArray.from_arrays(rows, pyarrow.array([2**20 * "n"]))
+    parquet.write_table(pyarrow.table({"image": 64 * [encoded(flat(1))], "label": names}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 2**21
+    labels = module._label_names(tmp_path / "a.parquet")
+    assert len(labels) == 64
+    assert len({id(label) for label in labels}) == 1

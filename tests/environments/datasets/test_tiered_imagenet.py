@@ -82,7 +82,9 @@ def test_labels_without_names_are_refused(tmp_path):
     write_pickles(tmp_path)
     held = {"label_specific": [0, 7], "label_specific_str": ["a"]}
     (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(held))
-    with pytest.raises(InputError, match=r"val_labels\.pkl has labels without a name"):
+    with pytest.raises(
+        InputError, match=r"val_labels\.pkl has 7 in label_specific, but whole numbers from 0 to 0 belong"
+    ):
         load(tmp_path)
 
 
@@ -98,4 +100,41 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
     write_pickles(tmp_path)
     (tmp_path / file).write_bytes(pickle.dumps([exec]))
     with pytest.raises(InputError, match=rf"{file} asks for builtins\.exec, which is code, not data"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["label_specific", "label_general"])
+@pytest.mark.parametrize("wrong", [0.9, -1, float("nan")])
+def test_labels_that_number_no_class_are_refused(tmp_path, key, wrong):
+    write_pickles(tmp_path)
+    for names in (True, False):
+        held = pickle.loads((tmp_path / "val_labels.pkl").read_bytes())
+        held[key] = np.array([0, wrong, 0, 0])
+        if not names:
+            del held[f"{key}_str"]
+        (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(held))
+        with pytest.raises(
+            InputError, match=rf"val_labels\.pkl has {wrong:g}\S* in {key}, but whole numbers from 0 to"
+        ):
+            load(tmp_path)
+
+
+def test_numbers_without_names_make_no_more_classes_than_there_can_be(tmp_path):
+    write_pickles(tmp_path)
+    (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps({"label_specific": [0, 0, 0, 10**12]}))
+    with pytest.raises(
+        InputError, match=r"val_labels\.pkl has 1000000000000 in label_specific, but whole numbers from"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("image", [np.array([1, 256]), np.array([0.5]), 10**10, [1, 2]])
+def test_images_that_are_no_bytes_are_refused(tmp_path, image):
+    write_pickles(tmp_path)
+    images = pickle.loads((tmp_path / "val_images_png.pkl").read_bytes())
+    images[2] = image
+    (tmp_path / "val_images_png.pkl").write_bytes(pickle.dumps(images))
+    with pytest.raises(
+        InputError, match=r"val_images_png\.pkl has \S+.* in row 2, but .* belong.? there\. Get the file"
+    ):
         load(tmp_path)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
 from metabridge.environments.datasets import cifar, folder, mini_imagenet, omniglot, parquet, tiered_imagenet
 from metabridge.environments.datasets.glyphs import load_glyphs
-from metabridge.environments.decode import Form
+from metabridge.environments.decode import PIXELS, Form
 from metabridge.environments.images import LabelledImages
-from metabridge.environments.source import Source
+from metabridge.environments.source import Source, readable
 from metabridge.environments.store import fingerprint, stored
 from metabridge.errors import InputError, check_count
 
@@ -86,8 +88,10 @@ def load(
     _refuse(name, asked, ("size", "channels", "strict", *dataset.options))
     place = existing(name, root)
     form = formed(dataset.form, size, channels)
-    base = place if place.is_dir() else place.parent
-    held = stored(name, fingerprint(dataset.files(place), base), form, lambda: dataset.source(place))
+    with readable(place):
+        base = place if place.is_dir() else place.parent
+        key = fingerprint(dataset.files(place), base)
+    held = stored(name, key, form, lambda: dataset.source(place))
     images = held.labelled(seed=seed, strict=strict, min_images=min_images)
     images = images.turned() if rotations else images
     return _sourced(images, name, place.resolve(), asked, min_images)
@@ -101,9 +105,10 @@ def detect(path: str | Path) -> str:
     metabridge.errors.InputError: there is nothing at nowhere. Name the folder or file that holds the data set.
     """
     place = existing("the data set", path)
-    for name, dataset in DATASETS.items():
-        if dataset.holds(place):
-            return name
+    with readable(place):
+        for name, dataset in DATASETS.items():
+            if dataset.holds(place):
+                return name
     raise InputError(
         f"{path} holds no data set that is known: no {', '.join(list(DATASETS)[:-2])}, no parquet files, "
         "and no folders of images. Make a folder for every class there, with its images inside."
@@ -122,7 +127,7 @@ def named(name: str | Path, root: str | Path | None = None) -> tuple[str, str | 
     before, colon, after = text.partition(":")
     if root is None and colon and before in NAMES:
         return before, after
-    if root is None and Path(text).exists():
+    if root is None and os.path.exists(text):
         return detect(text), text
     known = ", ".join(f"'{known}'" for known in NAMES)
     path = ", and there is no such path either" if root is None else ""
@@ -142,8 +147,9 @@ def existing(name: str, root: str | Path | None) -> Path:
     if root is None:
         raise InputError(f"{name} is in no folder yet: say which one holds it, as in {name}:FOLDER.")
     place = Path(root)
-    if not place.exists():
-        raise InputError(f"there is nothing at {root}. Name the folder or file that holds the data set.")
+    with readable(place):
+        if not place.exists():
+            raise InputError(f"there is nothing at {root}. Name the folder or file that holds the data set.")
     return place
 
 
@@ -155,6 +161,10 @@ def formed(form: Form, size: int | None, channels: int | None) -> Form:
     """
     if size is not None:
         check_count("size", size)
+        if size**2 > PIXELS:
+            raise InputError(
+                f"size is {size}, but images have at most {isqrt(PIXELS)} pixels a side. Use a smaller size."
+            )
     if channels not in (None, 1, 3):
         raise InputError(f"channels is {channels}, but images have 1 (grey) or 3 (RGB). Use one of these.")
     return replace(form, size=size or form.size, channels=channels or form.channels)
@@ -179,5 +189,6 @@ def _leave_out(images: LabelledImages, min_images: int | None) -> LabelledImages
     if min_images is None:
         return images
     counts = images.labels.bincount(minlength=len(images.class_names))
+    min_images = min(min_images, len(images.labels) + 1)  # A tensor cannot be compared with any integer.
     splits = {split: members[counts[members] >= min_images] for split, members in images.splits.items()}
     return replace(images, splits={split: members for split, members in splits.items() if len(members)})

@@ -15,10 +15,10 @@ in. Images are 32 × 32, RGB. Superclasses are CIFAR's twenty coarse labels.
 
 from __future__ import annotations
 
+import gzip
 import tarfile
-import zlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,26 @@ from numpy.typing import NDArray
 
 from metabridge.environments.datasets.splits import table
 from metabridge.environments.decode import Form
-from metabridge.environments.source import Category, Picture, Source, read_bytes
+from metabridge.environments.source import (
+    Category,
+    Picture,
+    Source,
+    as_text,
+    eight_bits,
+    indices,
+    open_regular,
+    read_bytes,
+    readable,
+    shortened,
+    texts,
+)
 from metabridge.environments.unpickle import unpickle
 from metabridge.errors import InputError
 
 FORM = Form(size=32, channels=3)
 PIXELS = 3 * 32 * 32
+LARGEST_ARCHIVE = 2**29  # Bytes, packed or unpacked. CIFAR-100 is 178 MiB.
+GZIP = b"\x1f\x8b"
 TRAINED_IMAGES = 450  # Of each training class of FS-CIFAR100.
 FOLDERS = {
     "cifar-100-python": ("train", "test", "meta"),
@@ -88,7 +102,7 @@ def source(root: Path, name: str = "cifar-fs") -> Source:
     classes: dict[Category, list[int]] = {}
     for number, fine in enumerate(cifar.fine_names):
         if fine not in split_of:
-            raise InputError(f"{place} has a class '{fine}', which CIFAR-100 has not. Get the files again.")
+            raise InputError(f"{place} has a class {shortened(fine)}, which CIFAR-100 has not. Get the files again.")
         rows = np.flatnonzero(cifar.fine == number).tolist()
         superclass = cifar.coarse_names[cifar.coarse[rows[0]]] if rows else "none"
         if name == "fs-cifar100" and split_of[fine] != "test":
@@ -121,64 +135,91 @@ def _found(root: Path) -> tuple[str, Path] | None:
 
 
 def _read(name: str, place: Path) -> _Cifar:
-    reader = partial(_member, place, name) if place.is_file() else lambda part: read_bytes(place / part)
+    contents = _members(place, name) if place.is_file() else {part: read_bytes(place / part) for part in FOLDERS[name]}
     read = _read_python if name == "cifar-100-python" else _read_binary
-    cifar = read(reader, place)
-    fine, coarse = cifar.fine, cifar.coarse
-    whole = len(cifar.images) == len(fine) == len(coarse) and cifar.images.shape[1:] == (PIXELS,)
-    if not whole or max(fine, default=0) >= len(cifar.fine_names) or max(coarse, default=0) >= len(cifar.coarse_names):
+    cifar = read(contents, place)
+    if not len(cifar.images) == len(cifar.fine) == len(cifar.coarse):
         raise InputError(f"{place} has images, labels and names that do not fit together. Get the files again.")
     return cifar
 
 
-def _member(archive: Path, folder: str, part: str) -> bytes:
+def _members(archive: Path, folder: str) -> dict[str, bytes]:
+    """The files in an archive that are read."""
+    with readable(archive), open_regular(archive) as stream:
+        packed = stream.read(LARGEST_ARCHIVE)
+    found = {}
     try:
-        with tarfile.open(archive) as opened:
-            stream = opened.extractfile(f"{folder}/{part}")
-            if stream is not None:
-                return stream.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        content = packed
+        if packed.startswith(GZIP):
+            with gzip.open(BytesIO(packed)) as unpacked:
+                content = unpacked.read(LARGEST_ARCHIVE + 1)
+        if len(content) > LARGEST_ARCHIVE:
+            raise tarfile.TarError(f"it holds more than {LARGEST_ARCHIVE // 2**20} MiB")
+        with tarfile.open(fileobj=BytesIO(content), mode="r:") as members:
+            for member in members:
+                if not 0 <= member.size <= len(content):  # Would be read without end, or would be a file of holes.
+                    raise tarfile.TarError(f"{member.name} is said to have {member.size} bytes")
+                if member.isreg() and member.name.startswith(f"{folder}/"):
+                    found[member.name.removeprefix(f"{folder}/")] = members.extractfile(member).read()  # type: ignore[union-attr]
+    except Exception as error:  # A damaged archive can fail in every way.
         raise InputError(f"{archive} is not a whole archive ({error}). Get the file again.") from error
-    except KeyError:
-        pass
-    raise InputError(f"{archive} has no {folder}/{part} in it. Get the file again.")
+    for part in FOLDERS[folder]:
+        if part not in found:
+            raise InputError(f"{archive} has no {folder}/{part} in it. Get the file again.")
+    return found
 
 
-def _read_python(read: Callable[[str], bytes], place: Path) -> _Cifar:
-    train, test, meta = (_texts(unpickle(read(part), f"{place / part}")) for part in FOLDERS["cifar-100-python"])
-    try:
-        return _Cifar(
-            images=np.concatenate([np.asarray(part["data"], dtype=np.uint8) for part in (train, test)]),
-            fine=np.array([*train["fine_labels"], *test["fine_labels"]], dtype=np.int64),
-            coarse=np.array([*train["coarse_labels"], *test["coarse_labels"]], dtype=np.int64),
-            fine_names=[_text(name) for name in meta["fine_label_names"]],
-            coarse_names=[_text(name) for name in meta["coarse_label_names"]],
-            trained=len(train["data"]),
+def _read_python(contents: dict[str, bytes], place: Path) -> _Cifar:
+    train, test, meta = (_texts(unpickle(contents[part], f"{place / part}")) for part in FOLDERS["cifar-100-python"])
+    names, coarse_names = (
+        texts(place / "meta", key, meta.get(key)) for key in ("fine_label_names", "coarse_label_names")
+    )
+    images = [_planes(place / part, held.get("data")) for part, held in (("train", train), ("test", test))]
+    labels = {
+        key: np.array(
+            [
+                *indices(place / "train", key, train.get(key), len(known)),
+                *indices(place / "test", key, test.get(key), len(known)),
+            ],
+            dtype=np.int64,
         )
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{place} is not CIFAR-100 as pickles ({error}). Get the files again.") from error
+        for key, known in (("fine_labels", names), ("coarse_labels", coarse_names))
+    }
+    return _Cifar(
+        images=np.concatenate(images),
+        fine=labels["fine_labels"],
+        coarse=labels["coarse_labels"],
+        fine_names=names,
+        coarse_names=coarse_names,
+        trained=len(images[0]),
+    )
 
 
-def _read_binary(read: Callable[[str], bytes], place: Path) -> _Cifar:
+def _planes(file: Path, images: Any) -> NDArray[np.uint8]:
+    planes = eight_bits(file, "data", images)
+    if planes.ndim != 2 or planes.shape[1] != PIXELS:
+        raise InputError(
+            f"{file} has data of shape {planes.shape}, but must have rows of {PIXELS}. Get the file again."
+        )
+    return planes
+
+
+def _read_binary(contents: dict[str, bytes], place: Path) -> _Cifar:
     """A row is the coarse label, the fine label and the pixels, a byte each."""
-    train, test, fine_names, coarse_names = (read(part) for part in FOLDERS["cifar-100-binary"])
+    train, test, fine_text, coarse_text = (contents[part] for part in FOLDERS["cifar-100-binary"])
     if len(train) % (PIXELS + 2) or len(test) % (PIXELS + 2):
         raise InputError(f"{place} has a file that ends within an image. Get the files again.")
     rows = np.frombuffer(train + test, dtype=np.uint8).reshape(-1, PIXELS + 2)
-    coarse, fine = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
+    names, coarse_names = (text.decode("latin1").split() for text in (fine_text, coarse_text))
     return _Cifar(
         images=rows[:, 2:],
-        fine=fine,
-        coarse=coarse,
-        fine_names=fine_names.decode("latin1").split(),
-        coarse_names=coarse_names.decode("latin1").split(),
+        fine=np.array(indices(place, "the fine labels", rows[:, 1], len(names)), dtype=np.int64),
+        coarse=np.array(indices(place, "the coarse labels", rows[:, 0], len(coarse_names)), dtype=np.int64),
+        fine_names=names,
+        coarse_names=coarse_names,
         trained=len(train) // (PIXELS + 2),
     )
 
 
 def _texts(held: Any) -> dict[str, Any]:
-    return {_text(key): value for key, value in held.items()} if isinstance(held, dict) else {}
-
-
-def _text(value: Any) -> str:
-    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+    return {as_text(key): value for key, value in held.items()} if isinstance(held, dict) else {}

@@ -11,11 +11,21 @@ class, since few-shot learning is tested on classes that were not trained on.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from metabridge.environments.decode import Form
-from metabridge.environments.source import IMAGES, Category, Source, class_folders, listed, pooled, split_folders, tree
+from metabridge.environments.source import (
+    IMAGES,
+    Category,
+    Source,
+    class_folders,
+    image_bytes,
+    listed,
+    pooled,
+    split_folders,
+    tree,
+    walk,
+)
 from metabridge.errors import InputError
 
 FORM = Form(size=84, channels=3, crop=True)
@@ -29,12 +39,14 @@ def holds(root: Path) -> bool:
     ...     holds(Path(root))
     False
     """
-    below = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
-    return any(file.suffix.lower() in IMAGES and file.parent != root for file in below)
+    if not root.is_dir():
+        return False
+    below = (names for folder, _, names in walk([root]) if folder != root)
+    return any(Path(name).suffix.lower() in IMAGES for names in below for name in names)
 
 
 def files(root: Path) -> list[Path]:
-    """Return every file below a folder, and every empty folder.
+    """Return every file below a folder or its splits, and every empty folder.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -42,7 +54,7 @@ def files(root: Path) -> list[Path]:
     ...     [file.name for file in files(Path(root))]
     ['oak']
     """
-    return tree(root)
+    return [file for part in list(split_folders(root).values()) or [root] for file in tree(part)]
 
 
 def source(root: Path) -> Source:
@@ -55,16 +67,15 @@ def source(root: Path) -> Source:
     ...     source(Path(root)).classes
     (Category(name='trees/oak', superclass='trees', split=''),)
     """
-    splits = split_folders(root) or {"": root}
+    splits = {folder.name: split for split, folder in split_folders(root).items()} or {"": ""}
+    folders = class_folders(root, list(splits))
     classes: dict[Category, list[str]] = {}
-    for split, folder in splits.items():
-        for name, images in class_folders(folder).items():
-            superclass = name.rpartition("/")[0] or "all"
-            prefix = f"{folder.name}/" if split else ""
-            classes[Category(name, superclass, split)] = [f"{prefix}{image}" for image in images]
+    for path, images in folders.images.items():
+        part, _, name = path.partition("/") if "" not in splits else ("", "", path)
+        classes[Category(name, name.rpartition("/")[0] or "all", splits[part])] = images
     if not classes:
         raise InputError(
             f"{root} has no folders of images. Make a folder for every class there, with its images inside."
         )
-    form = "folders of images" + (f", split into {', '.join(splits)}" if any(splits) else "")
-    return pooled(listed(form, classes, lambda name: (root / name).read_bytes()))
+    form = "folders of images" + (f", split into {', '.join(splits.values())}" if "" not in splits else "")
+    return pooled(listed(form, classes, lambda name: image_bytes(root / name), folders.notes))

@@ -7,13 +7,11 @@ typeface, weight of the pen, slant, size, place and in an elastic warp.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import zipfile
-import zlib
 from importlib import metadata
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, conv2d, grid_sample, interpolate
 
 from metabridge.environments.images import LabelledImages
+from metabridge.environments.source import open_regular
+from metabridge.environments.store import cache_folder, written_whole
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImage
     """
     if seed < 0:
         raise InputError(f"seed is {seed}, but must not be negative. Use seed=0 or more.")
-    folder = Path(cache or os.environ.get("METABRIDGE_CACHE") or Path.home() / ".cache" / "metabridge")
+    folder = Path(cache or cache_folder())
     stem = f"glyphs-v{FORMAT}-seed{seed}-matplotlib"
     try:
         version = metadata.version("matplotlib")
@@ -108,8 +108,8 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImage
     for file in files:
         try:
             return _read(file)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-            continue  # Missing or damaged.
+        except Exception:  # Missing, or damaged, which can fail in every way.
+            continue
     if version == "*":
         raise InputError(
             f"the glyphs are not in {folder}, and drawing them needs matplotlib's fonts, which are not installed. "
@@ -261,39 +261,31 @@ def _ink(depth: Tensor, affine: Tensor, bends: Tensor) -> Tensor:
 
 
 def _read(file: Path) -> LabelledImages:
-    with np.load(file, allow_pickle=False) as stored:
-        superclasses = torch.from_numpy(stored["superclasses"])
+    with open_regular(file) as stream, zipfile.ZipFile(stream) as archive:
+
+        def array(name: str) -> NDArray[Any]:
+            # Whole, which np.load does not do: only at the end of an entry its checksum is compared.
+            return np.load(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)  # type: ignore[no-any-return]
+
+        superclasses = torch.from_numpy(array("superclasses"))
         return LabelledImages(
-            images=torch.from_numpy(stored["images"]),
-            labels=torch.from_numpy(stored["labels"]),
-            class_names=tuple(stored["class_names"].tolist()),
+            images=torch.from_numpy(array("images")),
+            labels=torch.from_numpy(array("labels")),
+            class_names=tuple(array("class_names").tolist()),
             superclasses=superclasses,
-            superclass_names=tuple(stored["superclass_names"].tolist()),
-            splits=_splits(superclasses, stored["superclass_splits"].tolist()),
+            superclass_names=tuple(array("superclass_names").tolist()),
+            splits=_splits(superclasses, array("superclass_splits").tolist()),
         )
 
 
 def _write(glyphs: LabelledImages, file: Path) -> None:
-    """Write the file whole or not at all: under another name first, so that no reader sees half of it."""
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as stream:
-            np.savez_compressed(
-                stream,
-                images=glyphs.images.numpy(),
-                labels=glyphs.labels.numpy(),
-                class_names=np.array(glyphs.class_names),
-                superclasses=glyphs.superclasses.numpy(),
-                superclass_names=np.array(glyphs.superclass_names),
-                superclass_splits=np.array([alphabet.split for alphabet in ALPHABETS]),
-            )
-        os.replace(part, file)
-    except OSError as error:
-        raise InputError(
-            f"the glyphs cannot be kept in {file.parent} ({error.strerror}). "
-            "Name a folder that can be written to in METABRIDGE_CACHE."
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    with written_whole(file) as stream:
+        np.savez_compressed(
+            stream,
+            images=glyphs.images.numpy(),
+            labels=glyphs.labels.numpy(),
+            class_names=np.array(glyphs.class_names),
+            superclasses=glyphs.superclasses.numpy(),
+            superclass_names=np.array(glyphs.superclass_names),
+            superclass_splits=np.array([alphabet.split for alphabet in ALPHABETS]),
+        )

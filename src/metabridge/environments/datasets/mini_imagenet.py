@@ -12,13 +12,25 @@ import csv
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from metabridge.environments.datasets import parquet
 from metabridge.environments.decode import Form
-from metabridge.environments.source import Category, Picture, Source, listed, read_bytes, tree
+from metabridge.environments.source import (
+    Category,
+    Picture,
+    Source,
+    as_text,
+    image_bytes,
+    indices,
+    inside,
+    listed,
+    read_bytes,
+    shortened,
+    tree,
+)
 from metabridge.environments.unpickle import unpickle
 from metabridge.errors import InputError
 
@@ -85,13 +97,22 @@ def _pickles(root: Path) -> dict[str, Path]:
 
 def _from_tables(root: Path, tables: dict[str, Path]) -> Source:
     classes: dict[Category, list[str]] = {}
+    images = root / "images"
     for split, table in tables.items():
         reader = csv.DictReader(read_bytes(table).decode("utf-8", "replace").splitlines())
-        if not {"filename", "label"} <= set(reader.fieldnames or ()):
-            raise InputError(f"{table} has not the columns filename and label in its first line. Add that line.")
-        for row in reader:
-            classes.setdefault(Category(row["label"], "all", split), []).append(row["filename"])
-    return listed("mini-ImageNet, CSV and folder", classes, lambda name: (root / "images" / name).read_bytes())
+        try:
+            if not {"filename", "label"} <= set(reader.fieldnames or ()):
+                raise InputError(f"{table} has not the columns filename and label in its first line. Add that line.")
+            for row in reader:
+                if not row["label"]:
+                    raise InputError(f"{table} has no label in line {reader.line_num}. Add it, or remove the line.")
+                inside(images, row["filename"], table)
+                classes.setdefault(Category(row["label"], "all", split), []).append(row["filename"])
+        except csv.Error as error:
+            raise InputError(
+                f"{table} is not a table after line {reader.line_num} ({error}). Get the file again."
+            ) from error
+    return listed("mini-ImageNet, CSV and folder", classes, lambda name: image_bytes(images / name))
 
 
 def _from_pickles(pickles: dict[str, Path]) -> Source:
@@ -99,23 +120,27 @@ def _from_pickles(pickles: dict[str, Path]) -> Source:
     read = {split: _read(file) for split, file in pickles.items()}
     classes: list[Category] = []
     places: list[tuple[str, int, int]] = []  # split, row, label
-    for split, held in read.items():
-        for name, rows in held["class_dict"].items():
-            places += [(split, int(row), len(classes)) for row in rows]
+    for split, (_, rows_of) in read.items():
+        for name, rows in rows_of.items():
+            places += [(split, row, len(classes)) for row in rows]
             classes.append(Category(name, "all", split))
 
     def pictures() -> Iterator[Picture]:
         for split, row, label in places:
-            yield Picture(f"{pickles[split].name}: row {row}", label, read[split]["image_data"][row])
+            yield Picture(f"{pickles[split].name}: row {row}", label, read[split][0][row])
 
     return Source("mini-ImageNet, cached pickles", tuple(classes), len(places), pictures)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> tuple[NDArray[np.uint8], dict[str, list[int]]]:
+    """The images, and the rows of each class."""
     held = unpickle(read_bytes(file), str(file))
     images, classes = (held.get("image_data"), held.get("class_dict")) if isinstance(held, dict) else (None, None)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 4:
         raise InputError(f"{file} has no uint8 array image_data of shape (n, height, width, 3). Get the file again.")
-    if not isinstance(classes, dict) or not all(0 <= row < len(images) for rows in classes.values() for row in rows):
+    if not isinstance(classes, dict):
         raise InputError(f"{file} has no class_dict that gives rows of image_data. Get the file again.")
-    return {"image_data": images, "class_dict": classes}
+    return images, {
+        as_text(name): indices(file, f"class_dict[{shortened(name)}]", rows, len(images))
+        for name, rows in classes.items()
+    }

@@ -14,11 +14,13 @@ import zipfile
 from pathlib import Path
 
 from metabridge.environments.decode import Form
-from metabridge.environments.source import Category, Source, class_folders, listed, tree
+from metabridge.environments.source import Category, Source, check_regular, class_folders, image_bytes, listed, tree
 from metabridge.errors import InputError
 
 FORM = Form(size=28, channels=1, invert=True)
 PARTS = ("images_background", "images_evaluation")
+LARGEST_DRAWING = 2**24  # Bytes of a file; those of Omniglot have a few hundred.
+MOST_PACKED = 100  # An archive of drawings cannot be so many times smaller than what is in it.
 
 
 def holds(root: Path) -> bool:
@@ -60,7 +62,12 @@ def source(root: Path) -> Source:
     """
     files(root)
     archives = {part: _opened(root / f"{part}.zip") for part in PARTS if (root / f"{part}.zip").is_file()}
-    folders = {part: _classes(archives[part]) if part in archives else class_folders(root / part) for part in PARTS}
+    trees = class_folders(root, [part for part in PARTS if part not in archives])
+    folders: dict[str, dict[str, list[str]]] = {part: {} for part in PARTS}
+    folders.update({part: _classes(archive) for part, archive in archives.items()})
+    for path, drawings in trees.images.items():
+        part, _, name = path.partition("/")
+        folders[part][name] = [drawing.removeprefix(f"{part}/") for drawing in drawings]
     alphabets = sorted({name.split("/")[0] for name in folders["images_background"]})
     validation = set(alphabets[len(alphabets) - max(len(alphabets) // 6, len(alphabets) > 1) :])
     classes = {}
@@ -73,22 +80,37 @@ def source(root: Path) -> Source:
 
     def read(name: str) -> bytes:
         part = name.split("/")[0]
-        return archives[part].read(name) if part in archives else (root / name).read_bytes()
+        return _unpacked(archives[part], name) if part in archives else image_bytes(root / name)
 
-    return listed(f"Omniglot, {'zip archives' if archives else 'folders'}", classes, read)
+    return listed(f"Omniglot, {'zip archives' if archives else 'folders'}", classes, read, trees.notes)
 
 
 def _opened(file: Path) -> zipfile.ZipFile:
     try:
-        return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, OSError) as error:
+        check_regular(file)
+        archive = zipfile.ZipFile(file)
+    except Exception as error:  # A damaged archive can fail in every way.
         raise InputError(f"{file} is not a whole zip archive ({error}). Get the file again.") from error
+    unpacked = sum(info.file_size for info in archive.infolist())
+    if unpacked > LARGEST_DRAWING + MOST_PACKED * file.stat().st_size:
+        raise InputError(
+            f"{file} holds {unpacked / 2**20:.0f} MiB in {file.stat().st_size / 2**20:.1f} MiB, which no archive of "
+            "drawings does. Do not trust this file."
+        )
+    return archive
+
+
+def _unpacked(archive: zipfile.ZipFile, name: str) -> bytes:
+    size = archive.getinfo(name).file_size
+    if size > LARGEST_DRAWING:
+        raise ValueError(f"it is {size / 2**20:.0f} MiB, but a drawing has at most {LARGEST_DRAWING // 2**20} MiB")
+    return archive.read(name)  # Never more than that size, whatever is packed.
 
 
 def _classes(archive: zipfile.ZipFile) -> dict[str, list[str]]:
     """What `class_folders` says of the folder in the archive."""
     found: dict[str, list[str]] = {}
-    for name in sorted(archive.namelist()):
+    for name in sorted(set(archive.namelist())):
         # Part/Alphabet/character/drawing: a folder's own name ends in a slash.
         _, *parts = name.split("/")
         if len(parts) == 3 and not name.startswith("__MACOSX"):

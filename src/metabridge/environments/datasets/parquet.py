@@ -10,20 +10,37 @@ or splits that share classes, is split by class, as folders of images are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from metabridge.environments.decode import Form
-from metabridge.environments.source import SPLITS, Category, Picture, Source, pooled, tree
+from metabridge.environments.source import (
+    SPLITS,
+    Category,
+    Picture,
+    Source,
+    check_regular,
+    image_bytes,
+    inside,
+    named,
+    pooled,
+    shortened,
+    tree,
+    unreadable,
+)
 from metabridge.errors import InputError
 
 FORM = Form(size=84, channels=3, crop=True)
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
-BATCH = 256  # Rows read at once.
+BATCH = 32  # Rows read at once.
+MOST_PACKED = 100  # A file of images cannot be so many times smaller than what is in it,
+UNPACKED = 2**26  # unless it has no more than so many bytes in it.
 
 
 def holds(root: Path) -> bool:
@@ -43,7 +60,7 @@ def files(root: Path) -> list[Path]:
     """
     if root.is_file():
         return [root] if root.suffix == ".parquet" else []
-    return [file for file in tree(root) if file.suffix == ".parquet"]
+    return [file for file in tree(root) if file.suffix == ".parquet"] if root.is_dir() else []
 
 
 def source(root: Path) -> Source:
@@ -91,7 +108,7 @@ def class_names(shard: Path) -> tuple[str, ...] | None:
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return tuple(map(str, features[_column(shard, schema, LABEL_COLUMNS)]["names"]))
-    except (KeyError, ValueError, TypeError, InputError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         return None
 
 
@@ -99,7 +116,7 @@ def _pictures(shard: Path, name: str, labels: list[int | None]) -> Iterator[Pict
     file = _opened(shard)
     column = _column(shard, file.schema_arrow, IMAGE_COLUMNS)
     row = 0
-    try:
+    with _whole(shard):
         for batch in file.iter_batches(BATCH, columns=[column]):
             for value in batch.column(0).to_pylist():
                 label, content = labels[row], value
@@ -108,43 +125,83 @@ def _pictures(shard: Path, name: str, labels: list[int | None]) -> Iterator[Pict
                     path = value.get("path") or path
                     content = value.get("bytes")
                     if content is None and value.get("path"):
-                        content = (shard.parent / value["path"]).read_bytes
+                        content = partial(image_bytes, _beside(shard, value["path"]))
                 if label is not None:
-                    yield Picture(f"{name}: {path}", label, content or b"")
+                    yield Picture(f"{name}: {path}", label, content if isinstance(content, bytes | partial) else b"")
                 row += 1
-    except (OSError, ValueError) as error:
-        raise _damaged(shard, error) from error
+
+
+def _beside(shard: Path, name: object) -> Path:
+    """The file that a row names. It must be there: the key of the data set does not cover it."""
+    file = inside(shard.parent, name, shard)
+    if not file.exists():
+        raise InputError(f"{shard} names the image {shortened(name)}, which is not in {shard.parent}. Put it there.")
+    return file
 
 
 def _label_names(shard: Path) -> list[str | None]:
     """The name of every row's class; None where it has none."""
-    file = _opened(shard)
-    column = _column(shard, file.schema_arrow, LABEL_COLUMNS)
+    schema = _opened(shard).schema_arrow
+    column = _column(shard, schema, LABEL_COLUMNS)
+    nested = schema.field(schema.names.index(column)).type.num_fields > 0
     known = class_names(shard)
-    try:
-        values = file.read(columns=[column]).column(0).to_pylist()
-    except (OSError, ValueError) as error:
-        raise _damaged(shard, error) from error
+    values: list[Any] = []
+    with _whole(shard):
+        # A long name that is repeated is kept once.
+        file = _opened(shard, read_dictionary=[] if nested else [column])
+        for chunk in file.read(columns=[column]).column(0).chunks:
+            if hasattr(chunk, "dictionary"):
+                distinct = chunk.dictionary.to_pylist()
+                values += [None if place is None else distinct[place] for place in chunk.indices.to_pylist()]
+            else:
+                values += chunk.to_pylist()
+    for value in values:
+        if not (value is None or isinstance(value, str | int)):
+            raise InputError(
+                f"{shard} has {shortened(value)} in column {column}, but labels are whole numbers or names. "
+                "Get the file again."
+            )
     names: dict[Any, str | None] = {None: None}
     for value in set(values) - {None}:
-        number = isinstance(value, int)
-        named = known is not None and number and 0 <= value < len(known)
-        unlabelled = number and value < 0  # The hub's habit for images whose label is kept secret.
-        names[value] = known[value] if known is not None and named else None if unlabelled else str(value)
+        if isinstance(value, str):
+            names[value] = value
+        elif value < 0:  # The hub's habit for images whose label is kept secret.
+            names[value] = None
+        elif known is not None and value >= len(known):
+            raise InputError(
+                f"{shard} has {value} in column {column}, but whole numbers from 0 to {len(known) - 1} belong there, "
+                "as many as it names classes. Get the file again."
+            )
+        else:
+            names[value] = str(value) if known is None else known[value]
     return [names[value] for value in values]
 
 
-def _opened(shard: Path) -> Any:
+def _opened(shard: Path, read_dictionary: Sequence[str] = ()) -> Any:
     import pyarrow.parquet
 
+    with _whole(shard):
+        check_regular(shard)
+        file, size = pyarrow.parquet.ParquetFile(shard, read_dictionary=list(read_dictionary)), shard.stat().st_size
+        rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
+        unpacked = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+        if not 0 <= rows <= size or not 0 <= unpacked <= UNPACKED + MOST_PACKED * size:
+            raise ValueError(f"it has {size} bytes, but says that it holds {rows} rows of {unpacked} bytes")
+        return file
+
+
+@contextlib.contextmanager
+def _whole(shard: Path) -> Iterator[None]:
+    """Turn every error of a damaged file into one for the user."""
     try:
-        return pyarrow.parquet.ParquetFile(shard)
-    except (OSError, ValueError) as error:
-        raise _damaged(shard, error) from error
-
-
-def _damaged(shard: Path, error: Exception) -> InputError:
-    return InputError(f"{shard} is not a whole parquet file ({str(error).splitlines()[0]}). Get the file again.")
+        yield
+    except InputError:
+        raise
+    except PermissionError as error:
+        raise unreadable(shard, error) from error
+    except Exception as error:  # A damaged file can fail in every way.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"{shard} is not a whole parquet file ({reason}). Get the file again.") from error
 
 
 def _column(shard: Path, schema: Any, wanted: tuple[str, ...]) -> str:
@@ -152,7 +209,7 @@ def _column(shard: Path, schema: Any, wanted: tuple[str, ...]) -> str:
         if name in schema.names:
             return name
     raise InputError(
-        f"{shard} has the columns {', '.join(schema.names)}, but none is called {' or '.join(wanted)}. Rename one."
+        f"{shard} has the columns {named(schema.names)}, but none is called {' or '.join(wanted)}. Rename one."
     )
 
 

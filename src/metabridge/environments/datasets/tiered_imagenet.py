@@ -25,10 +25,16 @@ from metabridge.environments.source import (
     Content,
     Picture,
     Source,
+    as_text,
     class_folders,
+    eight_bits,
+    image_bytes,
+    indices,
     listed,
     read_bytes,
+    shortened,
     split_folders,
+    texts,
     tree,
 )
 from metabridge.environments.unpickle import unpickle
@@ -36,6 +42,7 @@ from metabridge.errors import InputError
 
 FORM = Form(size=84, channels=3)
 PARTS = {"train": "train", "val": "validation", "test": "test"}
+MOST_CLASSES = 100_000  # Where the files do not name them.
 
 
 def holds(root: Path) -> bool:
@@ -94,13 +101,14 @@ def _is_tree(root: Path) -> bool:
 
 def _from_tree(root: Path) -> Source:
     category = {name: general for _, name, general in table("tiered_imagenet")}
-    classes = {
-        Category(name, category[name], split): [f"{folder.name}/{image}" for image in images]
-        for split, folder in split_folders(root).items()
-        for name, images in class_folders(folder).items()
-        if name in category
-    }
-    return listed("tiered-ImageNet, folders", classes, lambda name: (root / name).read_bytes())
+    splits = {folder.name: split for split, folder in split_folders(root).items()}
+    folders = class_folders(root, list(splits))
+    classes = {}
+    for path, images in folders.images.items():
+        part, _, name = path.partition("/")
+        if name in category:
+            classes[Category(name, category[name], splits[part])] = images
+    return listed("tiered-ImageNet, folders", classes, lambda name: image_bytes(root / name), folders.notes)
 
 
 def _from_pickles(pickles: dict[str, tuple[Path, Path]]) -> Source:
@@ -123,38 +131,39 @@ def _from_pickles(pickles: dict[str, tuple[Path, Path]]) -> Source:
                     "Get the two files from one place."
                 )
             for row, (image, number) in enumerate(zip(images, specific)):
-                yield Picture(f"{file.name}: row {row}", label_of[split, number], _png(image))
+                yield Picture(f"{file.name}: row {row}", label_of[split, number], _png(file, row, image))
 
     total = sum(len(specific) for specific, *_ in labels.values())
     return Source("tiered-ImageNet, pickles", tuple(classes), total, pictures)
 
 
-def _png(image: Any) -> Content:
+def _png(file: Path, row: int, image: Any) -> Content:
     if isinstance(image, np.ndarray):
-        return image.astype(np.uint8).tobytes()
-    return image.encode("latin1") if isinstance(image, str) else bytes(image)
+        return eight_bits(file, f"row {row}", image).tobytes()
+    if not isinstance(image, str | bytes):
+        raise InputError(
+            f"{file} has {shortened(image)} in row {row}, but a PNG file belongs there. Get the file again."
+        )
+    return image.encode("latin1", "replace") if isinstance(image, str) else image
 
 
 def _labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]]:
     """Class and category of each image, and the names that they count."""
     held = unpickle(read_bytes(file), str(file))
-    held = {_text(key): value for key, value in held.items()} if isinstance(held, dict) else {}
+    held = {as_text(key): value for key, value in held.items()} if isinstance(held, dict) else {}
     if "label_specific" not in held:
         raise InputError(f"{file} is not a dictionary with label_specific in it. Get the file again.")
-    specific = [int(number) for number in held["label_specific"]]
-    general = [int(number) for number in held.get("label_general", [0] * len(specific))]
-    names, categories = (
-        [_text(name) for name in held.get(f"{key}_str", range(max(numbers, default=-1) + 1))]
-        for key, numbers in (("label_specific", specific), ("label_general", general))
-    )
-    if len(general) != len(specific) or not _counts(specific, names) or not _counts(general, categories):
-        raise InputError(f"{file} has labels without a name, or not a category for every image. Get the file again.")
+    specific, names = _numbered(file, held, "label_specific")
+    general, categories = _numbered(file, {"label_general": [0] * len(specific), **held}, "label_general")
+    if len(general) != len(specific):
+        raise InputError(f"{file} has not a category for every image. Get the file again.")
     return specific, general, names, categories
 
 
-def _counts(numbers: list[int], names: list[str]) -> bool:
-    return all(0 <= number < len(names) for number in set(numbers))
-
-
-def _text(value: Any) -> str:
-    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+def _numbered(file: Path, held: dict[str, Any], key: str) -> tuple[list[int], list[str]]:
+    """The numbers of every image, and the names that they count: the numbers themselves if there are none."""
+    if f"{key}_str" in held:
+        names = texts(file, f"{key}_str", held[f"{key}_str"])
+        return indices(file, key, held[key], len(names)), names
+    numbers = indices(file, key, held[key], MOST_CLASSES)
+    return numbers, [str(number) for number in range(max(numbers, default=-1) + 1)]

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from metabridge import InputError, files
+from metabridge.files import FolderLock, make_way, write_output, write_whole
+
+POSIX = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX files")
+
+
+def python(program: str, *arguments: object, **options) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+
+
+@POSIX
+def test_a_link_is_written_through_and_stays_a_link(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("old", "new"):
+        target, link = tmp_path / "there" / name, tmp_path / f"link to {name}"
+        link.symlink_to(target)
+        if name == "old":
+            target.write_bytes(b"old")
+        write_whole(link, b"content")
+        assert link.is_symlink()
+        assert target.read_bytes() == b"content"
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(InputError, match="loop cannot be written"):
+        write_whole(loop, b"content")
+    assert loop.is_symlink()
+
+
+@POSIX
+def test_what_is_no_regular_file_is_streamed_to_or_refused_and_never_replaced(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write_whole(pipe, b"content")
+    reader.join()
+    assert read == [b"content"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    master, slave = os.openpty()
+    link = tmp_path / "terminal"
+    link.symlink_to(os.ttyname(slave))
+    write_whole(link, b"content")
+    assert os.read(master, 100) == b"content"
+    assert link.is_symlink()
+    assert stat.S_ISCHR(link.stat().st_mode)
+    os.close(master)
+    os.close(slave)
+    with pytest.raises(InputError, match=r"is neither a regular file nor a pipe\. Name a file\."):
+        write_whole(tmp_path, b"content")
+
+
+STDOUT = """
+import sys
+from metabridge.files import write_output
+print("before")
+write_output(sys.argv[1], b"content\\n")
+print("after")
+"""
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["-", "link"])
+@pytest.mark.parametrize("to_file", [False, True])
+def test_standard_output_is_written_in_order_and_never_replaced(tmp_path, name, to_file):
+    if name == "link":
+        name = str(tmp_path / "link")
+        Path(name).symlink_to("/dev/stdout")
+    with (tmp_path / "printed").open("wb") as file:
+        file.write(b"first\n")
+        file.flush()
+        done = subprocess.run([sys.executable, "-c", STDOUT, name], stdout=file if to_file else subprocess.PIPE)
+    assert done.returncode == 0
+    printed = (tmp_path / "printed").read_bytes().removeprefix(b"first\n") if to_file else done.stdout
+    assert printed == b"before\ncontent\nafter\n"
+    assert Path("/dev/stdout").is_symlink()
+
+
+def test_a_named_output_is_a_file(tmp_path, capsys):
+    write_output(tmp_path / "table.csv", b"a,b\n")
+    assert (tmp_path / "table.csv").read_bytes() == b"a,b\n"
+    write_output("-", "ü\n".encode())
+    assert capsys.readouterr().out == "ü\n"
+    make_way(Path("-"))
+    make_way(Path("/dev/stdout"))
+    make_way(tmp_path / "new" / "table.csv")
+    assert (tmp_path / "new").is_dir()
+
+
+def test_a_planted_part_file_is_not_followed(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    names = set()
+    opened = os.open
+
+    def plant(path, flags, *arguments):
+        if str(path).endswith(".part"):
+            names.add(path)
+            os.symlink(victim, path)
+        return opened(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", plant)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"cannot be written \(File exists\)"):
+            write_whole(tmp_path / "file", b"content")
+    assert victim.read_bytes() == b"precious"
+    assert len(names) == 2  # nobody can tell the name before
+
+
+@POSIX
+def test_an_existing_file_keeps_its_mode_and_a_new_one_obeys_the_umask(tmp_path):
+    for mode in (0o600, 0o640, 0o755):
+        file = tmp_path / f"{mode:o}"
+        file.write_bytes(b"old")
+        file.chmod(mode)
+        write_whole(file, b"new")
+        assert stat.S_IMODE(file.stat().st_mode) == mode
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "new", b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
+
+
+def test_readers_see_whole_files_while_several_threads_write(tmp_path):
+    file, contents = tmp_path / "file", [bytes([65 + each]) * 200_000 for each in range(4)]
+    write_whole(file, contents[0])
+    failed: list[BaseException] = []
+
+    def write(content: bytes) -> None:
+        try:
+            for _ in range(25):
+                write_whole(file, content)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=[content]) for content in contents]
+    for thread in threads:
+        thread.start()
+    seen = set()
+    while any(thread.is_alive() for thread in threads):
+        seen.add(file.read_bytes())
+    assert not failed
+    assert seen <= set(contents)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_content_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (done.append("sync"), sync(number)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    write_whole(tmp_path / "file", b"content")
+    assert done[:2] == ["sync", "replace"]
+
+
+HOLD = """
+import sys
+from metabridge.files import FolderLock
+lock = FolderLock(sys.argv[1])
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_who_holds_the_folder_until_the_first_ends(tmp_path):
+    for end in (lambda holder: holder.stdin.close(), lambda holder: holder.kill()):
+        with python(HOLD, tmp_path) as holder:
+            assert holder.stdout.readline() == "locked\n"
+            with pytest.raises(InputError) as caught:
+                FolderLock(tmp_path)
+            found = re.fullmatch(
+                rf"the folder {tmp_path} is in use by process {holder.pid} on \S+ since \d{{4}}-\S+ \S+ \(.*-c.*\)\. "
+                r"Wait for its end, or name another folder\.",
+                str(caught.value),
+            )
+            assert found, caught.value
+            end(holder)
+            holder.wait()
+        FolderLock(tmp_path).release()
+        assert not list(tmp_path.iterdir())
+
+
+def test_only_one_of_many_threads_gets_the_folder_at_a_time(tmp_path):
+    inside, most, refused, gate = [], [], [], threading.Barrier(8)
+
+    def work() -> None:
+        gate.wait()
+        for _ in range(50):
+            try:
+                with FolderLock(tmp_path):
+                    inside.append(1)
+                    most.append(len(inside))
+                    inside.pop()
+            except InputError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(most) == {1}
+    assert len(most) + len(refused) == 400
+    assert all("is in use by" in each for each in refused)
+
+
+def test_a_lock_file_that_its_holder_removes_at_that_moment_is_made_anew(tmp_path, monkeypatch):
+    tried, lock = [], files._try_lock
+
+    def removed(descriptor: int) -> bool:
+        if not tried:
+            (tmp_path / files.LOCK).unlink()
+        tried.append(descriptor)
+        return lock(descriptor)
+
+    monkeypatch.setattr(files, "_try_lock", removed)
+    with FolderLock(tmp_path), pytest.raises(InputError, match=f"is in use by process {os.getpid()} on"):
+        FolderLock(tmp_path)
+
+
+def test_a_lock_that_is_forgotten_is_released(tmp_path):
+    lock = FolderLock(tmp_path)
+    del lock
+    FolderLock(tmp_path).release()
+
+
+@POSIX
+@pytest.mark.parametrize("text", ["", "7", "{}", "[" * 100_000, '{"pid": 1, "host": 2}'])
+def test_a_lock_file_that_does_not_name_its_holder_is_one_of_another_process(tmp_path, text):
+    with FolderLock(tmp_path):
+        (tmp_path / ".lock").write_text(text)
+        with pytest.raises(InputError, match="is in use by another process"):
+            FolderLock(tmp_path)
+
+
+def test_a_planted_lock_file_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_bytes(b"precious")
+    (tmp_path / files.LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(InputError, match="cannot be locked"):
+        FolderLock(tmp_path)
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+    (tmp_path / files.LOCK).unlink()
+    os.mkfifo(tmp_path / files.LOCK)
+    with pytest.raises(InputError, match="is no regular file"):
+        FolderLock(tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from metabridge.files import write_whole
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path(sys.argv[1]), b"content")
+"""
+
+
+@POSIX
+def test_part_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(tmp_path):
+    with python(KILLED, tmp_path / "weights") as killed:
+        assert killed.wait() == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    old = tmp_path / f".state.{killed.pid}.part"  # as earlier versions named them
+    living = [tmp_path / f".state.{os.getpid()}.part", tmp_path / f".state.{os.getpid()}.{'0' * 16}.part"]
+    others = [tmp_path / "download.part", tmp_path / ".film.part"]
+    for file in (old, *living, *others):
+        file.touch()
+    with FolderLock(tmp_path):
+        pass
+    assert set(tmp_path.iterdir()) == {*living, *others}
+    assert left.name.startswith(".weights.")
+
+
+def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path, monkeypatch, caplog):
+    fcntl = pytest.importorskip("fcntl")
+
+    def unsupported(*_):
+        raise OSError(files.errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with FolderLock(tmp_path):
+        assert json.loads((tmp_path / files.LOCK).read_text())["command"] == shlex.join(sys.argv)
+    assert "has no locks (Operation not supported)" in caplog.text
+
+
+def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path):
+    if not hasattr(os, "fork"):
+        pytest.skip("needs processes that can be forked")
+    program = """
+import os, sys
+from metabridge.files import FolderLock
+lock = FolderLock(sys.argv[1])
+child = os.fork()
+if child == 0:
+    sys.exit()
+os.waitpid(child, 0)
+print(os.path.exists(os.path.join(sys.argv[1], ".lock")))
+"""
+    with python(program, tmp_path) as parent:
+        assert parent.stdout.read() == "True\n"
+    with contextlib.closing(parent.stdin):
+        assert not list(tmp_path.iterdir())
+
+
+@POSIX
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_a_stranger_put_into_a_folder_is_replaced_and_not_followed(tmp_path, kind):
+    victim, file = tmp_path / "victim", tmp_path / "metrics.jsonl"
+    victim.write_bytes(b"mine")
+    if kind == "link":
+        file.symlink_to(victim)
+    else:
+        os.mkfifo(file)
+    write_whole(file, b"written", follow=False)
+    assert victim.read_bytes() == b"mine"
+    assert stat.S_ISREG(file.lstat().st_mode)
+    assert file.read_bytes() == b"written"
