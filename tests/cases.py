@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 
 from metabridge.episodes import Episodes
 from metabridge.learners import GradientDescent, Method, Proximal, Ridge, SupportVectors, method
@@ -82,6 +84,166 @@ NETS = {
         small_conv4, (1, 16, 16), 2e-7, Proximal(strength=1e4, steps=40, lr=8e-5, cg_steps=10)
     ),
 }
+
+
+class SumOfParameters(nn.Module):
+    """Autograd returns one tensor as the gradient of both weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.shift).tanh()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).tanh()
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).tanh()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(2, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0][:, -1]
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.project, self.dropout = nn.Linear(2, 12), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)  # each (points, heads, places, 2)
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).mean(2).flatten(1)
+
+
+class MultiheadAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0].flatten(1)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).mean(1).tanh()
+
+
+class MovingBuffers(nn.Module):
+    """Centres by a running mean that it changes in place, and counts its calls in a buffer that it replaces."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        centred = (x - self.mean.clone()).tanh() / (1 + 0.1 * self.calls)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            self.calls = self.calls + 1
+        return centred
+
+
+class Adapter(nn.Module):
+    """A hook computes with a parameter that it holds in its closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 5), nn.Parameter(torch.rand(5) + 0.5)
+        self.layer.register_forward_hook(lambda layer, inputs, output: output * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight + weight.mT) / 2
+
+
+def symmetric_layer() -> nn.Module:
+    return nn.Sequential(parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric()), nn.Tanh())
+
+
+def normed_layer() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh())
+
+
+def group_normed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Softplus(), nn.Flatten())
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 1, dim_feedforward=3, dropout=0.0, activation="gelu", batch_first=True)
+    return nn.Sequential(layer, nn.Flatten())
+
+
+# Networks with something that an engine could get wrong: how to make their features, and the shape of a point.
+ODD_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "sum of parameters": (SumOfParameters, (4,)),
+    "tied weights": (Tied, (4,)),
+    "a layer under two names": (TwoNames, (4,)),
+    "group norm": (group_normed, (1, 4, 4)),
+    "LSTM": (Recurrent, (3, 2)),
+    "attention": (Attention, (3, 2)),
+    "multi-head attention": (MultiheadAttention, (3, 2)),
+    "transformer": (transformer, (2, 4)),
+    "embedding": (Tokens, (3,)),
+    "parametrised layer": (symmetric_layer, (4,)),
+    "weight norm": (normed_layer, (4,)),
+    "buffers that move": (MovingBuffers, (4,)),
+    "parameter in a closure": (Adapter, (4,)),
+}
+
+
+def odd_net(name: str, seed: int = 0) -> Network:
+    """An odd network in float64, in training."""
+    make, shape = ODD_FEATURES[name]
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        features = make().double()
+        example = torch.zeros(2, *shape, dtype=torch.int64 if name == "embedding" else torch.float64)
+        with torch.no_grad():
+            width = features.eval()(example).shape[1]
+        return Network(features, nn.Linear(width, WAYS).double()).train()
+
+
+def odd_episodes(name: str, tasks: int = 3) -> Episodes:
+    episodes = clusters(ODD_FEATURES[name][1], tasks=tasks)
+    if name == "embedding":
+        return episodes.map_inputs(lambda x: (100 * x).long().abs().clamp(max=999))
+    return episodes
 
 
 def clusters(shape: tuple[int, ...], tasks: int = 3, shots: int = 2, queries: int = 3, seed: int = 0) -> Episodes:

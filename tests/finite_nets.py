@@ -134,7 +134,7 @@ def least(kernel: Empirical, x: Tensor) -> int:
     survey, memory = kernel._survey(kernel.part, x, None)[1].survey, 2**10
     while True:
         try:
-            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, stand_ins.cached(x)))
+            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, stand_ins.cached(x)), kernel.way)
         except InputError:
             memory += memory // 16
         else:

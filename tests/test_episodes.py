@@ -38,7 +38,7 @@ def test_a_dtype_changes_points_and_values_but_not_labels():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((X.long(), Y, X, Y), "support_x is int64 of shape (2, 3, 4), but inputs must be floating point"),
+        ((X.int(), Y, X, Y), "support_x is int32 of shape (2, 3, 4), but inputs must be floating point"),
         ((X[0], Y, X, Y), "needs the axes (tasks, points, features...)"),
         ((X, Y.int(), X, Y), "support_y is int32"),
         ((X, Y[:, :2], X, Y), "support_x has (tasks, points) = (2, 3), but support_y has (2, 2)"),

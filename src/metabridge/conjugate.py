@@ -37,7 +37,8 @@ def conjugate_gradients(
         if not going.any():
             break
         image = product(direction)
-        length = torch.where(going, size / (direction * image).sum(over, keepdim=True), 0)
+        curvature = (direction * image).sum(over, keepdim=True)
+        length = torch.where(going & (curvature > 0), size / curvature, 0)  # rounding can make it negative
         v, residual = v + length * direction, residual - length * image
         scaled = precondition(residual)
         before, size = size, (residual * scaled).sum(over, keepdim=True)

@@ -15,8 +15,9 @@ from metabridge.errors import InputError, describe
 class Episodes:
     """Support and query sets of `len(episodes)` tasks, every tensor with a leading task axis.
 
-    Inputs are floating point, `(tasks, points, ...)`. Targets are either class labels, int64 of
-    shape `(tasks, points)`, or regression values, floating point of shape `(tasks, points, outputs)`.
+    Inputs are floating point, `(tasks, points, ...)`, or int64 where a network takes indices. Targets
+    are either class labels, int64 of shape `(tasks, points)`, or regression values, floating point of
+    shape `(tasks, points, outputs)`.
     `classes`, of shape `(tasks, outputs)`, says which persistent head row each output of a task
     belongs to (a training class, or a task with a head of its own); multi-task methods need it.
 
@@ -66,15 +67,15 @@ class Episodes:
             if not -len(self) <= tasks < len(self):
                 raise IndexError(f"task {tasks} of {len(self)}")
             tasks = slice(tasks, tasks + 1 or None)
-        return self._map(lambda tensor: tensor[tasks])
+        return self.map(lambda tensor: tensor[tasks])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Episodes:
         """Move to a device and, for the floating-point tensors, to a dtype."""
-        return self._map(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
+        return self.map(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
 
     def clone(self) -> Episodes:
         """Copy the tensors."""
-        return self._map(torch.clone)
+        return self.map(torch.clone)
 
     @property
     def device(self) -> torch.device:
@@ -126,15 +127,18 @@ class Episodes:
         x = function(self.support_x)
         return replace(self, support_x=x, query_x=function(self.query_x) if self.is_split else x)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
+        """Return episodes of which every tensor is changed by `function`."""
         x, y = function(self.support_x), function(self.support_y)
         query = (function(self.query_x), function(self.query_y)) if self.is_split else (x, y)
         return Episodes(x, y, *query, None if self.classes is None else function(self.classes))
 
 
 def _check_set(name: str, x: Tensor, y: Tensor) -> None:
-    if not x.is_floating_point():
-        raise InputError(f"{name}_x is {describe(x)}, but inputs must be floating point. Convert with .float().")
+    if not (x.is_floating_point() or x.dtype == torch.int64):
+        raise InputError(
+            f"{name}_x is {describe(x)}, but inputs must be floating point, or int64 indices. Convert with .float()."
+        )
     if x.ndim < 3:
         raise InputError(
             f"{name}_x is {describe(x)}, but needs the axes (tasks, points, features...). "

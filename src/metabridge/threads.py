@@ -5,24 +5,27 @@ Small nets on small sets leave a second core idle inside an operation; whole pie
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from queue import Queue
-from threading import Event
+from threading import Barrier, Event, Lock
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
 
+from metabridge.models.binding import bound
+
 T = TypeVar("T")
 R = TypeVar("R")
 N = TypeVar("N", bound=nn.Module)
+_POOLS: dict[int, ThreadPoolExecutor] = {}  # by the number of their threads
+_MAKING = Lock()
 
 # PyTorch then asks for huge pages for large tensors: fewer page faults, for which threads would queue up in the
 # kernel. It looks once, at its first large allocation, so this stands here and not in a function.
@@ -33,13 +36,14 @@ def over_threads(
     function: Callable[[Sequence[T]], Iterator[R]], items: Sequence[T], cores: int | None = None
 ) -> Iterator[R]:
     """Yield what `function` yields for shares of the items, one share and one thread a core, as it comes."""
-    keep_freed_memory()
     cores = min(cores or torch.get_num_threads(), len(items))
+    if cores < 2:  # a worker of a pool has one thread, and must not wait for its own pool
+        yield from function(items)
+        return
     found: Queue[Callable[[], R] | None] = Queue()
     stopped = Event()
 
     def work(share: Sequence[T]) -> None:
-        torch.set_num_threads(1)
         try:
             for result in function(share):
                 found.put(partial(_same, result))
@@ -50,20 +54,46 @@ def over_threads(
         finally:
             found.put(None)
 
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(cores) as pool:
-        try:
-            for core in range(cores):
-                pool.submit(work, items[core::cores])
-            while cores:
-                result = found.get()
-                if result is None:
-                    cores -= 1
-                else:
-                    yield result()
-        finally:
-            stopped.set()  # where the reader has had enough, or something went wrong, the others end soon
+    workers = pool(cores)
+    futures = [workers.submit(work, items[core::cores]) for core in range(cores)]
+    try:
+        while cores:
+            result = found.get()
+            if result is None:
+                cores -= 1
+            else:
+                yield result()
+    finally:
+        stopped.set()  # where the reader has had enough, or something went wrong, the others end soon
+        wait(futures)
+
+
+def pool(cores: int) -> ThreadPoolExecutor:
+    """Return `cores` threads, each with one compute thread, that stay for the life of the process.
+
+    `torch.set_num_threads` sets the calling thread's number, but also the one that threads begun later start with. So
+    it is called once for each worker, and the latter is put back at once, instead of at every use.
+    """
+    with _MAKING:
+        if cores not in _POOLS:
+            keep_freed_memory()
+            threads, ready = torch.get_num_threads(), Barrier(cores + 1)
+
+            def begin() -> None:
+                torch.get_num_threads()  # a thread takes over the common number at its first use, and only then
+                torch.set_num_threads(1)
+                ready.wait()
+
+            _POOLS[cores] = made = ThreadPoolExecutor(cores, "metabridge")
+            for _ in range(cores):
+                made.submit(begin)
+            ready.wait()
             torch.set_num_threads(threads)
+        return _POOLS[cores]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_POOLS.clear)  # a child has none of its parent's threads
 
 
 @functools.cache
@@ -80,9 +110,12 @@ def keep_freed_memory() -> None:
 
 
 def shell(net: N) -> N:
-    """Copy the modules but share their tensors: calling one module with two sets of weights is not thread-safe."""
-    shared = {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())}
-    return copy.deepcopy(net, shared)
+    """Copy the modules but share their tensors, so that a thread can call them and register hooks of its own."""
+    copy = bound(net, {})
+    for module in copy.modules():
+        hooks = {name: value.copy() for name, value in vars(module).items() if "_hooks" in name}
+        vars(module).update(hooks)
+    return copy
 
 
 def _same(value: R) -> R:

@@ -24,7 +24,8 @@ from metabridge.models.network import with_group_norm
 def plan_of(kernel: Empirical, x: Tensor, samples: int) -> Plan:
     """How the kernel of some samples like x's would be computed."""
     survey = kernel._survey(kernel.part, x, None)[1].survey
-    return kernel._plan(Problem(survey, kernel.outputs, kernel.memory, samples, samples, True, stand_ins.cached(x)))
+    problem = Problem(survey, kernel.outputs, kernel.memory, samples, samples, True, stand_ins.cached(x))
+    return kernel._plan(problem, kernel.way)
 
 
 @pytest.mark.parametrize("outputs", ["sum", "full"])

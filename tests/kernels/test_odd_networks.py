@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -33,6 +34,11 @@ def normed(*after: nn.Module) -> nn.Module:
 
 def head(size: int) -> nn.Module:
     return nn.Linear(size, 3)
+
+
+def without_bias(norm: nn.GroupNorm) -> nn.GroupNorm:
+    norm.register_parameter("bias", None)
+    return norm
 
 
 def residual(net: Odd, x: Tensor) -> Tensor:
@@ -92,7 +98,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         residual, first=nn.Conv2d(2, 4, 3), second=nn.Conv2d(4, 4, 3, padding=1), norm=nn.GroupNorm(2, 4), head=head(4)
     ),
     "a norm without bias": lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4, bias=False), nn.Flatten(), head(144)
+        nn.Conv2d(2, 4, 3), without_bias(nn.GroupNorm(2, 4)), nn.Flatten(), head(144)
     ),
     "a norm whose bias is its weight": tied_norm,
     "one pool used twice": shared_pool,
@@ -120,6 +126,109 @@ def test_the_kernel_equals_the_product_of_explicit_jacobians(name: str, gpu: boo
     with torch.no_grad():
         assert error(Empirical(net, outputs="full", way="gradients").ntk(x), exact) < 1e-9
     assert torch.equal(x, before)
+
+
+def recurrent(kind: type[nn.Module]) -> nn.Module:
+    return Odd(lambda net, x: net.head(net.a(x)[0][:, -1]), a=kind(6, 4, batch_first=True), head=head(4))
+
+
+def attending(weights: bool) -> nn.Module:
+    def forward(net: Odd, x: Tensor) -> Tensor:
+        return net.head(net.a(x, x, x, need_weights=weights)[0].mean(1))  # type: ignore[no-any-return]
+
+    return Odd(forward, a=nn.MultiheadAttention(6, 2, batch_first=True), head=head(6))
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0, batch_first=True)
+    return Odd(lambda net, x: net.head(net.a(x).mean(1)), a=layer, head=head(6))
+
+
+def weight_normed() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(30, 4)), nn.Tanh(), head(4))
+
+
+SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+    "GRU": lambda: recurrent(nn.GRU),
+    "LSTM": lambda: recurrent(nn.LSTM),
+    "RNN": lambda: recurrent(nn.RNN),
+    "attention": lambda: attending(weights=False),
+    "attention with its weights": lambda: attending(weights=True),
+    "transformer": transformer,
+    "weight norm": weight_normed,
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_operations_that_cannot_be_pushed_forward_are_pulled_back(name: str, training: bool) -> None:
+    net, x = seeded(SEQUENCES[name]).train(training), seen(1, 3, 5, 6)
+    for outputs in ("full", "sum"):
+        exact = explicit(net, x[:2], x, outputs, lambda name: True)
+        for way in ("auto", "gradients"):
+            kernel = Empirical(net, outputs=outputs, way=way)  # type: ignore[arg-type]
+            for _ in range(2):
+                assert error(kernel.ntk(x[:2], x), exact) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["GRU", "weight norm"])
+def test_products_that_pytorch_cannot_compute_are_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(InputError, match=r"way is 'products', but .*Use way='gradients' or way='auto'"):
+        Empirical(seeded(SEQUENCES[name]), way="products").ntk(seen(1, 2, 5, 6))
+
+
+def pooled() -> nn.Module:
+    first = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.ReLU()
+    return nn.Sequential(nn.Sequential(*first), nn.Flatten(), nn.Linear(36, 4), nn.Tanh(), head(4))
+
+
+def jacobian(kernel: Empirical, x: Tensor) -> Tensor:
+    return torch.cat(list(kernel.jacobian(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("frozen", ["0.0.weight", "0.1.weight", "0.0", "0.1", "0", "2.bias", "4.weight"])
+def test_parameters_that_need_no_gradient_do_not_count(frozen: str, way: str, gpu: bool) -> None:
+    net, x = seeded(pooled), seen(1, 3, 2, 8, 8)
+    kernel = Empirical(net, outputs="full", way=way)  # type: ignore[arg-type]
+    every = kernel.ntk(x)
+    for name, value in net.named_parameters():
+        value.requires_grad_(not f"{name}.".startswith(f"{frozen}."))
+    exact = explicit(net, x, x, "full", lambda name: net.get_parameter(name).requires_grad)
+    assert error(kernel.ntk(x), exact) < 1e-9
+    assert error(every, exact) > 1e-3
+    rows = jacobian(kernel, x)
+    assert rows.shape[2] == sum(value.numel() for value in net.parameters() if value.requires_grad)
+    assert error(torch.einsum("iop,jup->ijou", rows, rows), exact) < 1e-9
+    body = Empirical(net, outputs="full", part="body", way=way).ntk(x)  # type: ignore[arg-type]
+    assert error(body + kernel.nngp(x), exact) < 1e-9
+
+
+def test_a_network_without_parameters_that_count_is_refused() -> None:
+    net, x = seeded(pooled), seen(1, 2, 2, 8, 8)
+    net[4].requires_grad_(False)
+    with pytest.raises(InputError, match="no parameters in its head that count: those with requires_grad=False do not"):
+        Empirical(net).nngp(x)
+    net.requires_grad_(False)
+    with pytest.raises(InputError, match="has no parameters that count"):
+        Empirical(net).ntk(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_with_two_names_keeps_its_parameters(way: str) -> None:
+    net, x = (
+        seeded(lambda: Odd(lambda net, x: net.head(net.a(net.b(x).tanh())), a=nn.Linear(4, 4), head=head(4))),
+        seen(1, 3, 4),
+    )
+    net.b = net.a
+    net.add_module("c", nn.Module())
+    net.c.weight = net.a.weight
+    own = list(net.parameters())
+    exact = explicit(copy.deepcopy(net), x, x, "full", lambda name: True)
+    for _ in range(2):
+        assert error(Empirical(net, outputs="full", way=way).ntk(x), exact) < 1e-9  # type: ignore[arg-type]
+    assert all(value is before for value, before in zip(net.parameters(), own, strict=True))
 
 
 @pytest.mark.parametrize("way", WAYS)

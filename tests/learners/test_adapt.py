@@ -1,12 +1,31 @@
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch import nn
 
-from cases import CLASSES, METHODS, NETS, clusters, smooth_mlp
-from metabridge import SVM, InputError, NearestCentroid, RidgeHead, Sinusoid, adapt, method, parameters, predict
+from cases import CLASSES, METHODS, NETS, WAYS, clusters, odd_episodes, odd_net, small_conv4, smooth_mlp
+from metabridge import (
+    PRESETS,
+    SVM,
+    Engine,
+    InputError,
+    NearestCentroid,
+    RidgeHead,
+    Sinusoid,
+    adapt,
+    method,
+    parameters,
+    predict,
+)
 from metabridge.learners.gradient import features_of
-from metabridge.models import mlp
+from metabridge.models import Network, mlp
+
+THREADS = 8
 
 
 @pytest.mark.parametrize("net_name", NETS)
@@ -74,3 +93,91 @@ def test_regression_works_for_every_method_that_can():
     for name in ("maml", "anil", "imaml", "r2d2", "nal"):
         chosen = method(name)
         assert predict(chosen, net, parameters(chosen, net), episodes).shape == (3, 10, 1)
+
+
+class Meet(nn.Module):
+    """Let a forward pass wait until all threads are in one, if there are several."""
+
+    barrier: threading.Barrier | None = None
+
+    def forward(self, x):
+        if self.barrier is not None:
+            self.barrier.wait(timeout=60)
+        return x
+
+
+def adapted_and_predicted(name, net, params, episodes):
+    chosen = method(name)
+    adapted = adapt(chosen, net, params, episodes.support_x[0], episodes.support_y[0])
+    return [adapted(episodes.query_x[0]), predict(chosen, net, params, episodes)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_threads_that_are_in_the_same_forward_pass_of_one_net_do_not_disturb_each_other(name, monkeypatch):
+    net = Network(nn.Sequential(nn.Linear(4, 6), Meet(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, WAYS))
+    net, episodes = net.double(), [clusters((4,), tasks=1, seed=seed) for seed in range(THREADS)]
+    params = parameters(method(name), net, classes=CLASSES)
+    each = [{n: (1 + thread / 10) * v.detach() for n, v in params.items()} for thread in range(THREADS)]
+    work = [(name, net, *own) for own in zip(each, episodes)]
+    expected = [adapted_and_predicted(*own) for own in work]
+    monkeypatch.setattr(Meet, "barrier", threading.Barrier(THREADS))
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(lambda own: adapted_and_predicted(*own), work))
+    for mine, alone in zip(found, expected):
+        assert all(map(torch.equal, mine, alone))
+
+
+@pytest.mark.parametrize("make_net", [smooth_mlp, small_conv4])
+def test_eight_threads_agree_bit_for_bit_with_one_under_load(make_net):
+    net = make_net()
+    shape = (4,) if make_net is smooth_mlp else (1, 16, 16)
+    work = [
+        (name, net, parameters(method(name), net, classes=CLASSES), clusters(shape, tasks=2, seed=seed))
+        for seed in range(2)
+        for name in PRESETS
+    ]
+    expected = [adapted_and_predicted(*own) for own in work]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = list(pool.map(lambda own: adapted_and_predicted(*own), work * 3))
+    finally:
+        sys.setswitchinterval(interval)
+    for mine, alone in zip(found, expected * 3):
+        assert all(map(torch.equal, mine, alone))
+
+
+def test_the_network_can_be_used_while_it_is_applied_with_other_parameters():
+    net, episodes = smooth_mlp(), clusters((4,), tasks=1)
+    params = {name: 2 * value.detach() for name, value in net.named_parameters()}
+    x, seen = episodes.support_x[0], []
+    expected = net(x)
+    net.features[1].register_forward_hook(lambda *_: None if seen else seen.append(0) or seen.append(net(x)))
+    adapt(method("maml"), net, params, x, episodes.support_y[0])
+    assert torch.equal(seen[1], expected)
+
+
+@pytest.mark.parametrize("name", ["maml", "imaml", "anil", "mtl", "r2d2"])
+def test_adaptation_works_in_inference_mode(name):
+    chosen, net, episodes = METHODS[name], smooth_mlp(), clusters((4,))
+    expected = predict(chosen, net, parameters(chosen, net, classes=CLASSES), episodes)
+    with torch.inference_mode():
+        params, inside = parameters(chosen, net, classes=CLASSES), episodes.clone()
+        found = predict(chosen, net, params, inside)
+        alone = adapt(chosen, net, params, inside.support_x[0], inside.support_y[0])(inside.query_x[0])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(alone, expected[0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["transformer", "multi-head attention", "attention"])
+def test_attention_adapts_alike_in_training_and_in_evaluation_where_pytorch_has_a_fast_path(name, training):
+    chosen, net, episodes = METHODS["maml"], odd_net(name), odd_episodes(name)
+    params = parameters(chosen, net)
+    expected = predict(chosen, net.train(), params, episodes)
+    torch.testing.assert_close(predict(chosen, net.train(training), params, episodes), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(predict(chosen, net, params, episodes), expected)
+    gradients = Engine(chosen, net)(params, episodes).gradients
+    assert all(value.isfinite().all() for value in gradients.values())

@@ -8,10 +8,11 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from cases import CLASSES, METHODS, NETS, clusters, flattened, relative, smooth_mlp
+from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative, smooth_mlp
 from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
-from metabridge.learners import heads
+from metabridge.learners import gradient, heads
 from metabridge.learners.engine import CAPTURES
 from metabridge.models import Network, mlp
 
@@ -228,8 +229,22 @@ def test_missing_rows_unknown_modes_and_unfit_bodies_are_refused():
         meta_gradient(partial, net, rows, episodes)
 
 
-def test_memory_flat_steps_refuse_to_drop_at_random():
-    net = Network(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3)), nn.Linear(8, 1)).train()
+class FunctionalDropout(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.3, self.training)
+
+
+@pytest.fixture
+def three_threads():
+    usual = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.3), FunctionalDropout(), nn.RReLU()])
+def test_memory_flat_steps_refuse_to_drop_at_random(drop):
+    net = Network(nn.Sequential(nn.Linear(3, 8), drop), nn.Linear(8, 1)).train()
     chosen, x = method("maml"), torch.randn(2, 4, 3)
     episodes = Episodes(x, x[..., :1], x + 1, x[..., :1])
     engine = Engine(chosen, net, flat=True)
@@ -239,9 +254,164 @@ def test_memory_flat_steps_refuse_to_drop_at_random():
     assert engine(parameters(chosen, net), episodes).loss.isfinite()
 
 
+@pytest.mark.parametrize("mode", ["auto", "workers"])
+@pytest.mark.parametrize("name", ["maml", "anil"])
+def test_one_seed_gives_one_gradient_on_several_threads_whatever_drops(three_threads, name, mode):
+    net = Network(nn.Sequential(nn.Linear(4, 8), FunctionalDropout()), nn.Linear(8, 3)).double().train()
+    chosen, episodes = method(name), clusters((4,), tasks=6)
+    params, engine = parameters(chosen, net), Engine(method(name), net, mode=mode)
+    results = []
+    for _ in range(5):
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            results.append(flattened(engine(params, episodes).gradients))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
+def test_gradients_are_the_same_bit_for_bit_on_any_number_of_threads(name):
+    case = NETS["conv4 with batch norm"]
+    chosen, net = case.method(name), case.make().float()
+    episodes = clusters(case.shape, tasks=7).to(dtype=torch.float32)
+    params = parameters(chosen, net, classes=CLASSES)
+    usual, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            results.append(Engine(chosen, net, mode="workers")(params, episodes))
+    finally:
+        torch.set_num_threads(usual)
+    for result in results[1:]:
+        assert torch.equal(result.loss, results[0].loss)
+        assert all(torch.equal(value, results[0].gradients[n]) for n, value in result.gradients.items())
+
+
+@pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
+def test_buffers_move_once_for_every_task_and_alike_in_every_mode(name):
+    chosen, episodes = METHODS[name], odd_episodes("buffers that move")
+    ends = []
+    for mode in ("loop", "workers", "vectorised"):
+        net = odd_net("buffers that move")
+        params = parameters(chosen, net, classes=CLASSES)
+        Engine(chosen, net, mode=mode)(params, episodes)
+        ends.append(dict(net.named_buffers()))
+    layer = odd_net("buffers that move").features.train()
+    for x in (episodes if chosen.split else episodes.without_split()).support_x:
+        layer(x)
+    for end in ends:
+        torch.testing.assert_close(end["features.mean"], layer.mean)
+        assert end["features.calls"] == len(episodes)
+    net = odd_net("buffers that move").eval()
+    Engine(chosen, net)(params, episodes)
+    assert not any(value.any() for value in net.buffers())
+
+
+@pytest.mark.parametrize("name", ["maml", "anil"])
+def test_integer_inputs_are_not_rounded_in_low_precision(name):
+    chosen, net = method(name), odd_net("embedding").float()
+    tokens = torch.tensor([[[999, 999, 997]], [[995, 993, 991]]])
+    episodes = Episodes(tokens, torch.zeros(2, 1, dtype=torch.int64), tokens, torch.ones(2, 1, dtype=torch.int64))
+    for mode in ("loop", "workers", "vectorised"):
+        result = Engine(chosen, net, mode=mode, dtype=torch.bfloat16)(parameters(chosen, net), episodes)
+        rows = result.gradients["features.table.weight"].abs().sum(1).nonzero().flatten()
+        assert rows.tolist() == [991, 993, 995, 997, 999]
+        assert result.gradients["features.table.weight"].dtype == torch.float32
+
+
+def test_whole_numbers_that_low_precision_would_round_and_integers_for_a_net_of_floats_are_refused():
+    x, y = torch.tensor([[[999.0, 3.0]]]), torch.zeros(1, 1, dtype=torch.int64)
+    net, chosen = mlp(2, 3), method("maml")
+    params = parameters(chosen, net)
+    with pytest.raises(InputError, match=r"whole numbers such as 999, which torch\.bfloat16 rounds to 1000"):
+        Engine(chosen, net, dtype=torch.bfloat16)(params, Episodes(x, y, x, y))
+    for fine in (x / 999, x.clamp(max=256)):
+        assert Engine(chosen, net, dtype=torch.bfloat16)(params, Episodes(fine, y, fine, y)).loss.isfinite()
+    with pytest.raises(InputError, match=r"Inputs are torch\.int64, but this network takes floating-point ones"):
+        Engine(chosen, net)(params, Episodes(x.long(), y, x.long(), y))
+
+
+def test_a_net_that_pytorch_cannot_vectorise_runs_task_by_task_with_one_log_line(caplog):
+    class Unusual(nn.Module):
+        def forward(self, x):
+            return x if float(x.detach().sum()) > 1e9 else x.tanh()
+
+    net, episodes = Network(nn.Sequential(nn.Linear(4, 5), Unusual()), nn.Linear(5, 3)).double(), clusters((4,))
+    chosen = method("maml")
+    params = parameters(chosen, net)
+    gradient._warn_of_loop.cache_clear()
+    with caplog.at_level(logging.WARNING, "metabridge"):
+        found, again = (Engine(chosen, net, mode="vectorised")(params, episodes) for _ in range(2))
+    assert ["cannot vectorise this network" in record.message for record in caplog.records] == [True]
+    expected = Engine(chosen, net, mode="loop")(params, episodes)
+    for result in (found, again):
+        assert relative(flattened(result.gradients), flattened(expected.gradients)) < 1e-12
+
+
 def test_one_classifier_over_all_classes_refuses_values():
     chosen, net = method("rfs", test=heads.Ridge()), mlp(2, 1)
     x, y = torch.randn(3, 4, 2), torch.randn(3, 4, 1)
     episodes = Episodes(x, y, x, y, classes=torch.tensor([[0], [1], [2]]))
     with pytest.raises(InputError, match="one classifier over all classes, but the targets are values"):
         Engine(chosen, net)(parameters(chosen, net, classes=7), episodes)
+
+
+class _ChangesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x.sub_(0.5)))
+
+
+def test_looking_at_a_network_leaves_its_inputs_alone():
+    net = Network(_ChangesItsInput(), nn.Linear(5, 3)).double()
+    chosen, episodes = METHODS["anil"], clusters((4,))
+    engine, params = Engine(chosen, net, mode="loop"), parameters(chosen, net)
+    first, second = (engine(params, episodes.clone()).loss for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_network_is_looked_at_with_the_parameters_that_are_given():
+    net, chosen, episodes = smooth_mlp(), METHODS["maml"], clusters((4,))
+    params = parameters(chosen, net)
+    expected = Engine(chosen, net)(params, episodes)
+    found = Engine(chosen, deepcopy(net).float())(params, episodes)
+    assert torch.equal(found.loss, expected.loss)
+
+
+def test_a_layer_that_is_switched_to_training_is_noticed():
+    net = Network(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5).eval()), nn.Linear(6, 3)).double()
+    chosen, episodes = METHODS["maml"], clusters((4,))
+    engine, params = Engine(chosen, net, flat=True), parameters(chosen, net)
+    engine(params, episodes)
+    net.features[1].train()
+    with pytest.raises(InputError, match="flat runs every inner step twice"):
+        engine(params, episodes)
+
+
+def test_a_submodule_named_head_keeps_its_own_weights():
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.head(x)
+            if self.training:
+                self.seen = x.detach().mean(0)
+            return x
+
+    net = Network(Features(), nn.Linear(4, 4)).double()
+    chosen, episodes = METHODS["anil"], clusters((4,), tasks=1)
+    Engine(chosen, net, mode="loop")(parameters(chosen, net), episodes)
+    assert torch.allclose(net.features.seen, net.features.head(episodes.support_x[0]).mean(0))
+
+
+def test_query_indices_that_low_precision_would_round_are_refused():
+    net, chosen = smooth_mlp().float(), METHODS["anil"]
+    x = torch.ones(1, 3, 4)
+    episodes = Episodes(x, torch.arange(3)[None], x * 999, torch.arange(3)[None])
+    with pytest.raises(InputError, match="whole numbers such as 999"):
+        Engine(chosen, net, dtype=torch.bfloat16)(parameters(chosen, net), episodes)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from scipy import optimize
 from sklearn import linear_model, neighbors, svm
 from torch import Tensor
 
@@ -168,7 +169,8 @@ def test_centroid_head_predicts_the_nearest_class_mean(tasks):
     head = NearestCentroid().fit(tasks.x, tasks.y, tasks.ways)
     theirs = sklearn_decisions(neighbors.NearestCentroid(), tasks, "predict")
     assert (head.scores(tasks.query).argmax(-1) == theirs).all()
-    distance = (tasks.query[..., None, :] - head.weight[..., None, :, :]).square().sum(-1)
+    centroid = head.weight + tasks.x.mean(-2, keepdim=True)
+    distance = (tasks.query[..., None, :] - centroid[..., None, :, :]).square().sum(-1)
     constant = head.scores(tasks.query) + distance / 2
     torch.testing.assert_close(constant, constant[..., :1].expand_as(constant))
 
@@ -293,12 +295,26 @@ def test_heads_score_on_a_cuda_device_as_on_the_cpu(head):
     torch.testing.assert_close(there.cpu(), head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query))
 
 
-def test_newtons_method_says_when_its_steps_run_out(monkeypatch, caplog):
-    generator = torch.Generator().manual_seed(0)
-    features, labels = torch.randn(3, 10, 4, generator=generator), torch.arange(10).remainder(2).expand(3, -1)
+@pytest.mark.parametrize(
+    ("head", "remedy"), [(LogisticRegression(1e-3), "a larger penalty"), (SVM(1e3), "a smaller C")], ids=repr
+)
+def test_head_that_is_not_solved_says_so_once(head, remedy, monkeypatch, caplog):
+    tasks = gaussian_tasks(3, [5, 5], 4, spread=2.0)
     monkeypatch.setattr("metabridge.learners.newton.STEPS", 1)
-    LogisticRegression(1e-3).fit(features, labels, outputs=2)
-    assert "stopped after 1 steps before every task was solved" in caplog.text
+    monkeypatch.setattr("metabridge.learners.newton.HINGE_STEPS", 1)
+    monkeypatch.setattr("metabridge.learners.qp.MOST", 1)
+    head.fit(tasks.x, tasks.y, tasks.ways)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{head!r} stopped ")
+    assert record.getMessage().endswith(f"in 3 of 3 tasks. Use {remedy}, or normalise=True.")
+
+
+def test_hinge_head_that_is_not_solved_says_so_once(monkeypatch, caplog):
+    tasks = gaussian_tasks(3, [9, 9], 4, spread=2.0)
+    monkeypatch.setattr("metabridge.learners.qp._EXCHANGES", 0)
+    monkeypatch.setattr("metabridge.learners.qp.INTERIOR_STEPS", 3)
+    SVM(10.0, "hinge").fit(tasks.x, tasks.y, tasks.ways)
+    assert [record.getMessage().split(" stopped ")[0] for record in caplog.records] == [repr(SVM(10.0, "hinge"))]
 
 
 @pytest.mark.parametrize("penalty", [1e-2, 1e-4, 1e-6])
@@ -323,3 +339,166 @@ def test_float32_heads_of_points_far_from_zero_are_as_good_as_in_float64(head):
         head.fit(x.to(dtype), labels, 5).scores(queries.to(dtype)).double() for dtype in (torch.float32, torch.float64)
     )
     torch.testing.assert_close(single, double, rtol=0, atol=1e-3)
+
+
+class Raw(NamedTuple):
+    """What features may look like before anybody has scaled them."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+    near: float | None = None
+
+    def tasks(self, shots: list[int], features: int) -> Tasks:
+        tasks = gaussian_tasks(2, shots, features, spread=2.0)
+        x = tasks.x.clone()
+        if self.near is not None:  # every other point next to the one before it, in whichever class that is
+            x[:, 1::2] = x[:, : 2 * (x.shape[1] // 2) : 2] + self.near * x[:, 1::2]
+        x, query = (self.scale * (part + self.offset) for part in (x, tasks.query))
+        return tasks._replace(x=x, query=query)
+
+
+RAW = {
+    "small": Raw(1e-3),
+    "as they should be": Raw(),
+    "large": Raw(1e2),
+    "very large": Raw(1e6),
+    "far from zero": Raw(offset=1e3),
+    "near-duplicate points": Raw(near=1e-6),
+}
+SHAPES = {
+    "5-way 5-shot, wide": ([5] * 5, 64),
+    "5-way 5-shot, as many points as features": ([5] * 5, 24),
+    "3-way 1-shot": ([1] * 3, 16),
+    "2-way 20-shot, tall": ([20] * 2, 8),
+    "12-way 2-shot": ([2] * 12, 18),
+}
+raw_features = pytest.mark.parametrize("raw", RAW.values(), ids=RAW.keys())
+shapes = pytest.mark.parametrize(("shots", "d"), SHAPES.values(), ids=SHAPES.keys())
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+STRENGTHS = (1e-4, 1.0, 1e4)
+
+
+def assert_scores(ours: Tensor, theirs: np.ndarray, raw: Raw, dtype: torch.dtype) -> None:
+    """Scores agree as well as the dtype of far features allows, and otherwise to a ten thousandth."""
+    far = 1e-3 if raw.offset and dtype == torch.float32 else 1e-4
+    assert np.abs(ours.double().numpy() - theirs).max() < far * max(1.0, np.abs(theirs).max())
+
+
+@raw_features
+@shapes
+@both_dtypes
+def test_ridge_head_of_raw_features_is_that_of_singular_values(raw, shots, d, dtype, caplog):
+    x, y, query, ways = raw.tasks(shots, d)
+    x, query = x.to(dtype), query.to(dtype)
+    for penalty in STRENGTHS:
+        scores = Ridge(penalty).fit(x, y, ways).scores(query)
+        for points, labels, queries, ours in zip(x.double().numpy(), y.numpy(), query.double().numpy(), scores):
+            mean, targets = points.mean(0), np.eye(ways)[labels]
+            left, values, right = np.linalg.svd(points - mean, full_matrices=False)
+            weight = right.T * (values / (values**2 + penalty)) @ left.T @ (targets - targets.mean(0))
+            assert_scores(ours, (queries - mean) @ weight + targets.mean(0), raw, dtype)
+    assert not caplog.records
+
+
+@raw_features
+@shapes
+@both_dtypes
+def test_hinge_head_of_raw_features_decides_as_svc_of_standard_ones(raw, shots, d, dtype, caplog):
+    x, y, query, ways = raw.tasks(shots, d)
+    x, query = x.to(dtype), query.to(dtype)
+    tall = x.shape[-2] > d
+    for C in STRENGTHS:
+        if tall and C * raw.scale**2 > 1e9:
+            continue  # classes overlap: coefficients are as large as C, and cancel; the head warns
+        head = SVM(C, "hinge", normalise=False).fit(x, y, ways)
+        points, queries, labels = x[0].double().numpy(), query[0].double().numpy(), y[0].numpy()
+        mean, size = points.mean(0), np.abs(points - points.mean(0)).max()
+        reference = svm.SVC(C=C * size**2, kernel="linear", tol=1e-9, decision_function_shape="ovo", max_iter=10**6)
+        theirs = reference.fit((points - mean) / size, labels).decision_function((queries - mean) / size)
+        if (reference.n_iter_ >= 10**6).any() or (raw.near and C * size**2 > 1):
+            continue  # libsvm's float32 kernel does not tell near-duplicates apart
+        ours = LinearHead(*head).scores(query)[0] * (-1 if ways == 2 else 1)
+        assert_scores(ours.squeeze(-1), theirs, raw, dtype)
+    assert not caplog.records
+
+
+def nonnegative_dual(points: np.ndarray, sign: np.ndarray, C: float, queries: np.ndarray) -> np.ndarray:
+    """Decisions of the squared hinge with a penalised bias, by least squares with non-negative coefficients."""
+    points, queries = (np.c_[part, np.ones(len(part))] for part in (points, queries))
+    size = np.abs(points).max()
+    soft = np.sqrt(2 * C) * size
+    system = np.r_[(points * sign[:, None]).T / size, np.eye(len(points)) / soft]
+    alpha, _ = optimize.nnls(system, np.r_[np.zeros(points.shape[1]), np.full(len(points), soft)], maxiter=10_000)
+    return queries @ (points.T @ (sign * alpha)) / size**2
+
+
+@raw_features
+@shapes
+@both_dtypes
+def test_squared_hinge_head_of_raw_features_solves_its_dual(raw, shots, d, dtype, caplog):
+    x, y, query, ways = raw.tasks(shots, d)
+    x, query = x.to(dtype), query.to(dtype)
+    tall = x.shape[-2] > d
+    for C in STRENGTHS:
+        scores = SVM(C, normalise=False).fit(x, y, ways).scores(query)
+        if tall and C * max(raw.scale, raw.offset) ** 2 > 1e6:
+            continue  # the coefficients of points that cannot be told apart are as large as C, and cancel
+        for output in range(2):
+            sign = np.where(y[0].numpy() == output, 1.0, -1.0)
+            theirs = nonnegative_dual(x[0].double().numpy(), sign, C, query[0].double().numpy())
+            assert_scores(scores[0, :, output], theirs, raw, dtype)
+    assert not caplog.records
+
+
+@raw_features
+@shapes
+@both_dtypes
+def test_logistic_head_of_raw_features_is_stationary(raw, shots, d, dtype, caplog):
+    x, y, query, ways = raw.tasks(shots, d)
+    x, query = x.to(dtype), query.to(dtype)
+    for penalty in (*STRENGTHS, 1e-8):
+        head = LogisticRegression(penalty, normalise=False)
+        scores = head.fit(x, y, ways).scores(query)
+        fitted = head.fit(x.double(), y, ways)
+        assert_scores(scores, fitted.scores(query.double()).numpy(), raw, dtype)
+        if penalty < 1e-4 * raw.scale**2 / 1e2:
+            continue  # the derivative below would be one of probabilities too close to 1
+        points = x.double() - x.double().mean(-2, keepdim=True)
+        error = fitted.scores(x.double()).softmax(-1) - torch.nn.functional.one_hot(y, ways)
+        gradient = penalty * fitted.weight + error.mT @ points
+        assert gradient.norm() < 1e-5 * (error.abs().mT @ points.abs()).norm()
+    assert not caplog.records
+
+
+@raw_features
+@shapes
+def test_float32_centroid_head_of_raw_features_finds_the_nearest_mean(raw, shots, d):
+    x, y, query, ways = raw.tasks(shots, d)
+    scores = NearestCentroid().fit(x.float(), y, ways).scores(query.float())
+    members = torch.nn.functional.one_hot(y, ways).double()
+    distance = torch.cdist(query, (members / members.sum(-2, keepdim=True)).mT @ x) / raw.scale
+    nearest = distance.topk(2, -1, largest=False).values
+    clear = nearest[..., 1] - nearest[..., 0] > 1e-2
+    assert (scores.argmax(-1) == distance.argmin(-1))[clear].all()
+
+
+def test_a_support_point_that_is_there_twice_leaves_the_hinge_at_its_minimum():
+    count, ways, shots = 30, 3, 5
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(count, ways, 32, generator=generator)
+    x = centres.repeat_interleave(shots, 1) + torch.randn(count, ways * shots, 32, generator=generator)
+    x[:, 1] = x[:, 0]
+    x, y = torch.nn.functional.normalize(x, dim=-1).double(), torch.arange(ways).repeat_interleave(shots)
+    head = SVM(C=1.0, loss="hinge", normalise=True).fit(x, y.expand(count, -1), ways)
+
+    def objective(weight, bias, points, sign):
+        return 0.5 * (weight**2).sum() + np.maximum(1 - sign * (points @ weight + bias), 0).sum()
+
+    for task in range(count):
+        for pair, (i, j) in enumerate([(0, 1), (0, 2), (1, 2)]):
+            members = (y == i) | (y == j)
+            points, sign = x[task][members].numpy(), np.where(y[members] == i, 1.0, -1.0)
+            reference = svm.SVC(kernel="linear", C=1.0, tol=1e-9).fit(points, sign)
+            least = objective(reference.coef_[0], reference.intercept_[0], points, sign)
+            ours = objective(head.weight[task, pair].numpy(), head.bias[task, pair].numpy(), points, sign)
+            assert ours <= least * (1 + 1e-5)

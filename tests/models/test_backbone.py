@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from metabridge import InputError
 from metabridge.models import build, timm
@@ -27,3 +29,13 @@ def test_a_backbone_of_timm_gets_a_head_and_can_be_made_again_from_its_recipe():
     assert str(build(**net.recipe)) == str(net)
     with pytest.raises(InputError, match="timm has no model 'resnet9000'"):
         timm("resnet9000")
+
+
+def test_images_that_a_backbone_cannot_compute_are_refused_with_its_name_and_their_size(monkeypatch):
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 7), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    fake = SimpleNamespace(create_model=lambda name, **options: backbone, is_model=lambda name: True)
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    monkeypatch.setitem(sys.modules, "timm.models", fake)
+    assert build("timm:seven", size=8).head.in_features == 4
+    with pytest.raises(InputError, match=r"'timm:seven', which cannot compute .*size=5 \(.*Kernel size.*Use another"):
+        build("timm:seven", size=5)

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
-from metabridge.models import BUILDERS, Network, build, conv4, mlp, resnet12
-from metabridge.models.network import apply_features
+from cases import clusters, relative
+from metabridge import InputError
+from metabridge.learners import method, parameters
+from metabridge.learners.engine import Engine, Mode
+from metabridge.models import BUILDERS, BatchNorm, Network, build, conv4, mlp, resnet12
+from metabridge.models.network import apply_features, call_with, with_group_norm
 
 NETS = {
     "mlp": lambda: mlp(12, 3, width=7, depth=3, activation="tanh", bias=False, seed=4),
@@ -65,3 +71,152 @@ def test_features_without_parameters_can_be_computed_in_low_precision():
     net = Network(nn.Flatten(), nn.Linear(4, 2))
     x = torch.rand(3, 4)
     assert torch.equal(apply_features(net, {}, x, torch.bfloat16), x.to(torch.bfloat16).float())
+
+
+class Shared(nn.Module):
+    """One layer under two names, whose weight is also another layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.again, self.c = self.a, nn.Linear(4, 4)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.c(torch.tanh(self.again(torch.tanh(self.a(x))))))
+
+
+class Spelled(nn.Module):
+    """The same function of the same parameters, each of which has one place."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.a, self.c = copy.deepcopy(shared.a), nn.Module()
+        self.c.bias = copy.deepcopy(shared.c.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(torch.tanh(self.a(x))))
+        return torch.tanh(F.linear(x, self.a.weight, self.c.bias))
+
+
+def shared_and_spelled() -> tuple[Network, Network]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        shared, head = Shared().double(), nn.Linear(4, 3).double()
+    return Network(shared, head), Network(Spelled(shared), copy.deepcopy(head))
+
+
+@pytest.mark.parametrize("mode", ["loop", "workers", "vectorised"])
+@pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "r2d2", "mtl", "reptile", "imaml"])
+def test_what_layers_share_stays_shared_from_one_meta_gradient_to_the_next(name: str, mode: Mode) -> None:
+    chosen, nets, episodes = method(name), shared_and_spelled(), clusters((4,))
+    params = [parameters(chosen, net, classes=6) for net in nets]
+    assert params[0].keys() == params[1].keys()  # so it is one parameter for an optimizer too
+    shared, spelled = (Engine(chosen, net, mode=mode) for net in nets)
+    expected = spelled(params[1], episodes).gradients
+    for _ in range(2):
+        found = shared(params[0], episodes).gradients
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert value.norm() == found[key].norm() == 0 or relative(found[key], value) < 1e-9
+
+
+def test_a_call_with_other_parameters_replaces_them_wherever_they_are_and_leaves_the_module_as_it_was() -> None:
+    shared, spelled = (net.features for net in shared_and_spelled())
+    own = list(shared.parameters())
+    params = {name: value.detach() + 1 for name, value in shared.named_parameters()}
+    x = clusters((4,)).support_x[0]
+    assert torch.equal(call_with(shared, params, x), call_with(spelled, params, x))
+    assert shared.c.weight is shared.a.weight is shared.again.weight
+    assert all(value is before for value, before in zip(shared.parameters(), own, strict=True))
+
+
+@pytest.mark.parametrize("statistics", ["batch", "running"])
+def test_a_batch_norm_in_several_places_stays_one(statistics: str) -> None:
+    norm, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    other.weight = norm.weight
+    block = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
+    net = Network.around(nn.Sequential(block, nn.Sequential(norm, other)), torch.zeros(3, 4), 2, statistics=statistics)
+    first, second = net.features
+    assert isinstance(first[1], BatchNorm)
+    assert first[1] is first[3] is second[0]
+    assert second[1] is not first[1]
+    assert second[1].weight is first[1].weight
+    assert second[1].bias is not first[1].bias
+    grouped = with_group_norm(net.features, groups=2)
+    assert isinstance(grouped[0][1], nn.GroupNorm)
+    assert grouped[0][1] is grouped[0][3] is grouped[1][0]
+    assert grouped[1][1].weight is grouped[0][1].weight
+
+
+def test_around_changes_nothing_of_the_module_it_copies() -> None:
+    norm = nn.BatchNorm1d(4)
+    module = nn.Sequential(nn.Linear(4, 4), norm, norm)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    net = Network.around(module, torch.zeros(3, 4), 2, statistics="running")
+    with torch.no_grad():
+        for value in (*net.parameters(), *net.buffers()):
+            value.fill_(7)
+    assert module[1] is module[2] is norm
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_dropout_of_the_example_leaves_the_random_state_as_it_was() -> None:
+    before = torch.get_rng_state()
+    Network.around(nn.Dropout(), torch.ones(3, 4), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_frozen_or_in_evaluation_mode_stays_so_around_it() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    module[0].bias.requires_grad_(False)
+    module[1].weight.requires_grad_(False)
+    net = Network.around(module, torch.zeros(3, 4), 2)
+    assert {name for name, value in net.named_parameters() if not value.requires_grad} == {
+        "features.0.bias",
+        "features.1.weight",
+    }
+    assert not net.features[1].training
+
+
+def test_features_in_double_precision_get_a_head_in_double_precision() -> None:
+    module, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), torch.randn(5, 4).double()
+    net = Network.around(module, x, 2, statistics="running")
+    assert {value.dtype for value in (*net.parameters(), *net.buffers())} == {torch.float64}
+    assert net(x).dtype == net.eval()(x).dtype == torch.float64
+    single = Network.around(copy.deepcopy(module).float(), x.float(), 2)
+    assert torch.equal(net.head.weight, single.head.weight.double())  # the seed decides, not the dtype
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "sentence"),
+    [
+        (nn.Linear(4, 3).double(), torch.zeros(3, 4), "cannot compute the example, float32 of shape .* same dtype"),
+        (nn.Linear(4, 3), torch.zeros(3, 5), r"cannot compute the example, float32 of shape \(3, 5\)"),
+        (nn.GRU(4, 3), torch.zeros(3, 2, 4), r"to a tuple, but must give a tensor of shape \(3, dimension\)"),
+        (nn.Conv1d(4, 3, 1), torch.zeros(2, 4, 5), r"to float32 of shape \(2, 3, 5\), but must .* nn.Flatten"),
+        (nn.BatchNorm1d(4), torch.zeros(1, 4), "one value per channel"),
+    ],
+)
+def test_an_example_that_a_module_cannot_map_to_features_is_refused_in_a_sentence(module, example, sentence) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Network.around(module, example, 2)
+
+
+def test_a_head_that_is_tied_to_the_body_is_refused_with_the_way_out() -> None:
+    net = Network(nn.Linear(3, 3), nn.Linear(3, 3))
+    net.head.weight = net.features.weight
+    with pytest.raises(InputError, match=r"head\.weight is also a parameter of the features.*Untie it") as caught:
+        parameters(method("maml"), net)
+    exec(str(caught.value).rpartition("Untie it: ")[2].removesuffix("."), {"net": net, "torch": torch})
+    assert "head.weight" in parameters(method("maml"), net)
+
+
+@pytest.mark.parametrize("mode", ["loop", "workers", "vectorised"])
+@pytest.mark.parametrize("name", ["maml", "anil"])
+def test_a_set_of_one_vector_cannot_be_normalised_by_itself_in_any_mode(name: str, mode: Mode) -> None:
+    net = Network.around(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.zeros(3, 4), 3).double()
+    tasks = clusters((4,))
+    one = type(tasks)(tasks.support_x, tasks.support_y, tasks.query_x[:, :1], tasks.query_y[:, :1])
+    with pytest.raises(InputError, match=r"batch norm got \(1, 3\), one value per channel.*at least two points"):
+        Engine(method(name), net, mode=mode)(parameters(method(name), net), one)

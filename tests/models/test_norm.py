@@ -106,6 +106,23 @@ def test_pytorch_batch_norms_are_refused_and_replaced_with_their_values():
         assert torch.allclose(ours.eval()(x), expected(x), atol=1e-5)
 
 
+@pytest.mark.parametrize("statistics", ["batch", "running"])
+@pytest.mark.parametrize("lost", [("weight", "bias"), ("bias",)])
+def test_a_batch_norm_without_scale_or_shift_gets_none(statistics, lost):
+    layer = nn.BatchNorm1d(3).double()
+    for role in lost:
+        setattr(layer, role, None)
+    layer(3 + 2 * inputs(20, 3))
+    ours, x = replace_batch_norm(layer, statistics), inputs(7, 3)
+    assert {name for name, _ in ours.named_parameters()} == {"weight", "bias"} - {*lost}
+    assert str(ours) == f"BatchNorm(3, statistics='{statistics}')"
+    expected = layer.eval() if statistics == "running" else layer.train()
+    assert torch.allclose(ours.eval()(x), expected(x), atol=1e-12)
+    tasks = torch.stack([x, 2 * x + 1])
+    assert torch.allclose(torch.func.vmap(ours)(tasks), torch.stack([ours(task) for task in tasks]), atol=1e-12)
+    assert torch.autograd.gradgradcheck(torch.func.vmap(ours), tasks.requires_grad_())
+
+
 def test_an_unknown_kind_of_statistics_is_refused():
     with pytest.raises(InputError, match="'batch' or 'running'"):
         BatchNorm(3, "moving")

@@ -62,6 +62,27 @@ def test_q_is_the_mean_of_the_step_applied_on_both_sides_of_the_covariance(seed)
     assert ((values.mean(0) - theory.adapted_covariance(Sigma, ALPHA, M)).abs() <= 4.5 * error).all()
 
 
+def test_q_of_heavy_tailed_inputs_has_their_own_fourth_moments():
+    """Inputs s·x with x normal, E[s²] = 1 and E[s⁴] = 8: all fourth moments are 8 times those of x."""
+    Sigma, alpha, samples = torch.diag(torch.tensor([1.0, 0.5, 0.1])).double(), 0.7, 5
+    fourth = 8 * ((Sigma @ Sigma).trace() * Sigma + 2 * Sigma @ Sigma @ Sigma)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200_000, samples, 3, generator=generator).double() * Sigma.diagonal().sqrt()
+    x = x * 8**0.5 * (torch.rand(200_000, samples, 1, generator=generator) < 1 / 8)
+    step = torch.eye(3).double() - alpha * x.mT @ x / samples
+    values = step @ Sigma @ step
+    sampled, error = values.mean(0), values.std(0) / math.sqrt(len(values))
+    assert ((sampled - theory.adapted_covariance(Sigma, alpha, samples, fourth)).abs() <= 4.5 * error).all()
+    assert sampled[0, 0] > 2 * theory.adapted_covariance(Sigma, alpha, samples)[0, 0]
+
+
+def test_fourth_moments_of_normal_inputs_are_those_of_the_paper():
+    Sigma = torch.diag(torch.tensor([1.0, 0.5, 0.1])).double()
+    fourth = (Sigma @ Sigma).trace() * Sigma + 2 * Sigma @ Sigma @ Sigma
+    given, normal = (theory.adapted_covariance(Sigma, 0.7, 5, each) for each in (fourth, None))
+    torch.testing.assert_close(given, normal)
+
+
 def test_the_risk_above_the_floor_and_the_floor_add_up_to_the_loss_after_a_step():
     """F_m(w), measured on tasks of groups with random covariances, for an arbitrary w."""
     landscape, w = random_landscape(), torch.tensor([1.0, -1.0, 0.5, 2.0])
@@ -289,3 +310,8 @@ def test_impossible_settings_are_refused_in_a_sentence(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)
+
+
+def test_best_step_of_maml_solves_tasks_of_one_covariance():
+    world = HardEasy(rho_hard=1.0, rho_easy=1.0, dimension=2).landscape
+    assert abs(theory.best_alpha("maml", world, m=math.inf) - 1.0) < 1e-6

@@ -169,3 +169,10 @@ def test_the_quadrature_resolves_neurons_as_steep_as_it_says(activation, w):
     wanted, _ = integrate.quad(integrand, -12, 12, limit=400, epsabs=1e-13)
     student, teacher = (torch.tensor([[value]], dtype=torch.float64) for value in (w, 1.0))
     assert float(TeacherTask(teacher, activation).gradient(student)) == pytest.approx(wanted, rel=0.005)
+
+
+def test_relu_neuron_of_zero_weights_has_no_curvatures():
+    task, _ = pair("relu")
+    with pytest.raises(InputError, match="W has a neuron with zero weights"):
+        task.curvatures(torch.zeros(1, 2, dtype=torch.float64))
+    assert task.curvatures(torch.tensor([[0.3, -0.2]], dtype=torch.float64)).isfinite().all()

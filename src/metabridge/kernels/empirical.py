@@ -16,7 +16,6 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from metabridge.errors import InputError, check_positive, describe
 from metabridge.kernels.gram import Outputs, inner
@@ -26,7 +25,7 @@ from metabridge.kernels.products import by_products
 from metabridge.kernels.stand_ins import cached
 from metabridge.kernels.survey import Survey, examine, saved_bytes
 from metabridge.models.drop import Drop
-from metabridge.models.network import Network, Params
+from metabridge.models.network import Network, Params, call_with, frozen
 from metabridge.models.norm import BatchNorm
 from metabridge.recording import Recording
 
@@ -49,6 +48,7 @@ class _Seen:
     names: frozenset[str]
     survey: Survey
     recordable: bool  # as a computation on a GPU is, unless it has failed
+    pushable: bool = True  # unless products of the kernel with a vector have failed
     sizes: tuple[int, int | None] | None = None  # of what was last computed
     recording: _Replayed | None = None
 
@@ -76,9 +76,11 @@ class Empirical:
     - outputs="full": Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k)
 
     `part` says which parameters the gradients are of: all, those of the head (the linear layer whose outputs
-    are the network's), or the body, all but the head's. Computing takes at most about `memory` bytes beside
+    are the network's), or the body, all but the head's. Those with `requires_grad=False` in the network are left out
+    in each case. Computing takes at most about `memory` bytes beside
     inputs and result. `way` is chosen by estimated cost: gradients layer by layer, or NTK-vector products
-    J(x)(J(z)ᵀe), which need no more than one gradient at a time.
+    J(x)(J(z)ᵀe), which need no more than one gradient at a time. Products need forward-mode derivatives under `vmap`,
+    which some operations lack (recurrent layers, fused attention, weight norm): way="auto" then uses gradients.
 
     What a network does with a sample is looked at once, and again when its parameters or layers have changed. On a
     GPU a computation that is asked for a second time, with as many samples of the same shape, is recorded and from
@@ -129,7 +131,15 @@ class Empirical:
             return result
         _check_values(x, z)
         n, m = len(x), len(x if z is None else z)
-        plan = self._plan(Problem(seen.survey, self.outputs, self.memory, n, m, z is None, cached(x)))
+        problem = Problem(seen.survey, self.outputs, self.memory, n, m, z is None, cached(x))
+        plan = self._plan(problem, self.way if seen.pushable else "gradients")
+        if plan.way == "products":
+            try:
+                return self._computed(gradients, seen.survey.outputs, plan, x, z)
+            except RuntimeError as error:
+                self._check_products(error)
+                seen.pushable = False
+                plan = self._plan(problem, "gradients")
         compute = partial(self._computed, gradients, seen.survey.outputs, plan)
         again, seen.sizes, seen.recording = seen.sizes == sizes, sizes, None
         if again and seen.recordable and plan.chunk >= max(n, m) and _replayable(self.net, seen.survey, plan):
@@ -141,6 +151,16 @@ class Empirical:
             else:
                 return seen.recording(x, z)
         return compute(x, z)
+
+    def _check_products(self, error: RuntimeError) -> None:
+        """Raise a clear error if gradients must not be used instead of products, which have failed."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if self.way == "products":
+            raise InputError(
+                "way is 'products', but this network has an operation without forward-mode derivatives under vmap "
+                f"({str(error).splitlines()[0]}). Use way='gradients' or way='auto'."
+            ) from error
 
     def _computed(self, gradients: Gradients, outputs: int, plan: Plan, x: Tensor, z: Tensor | None) -> Tensor:
         n, m = len(x), len(x if z is None else z)
@@ -234,7 +254,7 @@ class Empirical:
                     break
             pair = torch.cat([sample, x[:1]])
             with torch.enable_grad():
-                both = functional_call(self.net, leaves, (pair.clone(),))
+                both = call_with(self.net, leaves, pair.clone())
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
         if y.ndim != 2 or len(y) != 1 or len(both) != 2:
@@ -254,9 +274,10 @@ class Empirical:
                 "the network has no head: no nn.Linear's outputs are the network's. Use part='all', or a Network."
             )
         heads = frozenset(head.roles) if head else frozenset()
-        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[part]
+        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[part] - frozen(self.net)
         if not names:
-            raise InputError(f"the network has no parameters in its {part}.")
+            of = "" if part == "all" else f" in its {part}"
+            raise InputError(f"the network has no parameters{of} that count: those with requires_grad=False do not.")
         outputs = 1 if self.outputs == "sum" else y.shape[1]
         seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)  # a sum could cancel
         first = torch.cat([seed, torch.zeros_like(seed)])
@@ -264,8 +285,8 @@ class Empirical:
         gradients = replace(gradients, names=names)
         return names, examine(gradients, y, calls, pair, seed, dict(zip(leaves, exact)), outputs, sum(graph))
 
-    def _plan(self, problem: Problem) -> Plan:
-        plan = problem.cheapest(self.way)
+    def _plan(self, problem: Problem, way: Way) -> Plan:
+        plan = problem.cheapest(way)
         if plan is None:
             raise self._too_little()
         return plan
@@ -303,7 +324,8 @@ def _state(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
         (layer, *((name, value) for name, value in vars(layer).items() if _is_plain(value))) for layer in net.modules()
     ]
     places = [(value.data_ptr(), value._version) for value in tensors]
-    return *layers, *places, torch.is_autocast_enabled(tensors[0].device.type)
+    flags = [value.requires_grad for value in net.parameters()]
+    return *layers, *places, *flags, torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def _is_plain(value: object) -> bool:

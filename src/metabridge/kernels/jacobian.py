@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call, jacrev, vmap
+from torch.func import jacrev, vmap
 
 from metabridge.errors import InputError
 from metabridge.kernels.calls import Call, formed, gathered, patches, windows
 from metabridge.kernels.stand_ins import NORMS, StandIn, cached, normed, picked, pooled, standing_in, window
-from metabridge.models.network import Params
+from metabridge.models.network import Params, call_with
 from metabridge.models.norm import BatchNorm
 from metabridge.threads import over_threads, shell
 
@@ -166,7 +166,7 @@ class Gradients:
         hooks = [layer.register_forward_hook(tracing.record) for layer in layers if layer not in others]
         try:
             with torch.enable_grad(), standing_in(others):
-                y = functional_call(self.net, leaves, (x.clone(),))  # which it may change
+                y = call_with(self.net, leaves, x.clone())  # which it may change
         finally:
             for hook in hooks:
                 hook.remove()
@@ -239,7 +239,7 @@ class Gradients:
         fixed = {name: value.detach() for name, value in self.params.items() if name not in self.others}
 
         def outputs(params: Params, point: Tensor) -> Tensor:
-            y: Tensor = functional_call(self.net, fixed | params, (point.unsqueeze(0).clone(),))[0]
+            y: Tensor = call_with(self.net, fixed | params, point.unsqueeze(0).clone())[0]
             return y.sum(0, keepdim=True) if self.summed else y
 
         others = {name: self.params[name].detach() for name in sorted(self.others)}

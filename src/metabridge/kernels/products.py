@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import jvp, vjp, vmap
 
 from metabridge.kernels.gram import Outputs
 from metabridge.kernels.jacobian import Gradients
 from metabridge.kernels.plan import Plan
-from metabridge.models.network import Params
+from metabridge.models.network import Params, call_with
 
 
 def by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor) -> None:
@@ -23,7 +23,7 @@ def by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z
     def function(samples: Tensor) -> Callable[[Params], Tensor]:
         def apply(params: Params) -> Tensor:
             own = samples.clone(memory_format=torch.contiguous_format)  # which the net may change
-            y: Tensor = functional_call(gradients.net, fixed | params, (own,))
+            y: Tensor = call_with(gradients.net, fixed | params, own)
             return y.sum(1, keepdim=True) if gradients.summed else y
 
         return apply

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from metabridge.learners.gradient import features_of, over_tasks
 from metabridge.learners.heads import LinearHead, PairwiseHead
 from metabridge.learners.inner import Problem, Solver
 from metabridge.learners.method import Method, TestHead
-from metabridge.learners.parameters import check_test, extras
+from metabridge.learners.parameters import check_test, extras, moving
 from metabridge.learners.workers import over_cores
 from metabridge.models.network import Network, Params, apply_features, apply_head
 
@@ -34,6 +33,7 @@ class Adapted:
         return apply_head(self.params, features) if self.head is None else self.head.scores(features[None])[0]
 
 
+@torch.inference_mode(False)
 def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) -> Adapted:
     """Adapt to one task's support points `x` and targets `y`, as `method` does at test time.
 
@@ -45,17 +45,21 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     >>> adapt(maml, net, parameters(maml, net), x, x)(x).shape
     torch.Size([10, 1])
     """
+    x, y = _differentiable(x), _differentiable(y)
     task = Episodes(x[None], y[None], x[None], y[None])
     check_test(method, net, params, task)
-    weights = {name: value.detach() for name, value in params.items()}
+    weights = {name: _differentiable(value.detach()) for name, value in params.items()}
     solver = _at_test(method)
     if isinstance(solver, TestHead):
         with torch.no_grad():
             features = apply_features(net, weights, x)
-        return Adapted(net, weights, solver.fit(features[None], y[None], _outputs(task)))
+        head = solver.fit(features[None], y[None], _outputs(task))
+        # in the layout that a saved head is read back in, so that both give the same bits
+        return Adapted(net, weights, head._replace(weight=head.weight.contiguous(), bias=head.bias.contiguous()))
     return Adapted(net, _adapted(method, solver, net, weights, x, y))
 
 
+@torch.inference_mode(False)
 def predict(
     method: Method, net: Network, params: Params, episodes: Episodes, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -72,23 +76,24 @@ def predict(
     torch.Size([3, 10, 1])
     """
     check_test(method, net, params, episodes)
-    weights = {name: value.detach() for name, value in params.items()}
+    weights = {name: _differentiable(value.detach()) for name, value in params.items()}
+    episodes = episodes.map(_differentiable)
     if adapts_head_alone(method):
         with torch.no_grad():
-            sets = _over_machine(lambda net, share: features_of(net, weights, share, dtype), net, episodes)
+            sets = _over_machine(lambda share: features_of(net, weights, share, dtype), episodes)
         return predict_from_features(method, weights, replace(episodes, support_x=sets[0], query_x=sets[1]))
     solver = _at_test(method)
     assert not isinstance(solver, TestHead)
 
-    def one(net: Network, x: Tensor, y: Tensor, query: Tensor) -> Tensor:
+    def one(x: Tensor, y: Tensor, query: Tensor) -> Tensor:
         params = _adapted(method, solver, net, weights, x, y)
         return apply_head(params, apply_features(net, params, query))
 
-    def outputs(net: Network, share: Episodes) -> tuple[Tensor]:
-        return (over_tasks(partial(one, net), (share.support_x, share.support_y, share.query_x)),)
+    def outputs(share: Episodes) -> tuple[Tensor]:
+        return (over_tasks(one, (share.support_x, share.support_y, share.query_x)),)
 
     with torch.no_grad():
-        return _over_machine(outputs, net, episodes)[0]
+        return _over_machine(outputs, episodes)[0]
 
 
 def adapts_head_alone(method: Method) -> bool:
@@ -111,18 +116,17 @@ def predict_from_features(method: Method, params: Params, episodes: Episodes) ->
     return over_tasks(one, (episodes.support_x, episodes.support_y, episodes.query_x))
 
 
-def _over_machine(
-    function: Callable[[Network, Episodes], tuple[Tensor, ...]], net: Network, episodes: Episodes
-) -> tuple[Tensor, ...]:
+def _over_machine(function: Callable[[Episodes], tuple[Tensor, ...]], episodes: Episodes) -> tuple[Tensor, ...]:
     """Call `function` on all tasks at once on a GPU, and task by task on every core of a CPU."""
     if episodes.device.type != "cpu":
-        return function(net, episodes)
+        return function(episodes)
+    tasks = [episodes[task] for task in range(len(episodes))]
+    return tuple(torch.cat(parts) for parts in zip(*over_cores(function, tasks)))
 
-    def one_by_one(net: Network, share: Episodes) -> tuple[Tensor, ...]:
-        results = [function(net, share[task]) for task in range(len(share))]
-        return tuple(torch.cat(parts) for parts in zip(*results))
 
-    return tuple(torch.cat(parts) for parts in zip(*over_cores(one_by_one, net, episodes)))
+def _differentiable(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be differentiated, also of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _adapted(method: Method, solver: Solver, net: Network, weights: Params, x: Tensor, y: Tensor) -> Params:
@@ -132,8 +136,14 @@ def _adapted(method: Method, solver: Solver, net: Network, weights: Params, x: T
         problem = Problem(apply_head, method.loss, apply_features(net, body, x), y)
         no_bias = {name: torch.zeros_like(value) for name, value in head.items()}  # where the head is solved without
         return body | no_bias | solver.solve(problem, head, extras(weights), exact=False)
-    problem = Problem(lambda p, x: apply_head(p, apply_features(net, p, x)), method.loss, x, y)
-    return solver.solve(problem, body | head, extras(weights), exact=False)
+    network = body | head
+
+    def apply(moved: Params, x: Tensor) -> Tensor:
+        params = network | moved
+        return apply_head(params, apply_features(net, params, x))
+
+    problem = Problem(apply, method.loss, x, y)
+    return network | solver.solve(problem, moving(method, net, weights), extras(weights), exact=False)
 
 
 def _at_test(method: Method) -> Solver | TestHead:

@@ -3,12 +3,17 @@
 Every method's meta-gradient is a mean over tasks, so an engine only decides how the tasks are
 laid out on the machine. All of them give the same numbers. The exception proves it: where batch
 norm mixes the tasks (running statistics, in training), they stay together in every mode.
+
+Buffers that a forward pass changes in training are the same for every task of a step. After the step,
+one forward pass for each task's support set changes them, in the order of the tasks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -19,10 +24,11 @@ from metabridge.errors import InputError
 from metabridge.learners.gradient import summed_gradient
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check
+from metabridge.learners.second_order import second_derivatives
 from metabridge.learners.workers import over_cores
-from metabridge.models.drop import draws
-from metabridge.models.network import Network, Params
+from metabridge.models.network import Network, Params, body_params, move_buffers
 from metabridge.models.norm import running_layers
+from metabridge.models.observe import Behaviour, observe
 from metabridge.recording import Recording
 
 log = logging.getLogger("metabridge")
@@ -78,55 +84,73 @@ class Engine:
             raise InputError(f"mode is {mode!r}, but must be one of {', '.join(map(repr, get_args(Mode)))}.")
         self.method, self.net, self.mode, self.flat, self.dtype = method, net, mode, flat, dtype
         self._checked: set[tuple[object, ...]] = set()
+        self._behaviour: dict[tuple[object, ...], Behaviour] = {}  # of the network, by the form of the batch
         self._captures: dict[tuple[object, ...], _Capture] = {}
         self._places: tuple[int, ...] = ()  # of the parameters that the captures read
         self._uncapturable = False
 
     def __call__(self, params: Params, episodes: Episodes) -> MetaGradient:
         """Return the mean outer loss of the tasks and its gradient."""
-        form = (episodes.device, *(tensor.shape for tensor in episodes.tensors()))
+        form = self._form(episodes)
         if episodes.device.type == "cpu" or form not in self._checked:  # looking at a GPU's labels would stall it
-            check(self.method, self.net, params, episodes)
-            if self.flat and self.method.adapts == "all" and self.net.training and draws(self.net):
-                raise InputError(
-                    "flat runs every inner step twice, but this network drops at random in training, and would drop "
-                    "otherwise the second time. Use flat=False, or net.eval()."
-                )
+            check(self.method, self.net, params, episodes, dtype=self.dtype)
             self._checked.add(form)
+        behaviour = self.behaviour(params, episodes)
+        if self.flat and self.method.adapts == "all" and behaviour.random:
+            raise InputError(
+                "flat runs every inner step twice, but this network drops at random in training, or draws other random "
+                "numbers, and would draw different ones the second time. Use flat=False, or net.eval()."
+            )
         if not self.method.split:
             episodes = episodes.without_split()
+        result = self._computed(params, episodes, behaviour)
+        if behaviour.moves_buffers:
+            for x in episodes.support_x:
+                move_buffers(self.net, params, x)
+        return result
+
+    def behaviour(self, params: Params, episodes: Episodes) -> Behaviour:
+        """Return what the network does in a forward pass on points of these episodes, in its present mode."""
+        form = self._form(episodes)
+        if form not in self._behaviour:
+            points = max(2, episodes.support_x.shape[1])  # a task's; of tasks with a single point two
+            x = episodes.support_x.flatten(0, 1)[:points]
+            self._behaviour[form] = observe(self.net.features, x, body_params(params))
+        return self._behaviour[form]
+
+    def _form(self, episodes: Episodes) -> tuple[object, ...]:
+        modes = tuple(layer.training for layer in self.net.modules())
+        return (modes, episodes.device, *(tensor.shape for tensor in episodes.tensors()))
+
+    def _computed(self, params: Params, episodes: Episodes, behaviour: Behaviour) -> MetaGradient:
         mode = self.mode
         if mode == "auto":
             mode = "captured" if episodes.device.type == "cuda" else "workers"
+        if mode == "workers" and behaviour.random:
+            mode = "loop"  # threads would draw from one generator in an order that no seed decides
         if mode in ("loop", "workers") and self._mixes_tasks():
             mode = "vectorised"
+        summed = partial(self._sum, behaviour, params)
+
+        def all_at_once(episodes: Episodes) -> MetaGradient:
+            return self._mean(params, len(episodes), *summed(episodes))
+
         if mode == "captured":
-            return self._replayed(params, episodes)
+            return self._replayed(params, episodes, all_at_once)
         if mode == "vectorised":
-            return self._all_at_once(params, episodes)
-        if mode == "workers":
-            return self._mean(params, len(episodes), *self._on_workers(params, episodes))
-        return self._mean(params, len(episodes), *self._one_by_one(self.net, params, episodes))
+            return all_at_once(episodes)
+        tasks = [episodes[task] for task in range(len(episodes))]
+        each = over_cores(summed, tasks) if mode == "workers" else map(summed, tasks)
+        return self._mean(params, len(tasks), *_total(each))
 
     def _mixes_tasks(self) -> bool:
         """Whether the body's batch norm sees all tasks in one batch, so that they cannot be parted."""
         return self.method.adapts != "all" and self.net.training and bool(running_layers(self.net))
 
-    def _sum(self, net: Network, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
-        return summed_gradient(self.method, net, params, episodes, flat=self.flat, dtype=self.dtype)
-
-    def _one_by_one(self, net: Network, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
-        loss, total = self._sum(net, params, episodes[0])
-        for task in range(1, len(episodes)):
-            more, slopes = self._sum(net, params, episodes[task])
-            loss = loss + more
-            total = {name: value.add_(slopes[name]) for name, value in total.items()}
-        return loss, total
-
-    def _on_workers(self, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
-        parts = over_cores(lambda net, share: self._one_by_one(net, params, share), self.net, episodes)
-        loss = torch.stack([loss for loss, _ in parts]).sum()
-        return loss, {name: torch.stack([total[name] for _, total in parts]).sum(0) for name in parts[0][1]}
+    def _sum(self, behaviour: Behaviour, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
+        twice = self.method.adapts == "all" and self.method.outer in ("exact", "implicit")
+        with second_derivatives(weight_norm=behaviour.weight_norm) if twice else contextlib.nullcontext():
+            return summed_gradient(self.method, self.net, params, episodes, flat=self.flat, dtype=self.dtype)
 
     def _mean(self, params: Params, tasks: int, loss: Tensor, total: Params) -> MetaGradient:
         loss, gradients = loss / tasks, dict(zip(total, torch._foreach_div(list(total.values()), tasks)))
@@ -139,12 +163,11 @@ class Engine:
             gradients = {name: value + slope for (name, value), slope in zip(gradients.items(), slopes)}
         return MetaGradient(loss, gradients)
 
-    def _all_at_once(self, params: Params, episodes: Episodes) -> MetaGradient:
-        return self._mean(params, len(episodes), *self._sum(self.net, params, episodes))
-
-    def _replayed(self, params: Params, episodes: Episodes) -> MetaGradient:
+    def _replayed(
+        self, params: Params, episodes: Episodes, compute: Callable[[Episodes], MetaGradient]
+    ) -> MetaGradient:
         if episodes.device.type != "cuda" or self._uncapturable:
-            return self._all_at_once(params, episodes)
+            return compute(episodes)
         places = tuple(value.data_ptr() for value in params.values())
         form = (self.net.training, *((tensor.shape, tensor.dtype) for tensor in episodes.tensors()))
         if places != self._places or (form not in self._captures and len(self._captures) == CAPTURES):
@@ -152,25 +175,45 @@ class Engine:
             self._places = places
         if form not in self._captures:
             try:
-                self._captures[form] = _Capture(self._all_at_once, params, episodes)
+                self._captures[form] = _Capture(compute, episodes)
             except RuntimeError as error:
                 log.warning("this step cannot be captured as a CUDA graph and runs eagerly: %s", error)
                 self._uncapturable = True
-                return self._all_at_once(params, episodes)
+                return compute(episodes)
         return self._captures[form].replay(episodes)
 
 
 class _Capture:
     """A meta-step recorded once, with episodes of its own to read."""
 
-    def __init__(self, compute: Callable[[Params, Episodes], MetaGradient], params: Params, episodes: Episodes) -> None:
+    def __init__(self, compute: Callable[[Episodes], MetaGradient], episodes: Episodes) -> None:
         self.episodes = episodes.clone()
-        self.recording = Recording(lambda: compute(params, self.episodes))
+        self.recording = Recording(lambda: compute(self.episodes))
 
     def replay(self, episodes: Episodes) -> MetaGradient:
         for mine, given in zip(self.episodes.tensors(), episodes.tensors()):
             mine.copy_(given, non_blocking=True)
         return self.recording.replay()
+
+
+def _total(each: Iterable[tuple[Tensor, Params]]) -> tuple[Tensor, Params]:
+    """Sum losses and gradients in the order in which they come.
+
+    Only into tensors that are made here: autograd may return one tensor as the gradient of two parameters.
+    """
+    losses: list[Tensor] = []
+    names: list[str] = []
+    total: list[Tensor] = []
+    for loss, gradients in each:
+        losses.append(loss)
+        names, more = list(gradients), list(gradients.values())
+        if len(losses) == 1:
+            total = more
+        elif len(losses) == 2:
+            total = list(torch._foreach_add(total, more))
+        else:
+            torch._foreach_add_(total, more)
+    return torch.stack(losses).sum(), dict(zip(names, total))
 
 
 def meta_gradient(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
 
 from metabridge.autodiff import paired
 from metabridge.episodes import Episodes
@@ -17,6 +21,7 @@ from metabridge.learners.parameters import extras, moving, starting_heads, targe
 from metabridge.models.network import Network, Params, apply_features, apply_head
 from metabridge.models.norm import normalises_each_set
 
+log = logging.getLogger("metabridge")
 R = TypeVar("R")
 
 
@@ -41,24 +46,26 @@ def summed_gradient(
 def _through_all_layers(
     method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Params]:
-    leaves = Leaves(_detached(moving(method, params)), _detached(extras(params)))
+    leaves = Leaves(_detached(moving(method, net, params)), _detached(extras(params)))
+    fixed = {name: value.detach() for name, value in params.items() if name not in leaves.start}
 
     def gradient(*task: Tensor) -> tuple[Leaves, Tensor]:
-        def apply(params: Params, x: Tensor) -> Tensor:
+        def apply(moved: Params, x: Tensor) -> Tensor:
+            params = fixed | moved
             return apply_head(params, apply_features(net, params, x, dtype))
 
         return task_gradient(method, apply, leaves, Task(*task), flat=flat)
 
     slopes, loss = over_tasks(gradient, _task(episodes))
     sums = {name: value.sum(0) for name, value in (slopes.start | slopes.extras).items()}
-    return loss.sum(), {name: sums[name] for name in trainable(method, params)}
+    return loss.sum(), {name: sums[name] for name in trainable(method, net, params)}
 
 
 def _through_features(
     method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Params]:
     """The body sees each point once; only heads and features are under the task's inner solve."""
-    names = trainable(method, params)
+    names = trainable(method, net, params)
     weights = _detached(params)
     with torch.enable_grad():
         for name in names:
@@ -83,7 +90,7 @@ def _through_features(
     body = [name for name in names if name not in own]
     with torch.enable_grad():
         product = paired(outputs, cotangents)
-    pulled = torch.autograd.grad(product, [weights[name] for name in body], materialize_grads=True)
+    pulled = torch.autograd.grad(product, [weights[name] for name in body], materialize_grads=True) if body else ()
     gradients = dict(zip(body, pulled)) | {name: value.sum(0) for name, value in slopes.extras.items()}
     return loss.sum(), {name: gradients[name] for name in names}
 
@@ -111,12 +118,29 @@ def features_of(
 
 def over_tasks(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
     """Map a function of one task over the leading task axis of its arguments."""
-    tree_map = torch.utils._pytree.tree_map
-    first = torch.utils._pytree.tree_leaves(arguments)[0]
-    if len(first) > 1:
+    if len(tree_leaves(arguments)[0]) == 1:
+        return _one_by_one(function, arguments)
+    try:
         return vmap(function, randomness="different")(*arguments)
-    single = function(*tree_map(lambda tensor: tensor[0], arguments))
-    return tree_map(lambda tensor: tensor[None], single)  # type: ignore[no-any-return]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        results = _one_by_one(function, arguments)  # which raises what has nothing to do with vmap
+        _warn_of_loop(str(error).strip().partition("\n")[0])
+        return results
+
+
+def _one_by_one(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
+    tasks = len(tree_leaves(arguments)[0])
+    each = [function(*tree_map(itemgetter(task), arguments)) for task in range(tasks)]
+    if tasks == 1:
+        return tree_map(lambda tensor: tensor[None], each[0])  # type: ignore[no-any-return]
+    return tree_map(lambda *parts: torch.stack(parts), *each)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _warn_of_loop(reason: str) -> None:
+    log.warning("PyTorch cannot vectorise this network, so its tasks run one after the other: %s", reason)
 
 
 def _task(episodes: Episodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,49 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from metabridge.errors import InputError
+from metabridge.threads import pool
+
+ROUNDING = 1e-5  # The largest rounding error of a score, relative to 1, that float32 products may cause.
+_RESOLVED = 1e-9  # An eigenvalue of a Gram matrix below this share of the largest one is lost in its rounding errors.
 
 
-def eigenbasis(points: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
-    """Return coordinates (tasks, n, r) of the points, from their mean if `centre`, in orthogonal directions.
+def centre(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the points (tasks, n, d) minus their mean, and the mean (tasks, 1, d), in float64."""
+    mean = x.mean(-2, keepdim=True, dtype=torch.float64)
+    check_finite("features", mean)
+    return x - mean, mean
 
-    With them comes what lifts weights back.
 
-    The weight with coordinates v is Σ_n a_n · point_n, a = lift·v, where n < d (the representer theorem), and lift·v
-    itself otherwise.
+def principal_axes(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the coordinates (tasks, n, d) of points in orthogonal directions, and these, as columns."""
+    vectors = torch.linalg.eigh(points.mT @ points).eigenvectors
+    return points @ vectors, vectors
+
+
+def dual_axes(gram: Tensor, points: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the coordinates (tasks, n, n) of centred points in orthogonal directions, from their Gram matrix.
+
+    With them comes what lifts weights: the one with coordinates v is Σ_n a_n · point_n, a = lift·v. `points` returns
+    the points of the tasks that a mask selects: those whose Gram matrix does not resolve their smallest extents.
     """
-    if points.shape[-2] >= points.shape[-1]:
-        points = points - points.mean(-2, keepdim=True) if centre else points
-        vectors = torch.linalg.eigh(points.mT @ points).eigenvectors
-        return points @ vectors, vectors
-    gram = points @ points.mT
-    if centre:
-        rows = gram - gram.mean(-1, keepdim=True)
-        gram = rows - rows.mean(-2, keepdim=True)
     values, vectors = torch.linalg.eigh(gram)
-    root = values.clamp_min(0).sqrt()[..., None, :]
-    real = root > 1e-7 * root.amax(-1, keepdim=True)
+    root = values.clamp_min(0).sqrt()
+    blurred = values[:, :2].amax(-1) < _RESOLVED * values[:, -1]  # the smallest of centred points is always 0
+    if blurred.any():
+        vectors[blurred], root[blurred], _ = torch.linalg.svd(points(blurred), full_matrices=False)
+    root = root[..., None, :]
+    real = root > torch.where(blurred, 1e-13, 1e-7)[:, None, None] * root.amax(-1, keepdim=True)
     return vectors * torch.where(real, root, 0), vectors * torch.where(real, 1 / root, 0)
 
 
-def gram_matrix(x: Tensor, rounding: float) -> Tensor:
-    """Return xxᵀ in float64; of float32 products if their rounding errors are surely below `rounding`.
+def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
+    """Return the Gram matrix of the points in float64, and the origin (tasks, 1, d) they are measured from.
 
-    The lengths on its diagonal are finite where the features are, which saves a pass over these.
+    An error in the matrix changes scores by `sensitivity` times as much. Where float32 products of the points as they
+    are cannot change a score by more than `ROUNDING`, these are used, and the origin is None. Otherwise the points are
+    centred first, in float64.
     """
     if x.dtype == torch.float32 and not x.is_cuda and torch.get_float32_matmul_precision() == "highest":
         gram = (x @ x.mT).double()
-        if gram.diagonal(dim1=-2, dim2=-1).sum(-1).max() * torch.finfo(x.dtype).eps < rounding:
-            return gram
-    blocks = map(Tensor.double, x.tensor_split(_blocks(x)))
-    gram = torch.cat([block @ block.mT for block in blocks])
-    check_finite("features", gram.diagonal(dim1=-2, dim2=-1))
-    return gram
+        size = gram.diagonal(dim1=-2, dim2=-1).sum(-1).max()
+        if size * torch.finfo(x.dtype).eps * sensitivity < ROUNDING:  # false for NaN
+            return gram, None
+
+    def block(x: Tensor) -> tuple[Tensor, Tensor]:
+        points, mean = centre(x)
+        return points @ points.mT, mean
+
+    gram, mean = in_blocks(block, x)
+    return gram, mean
+
+
+def combine(coefficient: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
+    """Return Σ_n coefficient_n (x_n − origin), (tasks, outputs, d), in the features' dtype.
+
+    Without an origin it is computed in that dtype, otherwise in float64.
+    """
+    if origin is None:
+        return coefficient.to(x.dtype) @ x
+    (weight,) = in_blocks(lambda x, origin, a: ((a @ (x - origin)).to(x.dtype),), x, origin, coefficient)
+    return weight
 
 
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -59,16 +86,13 @@ def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> 
         return function(*tensors)
 
     def work(*block: Tensor) -> tuple[Tensor, ...]:
-        torch.set_num_threads(1)
         with torch.set_grad_enabled(gradients):
             return function(*block)
 
-    count = -(-count // threads) * threads
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            results = list(pool.map(work, *(tensor.tensor_split(count) for tensor in tensors)))
-    finally:
-        torch.set_num_threads(threads)
+    count = min(len(tensors[0]), -(-count // threads) * threads)
+    blocks = [tensor.tensor_split(count) for tensor in tensors]
+    # a worker of a pool has one thread, and must not wait for its own pool
+    results = list(map(work, *blocks) if threads == 1 else pool(threads).map(work, *blocks))
     return tuple(torch.cat(parts) for parts in zip(*results))
 
 

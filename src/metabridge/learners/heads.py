@@ -2,11 +2,13 @@
 
 Each head is data; `fit(features, labels, outputs)` takes features (..., n, d) and int64 labels (..., n), with any task
 axes in front, and returns a fitted head of the features' dtype whose `scores` rank the outputs of every query. They
-agree with scikit-learn's estimators. Systems are solved in float64.
+agree with scikit-learn's estimators on features of any scale, near 0 or far from it. Systems are solved in float64, and
+a head whose objective stays above its minimum logs a warning.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from math import isqrt
 from typing import Literal, NamedTuple
@@ -17,10 +19,21 @@ from torch.nn.functional import normalize, one_hot, pad
 
 from metabridge.errors import InputError, check_positive, describe
 from metabridge.learners import newton, qp
-from metabridge.learners.gram import check_finite, eigenbasis, gram_matrix, in_blocks
-from metabridge.learners.ridge import ridge_dual, ridge_weight
+from metabridge.learners.gram import (
+    ROUNDING,
+    centre,
+    check_finite,
+    combine,
+    dual_axes,
+    gram_matrix,
+    in_blocks,
+    principal_axes,
+)
+from metabridge.learners.ridge import ridge_dual
 
-SMALL = 0.1  # penalty, below which float32 would lose more than a hundred thousandth to cancelling coefficients
+log = logging.getLogger("metabridge")
+UNSOLVED = 1e-7  # Share of an objective by which Newton's method may leave it above its minimum.
+VISIBLE = 1e-5  # Share of an objective by which it may be above its minimum without a warning.
 
 
 class LinearHead(NamedTuple):
@@ -97,17 +110,16 @@ class LogisticRegression:
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
         x, y = _tasks(features, labels, outputs, self.normalise)
-        check_finite("features", x)
-        coordinates, lift = in_blocks(lambda x: eigenbasis(x.double(), centre=True), x)
+        coordinates, lift, mean = in_blocks(_axes, x)
         points = pad(coordinates, (0, 1), value=1.0)
-        penalty = pad(torch.full_like(points[0, 0, :-1], self.penalty), (0, 1))
-        solution = newton.minimise(newton.cross_entropy(y, outputs), points, penalty, outputs)
+        penalty = pad(torch.full_like(coordinates[:, 0], self.penalty), (0, 1))
+        solution, missing = newton.minimise(newton.CROSS_ENTROPY, y, points, penalty, outputs)
+        _check_optimal(self, missing, "a larger penalty")
         solution = solution - solution.mean(-1, keepdim=True)  # what softmax does not see
         weight = (lift @ solution[:, :-1]).mT
         if x.shape[-2] < x.shape[-1]:
-            weight = (weight - weight.mean(-1, keepdim=True)).to(x.dtype) @ x
-        bias = solution[:, -1] - (x.mean(-2, keepdim=True) @ weight.mT.to(x.dtype))[:, 0]
-        return LinearHead(*_reshape(features, weight, bias), self.normalise)
+            weight, mean = _combine(weight, x, coordinates, mean)
+        return LinearHead(*_about(features, weight, solution[:, -1], mean), self.normalise)
 
 
 @dataclass(frozen=True)
@@ -136,21 +148,43 @@ class SVM:
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead | PairwiseHead:
         """Solve every task."""
         x, y = _tasks(features, labels, outputs, self.normalise)
-        if self.loss == "hinge":
-            # Decisions move by the errors in the Gram matrix C times; libsvm has its own in float32 for any C.
-            gram = gram_matrix(x, rounding=1e-5 / self.C)
-            coefficient, bias = in_blocks(lambda K, y: qp.one_against_one(K, y, outputs, self.C), gram, y)
-            return PairwiseHead(*_reshape(features, coefficient.to(x.dtype) @ x, bias), self.normalise)
-        check_finite("features", x)
-        points, lift = in_blocks(lambda x: eigenbasis(pad(x.double(), (0, 1), value=1.0)), x)
-        penalty = torch.full_like(points[0, 0], 1 / self.C)
-        solution = newton.minimise(newton.squared_hinge(y, outputs), points, penalty, outputs)
-        weight = (lift @ solution).mT
+        return self._hinge(features, x, y, outputs) if self.loss == "hinge" else self._squared(features, x, y, outputs)
+
+    def _hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> PairwiseHead:
+        gram, origin = gram_matrix(x, sensitivity=self.C)
+        coefficient, level, gap = in_blocks(lambda K, y: qp.one_against_one(K, y, outputs, self.C), gram, y)
+        _check_optimal(self, gap, "a smaller C")
+        weight = combine(coefficient, x, origin)
+        return PairwiseHead(*_about(features, weight, level, origin), self.normalise)
+
+    def _squared(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> LinearHead:
+        coordinates, lift, along, mean = in_blocks(_axes_with_bias, x)
+        # The point (x, 1) is (x − mean, 0) + (mean, 1): scores are `level` at the mean and vary with the rest.
+        length = (mean.square().sum(-1) + 1).sqrt()
+        points = torch.cat([coordinates, 1 + (along / length)[..., None]], -1)
+        penalty = torch.cat([torch.ones_like(coordinates[:, 0]), length.square().reciprocal()], -1) / self.C
+        solution, missing = newton.minimise(newton.SQUARED_HINGE, y, points, penalty, outputs)
+        # Where C is so large that margins are all but hard, the dual problem knows them better.
+        programs = (missing > UNSOLVED).nonzero() if x.shape[-2] <= qp.MOST else y.new_empty(0, 2)
+        for some in programs.split(qp.MOST**2 // x.shape[-2] ** 2 or 1) if len(programs) else ():
+            task, output = some.unbind(-1)
+            kernel = coordinates[task] @ coordinates[task].mT
+            sign = torch.where(y[task] == output[:, None], 1.0, -1.0).to(kernel.dtype)
+            corner = length[task, 0].square().reciprocal()
+            coefficient, level, gap = qp.squared_hinge(kernel, sign, points[task, :, -1], corner, self.C)
+            weight = (coefficient[:, None] @ coordinates[task])[:, 0]
+            better = gap < missing[task, output]
+            task, output = task[better], output[better]
+            solution[task, :, output] = torch.cat([weight, level[:, None]], -1)[better]
+            missing[task, output] = gap[better]
+        _check_optimal(self, missing, "a smaller C")
+        weight, level = (lift @ solution[:, :-1]).mT, solution[:, -1]
         if x.shape[-2] <= x.shape[-1]:
-            weight, bias = weight.to(x.dtype) @ x, weight.sum(-1)
+            bias = (level / length - (weight @ along[..., None])[..., 0]) / length
+            weight, mean = _combine(weight, x, coordinates, mean, bias)
         else:
-            weight, bias = weight[..., :-1], weight[..., -1]
-        return LinearHead(*_reshape(features, weight, bias), self.normalise)
+            weight = weight[..., :-1] + (level / length.square())[..., None] * mean
+        return LinearHead(*_about(features, weight, level, mean), self.normalise)
 
 
 @dataclass(frozen=True)
@@ -179,39 +213,33 @@ class Ridge:
         penalty = torch.tensor(self.penalty, dtype=torch.float64, device=x.device)
 
         if x.shape[-2] < x.shape[-1]:
-            # Errors in the Gram matrix move predictions by as much over the penalty.
-            gram = gram_matrix(x, rounding=1e-5 * self.penalty)
+            gram, origin = gram_matrix(x, sensitivity=1 / self.penalty)
+            if _well_conditioned(gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.penalty):
+                coefficient, level = in_blocks(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
+                weight = combine(coefficient, x, origin)
+                return LinearHead(*_about(features, weight, level, origin), self.normalise)
 
-            def dual(K: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-                coefficient, bias = ridge_dual(K, y.double(), penalty)
-                return coefficient.to(precise) @ x.to(precise), bias
+        def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            coordinates, lift, mean = _axes(x)
+            y = y.double()
+            middle = y.mean(-2, keepdim=True)
+            weight = (lift @ (coordinates.mT @ (y - middle) / (coordinates.square().sum(-2)[..., None] + penalty))).mT
+            return combine(weight, x, mean) if x.shape[-2] < x.shape[-1] else weight, middle[:, 0], mean
 
-            # Of points that are alike, coefficients are up to 1/penalty and cancel.
-            precise = torch.float64 if self.penalty < SMALL else x.dtype
-            return LinearHead(*_reshape(features, *in_blocks(dual, gram, x, y)), self.normalise)
-
-        check_finite("features", x)
-
-        def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x, y = x.double(), y.double()
-            centre, middle = x.mean(-2, keepdim=True), y.mean(-2, keepdim=True)
-            weight = ridge_weight(x - centre, y - middle, penalty)
-            return weight, (middle - centre @ weight.mT)[:, 0]
-
-        return LinearHead(*_reshape(features, *in_blocks(solve, x, y)), self.normalise)
+        return LinearHead(*_about(features, *in_blocks(solve, x, y)), self.normalise)
 
 
 @dataclass(frozen=True)
 class NearestCentroid:
-    """The class c_k with the nearest mean: scores c_kᵀx − ½‖c_k‖² = ½‖x‖² − ½‖x − c_k‖².
+    """The class c_k with the nearest mean: scores ½‖x − m‖² − ½‖x − c_k‖², linear in x, where m is the mean of all.
 
     On features normalised to unit length if `normalise`; the means themselves are not.
 
     >>> import torch
     >>> head = NearestCentroid().fit(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[0, 0, 1]]), outputs=2)
-    >>> head.weight, head.bias
-    (tensor([[[2.],
-             [8.]]]), tensor([[ -2., -32.]]))
+    >>> head.weight.round(decimals=4), head.bias.round(decimals=4)
+    (tensor([[[-2.],
+             [ 4.]]]), tensor([[  6., -24.]]))
     """
 
     normalise: bool = False
@@ -219,10 +247,12 @@ class NearestCentroid:
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve every task."""
         x, y = _tasks(features, labels, outputs, self.normalise)
-        check_finite("features", x)
         members = one_hot(y, outputs).to(x.dtype)
-        centroid = (members / members.sum(-2, keepdim=True)).mT @ x
-        return LinearHead(*_reshape(features, centroid, -0.5 * centroid.square().sum(-1)), self.normalise)
+        share = members / members.sum(-2, keepdim=True)
+        means = pad(share - 1 / x.shape[-2], (0, 1), value=1 / x.shape[-2]).mT @ x
+        check_finite("features", means)
+        centroid, mean = means[:, :-1], means[:, -1:]
+        return LinearHead(*_about(features, centroid, -0.5 * centroid.square().sum(-1), mean), self.normalise)
 
 
 def _tasks(
@@ -270,7 +300,72 @@ def _check_queries(features: Tensor, weight: Tensor) -> None:
         )
 
 
-def _reshape(features: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Give a solution the task axes and the dtype of the features."""
+def _axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return coordinates of the centred points, what lifts weights from them, and the mean."""
+    points, mean = centre(x)
+    if x.shape[-2] < x.shape[-1]:
+        return *dual_axes(points @ points.mT, points.__getitem__), mean
+    return *principal_axes(points), mean
+
+
+def _axes_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return coordinates of (x − mean, 0) orthogonal to (mean, 1), their lift, the part along that, and the mean."""
+    points, mean = centre(x)
+    direction = normalize(pad(mean, (0, 1), value=1.0), dim=-1)
+    along = points @ direction[..., :-1].mT
+
+    def orthogonal(tasks: Tensor | slice) -> Tensor:
+        return pad(points[tasks], (0, 1)) - along[tasks] * direction[tasks]
+
+    if x.shape[-2] <= x.shape[-1]:
+        axes = dual_axes(points @ points.mT - along @ along.mT, orthogonal)
+    else:
+        axes = principal_axes(orthogonal(slice(None)))
+    return *axes, along[..., 0], mean
+
+
+def _combine(
+    coefficient: Tensor, x: Tensor, coordinates: Tensor, mean: Tensor, of_mean: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Combine points with coefficients that sum to 0, and their mean with one `of_mean`; return that and the mean.
+
+    All in the points' dtype where its rounding errors are small, in float64 elsewhere.
+    """
+    coefficient = coefficient - coefficient.mean(-1, keepdim=True)  # 0 but for rounding
+    length = coordinates.square().sum(-1).amax(-1) + mean[:, 0].square().sum(-1)
+    error = torch.finfo(x.dtype).eps * (length * coefficient.abs().sum(-1).amax(-1)).max()
+    if error < ROUNDING:
+        with_mean = coefficient if of_mean is None else coefficient + of_mean[..., None] / x.shape[-2]
+        return combine(with_mean, x, None), mean.to(x.dtype)
+    weight = combine(coefficient, x, mean)
+    return weight if of_mean is None else weight + of_mean[..., None] * mean, mean
+
+
+def _well_conditioned(size: Tensor, penalty: float) -> bool:
+    """Whether float64 resolves the penalty beside Gram matrices of these traces."""
+    return bool(size.max() * torch.finfo(torch.float64).eps < 1e-8 * penalty)
+
+
+def _check_optimal(head: LogisticRegression | SVM, missing: Tensor, remedy: str) -> None:
+    """Warn if an objective is still above its minimum by a visible share."""
+    worst = float(missing.max())
+    if not worst < VISIBLE:
+        log.warning(
+            "%r stopped %.1e above the minimum, relative to it, in %d of %d tasks. Use %s, or normalise=True.",
+            head,
+            worst,
+            int((~(missing < VISIBLE)).any(-1).sum()),
+            len(missing),
+            remedy,
+        )
+
+
+def _about(features: Tensor, weight: Tensor, level: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Give a solution the task axes and dtype of the features, and a bias with which scores are `level` at `origin`.
+
+    The bias makes up for the rounding of the weight, which would else matter where the origin is far from 0.
+    """
     lead, dtype = features.shape[:-2], features.dtype
-    return weight.to(dtype).reshape(*lead, *weight.shape[1:]), bias.to(dtype).reshape(*lead, *bias.shape[1:])
+    weight = weight.to(dtype)
+    bias = level if origin is None else level - (weight.to(origin.dtype) @ origin.mT)[..., 0]
+    return weight.reshape(*lead, *weight.shape[1:]), bias.to(dtype).reshape(*lead, *bias.shape[1:])

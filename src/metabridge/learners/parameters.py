@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.inner import GradientDescent, Proximal, SupportVectors
+from metabridge.learners.inner import GradientDescent, Proximal, SupportVectors, task_loss
 from metabridge.learners.method import Method
-from metabridge.models.network import Network, Params, seeded
+from metabridge.models.network import Network, Params, frozen, seeded
 
 
 def parameters(method: Method, net: Network, *, classes: int | None = None, seed: int = 0) -> Params:
@@ -18,6 +19,7 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
 
     `features.*` and `head.*` are copies of the network's. Multi-task methods add `heads.*`, a row
     for each of `classes` training classes; solvers with learned settings add `rates.*` or `solver.*`.
+    A parameter of the network with `requires_grad=False` is neither trained nor adapted.
 
     >>> from metabridge.learners.method import method
     >>> from metabridge.models import mlp
@@ -25,6 +27,12 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
     ['features.1.bias', 'features.1.weight', 'head.bias', 'head.weight', 'solver.log_penalty', 'solver.log_scale']
     """
     params = {name: value.detach().clone() for name, value in net.named_parameters()}
+    tied = [name for name, _ in net.head.named_parameters() if f"head.{name}" not in params]
+    if tied:
+        raise InputError(
+            f"head.{tied[0]} is also a parameter of the features, but tasks need a head of their own. "
+            f"Untie it: net.head.{tied[0]} = torch.nn.Parameter(net.head.{tied[0]}.detach().clone())."
+        )
     if method.head in ("task-rows", "all-rows"):
         if classes is None or classes < 1:
             raise InputError(
@@ -35,16 +43,20 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
             rows = nn.Linear(net.head.in_features, classes, bias=net.head.bias is not None).to(net.head.weight)
         params |= {f"heads.{name}": value.detach() for name, value in rows.named_parameters()}
     if method.inner is not None:
-        params |= method.inner.extras(moving(method, params))
-    for name in trainable(method, params):
+        params |= method.inner.extras(moving(method, net, params))
+    for name in trainable(method, net, params):
         params[name].requires_grad_()
     return params
 
 
-def moving(method: Method, params: Params) -> Params:
+def moving(method: Method, net: Network, params: Params) -> Params:
     """Return the part of the parameters that the inner loop starts from."""
-    prefixes = ("features.", "head.") if method.adapts == "all" else ("head.",)
-    return {name: value for name, value in params.items() if name.startswith(prefixes)}
+    if method.adapts != "all":
+        return {name: value for name, value in params.items() if name.startswith("head.")}
+    fixed = frozen(net)
+    return {
+        name: value for name, value in params.items() if name.startswith(("features.", "head.")) and name not in fixed
+    }
 
 
 def extras(params: Params) -> Params:
@@ -52,10 +64,10 @@ def extras(params: Params) -> Params:
     return {name: value for name, value in params.items() if name.startswith(("rates.", "solver."))}
 
 
-def trainable(method: Method, params: Params) -> list[str]:
+def trainable(method: Method, net: Network, params: Params) -> list[str]:
     """Return the names of what the outer loop trains."""
-    idle = () if method.head == "learned" else ("head.",)
-    return [name for name in params if not name.startswith(idle)] if idle else list(params)
+    fixed, idle = frozen(net), method.head != "learned"
+    return [name for name in params if name not in fixed and not (idle and name.startswith("head."))]
 
 
 def starting_heads(method: Method, params: Params, episodes: Episodes) -> Params:
@@ -78,9 +90,12 @@ def targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
     return episodes.classes.gather(1, labels)
 
 
-def check(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
-    """Raise a clear error if this method and network cannot train on the episodes."""
+def check(
+    method: Method, net: Network, params: Params, episodes: Episodes, *, dtype: torch.dtype | None = None
+) -> None:
+    """Raise a clear error if this method and network cannot train on the episodes, with features in `dtype`."""
     _check_common(method, net, params, episodes)
+    _check_whole_numbers(episodes, dtype)
     _check_inputs(net, tuple(episodes.support_x.shape[2:]))
     if method.head not in ("task-rows", "all-rows"):
         return _check_targets(episodes, params["head.weight"].shape[0])
@@ -92,7 +107,7 @@ def check(method: Method, net: Network, params: Params, episodes: Episodes) -> N
             f"head is {method.head!r}, but the episodes do not say which classes their outputs are. "
             "Give Episodes(..., classes=...), one row index for each output."
         )
-    if method.head == "all-rows" and not episodes.classification:
+    if method.head == "all-rows" and not episodes.classification and method.loss is task_loss:
         raise InputError(
             "head is 'all-rows', one classifier over all classes, but the targets are values. Use head='task-rows', as "
             "method('mtl') has."
@@ -119,10 +134,17 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
         raise InputError(
             f"params lacks {missing[0]!r}, which the network has. Make params with parameters(method, net)."
         )
+    _check_frozen(method, net, params)
     if isinstance(method.inner, SupportVectors) and not episodes.classification:
         raise InputError("A support vector machine needs class labels, but the targets are values. Use method('r2d2').")
     like = params["head.weight"]
-    if episodes.support_x.dtype != like.dtype:
+    if not episodes.support_x.is_floating_point():
+        if net.recipe is not None:
+            raise InputError(
+                f"Inputs are {episodes.support_x.dtype}, but this network takes floating-point ones. Convert with "
+                ".float()."
+            )
+    elif episodes.support_x.dtype != like.dtype:
         raise InputError(
             f"Inputs are {episodes.support_x.dtype}, but the parameters are {like.dtype}. "
             f"Use episodes.to(dtype={like.dtype})."
@@ -130,6 +152,34 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
     if episodes.device != like.device:
         raise InputError(
             f"The episodes are on {episodes.device}, but the parameters on {like.device}. Move one with .to(device)."
+        )
+
+
+def _check_whole_numbers(episodes: Episodes, dtype: torch.dtype | None) -> None:
+    """Refuse whole numbers that `dtype` would round, since they may be indices."""
+    if dtype is None or not episodes.support_x.is_floating_point():
+        return
+    for x in (episodes.support_x, episodes.query_x) if episodes.is_split else (episodes.support_x,):
+        rounded = x.to(dtype).to(x.dtype) != x
+        if rounded.any() and (x == x.round()).all():
+            value = int(x[rounded][0])
+            raise InputError(
+                f"Inputs are whole numbers such as {value}, which {dtype} rounds to "
+                f"{int(torch.tensor(value).to(dtype))}. Give indices as int64, or scale the inputs."
+            )
+
+
+def _check_frozen(method: Method, net: Network, params: Params) -> None:
+    """Refuse a network in which what the inner loop would move has `requires_grad=False`."""
+    solvers = [method.inner, method.test]
+    if not any(isinstance(solver, GradientDescent | Proximal) for solver in solvers):
+        return
+    if method.adapts == "all" and not moving(method, net, params):
+        raise InputError("every parameter of the network has requires_grad=False, so nothing adapts. Unfreeze some.")
+    if method.adapts != "all" and (fixed := sorted(name for name in frozen(net) if name.startswith("head."))):
+        raise InputError(
+            f"{fixed[0]!r} has requires_grad=False, but the method adapts the head. Use net.head.requires_grad_(), "
+            "and head='frozen' in the method if the outer loop should not train it."
         )
 
 

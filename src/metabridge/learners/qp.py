@@ -12,7 +12,11 @@ _CENTRE = 1e-13  # Complementarity at which iterations hold still: the gap is sa
 _PROXIMAL = 1e-12  # Relative weight of ‖step‖² that keeps factors of singular Q positive; the solution does not move.
 _IMPLICIT = 1e-10  # The same, more of it, for derivatives, where nothing later corrects what a singular factor loses.
 _MET = 1e-9  # How exactly an active set has to meet the conditions of optimality.
+_SHORT = 1e-6  # What a point may miss its margin by before this counts.
+_FAR = 100.0  # An upper bound, in units in which α would be about 1 without any, from which on it is rarely met.
 _EXCHANGES = 6  # The most of active sets; programs with fewer points than features rarely need more than five.
+INTERIOR_STEPS = 60  # The most of interior points for a head; about 20 are usual.
+MOST = 1024  # The most points of a program that is solved for a head.
 _INTERIOR = 0.995  # The part of the way to the boundary that a step may take.
 
 
@@ -55,7 +59,17 @@ class _Reduced(NamedTuple):
         return alpha[..., 0], dual[..., 0]
 
 
-def solve(Q: Tensor, e: Tensor, A: Tensor, r: Tensor, lo: Tensor, hi: Tensor, *, iterations: int = 16) -> Solution:
+def solve(
+    Q: Tensor,
+    e: Tensor,
+    A: Tensor,
+    r: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    *,
+    iterations: int = 16,
+    tolerance: float | None = None,
+) -> Solution:
     """Minimise Σ_k ½ α_kᵀ Q_k α_k − ⟨e, α⟩ subject to Σ_k A_k α_k = r and lo ≤ α ≤ hi, in float64.
 
     Q is (..., b, n, n), or (..., 1, n, n) where blocks share it, positive semi-definite; A is (..., b, m, n) of full
@@ -64,7 +78,8 @@ def solve(Q: Tensor, e: Tensor, A: Tensor, r: Tensor, lo: Tensor, hi: Tensor, *,
 
     Mehrotra's predictor and corrector: the reduced system is block diagonal, Q_k + diag(multiplier / slack), so that
     b matrices of n×n and one of m×m are factored. The number of iterations is fixed and nothing depends on values:
-    it can be mapped by `torch.func.vmap` and captured in a CUDA graph.
+    it can be mapped by `torch.func.vmap` and captured in a CUDA graph. With a `tolerance` it stops as soon as every
+    program's mean complementarity and residuals, relative to its largest α, are below.
 
     >>> import torch
     >>> one = torch.ones(1, 2)
@@ -77,8 +92,9 @@ def solve(Q: Tensor, e: Tensor, A: Tensor, r: Tensor, lo: Tensor, hi: Tensor, *,
     bound = torch.stack([lo, hi], -3)
     finite = bound.isfinite()
     wall = torch.where(finite, bound, 0)
-    one_sided = finite.sum(-3) == 1
-    alpha = torch.where(one_sided, (wall + sign * finite).sum(-3), wall.mean(-3))
+    # Start near 0, one unit or half the way between the bounds inside of them.
+    inside = ((bound[..., 1, :, :] - bound[..., 0, :, :]) / 2).clamp_max(1)
+    alpha = torch.zeros_like(e).clamp(lo + inside, hi - inside)
     slack = torch.where(finite, sign * (alpha[..., None, :, :] - wall), 1)
     force = finite / slack
     dual = torch.zeros_like(r)
@@ -90,6 +106,10 @@ def solve(Q: Tensor, e: Tensor, A: Tensor, r: Tensor, lo: Tensor, hi: Tensor, *,
         tilt, excess = _residuals(Q, e, A, r, alpha, dual, sign * force)
         product = slack * force
         centre = product.sum((-3, -2, -1)) / pairs
+        if tolerance is not None:
+            error = torch.maximum(torch.maximum(tilt.abs().amax((-2, -1)), excess.abs().amax(-1)), centre)
+            if (error <= tolerance * alpha.abs().amax((-2, -1)).clamp_min(1)).all():
+                break
 
         pull = -force
         aim, _ = system.solve((sign * pull).sum(-3) - tilt, -excess)
@@ -145,20 +165,25 @@ def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> 
     points = features.double()
     still = points.detach()
     truth = (labels[..., None, :] == torch.arange(outputs, device=labels.device)[:, None]).double()
-    # In units of C every bound is 0 or 1.
-    Q = C * (still @ still.mT)[..., None, :, :]
+    gram = (still @ still.mT)[..., None, :, :]
+    # Every bound is 0 or C. Without the latter α would be about 1 / spread: take the smaller of the two as its unit.
+    spread = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    unit = C / (C * spread).clamp_min(1)
+    Q, top = unit[..., None] * gram, C / unit * truth
     A = torch.eye(still.shape[-2], dtype=still.dtype, device=still.device).expand(*truth.shape, -1)
-    found = solve(Q, truth, A, torch.zeros_like(truth[..., 0, :]), torch.full_like(truth, -torch.inf), truth)
+    found = solve(Q, truth, A, torch.zeros_like(truth[..., 0, :]), torch.full_like(truth, -torch.inf), top)
     stiffness = found.upper / found.slack[..., 1, :, :] + _IMPLICIT * Q.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
     system = _Reduced.factor(Q + torch.diag_embed(stiffness), A)
 
-    tilt = C * (points @ (points.mT @ found.alpha.mT)).mT
+    tilt = unit * (points @ (points.mT @ found.alpha.mT)).mT
     moved, _ = system.solve(tilt - tilt.detach(), torch.zeros_like(found.dual))
-    return (C * (found.alpha - moved) @ points).to(features.dtype)
+    return (unit * (found.alpha - moved) @ points).to(features.dtype)
 
 
-def one_against_one(gram: Tensor, labels: Tensor, outputs: int, C: float) -> tuple[Tensor, Tensor]:
+def one_against_one(gram: Tensor, labels: Tensor, outputs: int, C: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the coefficients (tasks, pairs, n) and biases (tasks, pairs) of support vector machines between classes.
+
+    With them comes the duality gap (tasks, pairs), relative to the objective; 0 where all conditions are met.
 
     For outputs i < j, in the order (0, 1), (0, 2), ..., with s = 1 on the points of i and −1 on those of j, each solves
     min ½ Σ α_p α_q s_p s_q K_pq − Σ α_p, 0 ≤ α ≤ C, Σ s_p α_p = 0; a point's coefficient is s_p α_p. As in libsvm the
@@ -168,7 +193,7 @@ def one_against_one(gram: Tensor, labels: Tensor, outputs: int, C: float) -> tup
     >>> import torch
     >>> found = one_against_one(torch.tensor([[[4.0, 8.0], [8.0, 16.0]]]), torch.tensor([[0, 1]]), outputs=2, C=1.0)
     >>> [part.round(decimals=6).tolist() for part in found]
-    [[[[0.5, -0.5]]], [[3.0]]]
+    [[[[0.5, -0.5]]], [[3.0]], [[0.0]]]
     """
     members = (labels[:, None, :] == torch.arange(outputs, device=labels.device)[:, None]).double()
     present, place = members.topk(int(members.sum(-1).max()), -1)
@@ -177,37 +202,58 @@ def one_against_one(gram: Tensor, labels: Tensor, outputs: int, C: float) -> tup
     sign = torch.cat([present[:, first], -present[:, second]], -1)
     entries = place[..., :, None] * gram.shape[-1] + place[..., None, :]
     K = gram.double().flatten(1).gather(1, entries.flatten(1)).view(entries.shape)
-    Q = (C * sign)[..., :, None] * K * sign[..., None, :]
-    alpha, bias = _machines(Q.flatten(0, 1), sign.flatten(0, 1))
-    spread = sign.new_zeros(*sign.shape[:-1], gram.shape[-1])
-    return spread.scatter_add(-1, place, C * sign * alpha.view_as(sign)), bias.view_as(sign[..., 0])
+    # Measure points from the mean of the two classes and in units of their spread, α in units of what it can be.
+    share = sign.abs() / sign.abs().sum(-1, keepdim=True)
+    level = (K @ share[..., None])[..., 0]
+    K = K - level[..., :, None] - (level - (share * level).sum(-1, keepdim=True))[..., None, :]
+    spread = (share * K.diagonal(dim1=-2, dim2=-1)).sum(-1, keepdim=True)
+    spread = spread.where(spread > 0, 1)
+    unit = (C * spread).clamp_max(1) / spread
+    Q = (unit * sign)[..., :, None] * K * sign[..., None, :]
+    alpha, bias, gap = _machines(Q.flatten(0, 1), sign.flatten(0, 1), (C / unit).flatten(0, 1))
+    coefficient = unit * sign * alpha.view_as(sign)
+    bias = bias.view_as(sign[..., 0]) - (coefficient * level).sum(-1)
+    full = sign.new_zeros(*sign.shape[:-1], gram.shape[-1]).scatter_add(-1, place, coefficient)
+    return full, bias, gap.view_as(bias)
 
 
-def _machines(Q: Tensor, sign: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimise ½αᵀQα − Σα with 0 ≤ α ≤ 1 and Σ s α = 0 for every Q (programs, n, n); return α and the bias.
+def _machines(Q: Tensor, sign: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Minimise ½αᵀQα − Σα with 0 ≤ α ≤ upper and Σ s α = 0 for every Q (programs, n, n); return α, bias and gap.
 
     Classes differ in size: a point that is not there has sign 0. The active set is guessed, α found for it, and the
     points that break their conditions change sides. Where there are fewer points than features that ends after a few
     exchanges with all conditions met; programs in which it does not are left to interior points.
     """
+    # At first the smaller class is at its bound and the other free, which is feasible; classes of one size are both
+    # at their bounds. Without a bound that matters every point is free.
+    low, high = sign == 0, (sign != 0) & (sign * sign.sum(-1, keepdim=True) <= 0) & (upper < _FAR)
+    alpha, bias, wrong = _exchanges(Q, sign, upper, low, high)
+    gap = torch.zeros_like(bias)
+    if len(wrong):
+        alpha[wrong], bias[wrong], gap[wrong] = _interior(Q[wrong], sign[wrong], upper[wrong])
+    return alpha, bias, gap
+
+
+def _exchanges(Q: Tensor, sign: Tensor, upper: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange points between active sets; return α, the bias, and the programs that are not solved in the end."""
     alpha, bias = torch.empty_like(sign), torch.empty_like(sign[:, 0])
     rows = torch.arange(len(sign), device=sign.device)
-    # At first the smaller class is at 1 and the other free, which is feasible; classes of one size are both at 1.
-    low, high = sign == 0, (sign != 0) & (sign * sign.sum(-1, keepdim=True) <= 0)
     for _ in range(_EXCHANGES):
-        alpha[rows], bias[rows], low, high, wrong = _exchange(Q, sign, low, high)
+        alpha[rows], bias[rows], low, high, wrong = _exchange(Q, sign, upper, low, high)
         left = wrong.nonzero()[:, 0]
-        if not len(left):
-            return alpha, bias
-        Q, sign, low, high, rows = Q[left], sign[left], low[left], high[left], rows[left]
-    alpha[rows], bias[rows] = _interior(Q, sign)
-    return alpha, bias
+        rows = rows[left]
+        if not len(rows):
+            break
+        Q, sign, upper, low, high = Q[left], sign[left], upper[left], low[left], high[left]
+    return alpha, bias, rows
 
 
-def _exchange(Q: Tensor, sign: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return α and the bias with α = 0 at `low` and 1 at `high`, the sets that follow, and where they are not final."""
+def _exchange(
+    Q: Tensor, sign: Tensor, upper: Tensor, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return α and the bias with α at its bounds at `low` and `high`, the next sets, and where these are not final."""
     free = ~(low | high)
-    top = high.to(Q.dtype)
+    top = upper * high
     eye = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
     # The last row is the equality, the last unknown the bias; where nothing is free it has no equation.
     system = pad(torch.where(free[:, :, None] & free[:, None, :], Q, eye), (0, 1, 0, 1))
@@ -216,27 +262,109 @@ def _exchange(Q: Tensor, sign: Tensor, low: Tensor, high: Tensor) -> tuple[Tenso
     right = torch.where(free, 1 - (Q @ top[..., None])[..., 0], top)
     right = torch.cat([right, -(sign * top).sum(-1, keepdim=True)], -1)
     alpha = torch.linalg.solve_ex(system, right).result[:, :-1]
-    # What α may be out of bounds by moves no decision by more than _MET. A comparison with NaN counts as broken.
-    slack = _MET / Q.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(1, 1e4)
-    under, over = free & (alpha <= slack), free & (alpha >= 1 - slack)
+    # A comparison with NaN counts as broken.
+    slack = _MET * torch.minimum(alpha.abs().amax(-1, keepdim=True).clamp_min(1), upper)  # α is infinite if singular
+    under, over = free & (alpha <= slack), free & (alpha >= upper - slack)
     bias, excess = _bias(Q, sign, alpha, low | under, high | over)
     rising, falling = low & ~(excess >= -_MET), high & ~(excess <= _MET)
     met = torch.where(low | under, excess >= -_MET, torch.where(high | over, excess <= _MET, excess.abs() <= _MET))
-    met &= (alpha >= -slack) & (alpha <= 1 + slack)
-    final = met.all(-1) & ((sign * alpha).sum(-1).abs() <= _MET)
+    met &= (alpha >= -slack) & (alpha <= upper + slack)
+    final = met.all(-1) & ((sign * alpha).sum(-1).abs() <= slack[:, 0])
     return alpha, bias, (low & ~rising) | under, (high & ~falling) | over, ~final
 
 
-def _interior(Q: Tensor, sign: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve what `_machines` solves by interior points."""
+def _interior(Q: Tensor, sign: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve what `_machines` solves by interior points, and exactly where these find the active set."""
     # A point that is not there is a variable by itself with its minimum in the middle.
     there = sign.abs()
-    e = ((1 + there) / 2)[:, None]
+    e = torch.where(sign != 0, 1, 0.5)[:, None]
     Q_there = (Q + torch.diag_embed(1 - there))[:, None]
-    found = solve(Q_there, e, sign[:, None, None], torch.zeros_like(e[..., 0]), torch.zeros_like(e), torch.ones_like(e))
+    hi = torch.where(sign != 0, upper, 1)[:, None]
+    found = solve(
+        Q_there,
+        e,
+        sign[:, None, None],
+        torch.zeros_like(e[..., 0]),
+        torch.zeros_like(e),
+        hi,
+        iterations=INTERIOR_STEPS,
+        tolerance=1e-13,
+    )
     low, high = found.slack[:, 0, 0] <= found.lower[:, 0], found.slack[:, 1, 0] <= found.upper[:, 0]
-    alpha = found.alpha[:, 0]
-    return alpha, _bias(Q, sign, alpha, low, high)[0]
+    alpha = found.alpha[:, 0] * there
+    bias, excess = _bias(Q, sign, alpha, low, high)
+    exact, exact_bias, wrong = _exchanges(Q, sign, upper, low, high)
+    # Where the active set is not certain: a gap that does not count margins missed by less than _SHORT.
+    short = (-excess - _SHORT).clamp_min(0)
+    square = (alpha * (Q @ alpha[..., None])[..., 0]).sum(-1)
+    missed = (upper * short * there).sum(-1)
+    gap = (square + missed - alpha.sum(-1)) / (square / 2 + missed).clamp_min(1e-300)
+    solved = torch.ones_like(bias, dtype=torch.bool)
+    solved[wrong] = False
+    return exact.where(solved[:, None], alpha), exact_bias.where(solved, bias), gap.where(~solved, 0)
+
+
+def squared_hinge(gram: Tensor, sign: Tensor, along: Tensor, corner: Tensor, C: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the coefficients (programs, n) and level (programs,) of machines with the squared hinge, and their gaps.
+
+    With scores f = Ka + b·along each minimises ½aᵀKa + ½ corner b² + C Σ max(0, 1 − s f)²: `gram` K is (programs, n,
+    n), `sign` s and `along` (programs, n), `corner` (programs,). Its dual in α = s a has the bounds α ≥ 0 alone. The
+    relative duality gap is 0 where all conditions are met.
+
+    >>> import torch
+    >>> one = torch.ones(1, 2).double()
+    >>> found = squared_hinge(torch.eye(2).double()[None], torch.tensor([[1.0, -1.0]]).double(), one, one[:, 0], C=1.0)
+    >>> [part.round(decimals=6).tolist() for part in found]
+    [[[0.666667, -0.666667]], [-0.0], [0.0]]
+    """
+    spread = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    spread = spread.where(spread > 0, 1)
+    unit = (C * spread).clamp_max(1) / spread
+    K = (unit * sign)[..., :, None] * gram * sign[..., None, :]
+    soft = unit / (2 * C)
+    Q = K + torch.diag_embed(soft.expand_as(sign))
+    slope, corner = sign * along, corner / unit[:, 0]
+    # unit · corner · level is one more variable of the interior points, without bounds.
+    everywhere = torch.full_like(unit, torch.inf)
+    bordered = pad(Q, (0, 1, 0, 1))
+    bordered[:, -1, -1] = corner.reciprocal()
+    found = solve(
+        bordered[:, None],
+        pad(torch.ones_like(sign), (0, 1))[:, None],
+        pad(slope, (0, 1), value=-1.0)[:, None, None],
+        torch.zeros_like(unit),
+        torch.cat([torch.zeros_like(sign), -everywhere], -1)[:, None],
+        everywhere.expand(-1, sign.shape[-1] + 1)[:, None],
+        iterations=INTERIOR_STEPS,
+        tolerance=1e-13,
+    )
+    free = (found.slack[:, 0, 0] > found.lower[:, 0])[:, :-1]
+    alpha, level = found.alpha[:, 0, :-1].clamp_min(0), found.alpha[:, 0, -1] / corner
+    margin = (K @ alpha[..., None])[..., 0] + slope * level[:, None]
+    square = (alpha * margin).sum(-1)
+    missed = (1 - margin - _SHORT).clamp_min(0).square().sum(-1) / (2 * soft[:, 0])
+    won = (alpha - soft * alpha.square() / 2).sum(-1) - square / 2
+    gap = (square / 2 + missed - won) / (square / 2 + missed).clamp_min(1e-300)
+    for _ in range(_EXCHANGES):
+        exact, exact_level, free, final = _exchange_free(Q, slope, corner, free)
+        solved = final & (gap != 0)
+        alpha, level = exact.where(solved[:, None], alpha), exact_level.where(solved, level)
+        gap = gap.where(~final, 0)
+    return unit * sign * alpha, level, gap
+
+
+def _exchange_free(Q: Tensor, slope: Tensor, corner: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return α and the level with α = 0 but where it is `free`, the next set, and where this one is final."""
+    eye = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    system = pad(torch.where(free[:, :, None] & free[:, None, :], Q, eye), (0, 1, 0, 1))
+    system[:, -1, :-1] = system[:, :-1, -1] = free * slope
+    system[:, -1, -1] = -corner
+    found = torch.linalg.solve_ex(system, pad(free.to(Q.dtype), (0, 1))).result
+    alpha, level = found[:, :-1], found[:, -1]
+    excess = (Q @ alpha[..., None])[..., 0] + slope * level[:, None] - 1
+    leaving = free & ~(alpha >= -_MET * alpha.abs().amax(-1, keepdim=True).clamp_min(1))
+    entering = ~free & ~(excess >= -_MET)
+    return alpha, level, (free & ~leaving) | entering, ~(leaving | entering).any(-1)
 
 
 def _bias(Q: Tensor, sign: Tensor, alpha: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,9 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
 
 def _solve(gram: Tensor, right: Tensor, penalty: Tensor) -> Tensor:
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky_ex(gram + penalty * eye).L
+    # A penalty below the rounding errors of the matrix would leave it without a factor.
+    size = gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    factor = torch.linalg.cholesky_ex(gram + torch.maximum(penalty, torch.finfo(gram.dtype).eps * size) * eye).L
     # Two triangular solves, where cholesky_solve would allocate behind the back of a CUDA graph.
     half = torch.linalg.solve_triangular(factor, right, upper=False)
     solved: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)

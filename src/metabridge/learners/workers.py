@@ -1,42 +1,35 @@
-"""Tasks over the cores of a CPU: a thread a core, each on a share of the tasks and with one compute thread.
+"""Tasks over the cores of a CPU: a thread a core, each on one task at a time and with one compute thread.
 
 Small nets on small sets leave a second core idle inside an operation; whole tasks side by side do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
 from metabridge.episodes import Episodes
-from metabridge.models.network import Network
-from metabridge.threads import keep_freed_memory, shell
+from metabridge.threads import pool
 
 R = TypeVar("R")
 
 
-def over_cores(function: Callable[[Network, Episodes], R], net: Network, episodes: Episodes) -> list[R]:
-    """Return `function(net, share)` for the shares of `episodes` that the cores take, in order."""
-    cores = min(torch.get_num_threads(), len(episodes))
+def over_cores(function: Callable[[Episodes], R], tasks: Sequence[Episodes]) -> Iterator[R]:
+    """Yield `function(task)` for every task, in the order of the tasks, whichever core computed it.
+
+    What is summed as it comes is thus summed in one order, so that results do not depend on the number of cores. A
+    single task runs on the calling thread, with all of its compute threads.
+    """
+    cores = min(torch.get_num_threads(), len(tasks))
     if cores < 2:
-        return [function(net, episodes)]
-    keep_freed_memory()
-    bounds = [len(episodes) * core // cores for core in range(cores + 1)]
-    shares = [episodes[low:high] for low, high in pairwise(bounds)]
-    threads = torch.get_num_threads()
+        yield from map(function, tasks)
+        return
     gradients = torch.is_grad_enabled()
 
-    def work(share: Episodes) -> R:
-        torch.set_num_threads(1)
+    def work(task: Episodes) -> R:
         with torch.set_grad_enabled(gradients):
-            return function(shell(net), share)
+            return function(task)
 
-    try:
-        with ThreadPoolExecutor(cores) as pool:
-            return list(pool.map(work, shares))
-    finally:
-        torch.set_num_threads(threads)
+    yield from pool(cores).map(work, tasks)

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from metabridge.errors import InputError
 from metabridge.models import cells
 from metabridge.models.backbone import timm
@@ -15,6 +17,7 @@ from metabridge.models.mlp import mlp
 from metabridge.models.network import Network, Params, with_group_norm
 from metabridge.models.norm import BatchNorm, estimate_statistics
 from metabridge.models.resnet12 import DropBlock, resnet12
+from metabridge.models.size_limit import SizeLimit
 from metabridge.models.wide import wide
 from metabridge.search.space import Architecture
 
@@ -51,22 +54,28 @@ ARCHITECTURE = ".json"  # how the path of one ends
 def build(model: str, **options: object) -> Network:
     """Make a network by its builder's name, such as "conv4" or "timm:resnet18", with that builder's options.
 
-    The path of an architecture, a file that ends in .json, makes the network of its cells.
+    The path of an architecture, a file that ends in .json, makes the network of its cells. A network that is too large
+    is refused before memory is taken for it.
 
     >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
     32
     """
     make = builder(model, **options)
     try:
+        if make.func is timm:  # which computes with the weights, so that it cannot be made without
+            with SizeLimit():
+                return make()
+        with SizeLimit(), torch.device("meta"):
+            make()
         return make()
     except InputError:
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, MemoryError) as error:
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())
         raise InputError(f"{model} cannot be made with {given} ({error}).") from error
 
 
-def builder(model: str, **options: object) -> Callable[[], Network]:
+def builder(model: str, **options: object) -> partial[Network]:
     """Return what makes a network, refusing a model or an option that there is not, before anything is made."""
     if model.endswith(ARCHITECTURE):
         return builder("network", **{**options, "architecture": Architecture.load(model)})

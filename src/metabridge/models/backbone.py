@@ -37,5 +37,12 @@ def timm(
         raise InputError(f"model is 'timm:{name}', but timm has no model {name!r}. See timm.list_models().")
     with seeded(seed):
         features = create_model(name, pretrained=pretrained, in_chans=channels, num_classes=0)
-        # Two images: normalising over a single one is undefined for some models in training.
-        return Network.around(features, torch.zeros(2, channels, size, size), outputs, statistics=statistics, seed=seed)
+    # Two images: normalising over a single one is undefined for some models in training.
+    example = torch.zeros(2, channels, size, size)
+    try:
+        return Network.around(features, example, outputs, statistics=statistics, seed=seed)
+    except InputError as error:
+        raise InputError(
+            f"model is 'timm:{name}', which cannot compute images with channels={channels} and size={size} "
+            f"({error.__cause__ or error}). Use another size, or another model."
+        ) from error

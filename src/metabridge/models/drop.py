@@ -24,16 +24,6 @@ class Drop(nn.Module):
         self.register_buffer("rate", torch.tensor(float(rate)))
 
 
-def draws(net: nn.Module) -> bool:
-    """Whether a network drops at random in training."""
-    return any(
-        layer.full_rate > 0
-        if isinstance(layer, Drop)
-        else isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
-        for layer in net.modules()
-    )
-
-
 class DropPath(Drop):
     """In training, zero all of a sample's maps with the chance `rate`, and rescale those that are left.
 

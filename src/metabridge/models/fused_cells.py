@@ -95,6 +95,8 @@ def _made(layer: nn.Module, source: _Source) -> Tensor:
 
 
 def _rectified(norm: BatchNorm, x: Tensor) -> Tensor:
+    assert norm.weight is not None  # cells are built with both
+    assert norm.bias is not None
     return fused.rectified(x, norm.weight, norm.bias, norm.eps, 0.0)
 
 

@@ -16,8 +16,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
-from metabridge.errors import InputError, check_count
+from metabridge.errors import InputError, check_count, describe
 from metabridge.models import folding
+from metabridge.models.binding import bound
 from metabridge.models.norm import BatchNorm, Statistics, change_layers, group_count, replace_batch_norm
 
 Params = dict[str, Tensor]
@@ -49,39 +50,98 @@ class Network(nn.Module):
     ) -> Network:
         """Put a new head on a copy of any module that maps `example` to (points, dimension).
 
+        The head has the dtype and the device of the features. What the module shares stays shared in the copy, and
+        parameters with `requires_grad=False` stay frozen: see `frozen`.
+
         >>> Network.around(nn.Flatten(), torch.zeros(2, 3, 4, 4), outputs=5).head
         Linear(in_features=48, out_features=5, bias=True)
         """
         features = replace_batch_norm(features, statistics)
-        with torch.no_grad():
-            shape = tuple(features(example).shape)
-        if len(shape) != 2 or shape[0] != len(example):
+        try:
+            with seeded(seed), torch.no_grad():  # dropout draws
+                result = features(example)
+        except InputError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise InputError(
-                f"features maps an example of shape {tuple(example.shape)} to {shape}, but must give "
+                f"features cannot compute the example, {describe(example)} on {example.device} ({error}). "
+                "Give an example of the shape, dtype and device that features takes."
+            ) from error
+        given = describe(result) if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        if not isinstance(result, Tensor) or result.ndim != 2 or len(result) != len(example):
+            raise InputError(
+                f"features maps an example of shape {tuple(example.shape)} to {given}, but must give a tensor of shape "
                 f"({len(example)}, dimension). Add nn.Flatten() or global pooling at its end."
             )
         with seeded(seed):
-            return cls(features, nn.Linear(shape[1], outputs))
+            head = nn.Linear(result.shape[1], outputs)
+        return cls(features, head.to(result.device, result.dtype if result.is_floating_point() else None))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the head's outputs for `x`."""
         return self.head(self.features(x))  # type: ignore[no-any-return]
 
 
-def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """φ_θ(x) with the `features.` part of `params`, computed in `dtype` and returned in x's own."""
+def frozen(net: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters with `requires_grad=False`, which are neither trained nor adapted.
+
+    >>> net = Network(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 5))
+    >>> sorted(frozen(net))
+    ['features.bias', 'features.weight']
+    """
+    return frozenset(name for name, value in net.named_parameters() if not value.requires_grad)
+
+
+def call_with(module: nn.Module, params: Params, x: Tensor) -> Any:
+    """Return `module(x)` with `params`, by name, in place of its own.
+
+    A parameter that several layers share has one name here, the first, and is replaced in all of them.
+    `torch.func.functional_call` does so too, but if one layer has two names, it leaves `params` in it after the call.
+    The module is changed for the time of the call, which hooks on its layers need: threads must not share it (`bound`).
+    """
+    slots: dict[int, list[str]] = {}
+    for path, layer in module.named_modules():
+        for name, value in layer._parameters.items():
+            if value is not None:
+                slots.setdefault(id(value), []).append(f"{path}.{name}" if path else name)
+    shared = {other: params[name] for name, *others in slots.values() if name in params for other in others}
+    return functional_call(module, params | shared, (x,), tie_weights=False)
+
+
+def body_params(params: Params) -> Params:
+    """Return the parameters of `features`, by their names in it."""
     prefix = "features."
-    body = {name[len(prefix) :]: value for name, value in params.items() if name.startswith(prefix)}
-    given = x.dtype
+    return {name[len(prefix) :]: value for name, value in params.items() if name.startswith(prefix)}
+
+
+def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """φ_θ(x) with the `features.` part of `params`, computed in `dtype` and returned in x's own.
+
+    Integers, such as indices of an embedding, are never cast; their features have the dtype of the head. In training
+    a forward pass may change buffers, but leaves those of `net` as they are.
+    """
+    body = body_params(params)
+    given = x.dtype if x.is_floating_point() else net.head.weight.dtype
     # PyTorch's convolutions and poolings are faster with the channels last on a CPU, and on a GPU in low precision
     low = dtype is not None and dtype != given
     if x.ndim == 4 and not transforming() and (low or x.device.type == "cpu"):
         x = x.to(memory_format=torch.channels_last)
     if low:
-        x = x.to(dtype)
+        x = x.to(dtype) if x.is_floating_point() else x
         body = _lowered(net.features, body, dtype)
     with folding.Folding() if transforming() and folding.serves(x) else contextlib.nullcontext():
-        return functional_call(net.features, body, (x,)).to(given)  # type: ignore[no-any-return]
+        return bound(net.features, body, copy_buffers=net.training)(x).to(given)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def move_buffers(net: Network, params: Params, x: Tensor) -> None:
+    """Change the buffers of `net` as a forward pass on `x` does in training."""
+    features = bound(net.features, body_params(params))
+    features(x.clone())  # which it may change
+    moved = dict(features.named_buffers())
+    for name, buffer in net.features.named_buffers():
+        if moved[name] is not buffer:  # replaced by the layer rather than changed in place
+            buffer.copy_(moved[name])
 
 
 def _lowered(features: nn.Module, params: Params, dtype: torch.dtype | None) -> Params:
@@ -160,9 +220,8 @@ def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
 
 
 def _group_norm(layer: BatchNorm | nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
-    channels = layer.weight.numel() if isinstance(layer, BatchNorm) else layer.num_features
-    affine = layer.weight is not None
-    norm = nn.GroupNorm(group_count(channels, groups), channels, eps=layer.eps, affine=affine)
-    if affine:
-        norm.weight, norm.bias = copy.deepcopy(layer.weight), copy.deepcopy(layer.bias)
+    channels = layer.channels if isinstance(layer, BatchNorm) else layer.num_features
+    norm = nn.GroupNorm(group_count(channels, groups), channels, eps=layer.eps)
+    norm.weight, norm.bias = layer.weight, layer.bias  # type: ignore[assignment]
+    norm.affine = layer.weight is not None
     return norm.train(layer.training)

@@ -38,6 +38,8 @@ class BatchNorm(nn.Module):
     True
     """
 
+    weight: nn.Parameter | None  # None where a norm does not scale
+    bias: nn.Parameter | None
     mean: Tensor
     variance: Tensor
 
@@ -45,7 +47,7 @@ class BatchNorm(nn.Module):
         super().__init__()
         if statistics not in ("batch", "running"):
             raise InputError(f"statistics is {statistics!r}, but must be 'batch' or 'running'.")
-        self.statistics, self.eps = statistics, eps
+        self.channels, self.statistics, self.eps = channels, statistics, eps
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         if statistics == "running":
@@ -54,8 +56,16 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` of shape (points, channels, ...)."""
-        weight, bias = (value.float() if value.dtype == torch.bfloat16 else value for value in (self.weight, self.bias))
+        dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+        weight = x.new_ones(self.channels, dtype=dtype) if self.weight is None else self.weight
+        bias = x.new_zeros(self.channels, dtype=dtype) if self.bias is None else self.bias
+        weight, bias = (value.float() if value.dtype == torch.bfloat16 else value for value in (weight, bias))
         if self.statistics == "batch" or self.training:
+            if x.numel() == x.shape[1]:
+                raise InputError(
+                    f"batch norm got {tuple(x.shape)}, one value per channel, and cannot normalise by the mean and "
+                    "variance of one value. Use sets of at least two points, or net.eval() with statistics='running'."
+                )
             if transforming():
                 return _Normalise.apply(x, weight, bias, self.eps)[0]  # type: ignore[no-any-return]
             return F.batch_norm(x, None, None, weight, bias, training=True, eps=self.eps)
@@ -65,7 +75,7 @@ class BatchNorm(nn.Module):
 
     def extra_repr(self) -> str:
         """Show what decides the result."""
-        return f"{self.weight.numel()}, statistics={self.statistics!r}"
+        return f"{self.channels}, statistics={self.statistics!r}"
 
 
 class _Normalise(torch.autograd.Function):
@@ -191,28 +201,33 @@ def _by_channel(value: Tensor, x: Tensor) -> Tensor:
 def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
     """Return a copy of `module` whose PyTorch batch norms are `BatchNorm`s with the same values.
 
+    What the batch norms share, with each other or with other layers, is shared in the copy too.
+
     >>> replace_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "batch")[1]
     BatchNorm(3, statistics='batch')
     """
+    module = copy.deepcopy(module)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return _converted(module, statistics)
-    module = copy.deepcopy(module)
     change_layers(module, nn.modules.batchnorm._BatchNorm, lambda layer: _converted(layer, statistics))
     return module
 
 
 def change_layers(net: nn.Module, kinds: type | types.UnionType, change: Callable[[Any], nn.Module]) -> None:
-    """Put other layers in the place of those of some kinds.
+    """Put other layers in the place of those of some kinds; a layer in several places is changed once.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     >>> change_layers(net, nn.Tanh, lambda layer: nn.ReLU())
     >>> net[1]
     ReLU()
     """
+    changed: dict[nn.Module, nn.Module] = {}
     for parent in list(net.modules()):
-        for name, layer in parent.named_children():
-            if isinstance(layer, kinds):
-                setattr(parent, name, change(layer))
+        for name, layer in list(parent._modules.items()):  # named_children() would skip a second name of a layer
+            if layer is not None and isinstance(layer, kinds):
+                if layer not in changed:
+                    changed[layer] = change(layer)
+                setattr(parent, name, changed[layer])
 
 
 def group_count(channels: int, most: int = 16) -> int:
@@ -274,9 +289,9 @@ def normalises_each_set(net: nn.Module) -> bool:
 
 def _converted(layer: nn.modules.batchnorm._BatchNorm, statistics: Statistics) -> BatchNorm:
     norm = BatchNorm(layer.num_features, statistics, layer.eps)
-    if layer.affine:
-        norm.load_state_dict({"weight": layer.weight, "bias": layer.bias}, strict=False)
+    norm.weight, norm.bias = layer.weight, layer.bias  # the same tensors, which other layers may share
     if statistics == "running" and layer.running_mean is not None and layer.running_var is not None:
-        norm.mean.copy_(layer.running_mean)
-        norm.variance.copy_(layer.running_var)
-    return norm.to(layer.weight.device if layer.affine else None)
+        norm.mean, norm.variance = layer.running_mean, layer.running_var
+    if layer.weight is not None:
+        norm.to(layer.weight)  # the statistics too, where the layer has none
+    return norm.train(layer.training)

@@ -55,7 +55,8 @@ class _Scaled(nn.Module):
     def __init__(self, inputs: int, outputs: int, weight_variance: float, bias_variance: float) -> None:
         super().__init__()
         self.scale, self.shift = math.sqrt(weight_variance / inputs), math.sqrt(bias_variance)
-        self.linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+        device = torch.get_default_device()
+        self.linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device)
         nn.init.normal_(self.linear.weight)
         self.bias = nn.Parameter(torch.randn(outputs)) if bias_variance else None
 

@@ -24,11 +24,11 @@ from metabridge.errors import InputError, describe
 Solution = Literal["nal", "maml"]
 
 
-def adapted_covariance(Sigma: Tensor, alpha: float, s: float) -> Tensor:
-    """Q^{(s)} = (I − αΣ)Σ(I − αΣ) + (α²/s)(tr(Σ²)Σ + Σ³) of one or more Σ (C §3).
+def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | None = None) -> Tensor:
+    """Q^{(s)} = (I − αΣ)Σ(I − αΣ) + (α²/s)(E[xxᵀΣxxᵀ] − Σ³) of one or more Σ (C §3).
 
     The quadratic form by which an error of the initialisation is felt after a step on s samples; s = ∞ is a step on
-    the population.
+    the population. `fourth` is E[xxᵀΣxxᵀ]. If it is not given, inputs are normal, for which it is tr(Σ²)Σ + 2Σ³.
 
     >>> adapted_covariance(torch.eye(2), alpha=0.5, s=math.inf)
     tensor([[0.2500, 0.0000],
@@ -37,8 +37,10 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float) -> Tensor:
     _check_samples("s", s)
     step = torch.eye(Sigma.shape[-1], dtype=Sigma.dtype) - alpha * Sigma
     square = Sigma @ Sigma
+    cube = square @ Sigma
     trace = square.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    return step @ Sigma @ step + (alpha**2 / s) * (trace * Sigma + square @ Sigma)
+    of_samples = trace * Sigma + cube if fourth is None else fourth - cube
+    return step @ Sigma @ step + (alpha**2 / s) * of_samples
 
 
 def nal_solution(landscape: Landscape) -> Tensor:
@@ -50,15 +52,17 @@ def nal_solution(landscape: Landscape) -> Tensor:
     return _weighted_centre(landscape, landscape.law.covariance)
 
 
-def maml_solution(landscape: Landscape, alpha: float, n2: float) -> Tensor:
+def maml_solution(landscape: Landscape, alpha: float, n2: float, *, fourth: Tensor | None = None) -> Tensor:
     """w*_MAML = E[Q^{(n₂)}]⁻¹E[Q^{(n₂)}w*], what MAML with n₂ inner samples converges to (C eq. 5).
+
+    `fourth` is E[xxᵀΣxxᵀ] of each group (groups, d, d) where inputs are not normal.
 
     >>> maml_solution(HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape, alpha=1.0, n2=math.inf)
     tensor([1., 1.], dtype=torch.float64)
     """
     _check_alpha(landscape, alpha)
     _check_samples("n2", n2)
-    return _weighted_centre(landscape, adapted_covariance(landscape.law.covariance, alpha, n2))
+    return _weighted_centre(landscape, adapted_covariance(landscape.law.covariance, alpha, n2, fourth))
 
 
 def solution(name: Solution, landscape: Landscape, alpha: float, n2: float) -> Tensor:
@@ -66,10 +70,13 @@ def solution(name: Solution, landscape: Landscape, alpha: float, n2: float) -> T
     return nal_solution(landscape) if name == "nal" else maml_solution(landscape, alpha, n2)
 
 
-def risk_above_floor(landscape: Landscape, w: Tensor, alpha: float, m: float) -> Tensor:
+def risk_above_floor(
+    landscape: Landscape, w: Tensor, alpha: float, m: float, *, fourth: Tensor | None = None
+) -> Tensor:
     """𝓔_m(w) = ½ E‖w − w*‖² in the norm of Q^{(m)}, for one or more initialisations (..., d) (C eq. 6, 7).
 
-    Within a group E‖w − w*‖²_Q = ‖w − centre‖²_Q + tr(Q·spread).
+    Within a group E‖w − w*‖²_Q = ‖w − centre‖²_Q + tr(Q·spread). `fourth` is E[xxᵀΣxxᵀ] of each group (groups, d, d)
+    where inputs are not normal.
 
     >>> world = HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape
     >>> risk_above_floor(world, torch.zeros(2), alpha=1.0, m=math.inf)
@@ -80,7 +87,7 @@ def risk_above_floor(landscape: Landscape, w: Tensor, alpha: float, m: float) ->
     law = landscape.law
     if not w.ndim or w.shape[-1] != landscape.dimension:
         raise InputError(f"w is {describe(w)}, but tasks are in {landscape.dimension} dimensions.")
-    Q = adapted_covariance(law.covariance, alpha, m)
+    Q = adapted_covariance(law.covariance, alpha, m, fourth)
     gap = w.double()[..., None, :] - law.centre
     from_centre = torch.einsum("...gi,gij,...gj->...g", gap, Q, gap)
     spread = torch.einsum("gij,gji->g", Q, law.spread)
@@ -113,7 +120,10 @@ def best_alpha(name: Solution, landscape: Landscape, m: float) -> float:
     from scipy import optimize  # takes a while to import, and training does without
 
     def loss(alpha: float) -> float:
-        w = solution(name, landscape, alpha, m)
+        try:
+            w = solution(name, landscape, alpha, m)
+        except InputError:  # a step that solves all tasks in some direction: the solution for a step beside it is one
+            w = solution(name, landscape, (1 - 1e-4) * alpha, m)
         return float(risk_above_floor(landscape, w, alpha, m)) + noise_floor(landscape, alpha, m)
 
     grid = torch.linspace(0, _largest_alpha(landscape), 202, dtype=torch.float64)[:-1].tolist()

@@ -65,6 +65,11 @@ class TeacherTask:
     def curvatures(self, W: Tensor) -> Tensor:
         """The eigenvalues of ∇²f(W), smallest first: the first is β and the last is L at this point (C theorem 1)."""
         hessian = torch.func.hessian(self.loss)(W).reshape(W.numel(), W.numel())
+        if self.activation == "relu" and (W == 0).all(-1).any():
+            raise InputError(
+                "W has a neuron with zero weights, where the loss of ReLU neurons has no second derivative. "
+                "Give every neuron of W a nonzero weight."
+            )
         values: Tensor = torch.linalg.eigvalsh(hessian)
         return values
 

@@ -1,0 +1,47 @@
+"""95 % intervals from few samples, by Student's t."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from statistics import NormalDist
+
+from torch import Tensor
+
+
+@cache
+def t_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution: 1.96 for many degrees of freedom, more for few.
+
+    >>> round(t_quantile(4), 3)
+    2.776
+    """
+    from scipy.special import stdtrit  # slow to import, and many commands do not need it
+
+    return float(stdtrit(degrees, 0.975))
+
+
+def half_width(values: Tensor) -> float:
+    """Return the half-width of the 95 % interval of the mean of independent values; NaN for a single value.
+
+    >>> import torch
+    >>> round(half_width(torch.tensor([1.0, 3.0])), 2)
+    12.71
+    """
+    if len(values) < 2:
+        return math.nan
+    return t_quantile(len(values) - 1) * float(values.double().std()) / math.sqrt(len(values))
+
+
+@cache
+def percentile_tail(samples: int) -> float:
+    """Return the share to cut off each end of a bootstrap distribution: 2.5 % for many samples, less for few.
+
+    A bootstrap distribution is narrower than the one that it stands for by √((n − 1)/n), and does not know that the
+    variance is estimated. The expanded percentile interval (Hesterberg 2015, *What teachers should know about the
+    bootstrap*) makes up for both: its ends are where those of Student's interval would be if the estimate were a mean.
+
+    >>> round(percentile_tail(10), 4), round(percentile_tail(10**6), 4)
+    (0.0086, 0.025)
+    """
+    return NormalDist().cdf(-math.sqrt(samples / (samples - 1)) * t_quantile(samples - 1))

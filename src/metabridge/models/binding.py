@@ -1,0 +1,118 @@
+"""Apply a module with other parameters than its own, without changing the module.
+
+`torch.func.functional_call` writes the parameters into the module for the time of the call, so that two threads that
+call one module compute with each other's parameters. Here the call is made on a copy of the module tree, which costs
+as much and leaves the module alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from metabridge.errors import InputError
+
+M = TypeVar("M", bound=nn.Module)
+Replacements = dict[int, Any]  # by the id of what is replaced
+
+CONSTANTS = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
+CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+REGISTERS = ("_parameters", "_buffers", "_modules")
+
+
+def bound(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool = False) -> M:
+    """Return a copy of `module` that uses `params`, by name, and shares all other tensors with it.
+
+    A parameter that has several names, or that attributes hold as well (lists, closures, bound methods), is replaced
+    everywhere. With `copy_buffers` the copy can change its buffers without changing those of `module`.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> bound(layer, {"weight": torch.ones(1, 2)})(torch.tensor([[3.0, 4.0]]))
+    tensor([[7.]])
+    """
+    copies: list[tuple[nn.Module, nn.Module]] = []
+    new: Replacements = {}
+    _register(module, "", params, copy_buffers, new, copies)
+    for old, copy in copies:
+        state = vars(old).copy()
+        for name, value in state.items():
+            kind = type(value)
+            if not (kind in CONSTANTS or (kind in CONTAINERS and not value) or name in REGISTERS):
+                state[name] = _rebuilt(value, new)
+        for name in REGISTERS:  # a forward pass may write to these, so the copy has its own
+            state[name] = {key: new.get(id(entry), entry) for key, entry in state[name].items()}
+        object.__setattr__(copy, "__dict__", state)
+    return new[id(module)]  # type: ignore[no-any-return]
+
+
+def _register(
+    module: nn.Module,
+    prefix: str,
+    params: Mapping[str, Tensor],
+    copy_buffers: bool,
+    new: Replacements,
+    copies: list[tuple[nn.Module, nn.Module]],
+) -> None:
+    """Note what replaces the module, its parameters and its buffers, in the order in which PyTorch names them."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(
+            "the network holds a TorchScript module, whose parameters cannot be replaced. Use the Python module that "
+            "it was compiled from."
+        )
+    new[id(module)] = copy = object.__new__(type(module))
+    copies.append((module, copy))
+    for name, value in module._parameters.items():
+        if value is not None and prefix + name in params:
+            new[id(value)] = params[prefix + name]
+    if copy_buffers:
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in new:
+                new[id(buffer)] = buffer.clone()
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in new:
+            _register(child, f"{prefix}{name}.", params, copy_buffers, new, copies)
+
+
+def _rebuilt(value: Any, new: Replacements) -> Any:
+    """Return `value` itself, or a copy where it holds something that is replaced."""
+    if type(value) in CONSTANTS:
+        return value
+    if id(value) in new:
+        return new[id(value)]
+    parts = _parts(value)
+    if CONSTANTS.issuperset(map(type, parts)):
+        return value
+    new[id(value)] = value  # for what contains itself
+    rebuilt = [_rebuilt(part, new) for part in parts]
+    del new[id(value)]  # or another object could come to lie at its address
+    if all(part is other for part, other in zip(parts, rebuilt)):
+        return value
+    if isinstance(value, FunctionType):
+        cells = tuple(map(CellType, rebuilt))
+        function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        function.__kwdefaults__ = value.__kwdefaults__
+        return function
+    if isinstance(value, MethodType):
+        return MethodType(*rebuilt)
+    return type(value)(zip(value, rebuilt)) if isinstance(value, dict) else type(value)(rebuilt)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what a container, a method or a function refers to; other objects are not looked into."""
+    if type(value) in (dict, OrderedDict):
+        return list(value.values())
+    if type(value) in (list, tuple):
+        return list(value)
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType):
+        try:
+            return [cell.cell_contents for cell in value.__closure__ or ()]
+        except ValueError:  # a cell that is still empty
+            return []
+    return []

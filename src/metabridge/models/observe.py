@@ -1,0 +1,77 @@
+"""What a network does in a forward pass, found out by watching one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from metabridge.errors import InputError
+from metabridge.models.binding import bound
+
+
+class Behaviour(NamedTuple):
+    """What matters for the way in which gradients are computed."""
+
+    random: bool  # whether it draws random numbers: dropout of any kind, noise
+    weight_norm: bool  # whether it uses PyTorch's fused weight normalisation
+    moves_buffers: bool  # whether it changes its buffers, such as running averages
+
+
+def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = None) -> Behaviour:
+    """Watch `module(x)` in the mode, training or evaluation, that the module is in.
+
+    Neither the module nor the state of random generators is changed.
+
+    >>> observe(nn.Dropout(0.5), torch.ones(2, 3)).random, observe(nn.Dropout(0.5).eval(), torch.ones(2, 3)).random
+    (True, False)
+    """
+    names = {id(value): name for name, value in module.named_parameters()}
+    given = dict(module.named_parameters()) if params is None else params
+    copies = {name: value.detach().clone() for name, value in given.items()}
+    own = bound(module, copies, copy_buffers=True)
+    before = _buffers(own)
+    with torch.no_grad(), _Watch(names) as watch:
+        own(x.clone())  # which it may change
+    after = _buffers(own)
+    moved = any(after[name] is not value or value._version > 0 for name, value in before.items())
+    return Behaviour(watch.random, watch.weight_norm, moved)
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers())
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.random = self.weight_norm = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        values = tree_leaves((args, kwargs))
+        for value in values:
+            if isinstance(value, Tensor) and id(value) in self.names:
+                raise InputError(
+                    f"features reads its parameter {self.names[id(value)]!r} through an object that metabridge cannot "
+                    "replace it in. Read it as an attribute of a module, such as self.weight."
+                )
+        if func.overloadpacket is torch.ops.aten._weight_norm_interface:
+            self.weight_norm = True
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        # Some of these draw only in training, or at a rate that is not zero: whether they did, the generator knows.
+        given = [value for value in values if isinstance(value, torch.Generator)]
+        generators = given or [torch.default_generator, *torch.cuda.default_generators]
+        before = [generator.get_state() for generator in generators]
+        result = func(*args, **kwargs)
+        for generator, state in zip(generators, before):
+            if not generator.get_state().equal(state):
+                self.random = True
+                generator.set_state(state)
+        return result

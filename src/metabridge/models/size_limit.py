@@ -1,0 +1,54 @@
+"""Networks that would not fit into memory are refused before memory is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from metabridge.errors import InputError
+
+VALUES = 2**30  # 4 GiB in float32
+TENSORS = 2**14
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+_INITIALISERS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_})
+
+
+class SizeLimit(TorchFunctionMode):
+    """Inside it, raise an `InputError` instead of making more than so many values or tensors in all.
+
+    Counts what is made by its shape: the weights of layers, and inputs to try them with. On the meta device, where
+    nothing takes memory, initial values are not computed either, for which PyTorch would load its symbolic shapes.
+
+    >>> with SizeLimit(values=100):
+    ...     torch.nn.Linear(10, 10**9)
+    Traceback (most recent call last):
+    metabridge.errors.InputError: the network has more than 100 values in its tensors, which is too large to build.
+    """
+
+    def __init__(self, values: int = VALUES, tensors: int = TENSORS) -> None:
+        super().__init__()
+        self._limits = {"values in its tensors": values, "tensors": tensors}
+        self._counts = dict.fromkeys(self._limits, 0)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count the call, and make it if it is within the limits."""
+        if func in _INITIALISERS and args[0].is_meta:
+            return args[0]
+        if func in _FACTORIES and args:
+            shape = args[0] if isinstance(args[0], list | tuple) else args
+            if all(isinstance(side, int) for side in shape):
+                self._count("values in its tensors", math.prod(shape))
+                self._count("tensors", 1)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, what: str, more: int) -> None:
+        self._counts[what] += more
+        if self._counts[what] > self._limits[what]:
+            raise InputError(f"the network has more than {self._limits[what]} {what}, which is too large to build.")

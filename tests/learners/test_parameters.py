@@ -1,0 +1,108 @@
+"""What `requires_grad=False` means to every method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from cases import CLASSES, METHODS, SOLVED, clusters, relative, smooth_mlp
+from metabridge import InputError, Sinusoid, fit, method
+from metabridge.learners import Proximal, adapt, parameters
+from metabridge.learners.adapt import predict
+from metabridge.learners.engine import Engine, Mode
+from metabridge.models import Network, mlp
+
+FROZEN = ("features.1.weight", "features.3.bias")
+
+
+def frozen_mlp() -> Network:
+    net = smooth_mlp()
+    for name in FROZEN:
+        net.get_parameter(name).requires_grad_(False)
+    return net
+
+
+def constant_mlp() -> Network:
+    """The same, in which what is frozen is no parameter at all."""
+    net = smooth_mlp()
+    for name in FROZEN:
+        path, _, role = name.rpartition(".")
+        layer, value = net.get_submodule(path), net.get_parameter(name).detach()
+        delattr(layer, role)
+        layer.register_buffer(role, value)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "workers") for name in METHODS), *((name, "vectorised") for name in ("maml", "anil", "imaml", "r2d2"))],
+)
+def test_frozen_parameters_are_constants_of_training_and_of_adaptation(name: str, mode: Mode) -> None:
+    chosen, episodes, nets = METHODS[name], clusters((4,), tasks=2), (frozen_mlp(), constant_mlp())
+    if chosen.inner is SOLVED:  # a problem that is not solved to rounding will do
+        chosen = replace(chosen, inner=Proximal(steps=4, lr=0.1, cg_steps=3))
+    params = [parameters(chosen, net, classes=CLASSES) for net in nets]
+    assert params[0].keys() - params[1].keys() == {*FROZEN}  # and so no learned rates for them
+    assert not any(params[0][name].requires_grad for name in FROZEN)
+    found, expected = (Engine(chosen, net, mode=mode)(own, episodes) for net, own in zip(nets, params))
+    assert found.gradients.keys() == expected.gradients.keys()
+    for key, value in expected.gradients.items():
+        assert value.norm() == found.gradients[key].norm() == 0 or relative(found.gradients[key], value) < 1e-9
+    assert relative(*(predict(chosen, net, own, episodes) for net, own in zip(nets, params))) < 1e-9
+    x, y, query = episodes.support_x[0], episodes.support_y[0], episodes.query_x[0]
+    adapted = [adapt(chosen, net, own, x, y) for net, own in zip(nets, params)]
+    assert relative(*(one(query) for one in adapted)) < 1e-9
+    assert all(torch.equal(adapted[0].params[name], params[0][name]) for name in FROZEN)
+
+
+@pytest.mark.parametrize("name", ["maml", "anil", "r2d2"])
+def test_training_leaves_what_is_frozen_as_it_is_bit_for_bit(name: str) -> None:
+    net = mlp(1, 1, width=8)
+    net.features[1].requires_grad_(False)
+    before = {key: value.detach().clone() for key, value in net.named_parameters()}
+    run = fit(net, method(name), Sinusoid(), iterations=3, lr=0.01, weight_decay=0.1, tasks=2, progress=False)
+    for values in (run.params, dict(net.named_parameters())):
+        kept = {key for key, value in before.items() if torch.equal(values[key], value)}
+        assert kept == {"features.1.weight", "features.1.bias"} | (
+            {"head.weight", "head.bias"} if name == "r2d2" else set()
+        )
+    assert not net.features[1].weight.requires_grad
+
+
+def test_a_frozen_head_does_not_adapt_where_all_layers_do() -> None:
+    net, episodes = smooth_mlp(), clusters((4,))
+    net.head.requires_grad_(False)
+    chosen = method("maml", lr=0.1)
+    params = parameters(chosen, net)
+    adapted = adapt(chosen, net, params, episodes.support_x[0], episodes.support_y[0]).params
+    assert {name for name in params if torch.equal(adapted[name], params[name])} == {"head.weight", "head.bias"}
+    assert not {"head.weight", "head.bias"} & Engine(chosen, net)(params, episodes).gradients.keys()
+
+
+def test_a_frozen_head_is_refused_where_it_alone_adapts_and_is_no_matter_where_it_is_solved() -> None:
+    net, episodes = smooth_mlp(), clusters((4,))
+    free = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
+    net.head.bias.requires_grad_(False)
+    anil = method("anil")
+    params = parameters(anil, net)
+    for work in (Engine(anil, net), partial(predict, anil, net)):
+        with pytest.raises(InputError, match=r"'head.bias' has requires_grad=False.*head='frozen'"):
+            work(params, episodes)
+    again = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
+    assert torch.equal(again.loss, free.loss)
+    assert again.gradients.keys() == free.gradients.keys()
+
+
+def test_a_network_that_is_frozen_altogether_is_refused_unless_something_else_is_learned() -> None:
+    net, episodes = smooth_mlp(), clusters((4,))
+    net.requires_grad_(False)
+    maml, r2d2 = method("maml"), method("r2d2")
+    with pytest.raises(InputError, match="every parameter of the network has requires_grad=False"):
+        Engine(maml, net)(parameters(maml, net), episodes)
+    solver = Engine(r2d2, net)(parameters(r2d2, net), episodes).gradients
+    assert solver.keys() == {"solver.log_penalty", "solver.log_scale"}
+    with pytest.raises(InputError, match="there is nothing to train"):
+        fit(net.float(), method("anil-frozen"), Sinusoid(), iterations=1, progress=False)

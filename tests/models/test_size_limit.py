@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from metabridge import InputError
+from metabridge.models import build
+from metabridge.models.size_limit import SizeLimit
+from metabridge.search import random_architecture
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("mlp", {"inputs": 1, "outputs": 1, "width": 10**6}),
+        ("mlp", {"inputs": 10**30, "outputs": 1}),
+        ("wide", {"inputs": 10**6, "width": 10**6}),
+        ("conv4", {"filters": 10**6}),
+        ("conv4", {"size": 10**9}),
+        ("resnet12", {"widths": [10**9] * 4}),
+        ("architecture.json", {"channels": 10**9}),
+    ],
+)
+def test_a_network_that_is_too_large_is_refused_before_memory_is_taken(tmp_path, monkeypatch, model, options):
+    monkeypatch.chdir(tmp_path)
+    random_architecture(torch.Generator().manual_seed(0)).save("architecture.json")
+    with pytest.raises(InputError, match=r"more than 1073741824 values in its tensors, which is too large to build\."):
+        build(model, **options)
+
+
+def test_a_network_of_too_many_layers_is_refused(monkeypatch):
+    monkeypatch.setattr("metabridge.models.size_limit.SizeLimit.__init__.__defaults__", (2**30, 100))
+    for options in ({"width": 1}, {"width": 40}):
+        with pytest.raises(InputError, match=r"more than 100 tensors, which is too large to build\."):
+            build("mlp", inputs=1, outputs=1, depth=10**9, **options)
+
+
+def test_what_is_within_the_limit_is_built_as_without_it():
+    with SizeLimit(values=1000, tensors=20):
+        limited = build("mlp", inputs=1, outputs=1, width=8)
+    free = build("mlp", inputs=1, outputs=1, width=8)
+    assert all(torch.equal(value, free.state_dict()[name]) for name, value in limited.state_dict().items())
+    assert limited.head.weight.device.type == "cpu"
+
+
+def test_a_limit_is_of_its_own_thread():
+    built: list[nn.Module] = []
+    with SizeLimit(values=1):
+        thread = threading.Thread(target=lambda: built.append(nn.Linear(10, 10)))
+        thread.start()
+        thread.join()
+    assert len(built) == 1
