@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from metabridge.diagnosis.estimate import Prediction
 from metabridge.environments.environment import Environment
@@ -17,9 +16,12 @@ from metabridge.kernels.predict import KernelLearner
 from metabridge.learners.inner import GradientDescent
 from metabridge.learners.method import PRESETS, Method
 from metabridge.models.network import Network
+from metabridge.progress import tracked
 from metabridge.training.evaluate import Score, evaluate
 
 WORTH = 1.25  # the least ratio of risks for which adaptation in training is recommended
+NOTICEABLE = 0.001  # the least share of the whole loss for which it is
+DECISIVE = 0.8  # the least share of resampled sets of tasks that must agree
 NOTHING = "no method is expected to beat plain pre-training here"
 TWINS: tuple[kernels.Twin, ...] = ("mtl", "anil", "maml")
 TRAINING_POINTS, CHOOSING_TASKS, JUDGED_TASKS = 1600, 40, 100  # of the twins
@@ -58,16 +60,22 @@ class Cost:
 
 @dataclass(frozen=True)
 class Advice:
-    """A method, whether it adapts in training, why, and the share of resampled sets of tasks that say the same."""
+    """A method, whether it adapts in training, why, and the share of resampled sets of tasks that say the same.
 
-    method: str
-    adapts: bool
+    Where the evidence supports no recommendation, both are None, and `doubt` says why and what to do.
+    """
+
+    method: str | None
+    adapts: bool | None
     confidence: float
     reasons: tuple[str, ...]
+    doubt: str | None = None
 
     @property
     def headline(self) -> str:
         """The recommendation in one sentence."""
+        if self.method is None:
+            return f"Undecided: {self.doubt}."
         said = f"train with {self.method.upper()}" if self.adapts else f"{NOTHING} ({self.method.upper()})"
         return f"{said[0].upper()}{said[1:]}. Resampled tasks agree in {100 * self.confidence:.0f} % of cases."
 
@@ -84,7 +92,7 @@ def kernel_twins(kernel: Kernel, environment: Environment, seed: int, *, progres
     alone = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
     base = evaluate(alone, environment, tasks=JUDGED_TASKS, seed=seed + 2)
     found = [_twin("support alone", base, base.minus(base))]
-    for name in track(TWINS, "kernels", disable=not progress, transient=True):
+    for name in tracked(TWINS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
         grid = [
             KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)
@@ -129,15 +137,22 @@ def _apart(faster: float) -> str:
 
 
 def advise(
-    prediction: Prediction, plain: str, adaptive: str, rates: tuple[float, float], twins: tuple[Twin, ...]
+    prediction: Prediction,
+    plain: str,
+    adaptive: str,
+    rates: tuple[float, float],
+    twins: tuple[Twin, ...],
+    doubts: tuple[str, ...] = (),
 ) -> Advice:
     """Weigh the predicted ratio of risks, and say what else speaks for or against.
 
     `rates` are those of hard and of easy tasks. `adaptive` is the cheapest method that adapts; MAML takes its place
-    where its twin is the better one beyond the interval.
+    where its twin is the better one beyond the interval. With `doubts` about the prediction nothing is recommended, nor
+    where resampled tasks do not agree.
     """
     ratio = prediction.ratio
-    share = float((prediction.ratios >= WORTH).double().mean())
+    worth = (prediction.ratios >= WORTH) & (prediction.savings >= NOTICEABLE)
+    share = float(worth.double().mean())
     adapts = share > 0.5  # what most resampled tasks say, which the estimate itself may miss where it is unsure
     agreeing = share if adapts else 1 - share
     told = f"plain pre-training is predicted to have {ratio.told()} times the risk of training that adapts"
@@ -147,10 +162,18 @@ def advise(
         f"adapting saves {prediction.saved.percent()} of the whole loss, noise included",
         f"gradient descent is {faster:.2g} times as fast on easy tasks as on hard ones" + _apart(faster),
     ]
+    if not adapts and prediction.saved.value < NOTICEABLE:
+        reasons.append(f"less than {100 * NOTICEABLE:g} % of the loss is no difference, whatever the ratio of risks")
     if not ratio.bounded:
-        reasons.append(
-            "the risk that is left after adaptation cannot be told from zero, and so neither can the ratio be bounded: "
-            "sample more tasks"
+        unbounded = "the risk left after adaptation may be zero, so the ratio of risks has no upper bound"
+        if ratio.low < WORTH and prediction.saved.high >= NOTICEABLE:
+            doubts += (f"{unbounded}, and its lower end {ratio.low:#.3g} is below {WORTH:g}: sample more tasks",)
+        else:
+            reasons.append(unbounded)
+    if agreeing < DECISIVE:
+        doubts += (
+            f"{100 * share:.0f} % of resampled sets of tasks favour adaptation and {100 - 100 * share:.0f} % plain "
+            "pre-training: sample more tasks, or take the cheaper method",
         )
     if prediction.left > SLOW:
         reasons.append(
@@ -164,4 +187,6 @@ def advise(
         twin = {twin.method: twin for twin in twins}
         if twin["maml"].gain - twin["anil"].gain > math.hypot(twin["maml"].gain_ci95, twin["anil"].gain_ci95):
             adaptive = "maml"
+    if doubts:
+        return Advice(None, None, agreeing, (*doubts[1:], *reasons), doubts[0])
     return Advice(adaptive if adapts else plain, adapts, agreeing, tuple(reasons))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
-from rich.progress import track
 
 from metabridge.diagnosis.advice import Advice, Cost, Twin, advise, costs, kernel_twins
-from metabridge.diagnosis.estimate import FEWEST, Geography, Interval, hard_tasks
-from metabridge.diagnosis.moments import Features, Moments, rates
+from metabridge.diagnosis.estimate import DIVERGES, FEWEST, Geography, Interval, hard_tasks
+from metabridge.diagnosis.moments import Features, Moments, curvatures, rates
 from metabridge.diagnosis.space import Space
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import ImageTasks, LabelledImages
@@ -22,6 +22,7 @@ from metabridge.errors import InputError, check_positive
 from metabridge.kernels.kernel import Kernel
 from metabridge.models.network import Network
 from metabridge.models.norm import estimate_statistics
+from metabridge.progress import tracked
 from metabridge.training.evaluate import Model
 from metabridge.training.plan import Plan
 
@@ -35,17 +36,23 @@ GROUPINGS: dict[str, str] = {
 }
 BLOCK = 16  # tasks drawn at a time
 FEW = 50  # tasks, of which resampling does not tell all of the spread
+UNSTABLE = 0.05  # of the tasks, on which a step may diverge
 STATISTICS_FROM = 512  # images
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tasks of one kind: how many, the geometric mean of their rates, and the dispersion r of their solutions."""
+    """Tasks of one kind.
+
+    How many there are, the geometric mean of their rates, the dispersion r of their solutions, and the fourth moments
+    of their inputs in multiples of those of normal inputs.
+    """
 
     name: str
     tasks: int
     rate: float
     dispersion: float
+    kurtosis: float
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ class Diagnosis:
 
     - `space`: what solutions are compared in; it has `dimension` dimensions.
     - `alpha`, `m`: the step of adaptation and the samples it is taken on.
-    - `rates`, `hard`, `places`: of each task, its rate, whether it is hard, and its place on the map of solutions.
+    - `rates`, `curvatures`, `hard`, `places`: of each task, its rate, λ_max of its covariance, whether it is hard, and
+      its place on the map of solutions.
+    - `unstable`: the share of tasks on which the step diverges, those with α·λ_max of 2 or more.
     - `groups`, `distance`: the hard and the easy tasks, and R between their centres.
     - `limit`: 1 + R²/r_H, the most that the ratio tends to as hard tasks get slower (C corollary 2); None if r_H is 0.
     - `nal`, `maml`: risks above the floor 𝓔_m; `ratio` is the one by the other, `saved` the share of the whole loss
@@ -68,6 +77,8 @@ class Diagnosis:
     seed: int
     grouping: str
     rates: tuple[float, ...]
+    curvatures: tuple[float, ...]
+    unstable: float
     hard: tuple[bool, ...]
     places: tuple[tuple[float, float], ...]
     groups: tuple[Group, Group]
@@ -96,15 +107,25 @@ class Diagnosis:
         lines.append(f"Solutions are compared in the space of {self.space}, of {self.dimension} dimensions.")
         lines.append(f"Groups: {self.grouping}.")
         lines += [
-            f"{group.name}: {group.tasks} tasks, rate {group.rate:.3g}, dispersion r {group.dispersion:.3g}"
+            f"{group.name}: {group.tasks} tasks, rate {group.rate:.3g}, dispersion r {group.dispersion:.3g}, "
+            f"fourth moments {group.kurtosis:.2g} times those of normal inputs"
             for group in self.groups
         ]
         limit = "" if self.limit is None else f"; 1 + R²/r_H is {self.limit:.3g}"
         lines.append(f"Distance R between their centres {self.distance:.3g}{limit}")
         lines.append(f"After a step of {self.alpha:.3g} on {self.m} samples: ratio of risks {self.ratio.told()}")
+        lines.append(f"Stability: {self.stability()}")
         lines += [f"Kernel of {twin.method}: {twin.metric} {twin.mean:.3g} ± {twin.ci95:.2g}" for twin in self.twins]
         lines.append(f"All this is of {self.space} as they are: what training makes of features it cannot know.")
         return "\n".join(lines)
+
+    def stability(self) -> str:
+        """Say on how many tasks the step diverges, and how steep they are."""
+        steps = sorted(self.alpha * curvature for curvature in self.curvatures)
+        return (
+            f"the step diverges on {100 * self.unstable:.1f} % of the tasks, where α·λ_max is {DIVERGES} or more; it "
+            f"is {statistics.median(steps):.2g} in the median and {steps[-1]:.2g} in the steepest"
+        )
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -128,8 +149,9 @@ def diagnose(
     The space is that of the features: of `net`, of the function `features` from points (n, ...) to (n, d), or, for
     points that are vectors, of the points themselves. Tasks with class labels are compared in the space of pairs.
     `groups` says how hard and easy tasks are found: by "hardness", by "superclasses" of images, or as the "parts" of a
-    `Mixture`, of which the first is the hard one. The step `alpha` is the inverse of the largest curvature if not
-    given, and is taken on as many samples as the tasks' supports have. With a `kernel`, its twins predict too.
+    `Mixture`, of which the first is the hard one. The step `alpha` is the inverse of the groups' largest curvature if
+    not given, or less, so that it diverges on no task. It is taken on as many samples as the tasks' supports have. With
+    a `kernel`, its twins predict too.
 
     >>> from metabridge.environments import HardEasy, LinearTasks
     >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
@@ -152,12 +174,17 @@ def diagnose(
     known = len(parts) == 2
     hard = torch.arange(len(moments)) < each if known else hard_tasks(moments)
     geography = Geography(moments, hard, m, _share(environment) if known else None)
-    prediction = geography.predict(alpha, torch.Generator().manual_seed(seed))
-    step = geography.stable_step() if alpha is None else alpha
+    safe = geography.stable_step()
+    step = safe if alpha is None else alpha
+    prediction = geography.predict(step, torch.Generator().manual_seed(seed))
+    steep = curvatures(moments)
+    unstable = float((step * steep >= DIVERGES).double().mean())
     landscape = geography.landscape(step)
     hard_group, easy_group = (
-        Group(name, len(own), float(speeds[own].log().mean().exp()), float(torch.as_tensor(group.spread)))
-        for name, own, group in zip(("hard", "easy"), geography.members, landscape.groups)
+        Group(name, len(own), float(speeds[own].log().mean().exp()), float(torch.as_tensor(group.spread)), kurtosis)
+        for name, own, group, kurtosis in zip(
+            ("hard", "easy"), geography.members, landscape.groups, geography.kurtosis.tolist()
+        )
     )
     distance = geography.distance(landscape, step)
     network = net.net if isinstance(net, Model) else net
@@ -178,6 +205,8 @@ def diagnose(
         seed=seed,
         grouping=GROUPINGS[groups],
         rates=tuple(speeds.tolist()),
+        curvatures=tuple(steep.tolist()),
+        unstable=unstable,
         hard=tuple(hard.tolist()),
         places=tuple((x, y) for x, y in geography.map().tolist()),
         groups=(hard_group, easy_group),
@@ -191,9 +220,31 @@ def diagnose(
         twins=twins,
         costs=costs(weighed, network, moments.dimension),
         advice=advise(
-            prediction, plain, "maml" if network is None else "anil", (hard_group.rate, easy_group.rate), twins
+            prediction,
+            plain,
+            "maml" if network is None else "anil",
+            (hard_group.rate, easy_group.rate),
+            twins,
+            _doubts(geography, step, unstable, safe),
         ),
     )
+
+
+def _doubts(geography: Geography, step: float, unstable: float, safe: float) -> tuple[str, ...]:
+    """Return why the prediction cannot be trusted, if there is a reason."""
+    doubts = []
+    heavy = geography.heavy_tails()
+    if heavy:
+        doubts.append(
+            f"few values dominate the variance of the {' and of the '.join(heavy)}, so it may not exist: clip or "
+            "transform them, or sample more tasks"
+        )
+    if unstable > UNSTABLE:
+        doubts.append(
+            f"a step of {step:.3g} diverges on {100 * unstable:.1f} % of the tasks, which the formulas do not know: "
+            f"use alpha={safe:.3g} or less"
+        )
+    return tuple(doubts)
 
 
 def untrained(images: LabelledImages, model: str = "conv4", *, seed: int = 0) -> Network:
@@ -244,5 +295,5 @@ def _measured(space: Space, parts: tuple[Environment, ...], each: int, seed: int
     """Draw so many tasks of each part, some at a time, and measure them."""
     generator = torch.Generator().manual_seed(seed)
     portions = [(part, min(BLOCK, each - first)) for part in parts for first in range(0, each, BLOCK)]
-    shown = track(portions, "measuring tasks", disable=not progress)
+    shown = tracked(portions, "measuring tasks", progress)
     return Moments.joined([space.moments(part.sample(size, generator)) for part, size in shown])

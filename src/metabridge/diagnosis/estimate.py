@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metabridge.diagnosis.moments import Moments, misfits, rates
+from metabridge.diagnosis.moments import Moments, curvatures, misfits, rates
 from metabridge.environments.linear import Landscape, TaskGroup
 from metabridge.errors import InputError
+from metabridge.intervals import percentile_tail
 from metabridge.theory.landscape import (
     Risks,
     adapted_covariance,
@@ -22,6 +23,9 @@ from metabridge.theory.landscape import (
 )
 
 FEWEST = 5  # tasks of a group
+DIVERGES = 2  # times the inverse of a curvature, from which on a step enlarges the error along it
+STEEPEST = 1.9  # the same for the steepest task, at most, where the step is chosen
+FEW_TASKS, FEW_POINTS = 0.1, 0.01  # of a group: a variance that rests on fewer is dominated by them
 REPEATS = 200  # of the bootstrap
 TINY = 1e-300  # where there is nothing to gain and nothing left, the ratio of risks is 1
 UNBOUNDED = 1e4  # no ratio of risks is so large, but a quotient by what may be zero is
@@ -78,6 +82,7 @@ class Prediction(NamedTuple):
     saved: Interval  # the share of NAL's whole loss F_m, noise included, that MAML saves
     left: float  # of the loss of NAL above the noise before it adapts, what MAML has after
     ratios: Tensor  # one for each resampling of the tasks
+    savings: Tensor  # the same, of `saved`
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +114,51 @@ class Geography:
         """Of the hard tasks and of the easy ones, (2, d, d)."""
         return torch.stack([self.moments.covariance[tasks].mean((0, 1)) for tasks in self.members])
 
+    @cached_property
+    def fourths(self) -> Tensor:
+        """E[zzᵀΣzzᵀ] of the hard tasks and of the easy ones, (2, d, d).
+
+        It is no less than Σ³: the difference is E[(zzᵀ − Σ)Σ(zzᵀ − Σ)].
+        """
+        cubes = self.covariances @ self.covariances @ self.covariances
+        fourths = torch.stack([self.moments.fourth[tasks].mean((0, 1)) for tasks in self.members])
+        values, vectors = torch.linalg.eigh(fourths - cubes)
+        return cubes + (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT  # type: ignore[no-any-return]
+
+    def adapted(self, alpha: float) -> Tensor:
+        """Return Q^{(m)} of the hard tasks and of the easy ones, (2, d, d)."""
+        return adapted_covariance(self.covariances, alpha, self.m, self.fourths)
+
+    @cached_property
+    def kurtosis(self) -> Tensor:
+        """tr E[zzᵀΣzzᵀ] of the hard tasks and of the easy ones (2,), of what it is for normal inputs: 1 for those."""
+        squares, cubes = (torch.linalg.matrix_power(self.covariances, power) for power in (2, 3))
+        return _trace(self.fourths) / (_trace(squares) * _trace(self.covariances) + 2 * _trace(cubes))
+
+    @cached_property
+    def curvature(self) -> float:
+        """The largest curvature of the two groups' covariances."""
+        return float(torch.linalg.eigvalsh(self.covariances).max())
+
     def stable_step(self) -> float:
-        """Return 1/λ, λ the largest curvature of the two groups' covariances."""
-        return 1 / float(torch.linalg.eigvalsh(self.covariances).max())
+        """Return the inverse of the groups' largest curvature, or less: a step that diverges on no single task."""
+        return 1 / max(self.curvature, float(curvatures(self.moments).max()) / STEEPEST)
+
+    def heavy_tails(self) -> tuple[str, ...]:
+        """Return what has a variance that a few tasks or points dominate, such as "targets of hard tasks".
+
+        With contributions c to a mean, n of them count like (Σc)²/Σc² equal ones. For squares of a normal variable that
+        is n/3. Where no variance exists it stays the same however large n is.
+        """
+        squares = _trace(self.moments.covariance), self.moments.square
+        found = []
+        for kind, tasks in zip(("hard", "easy"), self.members):
+            for what, square, fourth in zip(("inputs", "targets"), squares, self.moments.tails.unbind(-1)):
+                total = square[tasks].mean().square()
+                of_tasks, of_points = square[tasks].mean(1).square().mean(), fourth[tasks].mean()
+                if total < FEW_TASKS * of_tasks or total < FEW_POINTS * of_points:
+                    found.append(f"{what} of {kind} tasks")
+        return tuple(found)
 
     def landscape(self, alpha: float) -> Landscape:
         """Return the two groups, the hard one first.
@@ -121,12 +168,12 @@ class Geography:
         """
         groups = []
         hard = float(self.hard.double().mean()) if self.share is None else self.share
-        for tasks, covariance, probability in zip(self.members, self.covariances, (hard, 1 - hard)):
+        each = zip(self.members, self.covariances, self.adapted(alpha), (hard, 1 - hard))
+        for tasks, covariance, Q, probability in each:
             first, second = self.solutions[tasks].unbind(1)
             centre = (first.mean(0) + second.mean(0)) / 2
             # halves share the task alone: their product is of its solution, without the noise of either
             products = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
-            Q = adapted_covariance(covariance, alpha, self.m)
             r = float((Q * products).sum() / Q.trace())
             explained = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
             noise = float(self.moments.square[tasks].mean() - explained)
@@ -143,49 +190,49 @@ class Geography:
 
         With Q a multiple of I and centres 0 and R·1 it is C's R.
         """
-        law = landscape.law
-        Q = adapted_covariance(law.covariance[0], alpha, self.m)
+        law, Q = landscape.law, self.adapted(alpha)[0]
         gap = law.centre[0] - law.centre[1]
         noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.members]
         squared = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
         return float(squared.clamp_min(0).sqrt())
 
-    def predict(self, alpha: float | None, generator: torch.Generator) -> Prediction:
-        """Return the risks of NAL and MAML, with intervals from resampling the tasks.
-
-        Without an `alpha` the step is the stable one, in each resampling its own.
+    def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
+        """Return the risks of NAL and MAML after a step `alpha`, with intervals from resampling the tasks.
 
         An estimated distance between centres is longer than the true one by the noise of both. Resampling adds that
         noise once more, so what it adds to the risks is taken off them.
         """
         plain = self._losses(alpha)
-        repeats = torch.stack([self._resampled(generator)._losses(alpha, clipped=True) for _ in range(REPEATS)])
+        samples = (self._resampled(generator) for _ in range(REPEATS))
+        # a step chosen for these tasks might diverge on resampled ones
+        repeats = torch.stack([one._losses(min(alpha, 0.999 * DIVERGES / one.curvature)) for one in samples])
         added = repeats.mean(0) - plain
         least = torch.tensor([0.0, 1e-9 * float(plain[1])], dtype=torch.float64)
         gain, maml = (plain - added)[:2].clamp_min(least).tolist()
         gains, mamls = (repeats - 2 * added)[:, :2].clamp_min(least).unbind(1)
         floor, before = plain[2:].tolist()
         ratios = 1 + gains / mamls.clamp_min(TINY)
+        savings = gains / (gains + mamls + repeats[:, 2]).clamp_min(TINY)
         return Prediction(
             Risks(maml + gain, maml),
-            _interval(1 + gain / max(maml, TINY), ratios),
-            _interval(gain / max(gain + maml + floor, TINY), gains / (gains + mamls + repeats[:, 2]).clamp_min(TINY)),
+            self._interval(1 + gain / max(maml, TINY), ratios),
+            self._interval(gain / max(gain + maml + floor, TINY), savings),
             maml / max(before, TINY),
             ratios,
+            savings,
         )
 
-    def _losses(self, alpha: float | None, *, clipped: bool = False) -> Tensor:
-        """What MAML (n₂ = m) saves of NAL's 𝓔_m, its own 𝓔_m, the noise floor, and 𝓔 of NAL before it adapts.
+    def _interval(self, value: float, repeats: Tensor) -> Interval:
+        """A value with the 95 % interval of its repeats."""
+        tail = percentile_tail(min(map(len, self.members)))
+        low, high = repeats.quantile(torch.tensor([tail, 1 - tail], dtype=repeats.dtype)).tolist()
+        return Interval(value, min(low, value), max(high, value))
 
-        A step is `clipped` to one that does not diverge where it was chosen for other tasks.
-        """
-        if alpha is None:
-            alpha = self.stable_step()
-        elif clipped:
-            alpha = min(alpha, 1.999 * self.stable_step())
+    def _losses(self, alpha: float) -> Tensor:
+        """What MAML (n₂ = m) saves of NAL's 𝓔_m, its own 𝓔_m, the noise floor, and 𝓔 of NAL before it adapts."""
         landscape, m = self.landscape(alpha), self.m
-        solutions = torch.stack([nal_solution(landscape), maml_solution(landscape, alpha, m)])
-        nal, maml = risk_above_floor(landscape, solutions, alpha, m)
+        solutions = torch.stack([nal_solution(landscape), maml_solution(landscape, alpha, m, fourth=self.fourths)])
+        nal, maml = risk_above_floor(landscape, solutions, alpha, m, fourth=self.fourths)
         before = risk_above_floor(landscape, solutions[0], 0.0, m)
         return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), before])
 
@@ -246,11 +293,9 @@ def split_by_rate(rates: Tensor) -> Tensor:
     return rates.argsort().argsort() < hardest
 
 
+def _trace(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
 def _variation(values: Tensor) -> Tensor:
     return (values - values.mean()).square().sum()
-
-
-def _interval(value: float, repeats: Tensor) -> Interval:
-    """A value with the 95 % interval of its repeats."""
-    low, high = repeats.quantile(torch.tensor([0.025, 0.975], dtype=repeats.dtype)).tolist()
-    return Interval(value, min(low, value), max(high, value))

@@ -7,7 +7,7 @@ and multiplied by what is estimated from the other has no bias from the noise of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,32 +20,42 @@ ENOUGH = 2  # points in a half for each dimension, above which a task's own leas
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """E[zzᵀ], E[zy] and E[y²] over the points of each half of each task.
+    """Σ = E[zzᵀ], E[zzᵀΣzzᵀ], E[zy], E[y²] and what tells of tails, over the points of each half of each task.
 
     `points` is how many independent points a half has for each dimension of the features.
     """
 
     covariance: Tensor  # (tasks, 2, d, d)
+    fourth: Tensor  # (tasks, 2, d, d), with the Σ of the other half and so without bias
     pull: Tensor  # (tasks, 2, d)
     square: Tensor  # (tasks, 2)
+    tails: Tensor  # (tasks, 2, 2), E‖z‖⁴ and E[y⁴]
     points: float
 
     @classmethod
     def of(cls, z: Tensor, y: Tensor, points: float) -> Moments:
         """Measure points z (tasks, 2, n, d) with their targets y (tasks, 2, n)."""
         n = z.shape[-2]
-        return cls(z.mT @ z / n, (y[..., None, :] @ z).squeeze(-2) / n, y.square().mean(-1), points)
+        covariance = z.mT @ z / n
+        weighted = (z @ covariance.flip(1) * z).sum(-1, keepdim=True) * z
+        pull = (y[..., None, :] @ z).squeeze(-2) / n
+        tails = torch.stack([z.square().sum(-1).square().mean(-1), y.pow(4).mean(-1)], -1)
+        return cls(covariance, weighted.mT @ z / n, pull, y.square().mean(-1), tails, points)
 
     @classmethod
     def joined(cls, parts: list[Moments]) -> Moments:
         """Return the tasks of all parts."""
-        tensors = ([part.covariance, part.pull, part.square] for part in parts)
-        covariance, pull, square = (torch.cat(same) for same in zip(*tensors))
-        return cls(covariance, pull, square, min(part.points for part in parts))
+        covariance, fourth, pull, square, tails = (torch.cat(same) for same in zip(*(part._tensors for part in parts)))
+        return cls(covariance, fourth, pull, square, tails, min(part.points for part in parts))
 
     def of_tasks(self, tasks: Tensor) -> Moments:
         """Return the tasks of these numbers, of which some may be the same."""
-        return replace(self, covariance=self.covariance[tasks], pull=self.pull[tasks], square=self.square[tasks])
+        covariance, fourth, pull, square, tails = (tensor[tasks] for tensor in self._tensors)
+        return Moments(covariance, fourth, pull, square, tails, self.points)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.covariance, self.fourth, self.pull, self.square, self.tails
 
     def __len__(self) -> int:
         return len(self.square)
@@ -77,6 +87,16 @@ def rates(moments: Moments) -> Tensor:
     fitted = (pull[:, None] @ torch.linalg.pinv(covariance, hermitian=True) @ pull[..., None]).flatten()
     alike = covariance.square().sum((-2, -1)) / covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
     return torch.where(fitted > 0, pull.square().sum(-1) / fitted, alike)
+
+
+def curvatures(moments: Moments) -> Tensor:
+    """Return λ_max of each task's covariance (tasks,).
+
+    The steepest direction is found in one half and its curvature measured in the other, both ways. The largest
+    eigenvalue of a covariance of few points would be too large.
+    """
+    steepest = torch.linalg.eigh(moments.covariance).eigenvectors[..., -1]
+    return torch.einsum("thi,thij,thj->th", steepest, moments.covariance.flip(1), steepest).mean(1)
 
 
 def misfits(moments: Moments, shared: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def write(diagnosis: Diagnosis, folder: str | Path) -> Path:
         Picture.drawn("map", "Solutions of hard and easy tasks in two dimensions.", lambda t: solutions(diagnosis, t)),
         Picture.drawn("gain", "Predicted gain of each method against its cost.", lambda t: gain(diagnosis, t)),
     ]
-    text = f"{diagnosis.to_json()}\n".encode()
+    text = f"{diagnosis.to_json()}\n".encode(errors="backslashreplace")
     html = rendered("diagnosis.html.jinja", found=diagnosis, pictures={picture.name: picture for picture in pictures})
     for picture in pictures:
         write_whole(folder / f"{picture.name}.png", picture.light)

@@ -137,9 +137,10 @@ def beside(rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
         axes = figure.subplots()
         places = np.arange(len(rows))
         known = [(place, row.published) for place, row in zip(places, rows) if row.published is not None]
-        axes.plot(
-            [value for _, value in known], [place for place, _ in known], "D", color=COLOURS[1], label="published"
-        )
+        if known:
+            axes.plot(
+                [value for _, value in known], [place for place, _ in known], "D", color=COLOURS[1], label="published"
+            )
         axes.errorbar(
             [row.ours for row in rows],
             places,

@@ -95,7 +95,7 @@ def rendered(template: str, **values: object) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return templates.get_template(template).render(**values, light=LIGHT, dark=DARK).encode()
+    return templates.get_template(template).render(**values, light=LIGHT, dark=DARK).encode(errors="backslashreplace")
 
 
 def _line(trial: Trial) -> dict[str, str]:
