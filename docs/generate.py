@@ -1,4 +1,4 @@
-"""Put the numbers of results/*.json, and what the code says of its methods and names, into README.md and docs/*.md.
+"""Put the numbers of results/*.json, and what the code says of its methods and names, into the pages.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`, where NAME is one of `TABLES` or the ID of an
 experiment. `python docs/generate.py` writes it anew, and the tests fail when what stands there is not what the
@@ -217,6 +217,24 @@ def _candidates(result: dict[str, Any]) -> str:
     return f"{where}\n\n{markdown(heads, rows)}"
 
 
+def fuzz() -> str:
+    """What came of damaged and hostile files, a line for each reader."""
+    result = stored("fuzz")
+    failures = ("tracebacks", "hangs", "crashes", "over_1_gib", "files_outside", "code_run", "silent_differences")
+    rows = [
+        [
+            row["reader"],
+            *(f"{row[key]:,}" for key in ("inputs", "refused", "accepted_equal", "accepted_different")),
+            f"{sum(row[key] for key in failures):,}",
+            f"{row['peak_mib']} MiB",
+        ]
+        for row in result["readers"]
+    ]
+    heads = ["reader", "inputs", "refused", "read as before", "read otherwise", "failures", "most memory"]
+    note = f" {result['note']}" if "note" in result else ""
+    return f"{markdown(heads, rows)}\n\n{machine(result)}, seed {result['seed']}.{note}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "taxonomy": taxonomy,
     "glyphs": glyphs("glyphs"),
@@ -246,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
         ["bench-kernel-predict-cpu"], ["twin", "at once", "in a loop", "ratio", "memory at once"], batched
     ),
     "search": search,
+    "fuzz": fuzz,
     "resnet12": by_machine(
         ["bench-resnet12-h200"], ["images a step", "", "images a second", "of the matrix rate"], throughput
     ),
@@ -265,7 +284,7 @@ def filled(text: str) -> str:
 
 def pages() -> list[Path]:
     """The pages that may hold tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 if __name__ == "__main__":

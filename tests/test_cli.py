@@ -103,6 +103,12 @@ def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny,
         (["demo", "--speed", "9"], "metabridge demo: No such option: --speed"),
         (["demo", "--seed", "-1"], "metabridge demo: Invalid value for '--seed'"),
         (["demo", "--device", "abacus"], "metabridge demo: Invalid value for '--device'"),
+        (["demo", "--seed", 10**20], "metabridge demo: Invalid value for '--seed'"),
+        (["train", "--size", 100_000], "metabridge train: Invalid value for '--size'"),
+        (["train", "--minutes", "nan"], "metabridge train: Invalid value for '--minutes'"),
+        (["score", "--model", "conv4", "--time", "nan"], "metabridge score: Invalid value for '--time'"),
+        (["score", "--model", "conv4", "--ridge", "nan"], "metabridge score: Invalid value for '--ridge'"),
+        (["search", "--channels", 10**9], "metabridge search: Invalid value for '--channels'"),
         (["dance"], "metabridge: No such command 'dance'"),
     ],
 )
@@ -188,3 +194,58 @@ def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge,
     assert status == 2
     assert complained.startswith(f"metabridge {command}: model is 'vgg'")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (["train"], "ways shots queries batch iterations seed size min-images validate-every validate-tasks patience"),
+        (["evaluate", "run"], "ways queries tasks copies seed min-images"),
+        (["diagnose"], "ways shots queries tasks size seed"),
+        (["search"], "cells channels tasks ways shots queries repeats inputs size"),
+        (["data", "check", "folder"], "ways shots queries"),
+    ],
+)
+def test_whole_numbers_have_an_upper_bound(metabridge, command, options):
+    for option in options.split():
+        status, printed, complained = metabridge(*command, f"--{option}", 10**20)
+        assert (status, printed, complained.count("\n")) == (2, "", 1)
+        assert f"Invalid value for '--{option}'" in complained
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--batch", 900_000], "batch is 900000, but the images of such a step take"),
+        (["--method", "rfs", "--ways", 10**6, "--model-option", "filters=100000"], "the network has more than"),
+        (["--ways", 10**6], "ways is 1000000, but split 'train' has"),
+        (["--shots", 10**6], "class '"),
+    ],
+)
+def test_what_would_take_all_memory_is_refused(metabridge, glyphs, tmp_path, monkeypatch, arguments, complaint):
+    monkeypatch.setattr("os.sysconf", lambda name: 2**15)  # pages of as many bytes: 1 GiB
+    status, printed, complained = metabridge("train", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+    assert (status, printed) == (2, "")
+    assert complained.splitlines()[-1].startswith(f"metabridge train: {complaint}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [
+        (PermissionError(13, "Permission denied", "some/file"), "some/file cannot be used (Permission denied)."),
+        (MemoryError(), "there is not enough memory for this. Use smaller images, networks or batches."),
+    ],
+)
+def test_what_the_system_refuses_ends_in_one_sentence(metabridge, tmp_path, monkeypatch, error, complaint):
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("metabridge.experiments.glyphs.run", refuse)
+    assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (2, "", f"metabridge demo: {complaint}\n")
+
+
+def test_a_device_called_gpu_is_answered_with_cuda(metabridge):
+    status, _, complained = metabridge("demo", "--device", "gpu")
+    assert status == 2
+    assert "'gpu' is not one of 'auto', 'cpu', 'cuda'" in complained

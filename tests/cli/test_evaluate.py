@@ -61,6 +61,7 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
     [
         (["--shots", "one"], "shots is 'one', but must be whole numbers with commas between, such as 1,5."),
         (["--shots", "0"], "shots is 0, but must be a whole number of at least 1."),
+        (["--shots", "1,100000000000000000000"], "shots is 100000000000000000000, but must be 1000000 or less."),
         (["--penalty", "0.1"], "penalty is given without the head that it is of. Name it with --head."),
         (["--head", "centroid", "--penalty", "1"], "head is 'centroid' with penalty 1.0, but must be logistic"),
         (["--head", "svm", "--penalty", "0"], "penalty is 0.0, but must be a positive number."),
@@ -122,9 +123,12 @@ def test_classes_that_a_run_was_trained_on_do_not_test_it(metabridge, photograph
         status, _, complained = metabridge("evaluate", out / method, *asked)
         assert status == 2
         assert f"class 'train 1' is in the test split, but the run in {out / method} was trained on it" in complained
-        status, printed, _ = metabridge("evaluate", out / method, *asked, "--data", photographs)
-        assert status == 0
-        assert "Note: 1 of 4 classes have names that the run in" in printed
+        other = ("evaluate", out / method, *asked, "--data", photographs)
+        status, printed, complained = metabridge(*other)
+        assert (status, printed) == (2, "")
+        assert "1 of 4 classes in the test split, such as 'train 1', have names that the run in" in complained
+        assert "add --trained-classes if they only share the names." in complained
+        assert metabridge(*other, "--trained-classes")[0] == 0
         assert metabridge("evaluate", out / method, *asked, "--split", "train")[0] == 0
 
 
@@ -150,3 +154,21 @@ def test_all_shots_are_checked_before_any_is_judged(metabridge, runs, monkeypatc
     status, _, complained = metabridge("evaluate", runs["mtl"], "--shots", "1,90", "--device", "cpu")
     assert status == 2
     assert "90 shots" in complained
+
+
+def test_json_alone_goes_to_standard_output(metabridge, runs):
+    status, printed, _ = metabridge("evaluate", runs["mtl"], "--shots", 1, *EVALUATE, "--json", "-")
+    assert status == 0
+    assert [each["shots"] for each in json.loads(printed)] == [1]
+
+
+def test_settings_whose_data_are_not_images_that_the_network_takes_are_named(metabridge, photographs, tmp_path):
+    run = tmp_path / "run"
+    shape = ("--ways", 3, "--shots", 1, "--queries", 2)
+    assert metabridge(*TRAIN, "--data", photographs, "--size", 16, *shape, "--out", run)[0] == 0
+    settings = json.loads((run / "settings.json").read_text())
+    settings["tasks"]["data"]["channels"] = 1
+    (run / "settings.json").write_text(json.dumps(settings))
+    status, _, complained = metabridge("evaluate", run, "--tasks", 2, "--queries", 2, "--shots", 1)
+    assert status == 2
+    assert "are not images that its network takes" in complained

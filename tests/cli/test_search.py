@@ -79,6 +79,13 @@ def test_score_tells_all_proxies(metabridge: Command, glyphs: LabelledImages, tm
         assert all(math.isfinite(score.value) for score in wanted)
 
 
+def test_the_scores_alone_go_to_stdout_if_asked_for(metabridge: Command, glyphs: LabelledImages) -> None:
+    few_options = ("--tasks", 1, "--ways", 2, "--repeats", 1, "--inputs", 20)
+    status, printed, _ = metabridge("score", "--model", "conv4", *few_options, "--json", "-")
+    assert status == 0
+    assert [row["proxy"] for row in json.loads(printed)][-1] == "linear regions"
+
+
 def test_score_names_what_it_does_not_know(metabridge: Command) -> None:
     status, _, complaint = metabridge("score", "--model", "nowhere.json")
     assert status == 2

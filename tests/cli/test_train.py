@@ -19,7 +19,10 @@ def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_tra
 ):
     out = tmp_path / "run"
     status, printed, complained = metabridge(*TRAIN, "--method", "mtl", "--out", out)
-    assert (status, complained.strip()) == (0, "")  # drawing the glyphs for the first time leaves an empty line
+    assert status == 0
+    assert "metabridge train:" not in complained
+    assert [line for line in complained.splitlines() if line.startswith("mtl 2/4: loss")]  # progress goes to stderr
+    assert "2/4" not in printed
     assert {file.name for file in out.iterdir()} == {
         "settings.json",
         "weights.safetensors",
@@ -43,7 +46,8 @@ def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_tra
 def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_path):
     command = (*TRAIN, "--method", "anil", "--out", tmp_path / "run")
     status, printed, complained = metabridge(*command, "--minutes", 0)
-    assert (status, complained) == (0, "")
+    assert status == 0
+    assert "metabridge train:" not in complained
     assert printed.splitlines()[-1] == "Stopped after 0 minutes. The same command goes on from there."
     assert not (tmp_path / "run" / "weights.safetensors").exists()
     assert metabridge(*command)[0] == 0
@@ -51,6 +55,41 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_pa
     metabridge(*command[:-1], tmp_path / "once")
     stopped, once = load(tmp_path / "run"), load(tmp_path / "once")
     assert all(torch.equal(value, once.params[name]) for name, value in stopped.params.items())
+
+
+def test_a_run_is_made_longer_with_more_iterations(metabridge, runs, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(runs["mtl"], out)
+    command = [*TRAIN, "--method", "mtl", "--out", out, "--iterations"]
+    status, _, complained = metabridge(*command, 5)
+    assert status == 0, complained
+    assert [point.iteration for point in load(out).curve] == [2, 4, 5]
+    status, _, complained = metabridge(*command, 4)
+    assert status == 2
+    assert "has done 5 iterations, but iterations is 4. Use --iterations 5 or more" in complained
+
+
+DAMAGES = {
+    "tasks": (lambda s: s.update(tasks=[1]), "its tasks is [1]"),
+    "data": (lambda s: s["tasks"].update(data=5), "its tasks have the data 5"),
+    "source": (lambda s: s["tasks"]["data"].update(colour="red"), "its data {'name': 'glyphs'"),
+    "names": (lambda s: s["tasks"].update(class_names=7), "its tasks have the class_names 7"),
+    "outputs": (lambda s: s["model"].update(outputs="x"), "its outputs are 'x'"),
+    "depth": (lambda s: s["model"].update(filters=10**9), "too large to build"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_with_damaged_settings_is_not_evaluated_and_named_in_one_line(metabridge, runs, tmp_path, damage):
+    out, (harm, told) = tmp_path / "run", DAMAGES[damage]
+    shutil.copytree(runs["mtl"], out)
+    settings = json.loads((out / "settings.json").read_text())
+    harm(settings)
+    (out / "settings.json").write_text(json.dumps(settings))
+    status, _, complained = metabridge("evaluate", out, "--shots", 1, *EVALUATE)
+    assert status == 2
+    assert complained.splitlines()[-1].startswith(f"metabridge evaluate: {out}/settings.json is damaged: ")
+    assert told in complained
 
 
 def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own_ways(metabridge, tmp_path):
@@ -61,9 +100,9 @@ def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own
             picture = Image.fromarray(generator.integers(0, 256, (16, 16), dtype=np.uint8))
             picture.save(tmp_path / "photos" / name / f"{place}.png")
     command = (*TRAIN, "--data", tmp_path / "photos", "--size", 16, "--ways", 2, "--out", tmp_path / "run")
-    status, printed, _ = metabridge(*command, "--method", "anil")
+    status, printed, complained = metabridge(*command, "--method", "anil")
     assert status == 0
-    assert "There are no two classes to validate on, so the last weights are kept." in printed
+    assert "There are no two classes to validate on, so the last weights are kept." in complained
     assert f"Next: metabridge evaluate {tmp_path / 'run'} --ways 2" in printed
     status, printed, _ = metabridge("evaluate", tmp_path / "run", "--shots", 1, *EVALUATE)
     assert status == 0
@@ -120,7 +159,7 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "anil", "--model-option", "depth=3"], "conv4 has no option 'depth'."),
         (["--method", "anil", "--model-option", "filters=many"], "filters is 'many', but must be a whole number"),
         (["--schedule", "linear"], "schedule is 'linear', but must be one of constant, step, cosine, plateau."),
-        (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd."),
+        (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
         (["--precision", "float8"], "precision is 'float8', but must be 'float32' or 'bfloat16'."),
         (["--lr", "-1"], "lr is -1.0, but must be a positive number."),
         (["--data", "nowhere"], "the data set is 'nowhere', but the known ones are"),
@@ -198,9 +237,9 @@ def test_what_to_do_next_can_be_done_with_the_images_that_are_there(metabridge, 
 def test_what_to_do_next_can_be_pasted_though_a_path_has_blanks(metabridge, photographs, tmp_path):
     out = tmp_path / "my run"
     tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
-    printed = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)[1]
+    _, printed, complained = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
     assert shlex.split(printed.partition("Next: metabridge ")[2])[:2] == ["evaluate", str(out)]
-    assert "There are 3 classes to validate on, so tasks of validation have 3 ways." in printed
+    assert "There are 3 classes to validate on, so tasks of validation have 3 ways." in complained
     assert "Best on 4 3-way validation tasks" in printed
 
 
@@ -221,11 +260,25 @@ def test_a_search_does_not_go_into_the_folder_of_a_run(metabridge, runs):
 
 def test_a_command_that_failed_before_its_first_step_does_not_keep_its_folder(metabridge, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.learners.engine.Engine.__call__", lambda *_: _fail())
-    with pytest.raises(RuntimeError):
-        metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
+    status, _, complained = metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
+    assert status == 2
+    assert "there is not enough memory for this. Use smaller images" in complained
     monkeypatch.undo()
     assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "run")[0] == 0
 
 
 def _fail() -> None:
     raise RuntimeError("out of memory")
+
+
+def test_one_classifier_can_learn_from_soft_targets_and_from_a_run(metabridge, tmp_path):
+    assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "teacher")[0] == 0
+    options = ("--smoothing", 0.1, "--mixup", 0.2, "--average", 0.9, "--optimizer", "muon")
+    student = (*TRAIN, "--method", "mtl", *options, "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
+    assert metabridge(*student)[0] == 0
+    training = json.loads((tmp_path / "student" / "settings.json").read_text())["training"]
+    assert training["soft_targets"] == {"smoothing": 0.1, "mixup": 0.2, "distillation": 0.5, "temperature": 1.0}
+    assert (training["average"], training["optimizer"]) == (0.9, "muon")
+    status, _, complained = metabridge(*TRAIN, "--method", "anil", "--smoothing", 0.1, "--out", tmp_path / "other")
+    assert status == 2
+    assert "soft targets are for methods that train one classifier, such as mtl and rfs" in complained

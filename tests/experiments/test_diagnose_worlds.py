@@ -81,6 +81,9 @@ def test_a_recommendation_is_judged_only_where_the_truth_is_clear(outcome):
     assert Trial(adapting, CLEAR[1] + 0.1, 1.0).right is True
     assert Trial(adapting, CLEAR[0] - 0.05, 1.0).right is False
     assert Trial(adapting, sum(CLEAR) / 2, 1.0).right is None
+    undecided = replace(found, advice=replace(found.advice, method=None, adapts=None, doubt="why"))
+    assert Trial(undecided, CLEAR[1] + 0.1, 1.0).right is False
+    assert Trial(undecided, CLEAR[0] - 0.05, 1.0).right is False
 
 
 def test_steps_of_drawn_worlds_do_not_diverge():

@@ -121,7 +121,7 @@ def test_trainings_in_turns_end_as_they_do_one_after_the_other(glyphs, two_at_on
     assert trained(replace(beside, minutes=0.0), "table", glyphs, asked) == [None, None]
     found = trained(beside, "table", glyphs, asked)
     assert steps == [0, 1] * 6
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert all(f"{each.label} 6/6: loss" in said for each in asked)
 
     monkeypatch.delitem(fitting.AT_ONCE, "cpu")

@@ -66,7 +66,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{", "not JSON"), ("[]", "must hold exactly"), ('{"id": "x"}', "must hold exactly")],
+    [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "must hold exactly"), ('{"id": "x"}', "must hold exactly")],
 )
 def test_a_file_that_is_no_result_is_named(tmp_path, content, complaint):
     path = tmp_path / "broken.json"

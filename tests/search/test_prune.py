@@ -1,7 +1,11 @@
+import contextlib
 import json
 import logging
 import math
+import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from damage import damaged_json
 from metabridge.environments import LabelledImages
 from metabridge.errors import InputError
 from metabridge.search import CELLS, EDGES, OPERATORS, Alive, Architecture
@@ -245,6 +250,15 @@ def test_rounds_and_repeats_have_weights_and_images_of_their_own(glyphs: Labelle
     assert values[0] == values[3]
 
 
+@pytest.mark.parametrize("way", ["fast", "reference"])
+def test_a_search_of_networks_that_are_too_large_is_refused_before_one_is_built(
+    glyphs: LabelledImages, tmp_path: Path, way: str
+) -> None:
+    with pytest.raises(InputError, match="too large to build"):
+        small_search(channels=10**9).run(glyphs, out=tmp_path / "search", way=way, progress=False)
+    assert not (tmp_path / "search").exists()
+
+
 def test_random_cells_follow_the_seed(glyphs: LabelledImages) -> None:
     first, again, other = (small_search("random", seed=seed).run(glyphs).architecture for seed in (0, 0, 1))
     assert first == again != other
@@ -287,3 +301,91 @@ def test_threads_share_the_work_and_pass_errors_on() -> None:
     with pytest.raises(InputError, match="no more"):
         list(over_threads(failing, [1, 2, 3]))
     assert torch.get_num_threads() == before
+
+
+SEARCHED = """
+import sys
+sys.path.insert(0, {tests!r})
+from metabridge.environments.datasets import load_glyphs
+from metabridge.search.metantk import Proxies
+from small_searches import small_search
+
+measure = Proxies.__call__
+
+def paused(self, *asked):
+    for count, measured in enumerate(measure(self, *asked)):
+        yield measured
+        if count == 2:
+            print("searching", flush=True)
+            sys.stdin.read()
+
+Proxies.__call__ = paused
+small_search("none", operators=("skip", "conv_3x3")).run(load_glyphs(), out=sys.argv[1], progress=False)
+"""
+
+
+def test_two_searches_do_not_write_into_one_log_and_a_killed_one_goes_on(
+    glyphs: LabelledImages, tmp_path: Path
+) -> None:
+    search, out = small_search("none", operators=("skip", "conv_3x3")), tmp_path / "search"
+    program = SEARCHED.format(tests=str(Path(__file__).parent.parent))
+    words = [sys.executable, "-c", program, str(out)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "searching\n"
+        before = (out / "search.jsonl").read_bytes()
+        with pytest.raises(InputError, match=f"is in use by process {other.pid} on"):
+            search.run(glyphs, out=out, progress=False)
+        assert (out / "search.jsonl").read_bytes() == before
+        other.kill()
+    found = search.run(glyphs, out=out, progress=False)
+    assert found.architecture == search.run(glyphs, progress=False).architecture
+    assert found.measured == evaluations(Alive.full(search.operators), 1)
+    assert {file.name for file in out.iterdir()} == {"search.jsonl", "architecture.json"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_search_on_a_full_disk_ends_in_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "search.jsonl"
+    journal = Journal(file, {})
+    file.unlink()
+    file.symlink_to("/dev/full")
+    with pytest.raises(InputError, match=r"search.jsonl cannot be written \(No space left on device\)\. Free space"):
+        journal.add(0, 0, None, Scores(Score(1.0), None))
+    with pytest.raises(InputError, match=r"cannot be read \(Not a regular file\)"):
+        Journal(file, {})
+
+
+def test_every_changed_digit_of_a_log_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "search.jsonl"
+    for number, value in enumerate((1.25, 3.5, 2.75)):
+        Journal(file, {"seed": 1}).add(0, number, None, Scores(Score(value), Score(4.0)))
+    content, whole = file.read_bytes(), Journal(file, {"seed": 1}).known
+    for place in [place for place, byte in enumerate(content) if chr(byte).isdigit()]:
+        changed = bytearray(content)
+        changed[place] = ord("7") if content[place] != ord("7") else ord("8")
+        file.write_bytes(changed)
+        try:
+            known = Journal(file, {"seed": 1}).known
+        except InputError:
+            continue
+        assert known.items() <= whole.items()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_damaged_log_gives_a_search_or_one_sentence(tmp_path: Path, checksum: bool) -> None:
+    file, draw = tmp_path / "search.jsonl", random.Random(0)
+    journal = Journal(file, {"seed": 1, "time": "inf"})
+    for number in range(3):
+        journal.add(0, number, on_first_edge(FIRST), Scores(Score(1.25), Score(4.0, "lost")))
+    journal.close_round(0, [on_first_edge(FIRST)])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if not checksum:
+        lines = [{key: value for key, value in line.items() if key != "crc32"} for line in lines]
+    for _ in range(300):
+        texts = [json.dumps(line).encode() for line in lines]
+        place = draw.randrange(len(lines))
+        texts[place] = damaged_json(lines[place], draw)
+        file.write_bytes(b"\n".join(texts))
+        with contextlib.suppress(InputError):
+            assert len(Journal(file, {"seed": 1, "time": "inf"}).known) <= 3

@@ -85,3 +85,43 @@ def test_the_calibration_error_of_a_small_case_is_as_worked_out_on_paper():
 def test_tasks_without_classes_are_refused(model):
     with pytest.raises(InputError, match="environment is Sinusoid, but assess needs tasks over labelled images"):
         assess(model, Sinusoid())
+
+
+class PartlyDiverging:
+    """A model with outputs that are not finite for the first `bad` queries of every task."""
+
+    def __init__(self, model: Model, bad: int):
+        self.model, self.device, self.bad = model, model.device, bad
+
+    def predict(self, episodes):
+        outputs = self.model.predict(episodes).clone()
+        outputs[:, : self.bad // 2], outputs[:, self.bad // 2 : self.bad] = float("nan"), float("inf")
+        return outputs
+
+
+class OneDiverging(PartlyDiverging):
+    """The same, for the first task of every block alone."""
+
+    def predict(self, episodes):
+        return torch.cat([super().predict(episodes)[:1], self.model.predict(episodes)[1:]])
+
+
+def test_queries_of_a_diverged_task_are_wrong_and_without_a_confidence(model, tasks):
+    plain, found = assess(model, tasks, tasks=16), assess(OneDiverging(model, 12), tasks, tasks=16)
+    assert found.score.diverged == 1
+    assert found.score.values.tolist() == [0.0, *plain.score.values.tolist()[1:]]
+    _, episodes = next(iter(outcomes(model, tasks, tasks=16)))
+    names = [tasks.class_names[int(episodes.classes[0, label])] for label in episodes.query_y[0]]
+    assert all(found.classes[name] <= plain.classes[name] for name in names)
+    assert {name: value for name, value in plain.classes.items() if name not in names} == {
+        name: value for name, value in found.classes.items() if name not in names
+    }
+    assert sum(share for _, _, share in found.calibration) == pytest.approx(1)
+    alone = assess(OneDiverging(model, 4), tasks, tasks=16)
+    assert alone.score.diverged == 1
+    assert alone.score.values[0] <= 8 / 12
+
+
+def test_a_model_that_diverges_on_every_task_is_refused(model, tasks):
+    with pytest.raises(InputError, match="adaptation diverged on all 16 tasks"):
+        assess(PartlyDiverging(model, 12), tasks, tasks=16)

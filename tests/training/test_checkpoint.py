@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +14,15 @@ import torch
 from torch import nn
 
 from cases import METHODS, WAYS
+from damage import damaged_json
 from metabridge import InputError, Sinusoid, fit, method
 from metabridge.learners import PRESETS, Method
 from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
 from metabridge.learners.inner import GradientDescent, Proximal
 from metabridge.models import Network, conv4, mlp
+from metabridge.search.space import Architecture
 from metabridge.training import load
-from metabridge.training.checkpoint import FILES, RunFolder, read_method, write_method
+from metabridge.training.checkpoint import FILES, RunFolder, fingerprint, read_method, write_method
 from small_runs import colours, on_colours, on_sinusoids
 
 
@@ -152,6 +156,21 @@ def test_a_network_made_by_hand_must_be_given_again_and_fit(tmp_path):
     assert torch.equal(load(tmp_path, net=net()).predict(episodes), run.predict(episodes))
 
 
+def test_a_layer_in_two_places_is_stored_once_and_read_back_into_both(tmp_path):
+    def net(seed: int) -> Network:
+        torch.manual_seed(seed)
+        layer = nn.Linear(4, 4)
+        return Network(nn.Sequential(nn.Linear(1, 4), layer, nn.Tanh(), layer), nn.Linear(4, 1))
+
+    run = fit(net(0), method("maml"), Sinusoid(), iterations=2, out=tmp_path, mode="loop", progress=False)
+    assert "features.3.weight" not in run.params
+    again = load(tmp_path, net=net(1)).net
+    assert again.features[1] is again.features[3]
+    for found in (again, run.net):
+        assert isinstance(found.features[3].weight, nn.Parameter)
+        assert torch.equal(found.features[3].weight, run.params["features.1.weight"])
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -167,7 +186,7 @@ def test_settings_of_another_kind_are_refused_in_a_sentence(tmp_path, damage):
     known = RunFolder(tmp_path).settings()
     damage(known)
     (tmp_path / "settings.json").write_text(json.dumps(known))
-    with pytest.raises(InputError, match=r"settings.json is damaged: its settings cannot be read"):
+    with pytest.raises(InputError, match=r"settings.json is damaged: its (settings cannot be read|training is None)"):
         load(tmp_path)
 
 
@@ -182,6 +201,8 @@ def test_a_pretrained_network_is_made_without_its_download(tmp_path, monkeypatch
     folder = RunFolder(tmp_path)
     known = folder.settings()
     known["model"] |= {"pretrained": True}
+    tensors, notes = folder.read("weights")
+    folder.write("weights", tensors, notes | {"settings": fingerprint(known)})
     (tmp_path / "settings.json").write_text(json.dumps(known))
     monkeypatch.setattr("metabridge.training.checkpoint.build", built)
     assert torch.equal(load(tmp_path).params["head.weight"], run.params["head.weight"])
@@ -224,3 +245,115 @@ def test_the_tensors_of_a_run_with_channels_last_are_read_back_in_their_own_orde
     assert run.params["features.1.0.weight"].is_contiguous(memory_format=torch.channels_last)
     loaded = load(tmp_path)
     assert all(torch.equal(value, loaded.params[name]) for name, value in run.params.items())
+
+
+@pytest.mark.parametrize("name", ["weights", "state"])
+def test_every_flipped_bit_is_noticed(copy, name):
+    file, folder = copy / f"{name}.safetensors", RunFolder(copy)
+    content, draw = file.read_bytes(), random.Random(0)
+    header = 8 + int.from_bytes(content[:8], "little")
+    bits = [*range(8 * header), *draw.sample(range(8 * header, 8 * len(content)), 500)]
+    for bit in draw.sample(bits, 1500):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with pytest.raises(InputError, match=rf"{name}\.safetensors is damaged or not of a run"):
+            folder.read(name)
+
+
+def old_form(folder: Path, name: str, notes: bytes) -> None:
+    """Write tensors with other notes and without a checksum, as 0.1.0 did."""
+    from safetensors.torch import save
+
+    tensors, _ = RunFolder(folder).read(name)
+    content = save(tensors, {"metabridge": notes.decode(errors="replace")})
+    (folder / f"{name}.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize("what", ["settings", "weights", "state"])
+def test_whatever_is_damaged_gives_a_run_or_one_sentence(copy, what):
+    draw, refused = random.Random(0), []
+    clean = {file: file.read_bytes() for file in copy.iterdir()}
+    intact = RunFolder(copy).settings() if what == "settings" else RunFolder(copy).read(what)[1]
+    for _ in range(120):
+        for file, content in clean.items():
+            file.write_bytes(content)
+        if what == "settings":
+            (copy / "settings.json").write_bytes(damaged_json(intact, draw))
+        else:
+            old_form(copy, what, damaged_json(intact, draw))
+        for use in (load, on_sinusoids):
+            try:
+                use(copy)
+            except InputError as error:
+                refused.append(str(error))
+    assert len(refused) > 40
+    assert not any("\n" in each for each in refused)
+
+
+@pytest.mark.parametrize(
+    "size", [{"depth": 10**9}, {"depth": 10**9, "width": 1}, {"width": 10**4}, {"inputs": 10**12}, {"outputs": 10**30}]
+)
+def test_settings_of_a_network_larger_than_its_weights_are_refused_before_it_is_built(copy, size):
+    known = RunFolder(copy).settings()
+    known["model"] |= size
+    (copy / "settings.json").write_text(json.dumps(known))
+    with pytest.raises(InputError, match=r"settings.json is damaged: .* too large to build"):
+        load(copy)
+
+
+@pytest.mark.parametrize("name", ["weights", "state"])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(copy, name, monkeypatch):
+    opened = os.open
+
+    def forbidden(path, *arguments):
+        if str(path).endswith(f"{name}.safetensors"):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(os, "open", forbidden)
+    for use in (load, on_sinusoids):
+        with pytest.raises(InputError, match=rf"{name}.safetensors cannot be read \(Permission denied\)") as caught:
+            use(copy)
+        assert "elete" not in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name", ["settings.json", "weights.safetensors", "state.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(InputError, match=r"cannot be read \(Not a regular file\)"):
+        load(copy)
+
+
+def test_weights_of_another_dtype_are_refused(copy):
+    tensors, notes = RunFolder(copy).read("weights")
+    RunFolder(copy).write("weights", {key: value.double() for key, value in tensors.items()}, notes)
+    for use in (load, on_sinusoids):
+        with pytest.raises(InputError, match=r"in torch.float32, but the run in .* in torch.float64"):
+            use(copy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda known: known["method"]["inner"].update(lr=0.03),
+        lambda known: known["method"].update(outer="first-order"),
+        lambda known: known["model"].update(activation="tanh"),
+    ],
+)
+def test_settings_of_another_model_or_method_than_the_weights_have_are_refused(copy, change):
+    known = RunFolder(copy).settings()
+    change(known)
+    (copy / "settings.json").write_text(json.dumps(known))
+    with pytest.raises(InputError, match=r"its model or method is not what the weights were trained with"):
+        load(copy)
+
+
+@pytest.mark.parametrize("model", ["/dev/zero.json", "nowhere.json", "timm:resnet18", 7, None, ["mlp"]])
+def test_settings_that_name_a_file_or_no_model_are_refused_and_the_file_is_not_opened(copy, model, monkeypatch):
+    settings(lambda s: s | {"model": s["model"] | {"model": model}})(copy)
+    monkeypatch.setattr(Architecture, "load", lambda file: pytest.fail(f"{file} was opened"))
+    with pytest.raises(InputError, match=r"settings.json is damaged: its settings cannot be read \("):
+        load(copy)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 
 from metabridge import Episodes, InputError, Score, Sinusoid, evaluate, method, parameters
 from metabridge.learners.adapt import predict_from_features
@@ -20,6 +21,14 @@ def test_the_interval_covers_the_truth_about_nineteen_times_in_twenty():
         for score in (Score.of((torch.rand(200, generator=generator) < 0.3).double()) for _ in range(1000))
     ]
     assert sum(covered) / 1000 == pytest.approx(0.95, abs=0.025)
+
+
+@pytest.mark.parametrize("tasks", [2, 5, 10])
+def test_the_interval_of_few_tasks_covers_the_truth_as_often_as_that_of_many(tasks):
+    values = torch.randn(4000, tasks, generator=torch.Generator().manual_seed(tasks), dtype=torch.float64)
+    covered = sum(abs(score.mean) <= score.ci95 for score in map(Score.of, values))
+    low, high = stats.binom.interval(0.9999, 4000, 0.95)
+    assert low <= covered <= high
 
 
 def test_the_same_seed_judges_every_model_on_the_same_tasks():
@@ -196,7 +205,7 @@ def test_a_difference_of_scores_is_taken_task_by_task():
     gap = Score.of(one).minus(Score.of(other))
     assert torch.allclose(gap.values.float(), one - other)
     assert gap.mean == pytest.approx(0.1)
-    assert gap.ci95 == pytest.approx(1.96 * float((one - other).std()) / 2, rel=1e-5)
+    assert gap.ci95 == pytest.approx(stats.t.ppf(0.975, 3) * float((one - other).std()) / 2, rel=1e-5)
     assert gap.ci95 < Score.of(one).ci95
     with pytest.raises(InputError, match="the scores are of 4 and 3 tasks"):
         Score.of(one).minus(Score.of(other[:3]))
@@ -220,3 +229,94 @@ def test_any_number_beats_nan_and_outputs_that_are_nan_are_wrong():
     x = torch.zeros(1, 4, 2)
     outputs = torch.tensor([[[2.0, 1.0], [math.nan, 1.0], [math.nan, math.nan], [1.0, 2.0]]])
     assert score_tasks(outputs, Episodes(x, labels, x, labels)).tolist() == [0.25]
+
+
+class Given:
+    """A predictor that gives these outputs (tasks, queries, outputs), in turn."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, outputs: torch.Tensor):
+        self.outputs, self.next = outputs, 0
+
+    def predict(self, episodes: Episodes) -> torch.Tensor:
+        self.next += len(episodes)
+        return self.outputs[self.next - len(episodes) : self.next]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_tasks_on_which_adaptation_diverged_are_wrong_and_counted(test_tasks, bad):
+    labels = torch.cat([test_tasks.sample(n, g).query_y for g in [torch.Generator().manual_seed(0)] for n in (16, 4)])
+    outputs = torch.nn.functional.one_hot(labels, 5).float()
+    outputs[[2, 17]] = bad
+    score = evaluate(Given(outputs), test_tasks, tasks=20)
+    assert score.values.tolist() == [0.0 if task in (2, 17) else 1.0 for task in range(20)]
+    assert score.diverged == 2
+    assert score.told().endswith("(adaptation diverged on 2 of 20 tasks)")
+
+
+def test_where_adaptation_diverged_on_every_task_there_is_no_accuracy(test_tasks):
+    score = evaluate(Given(torch.full((6, 15, 5), math.nan)), test_tasks, tasks=6)
+    assert math.isnan(score.mean)
+    assert math.isnan(score.ci95)
+    assert score.diverged == score.tasks == 6
+
+
+def test_a_squared_error_is_nan_where_adaptation_diverged_and_says_on_how_many_tasks():
+    outputs = torch.zeros(20, 10, 1)
+    outputs[4, 0] = math.inf
+    score = evaluate(Given(outputs), Sinusoid(), tasks=20)
+    assert math.isnan(score.mean)
+    assert score.values.isfinite().sum() == 19
+    assert "diverged on 1 of 20 tasks" in score.told()
+
+
+def test_a_diverging_adaptation_is_counted_by_a_table_of_features_too(glyphs, test_tasks):
+    features = torch.randn(1, len(glyphs.labels), 8, generator=torch.Generator().manual_seed(0))
+    table, net = FeatureTable(features, torch.arange(len(glyphs.labels))), mlp(3, 5, width=8)
+    models = [Model(chosen, net, parameters(chosen, net)) for chosen in (method("anil"), method("anil", lr=3e38))]
+    good, lost = table.evaluate(models, test_tasks, tasks=20)
+    assert (good.diverged, lost.diverged) == (0, 20)
+    assert math.isnan(lost.mean)
+
+
+@pytest.mark.parametrize("name", ["maml", "anil"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(name, bad):
+    chosen, net = method(name), mlp(1, 1)
+    params = parameters(chosen, net)
+    params["head.weight"] = params["head.weight"].detach().clone()
+    params["head.weight"][0, 0] = bad
+    with pytest.raises(InputError, match=r"the weight 'head\.weight' holds NaN or infinite values"):
+        evaluate(Model(chosen, net, params), Sinusoid(), tasks=2)
+
+
+def test_statistics_that_are_not_finite_are_refused_by_name(glyphs, test_tasks):
+    model = inductive(glyphs, "mtl")
+    name, buffer = next((name, value) for name, value in model.net.named_buffers() if name.endswith("mean"))
+    buffer[0] = math.nan
+    with pytest.raises(InputError, match=f"the weight '{name}' holds NaN"):
+        evaluate(model, test_tasks, tasks=2)
+
+
+def test_prediction_leaves_the_mode_of_every_layer_as_it_is():
+    net = mlp(1, 1)
+    net.features.append(torch.nn.Dropout(0.9))
+    net.train()
+    net.features[0].eval()
+    before = [layer.training for layer in net.modules()]
+    model = Model(method("anil"), net, parameters(method("anil"), net))
+    task = Sinusoid().sample(2, torch.Generator().manual_seed(0))
+    first, again = (model.predict(task) for _ in range(2))
+    assert torch.equal(first, again)  # nothing is dropped
+    assert [layer.training for layer in net.modules()] == before
+
+
+def test_a_mask_of_infinite_values_is_no_diverged_weight():
+    net = mlp(1, 1)
+    net.features.register_buffer("mask", torch.full((2, 2), -math.inf))
+    chosen = method("anil")
+    assert evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=2).tasks == 2
+    net.features.mask[0, 0] = math.nan
+    with pytest.raises(InputError, match=r"the weight 'features\.mask' holds NaN"):
+        evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=2)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -136,9 +137,11 @@ def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
         assert (None if state is None else state[1]["iteration"]) == done
 
 
-def test_without_a_terminal_every_validation_is_told_on_a_line(capsys):
-    fit(mlp(1, 1), method("maml"), Sinusoid(), validate=Sinusoid(), iterations=4, validate_every=2, validate_tasks=2)
-    told = capsys.readouterr().out
+def test_without_a_terminal_every_validation_is_told_on_a_line_of_stderr(capsys):
+    options = {"validate": Sinusoid(), "iterations": 4, "validate_every": 2, "validate_tasks": 2}
+    fit(mlp(1, 1), method("maml"), Sinusoid(), **options, name="training")
+    printed, told = capsys.readouterr()
+    assert printed == ""
     assert [line.split(":")[0] for line in told.splitlines() if "validation" in line][:2] == [
         "training 2/4",
         "training 4/4",
@@ -253,8 +256,18 @@ def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks)
         ({"patience": -1}, "patience is -1, but must be 0 validations or more."),
         ({"validate_every": 0}, "validate_every is 0, but must be at least 1 iteration."),
         ({"validate_tasks": 1}, "validate_tasks is 1, but an interval needs at least 2."),
-        ({"optimizer": "lion"}, "optimizer is 'lion', but must be one of adam, adamw, radam, sgd."),
+        ({"optimizer": "lion"}, "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
         ({"precision": "float16"}, "precision is 'float16', but must be 'float32' or 'bfloat16'."),
+        ({"seed": None}, "seed is None, but must be a whole number of 64 bits. Use seed=0."),
+        ({"seed": 0.5}, "seed is 0.5, but must be a whole number of 64 bits. Use seed=0."),
+        ({"seed": 2**64}, f"seed is {2**64}, but must be a whole number of 64 bits. Use seed=0."),
+        ({"validate_every": 2.5}, "validate_every is 2.5, but must be at least 1 iteration."),
+        ({"patience": "long"}, "patience is 'long', but must be 0 validations or more."),
+        (
+            {"device": "gpu"},
+            "device is 'gpu', but must be a device of PyTorch. Use device='cuda' or device='cpu'.",
+        ),
+        ({"device": None}, "device is None, but must be a device of PyTorch. Use device='cuda' or device='cpu'."),
     ],
 )
 def test_impossible_settings_are_refused_before_training(options, sentence):
@@ -278,3 +291,36 @@ def test_a_validation_that_is_nan_is_said_and_does_not_stay_the_best(monkeypatch
     assert [point.best for point in run.curve] == [True, True, True, False, True]
     assert run.best.mean == pytest.approx(0.2)
     assert "the validation at iteration 4 is nan" in caplog.text
+
+
+def test_numbers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
+    numbers = {"iterations": np.int64(2), "tasks": np.int32(2), "seed": np.uint8(3), "patience": np.int16(1)}
+    numbers |= {"lr": np.float32(0.01), "weight_decay": np.float64(0.5), "validate_every": torch.tensor(1)}
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), **numbers, out=tmp_path, progress=False)
+    kept = load(tmp_path).settings["training"]
+    assert {name: kept[name] for name in numbers} == {name: value.item() for name, value in numbers.items()}
+    plain = {name: value.item() for name, value in numbers.items()}
+    again = fit(mlp(1, 1), method("maml"), Sinusoid(), **plain, out=tmp_path, progress=False)
+    assert torch.equal(again.params["head.weight"], run.params["head.weight"])
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match=r"device is 'cuda', but PyTorch finds no GPU here\. Use device='cpu'\."):
+        fit(mlp(1, 1), method("maml"), Sinusoid(), device="cuda", out=tmp_path / "run")
+    with pytest.raises(InputError, match="device is 'gpu'"):
+        load(tmp_path, device="gpu")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "radam", "sgd"])
+@pytest.mark.parametrize(("name", "options"), [("maml", {"rates": "per-tensor", "steps": 1}), ("r2d2", {})])
+def test_weight_decay_pulls_at_the_weights_and_not_at_what_the_solver_learns(optimizer, name, options):
+    def step(decay: float) -> dict[str, torch.Tensor]:
+        settings = {"iterations": 1, "optimizer": optimizer, "weight_decay": decay, "mode": "loop", "progress": False}
+        return fit(mlp(1, 1), method(name, **options), Sinusoid(), **settings).params
+
+    free, decayed = step(0.0), step(10.0)
+    learned = [key for key in free if key.startswith(("rates.", "solver."))]
+    assert learned == list(free)[-len(learned) :]  # so that the optimizer's state has the order of earlier versions
+    assert all(torch.equal(free[key], decayed[key]) for key in learned)
+    assert not torch.equal(free["features.1.weight"], decayed["features.1.weight"])

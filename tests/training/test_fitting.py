@@ -1,15 +1,30 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from metabridge import InputError, Sinusoid, method
 from metabridge.models import mlp
-from metabridge.training import Fitting, Settings, in_turns
+from metabridge.training import Fitting, Settings, in_turns, load
 from metabridge.training.fitting import alone, unbroken
+from small_runs import on_colours, on_sinusoids
+
+
+@pytest.fixture
+def interruptible():
+    """Let Ctrl-C interrupt, whatever was inherited: a shell starts what it runs in the background without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def begin(seed: int, iterations: int = 3, drop: float = 0.0) -> Fitting:
@@ -51,7 +66,7 @@ def test_what_would_not_be_the_same_beside_others_is_refused():
         list(in_turns({}, at_once=0))
 
 
-def test_an_interrupt_waits_for_the_step_which_is_then_saved(tmp_path, monkeypatch):
+def test_an_interrupt_waits_for_the_step_which_is_then_saved(tmp_path, monkeypatch, interruptible):
     def interrupted(self: Fitting) -> bool:
         signal.raise_signal(signal.SIGINT)
         return step(self)
@@ -66,10 +81,128 @@ def test_an_interrupt_waits_for_the_step_which_is_then_saved(tmp_path, monkeypat
     assert again.loop.iteration == 1
 
 
-def test_a_second_interrupt_does_not_wait():
+def test_a_second_interrupt_does_not_wait(interruptible):
     reached = []
     with contextlib.suppress(KeyboardInterrupt), unbroken():
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
             reached.append(True)
     assert len(reached) == 1
+
+
+def test_where_interrupts_are_ignored_they_stay_ignored(interruptible):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with unbroken():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+TRAINED = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from small_runs import on_sinusoids
+
+def told(count):
+    if count == 6:
+        print("training", flush=True)
+        sys.stdin.read()
+
+on_sinusoids(Path(sys.argv[1]), told)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_folder_in_training_is_loaded_but_not_trained_into_by_another_process(tmp_path, end):
+    out, expected = tmp_path / "run", on_sinusoids(tmp_path / "once")
+    program = TRAINED.format(tests=str(Path(__file__).parent.parent))
+    words = [sys.executable, "-c", program, str(out)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "training\n"
+        before = {file.name: file.read_bytes() for file in out.iterdir()}
+        with pytest.raises(
+            InputError, match=rf"{re.escape(str(out))} is in use by process {other.pid} on .* since .* "
+        ):
+            on_sinusoids(out, lr=0.5)
+        assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+        assert [point.iteration for point in load(out).curve] == [4]
+        other.stdin.close() if end == "close" else other.kill()
+        assert other.wait() == (0 if end == "close" else -signal.SIGKILL)
+    found = on_sinusoids(out)
+    assert found.finished
+    assert all(torch.equal(value, expected.params[name]) for name, value in found.params.items())
+    assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "once").iterdir()}
+
+
+def test_one_of_several_threads_trains_into_a_folder_and_the_others_are_refused(tmp_path):
+    under_way, refused = threading.Event(), threading.Event()
+
+    def first(count: int) -> None:
+        under_way.set()
+        assert refused.wait(600)
+
+    thread = threading.Thread(target=on_sinusoids, args=(tmp_path, first))
+    thread.start()
+    assert under_way.wait(600)
+    try:
+        with pytest.raises(InputError, match="is in use by process"):
+            on_sinusoids(tmp_path)
+    finally:
+        refused.set()
+        thread.join()
+    assert on_sinusoids(tmp_path, lambda count: pytest.fail("trained on")).finished
+
+
+def test_a_training_that_cannot_begin_or_was_closed_leaves_its_folder_to_others(tmp_path):
+    def fitting(**options) -> Fitting:
+        return Fitting(
+            mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=2, **options), mode="loop", out=tmp_path
+        )
+
+    first = fitting()
+    first.step()
+    with pytest.raises(InputError, match="is in use by"):
+        fitting()
+    first.close()
+    with pytest.raises(InputError, match="holds a run with other settings"):
+        fitting(lr=0.5)
+    second = fitting()
+    with pytest.raises(InputError, match=r"was closed\. Begin it again to go on\."):
+        first.save()
+    assert alone(second, "maml", progress=False).finished
+
+
+@pytest.mark.parametrize("name", ["mtl", "rfs"])
+def test_training_leaves_the_random_numbers_of_the_caller_alone_and_is_not_changed_by_them(tmp_path, name):
+    def train(out: Path | None, told=lambda count: None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        torch.manual_seed(7)
+        expected = torch.rand(3)
+        torch.manual_seed(7)
+        params = on_colours(name, out, told, iterations=3).params
+        assert torch.equal(torch.rand(3), expected)
+        return params, expected
+
+    def stop(count: int) -> None:
+        if count == 2:
+            raise KeyboardInterrupt
+
+    once, _ = train(None)
+    torch.manual_seed(7)
+    with pytest.raises(KeyboardInterrupt):
+        on_colours(name, tmp_path / "run", stop, iterations=3)
+    resumed, _ = train(tmp_path / "run")
+    assert all(torch.equal(value, resumed[key]) for key, value in once.items())
+
+
+def test_trainings_in_turns_do_not_share_random_numbers():
+    def one(seed: int) -> Fitting:
+        return begin(seed, drop=0.5)
+
+    expected = [alone(one(seed), "", progress=False).params for seed in (0, 1)]
+    first, second = one(0), one(1)
+    for _ in range(3):
+        first.step()
+        torch.rand(5)
+        second.step()
+    for fitting, params in zip((first, second), expected):
+        assert all(torch.equal(value, params[name]) for name, value in fitting.run().params.items())

@@ -7,8 +7,9 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, ReduceLROnPlateau
 
-from metabridge import InputError
-from metabridge.training import Constant, Cosine, Plateau, Step, schedule
+from metabridge import InputError, Sinusoid, method
+from metabridge.models import mlp
+from metabridge.training import Constant, Cosine, Fitting, Plateau, Schedule, Score, Step, schedule
 from metabridge.training.loop import Settings
 from metabridge.training.schedule import SCHEDULES
 
@@ -40,6 +41,44 @@ def rates(scheduler: LRScheduler) -> list[float]:
 def test_a_schedule_of_the_iteration_is_pytorchs(ours, theirs):
     found = [ours.factor(iteration / ITERATIONS, []) for iteration in range(ITERATIONS)]
     assert found == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
+
+
+def stepped(chosen: Schedule, **options) -> Fitting:
+    """A training whose steps have the rates that are asked for."""
+    settings = Settings(iterations=ITERATIONS, schedule=chosen, lr=1e-6, validate_tasks=2, **options)
+    validate = Sinusoid() if options else None
+    return Fitting(
+        mlp(1, 1, width=2), method("nal"), Sinusoid(shots=1, queries=1), settings, validate=validate, mode="loop"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Step(), lambda o: MultiStepLR(o, [24, 32], gamma=0.1)),
+        (Cosine(), lambda o: CosineAnnealingLR(o, T_max=ITERATIONS)),
+    ],
+)
+def test_each_step_of_a_training_has_the_rate_that_pytorchs_schedule_gives_it(ours, theirs):
+    fitting, used = stepped(ours), []
+    step = fitting.loop.optimizer.step
+    fitting.loop.optimizer.step = lambda: (used.append(fitting.loop.optimizer.param_groups[0]["lr"]), step())
+    for _ in range(ITERATIONS):
+        fitting.step()
+    assert [1e6 * rate for rate in used] == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
+
+
+def test_the_step_after_a_validation_is_the_first_with_the_rate_of_a_plateau(monkeypatch):
+    """The scores fall, so that each validation after the first drops the rate."""
+    means = iter(range(100, 0, -1))
+    monkeypatch.setattr(
+        "metabridge.training.loop.evaluate", lambda *_, **__: Score(next(means), 0.0, 2, torch.empty(0), "accuracy")
+    )
+    fitting, used = stepped(Plateau(drop=0.5, patience=0), validate_every=3), []
+    for _ in range(10):
+        fitting.step()
+        used.append(1e6 * fitting.loop.optimizer.param_groups[0]["lr"])
+    assert used == pytest.approx([1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25])
 
 
 def test_a_warm_up_rises_in_a_line_and_then_falls_as_the_cosine_does():

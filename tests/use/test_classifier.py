@@ -20,6 +20,7 @@ import metabridge as mb
 from metabridge import FewShotClassifier, InputError
 from metabridge.learners import SVM
 from metabridge.training import evaluate
+from metabridge.training.checkpoint import RunFolder
 from metabridge.use.export import export_onnx, write_head
 
 HEADS = ["logistic", "svm", "ridge", "centroid"]
@@ -103,6 +104,16 @@ def test_images_that_are_normalised_together_are_predicted_together_with_a_warni
     with pytest.warns(UserWarning, match="by itself alone"):
         alone = classifier.predict_proba(query[0][:1])
     assert not np.allclose(alone, together[:1], atol=1e-3)
+
+
+def test_images_that_are_normalised_together_are_never_cut_into_chunks(anil, support, query, monkeypatch):
+    classifier = FewShotClassifier(anil).fit(*support)
+    with pytest.warns(UserWarning, match="depends on the others"):
+        together = classifier.decision_function(query[0])
+    monkeypatch.setattr("metabridge.use.classifier.CHUNK", 5)
+    with pytest.warns(UserWarning, match="depends on the others"):
+        again = classifier.decision_function(query[0])
+    np.testing.assert_array_equal(again, together)
 
 
 def test_images_of_any_size_and_mode_are_brought_to_the_runs(fitted, query, tmp_path):
@@ -215,6 +226,11 @@ def test_classes_must_be_as_many_as_a_fixed_head_has_unless_one_is_solved(anil, 
         (np.full((1, 28, 28), np.nan), "floats must be from 0 to 1"),
         (np.zeros((1, 28, 28), dtype=int), r"X\[0\] holds int64, but must be uint8, or floats from 0 to 1"),
         ([3], r"X\[0\] is a int, but must be the path of an image"),
+        (Image.new("L", (28, 28)), r"X is a single Pillow image, but must be a list of images. .* use \[X\]"),
+        (3, "X is a int, but must be a list of images"),
+        (np.array(3), "X is a ndarray, but must be a list of images"),
+        (torch.zeros(28, 28), r"X\[0\] is a Tensor, but must be the path of an image"),
+        (np.zeros((28, 28, 3), np.uint8), r"looks like a single image in colour. Use X\[None\]"),
     ],
 )
 def test_what_is_no_image_is_named(fitted, X, complaint):
@@ -272,3 +288,96 @@ def test_a_head_that_is_solved_without_a_bias_is_kept_and_exported(support, quer
 def test_a_head_that_was_not_fitted_is_not_written(run, tmp_path):
     with pytest.raises(NotFittedError):
         write_head(FewShotClassifier(run), tmp_path / "head.json")
+
+
+@pytest.mark.parametrize("name", ["features.0.0.weight", "head.bias"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_run_that_diverged_is_not_adapted(run, support, name, value):
+    model = mb.load(run)
+    model.params[name].view(-1)[-1] = value
+    with pytest.raises(InputError, match=f"the weight '{name}' holds NaN or infinite values: training diverged"):
+        FewShotClassifier(model).fit(*support)
+
+
+def test_adaptation_that_diverges_is_an_error(anil, support):
+    model = mb.load(anil)
+    model = replace(model, method=mb.method("maml", steps=9, lr=1e30))
+    with pytest.raises(InputError, match="adaptation to these images diverged"):
+        FewShotClassifier(model).fit(*support)
+
+
+def test_outputs_that_are_not_finite_are_no_answer(fitted, query, tmp_path):
+    fitted.adapted_.head.weight.fill_(3e38)
+    for answer in (fitted.predict, fitted.predict_proba, fitted.decision_function):
+        with pytest.raises(InputError, match="the outputs for these images are NaN or infinite"):
+            answer(query[0])
+    fitted.save(tmp_path)
+    with pytest.raises(InputError, match="the outputs for these images are NaN or infinite"):
+        FewShotClassifier.load(tmp_path).predict(query[0])
+
+
+def test_a_device_that_there_is_not_is_named_with_those_that_there_are(run, support, fitted, tmp_path):
+    fitted.save(tmp_path)
+    with pytest.raises(InputError, match=r"device is 'gpu', but must be a device of PyTorch\. Use device='cuda'"):
+        FewShotClassifier(run, device="gpu").fit(*support)
+    with pytest.raises(InputError, match=r"device is 'gpu', but must be a device of PyTorch\. Use device='cuda'"):
+        FewShotClassifier.load(tmp_path, device="gpu")
+
+
+def test_labels_may_be_numbers_of_numpy(run, support, query, tmp_path):
+    numbers = [np.int16(label[-1]) for label in support[1]]
+    classifier = FewShotClassifier(run).fit(support[0], numbers)
+    classifier.save(tmp_path)
+    wanted = [int(name[-1]) for name in FewShotClassifier(run).fit(*support).predict(query[0])]
+    assert FewShotClassifier.load(tmp_path).predict(query[0]).tolist() == wanted
+
+
+def rewritten(folder, change_notes=lambda notes: None, change_tensors=lambda tensors: None) -> None:
+    """Change the notes and tensors of an adapted model as someone else would, with the right checksum."""
+    kept = RunFolder(folder)
+    tensors, notes = kept.read("adapted")
+    change_notes(notes)
+    change_tensors(tensors)
+    kept.write("adapted", tensors, notes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda notes: notes.pop("model"),
+        lambda notes: notes["model"].update(filters=10**9),
+        lambda notes: notes["model"].update(filters=9),
+        lambda notes: notes["model"].update(model=7),
+        lambda notes: notes["form"].update(size=10**9),
+        lambda notes: notes["form"].update(channels=3),
+        lambda notes: notes.update(form=None),
+        lambda notes: notes.update(classes="abcd"),
+        lambda notes: notes.update(classes=[["a"], ["b"], ["c"], ["d"]]),
+        lambda notes: notes["classes"].pop(),
+        lambda notes: notes["head"].update(kind="PairwiseHead"),
+        lambda notes: notes["head"].pop("kind"),
+        lambda notes: notes.update(head=None, classes=["a", "b"]),
+        lambda notes: notes.update(arguments={"rum": 1}),
+    ],
+)
+def test_a_saved_model_whose_notes_do_not_fit_is_damaged(fitted, tmp_path, change):
+    fitted.save(tmp_path)
+    rewritten(tmp_path, change)
+    with pytest.raises(InputError, match=r"adapted.safetensors is damaged: .*[^.]\. Restore it from a copy"):
+        FewShotClassifier.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("head.bias", torch.zeros(1, 3), "is of another shape or kind"),
+        ("head.weight", torch.zeros(1, 4, 1, dtype=torch.float64), "is of another shape or kind"),
+        ("params.features.0.0.weight", torch.zeros(2), "the network has 'features.0.0.weight' of shape"),
+        ("head.bias", torch.full((1, 4), torch.nan), "the weight 'bias' holds NaN or infinite values"),
+    ],
+)
+def test_a_saved_model_whose_tensors_do_not_fit_is_refused(fitted, tmp_path, name, value, complaint):
+    fitted.save(tmp_path)
+    rewritten(tmp_path, change_tensors=lambda tensors: tensors.update({name: value}))
+    with pytest.raises(InputError, match=complaint):
+        FewShotClassifier.load(tmp_path)

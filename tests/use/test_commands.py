@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from metabridge import FewShotClassifier
+from metabridge.training.checkpoint import RunFolder
 
 
 def rows_of(file):
@@ -146,13 +147,13 @@ def test_predict_without_an_adapted_model_says_how_to_make_one(on_cpu, run, fold
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="onnxscript is not installed")
 def test_export_writes_the_graph_and_the_head_beside_it(metabridge, anil, folders, tmp_path):
     file = tmp_path / "features.onnx"
-    status, printed, _ = metabridge(
+    status, printed, complained = metabridge(
         "export", anil, "--out", file, "--support", folders / "support", "--head", "logistic"
     )
     assert status == 0
     assert f"The features are in {file}" in printed
     assert f"The head for 4 classes is in {tmp_path / 'features.json'}" in printed
-    assert "the features of an image depend on the others" in printed
+    assert "the features of an image depend on the others" in complained
     assert json.loads((tmp_path / "features.json").read_text())["normalise"]
     assert file.stat().st_size > 1000
 
@@ -181,3 +182,32 @@ def test_export_of_a_head_needs_images_to_solve_it_on(metabridge, run, tmp_path)
     assert complained == (
         "metabridge export: --head is ridge, but a head is solved on labelled images. Give --support too.\n"
     )
+
+
+@pytest.mark.parametrize("where", ["run", "adapted"])
+def test_weights_that_are_not_finite_predict_nothing(on_cpu, run, folders, tmp_path, where):
+    query = ("--query", folders / "query", "--out", tmp_path / "told.csv")
+    broken = shutil.copytree(run, tmp_path / "run")
+    asked = ("adapt", broken, "--support", folders / "support")
+    if where == "adapted":
+        assert on_cpu(*asked, *query, "--save", tmp_path / "adapted")[0] == 0
+        (tmp_path / "told.csv").unlink()
+        broken, asked = tmp_path / "adapted", ("predict", tmp_path / "adapted")
+    name = "weights" if where == "run" else "adapted"
+    tensors, notes = RunFolder(broken).read(name)
+    tensors["params.features.0.0.weight"].view(-1)[0] = np.nan
+    RunFolder(broken).write(name, tensors, notes)
+    status, printed, complained = on_cpu(*asked, *query)
+    assert (status, printed) == (2, "")
+    assert "the weight 'features.0.0.weight' holds NaN or infinite values: training diverged." in complained
+    assert not (tmp_path / "told.csv").exists()
+
+
+def test_predictions_go_to_standard_output_and_nothing_else_does(on_cpu, run, folders, tmp_path):
+    asked = ("adapt", run, "--support", folders / "support", "--query", folders / "query", "--out")
+    status, printed, complained = on_cpu(*asked, "-")
+    assert status == 0
+    on_cpu(*asked, tmp_path / "told.csv")
+    assert printed == (tmp_path / "told.csv").read_text()
+    assert "4 classes: " in complained
+    assert "Accuracy " in complained

@@ -83,3 +83,41 @@ def test_without_onnx_the_way_to_install_it_is_told(run, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.use.export.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs onnx, which is not installed: pip install 'metabridge\[onnx\]'"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
+
+
+@pytest.mark.parametrize("kind", ["solved", "pairs", "gradient"])
+def test_a_written_head_decides_as_the_classifier_does(run, anil, support, query, tmp_path, kind):
+    model = mb.load(anil if kind == "gradient" else run)
+    if kind == "pairs":
+        model = replace(model, method=replace(model.method, test=mb.SVM(loss="hinge")))
+    if kind == "gradient":
+        bias = model.params["head.bias"] + torch.tensor([3.0, -2.0, 1.0, 0.0])
+        model = replace(model, params=model.params | {"head.bias": bias})
+    classifier = FewShotClassifier(model).fit(*support)
+    head = json.loads(write_head(classifier, tmp_path / "head.json").read_text())
+    x = torch.from_numpy(pixels(query[0], classifier.form_)).float() / 255
+    adapted = classifier.adapted_
+    inputs = mb.Model(model.method, adapted.net, adapted.params).features(x)
+    if head["normalise"]:
+        inputs = inputs / inputs.norm(dim=1, keepdim=True)
+    decisions = inputs @ torch.tensor(head["weight"]).T + torch.tensor(head["bias"])
+    assert (inputs @ torch.tensor(head["weight"]).T - decisions).abs().max() > 1e-2  # the bias counts
+    if kind == "pairs":
+        votes = torch.zeros(len(x), 4)
+        for column, (one, other) in enumerate((a, b) for a in range(4) for b in range(a + 1, 4)):
+            votes[:, one] += decisions[:, column] > 0
+            votes[:, other] += decisions[:, column] <= 0
+        torch.testing.assert_close(adapted(x).round(), votes)
+    else:
+        torch.testing.assert_close(adapted(x), decisions, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_that_are_not_finite_are_not_exported(run, support, tmp_path):
+    model, classifier = mb.load(run), FewShotClassifier(run).fit(*support)
+    model.params["features.0.0.weight"][0] = torch.inf
+    with pytest.raises(InputError, match=r"the weight 'features.0.0.weight' holds NaN or infinite values"):
+        export_onnx(model, tmp_path / "features.onnx")
+    classifier.adapted_.head.bias[0, 1] = torch.nan
+    with pytest.raises(InputError, match=r"the weight 'head.bias' holds NaN"):
+        write_head(classifier, tmp_path / "head.json")
+    assert not list(tmp_path.iterdir())

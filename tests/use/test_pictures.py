@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -64,3 +66,20 @@ def test_a_damaged_picture_is_named(tmp_path):
         pixels([Image.open(file)], Form(size=9, channels=1))
     with pytest.raises(InputError, match=r"cut.png cannot be read"):
         pixels([file], Form(size=9, channels=1))
+
+
+def test_floats_are_rounded_to_the_nearest_of_256_values():
+    image = (np.arange(64).reshape(8, 8) * 4 + 0.6) / 255
+    assert np.array_equal(pixels([image], Form(size=8, channels=1))[0, 0], np.arange(64).reshape(8, 8) * 4 + 1)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(InputError, match=r"a\.png cannot be read \(it is not a regular file\)"):
+        pixels([tmp_path / "a.png"], Form(size=8, channels=1))
+
+
+def test_a_pillow_image_with_values_out_of_range_is_named():
+    image = Image.fromarray(np.full((8, 8), 300, dtype=np.float32))
+    with pytest.raises(InputError, match=r"X\[0\] cannot be read \(it has a pixel of value 300\.0, but"):
+        pixels([image], Form(size=8, channels=1))

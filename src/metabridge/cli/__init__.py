@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from typing import NoReturn, cast
@@ -17,6 +18,7 @@ from metabridge.cli import (  # noqa: F401  (each module adds its commands to th
     use,
 )
 from metabridge.cli.common import app
+from metabridge.cli.terminal import note, speaking
 from metabridge.errors import InputError
 
 __all__ = ["app", "main"]
@@ -29,13 +31,20 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the command line; what the user can mend ends in one sentence and the status 2."""
     try:
-        status = app(prog_name="metabridge", standalone_mode=False)
+        with speaking():
+            status = app(prog_name="metabridge", standalone_mode=False)
     except InputError as error:
         _end(_in_options(str(error)), 2)
     except UsageError as error:
         _end(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
+    except OSError as error:
+        _end(f"{error.filename} cannot be used ({error.strerror or error}).", 2)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
+            raise
+        _end("there is not enough memory for this. Use smaller images, networks or batches.", 2)
     if status == INTERRUPTED:
         _end(f"interrupted.{' The same command goes on from there.' if _resumes(sys.argv[1:]) else ''}", INTERRUPTED)
     sys.exit(status)
@@ -71,5 +80,6 @@ def _path() -> list[str]:
 
 
 def _end(message: str, status: int) -> NoReturn:
-    print(f"{' '.join(['metabridge', *_path()])}: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        note(f"{' '.join(['metabridge', *_path()])}: {message}")
     sys.exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,9 +25,25 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+MOST = 1_000_000  # which no count of tasks, classes or images exceeds
+
+
+def is_number(value: float | None) -> float | None:
+    """Refuse NaN, which no comparison with a bound finds."""
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("nan is not a number.")
+    return value
+
+
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes a GPU if there is one.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="The same seed gives the same result on the same machine.")]
-MinImagesOption = Annotated[int | None, typer.Option(min=1, help="Leave out classes with fewer images.")]
+SeedOption = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same result on the same machine.")
+]
+SizeOption = Annotated[int | None, typer.Option(min=8, max=1024, help="Side of the images in pixels.")]
+MinutesOption = Annotated[
+    float | None, typer.Option(min=0, callback=is_number, help="Stop after so long; the same command goes on.")
+]
+MinImagesOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Leave out classes with fewer images.")]
 
 
 def images_for(model: Model, data: str, min_images: int | None) -> LabelledImages:

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from metabridge.cli.common import app
+from metabridge.cli.common import MOST, app
+from metabridge.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
     from metabridge.environments.check import Report
@@ -30,9 +28,9 @@ def about(context: typer.Context) -> None:
 def check(
     path: Annotated[Path, typer.Argument(help="The folder or file that holds the data set.")],
     data: Annotated[str | None, typer.Option(metavar="NAME", help="What it is, if not as detected.")] = None,
-    ways: Annotated[int, typer.Option(min=1, help="Classes of a task.")] = 5,
-    shots: Annotated[int, typer.Option(min=1, help="Examples of a class.")] = 1,
-    queries: Annotated[int, typer.Option(min=1, help="Images of a class to be told.")] = 15,
+    ways: Annotated[int, typer.Option(min=1, max=MOST, help="Classes of a task.")] = 5,
+    shots: Annotated[int, typer.Option(min=1, max=MOST, help="Examples of a class.")] = 1,
+    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images per class.")] = 15,
     strict: Annotated[bool, typer.Option("--strict", help="Problems make the data unusable: status 2.")] = False,
 ) -> None:
     """Read every image and say what is there, what is wrong, and which tasks it allows.
@@ -51,16 +49,14 @@ def check(
 
 
 def _print_report(report: Report, tasks: str) -> None:
-    console = Console(soft_wrap=True)
-    console.print(f"{report.data}: {escape(report.form)}", highlight=False)
-    table = Table("split")
-    for heading in ("classes", "images", "fewest a class", "median", "most"):
-        table.add_column(heading, justify="right")
-    table.add_column(f"{tasks} tasks")
+    say(f"{report.data}: {report.form}")
+    rows = []
     for split in report.splits:
         numbers = (split.classes, split.images, split.fewest, split.median, split.most)
-        table.add_row(split.name, *(f"{number:g}" for number in numbers), "no" if split.obstacle else "yes")
-    console.print(table)
+        rows.append([split.name, *(f"{number:.10g}" for number in numbers), "no" if split.obstacle else "yes"])
+    possible = f"{tasks} tasks"
+    columns = ("split", "classes", "images", "fewest a class", "median", "most", possible)
+    print_table(columns, rows, text=("split", possible))
     lines = [f"modes: {_counted(report.modes)}", f"sizes: {_sizes(report.sizes)}"]
     lines += [f"{split.name}: {split.obstacle}." for split in report.splits if split.obstacle]
     lines += report.notes
@@ -68,7 +64,8 @@ def _print_report(report: Report, tasks: str) -> None:
     lines += [f"in {' and '.join(f'{split} ({name})' for split, name in group)}" for group in report.duplicates]
     lines += [f"empty class: {name}" for name in report.empty]
     lines.append("No problems found." if report.fine else "There are problems.")
-    print("\n".join(lines))
+    for line in lines:
+        say(line)
 
 
 def _counted(counts: dict[str, int]) -> str:

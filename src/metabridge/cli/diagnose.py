@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from metabridge.cli.common import Device, DeviceOption, MinImagesOption, SeedOption, app, device_name, images_for
+from metabridge.cli.common import MOST, Device, DeviceOption, MinImagesOption, SeedOption, app, device_name, images_for
+from metabridge.cli.terminal import say
 from metabridge.cli.train import DataOption
 from metabridge.errors import InputError
 
@@ -26,14 +27,16 @@ def diagnose(
     model: Annotated[str, typer.Option(help="conv4, resnet12, mlp or timm:NAME, or the folder of a run.")] = "conv4",
     out: Annotated[Path, typer.Option(help="Folder for the page, its pictures and the numbers.")] = Path("diagnosis"),
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
-    ways: Annotated[int, typer.Option(min=2, help="Classes in a task.")] = 5,
-    shots: Annotated[int, typer.Option(min=1, help="Support images of each class.")] = 1,
-    queries: Annotated[int, typer.Option(min=1, help="Query images of each class.")] = 15,
-    tasks: Annotated[int, typer.Option(min=10, help="Tasks to sample.")] = 200,
+    ways: Annotated[int, typer.Option(min=2, max=MOST, help="Classes in a task.")] = 5,
+    shots: Annotated[int, typer.Option(min=1, max=MOST, help="Support images of each class.")] = 1,
+    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images of each class.")] = 15,
+    tasks: Annotated[int, typer.Option(min=10, max=10_000, help="Tasks to sample.")] = 200,
     groups: Annotated[Groups, typer.Option(help="How hard and easy tasks are found.")] = Groups.hardness,
-    alpha: Annotated[float | None, typer.Option(help="The step of adaptation, if not the largest safe one.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Step of adaptation (default: stable on every task).")] = None,
     twins: Annotated[bool, typer.Option(help="Let kernels of wide nets predict as well.")] = True,
-    size: Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels: smaller is faster.")] = None,
+    size: Annotated[
+        int | None, typer.Option(min=8, max=1024, help="Side of the images in pixels: smaller is faster.")
+    ] = None,
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
@@ -80,5 +83,6 @@ def diagnose(
         seed=seed,
         progress=True,
     )
-    print(found.told())
-    print(f"The page is {report.write(found, out)}")
+    for line in found.told().splitlines():
+        say(line)
+    say(f"The page is {report.write(found, out)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from dataclasses import replace
@@ -11,10 +10,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from metabridge.cli.common import Device, DeviceOption, MinImagesOption, SeedOption, app, device_name
+from metabridge.cli.common import (
+    MOST,
+    Device,
+    DeviceOption,
+    MinImagesOption,
+    MinutesOption,
+    SeedOption,
+    SizeOption,
+    app,
+    device_name,
+    is_number,
+)
+from metabridge.cli.terminal import print_table, say
 from metabridge.cli.train import DataOption
 from metabridge.errors import InputError
 
@@ -37,17 +46,21 @@ class Guide(StrEnum):
     random = "random"
 
 
-CellsOption = Annotated[int, typer.Option(min=3, help="Cells of the network.")]
-ChannelsOption = Annotated[int, typer.Option(min=1, help="Channels of the first cells.")]
-TasksOption = Annotated[int, typer.Option(min=1, help="Tasks that the kernel is computed for.")]
-WaysOption = Annotated[int, typer.Option(min=2, help="Classes in a task.")]
-ShotsOption = Annotated[int, typer.Option(min=1, help="Support images of each class.")]
-QueriesOption = Annotated[int, typer.Option(min=1, help="Query images of each class.")]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Initialisations and batches to average over.")]
-TimeOption = Annotated[float, typer.Option(help="λτ, rate times steps of the adaptation; inf adapts to the end.")]
-RidgeOption = Annotated[float, typer.Option(min=0, help="Added to the kernel that adaptation inverts.")]
-InputsOption = Annotated[int, typer.Option(min=2, help="Inputs that linear regions are counted on.")]
-SizeOption = Annotated[int | None, typer.Option(min=8, help="Side of the images in pixels.")]
+CellsOption = Annotated[int, typer.Option(min=3, max=1000, help="Cells of the network.")]
+ChannelsOption = Annotated[int, typer.Option(min=1, max=4096, help="Channels of the first cells.")]
+TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Tasks that the kernel is computed for.")]
+WaysOption = Annotated[int, typer.Option(min=2, max=MOST, help="Classes in a task.")]
+ShotsOption = Annotated[int, typer.Option(min=1, max=MOST, help="Support images of each class.")]
+QueriesOption = Annotated[int, typer.Option(min=1, max=MOST, help="Query images of each class.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, max=1000, help="Initialisations and batches to average over.")]
+TimeOption = Annotated[
+    float,
+    typer.Option(min=0, callback=is_number, help="λτ, rate times steps of the adaptation; inf adapts to the end."),
+]
+RidgeOption = Annotated[
+    float, typer.Option(min=0, callback=is_number, help="Added to the kernel that adaptation inverts.")
+]
+InputsOption = Annotated[int, typer.Option(min=2, max=100_000, help="Inputs that linear regions are counted on.")]
 
 
 @app.command()
@@ -70,7 +83,7 @@ def search(
     operators: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Such as skip,conv_3x3; all unless told.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so long; the same command goes on.")] = None,
+    minutes: MinutesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
@@ -109,19 +122,18 @@ def search(
         images = load(data, size=size, min_images=min_images)
         found = settings.run(images, device=device_name(device), out=out, minutes=minutes)
     except TimeUpError:
-        print(f"Stopped after {minutes:g} minutes. The scores so far are in {out}; the same command goes on.")
+        say(f"Stopped after {minutes:g} minutes. The scores so far are in {out}; the same command goes on.")
         return
     found.architecture.draw(out / "cells.png")
-    print(found.architecture)
+    for line in str(found.architecture).splitlines():
+        say(line)
     if found.troubled:
-        print(
-            f"{found.troubled} of {found.measured} networks had a proxy that could not be told; search.jsonl says why."
-        )
-    print(f"The architecture is in {out}.")
+        say(f"{found.troubled} of {found.measured} networks had a proxy that could not be told; search.jsonl says why.")
+    say(f"The architecture is in {out}.")
     words = ["--model", out / "architecture.json", "--data", data]
     words += ["--model-option", f"cells={cells}", "--model-option", f"channels={channels}"]
     words += [*(["--size", size] if size else []), *(["--min-images", min_images] if min_images else [])]
-    print(f"Next: metabridge train {shlex.join(map(str, words))}")
+    say(f"Next: metabridge train {shlex.join(map(str, words))}")
 
 
 @app.command()
@@ -143,7 +155,7 @@ def score(
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the scores there.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the scores there; - is stdout.")] = None,
 ) -> None:
     """Score an untrained network: how well its kernels are conditioned, and its number of linear regions.
 
@@ -154,7 +166,7 @@ def score(
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
     from metabridge.environments.datasets import load
-    from metabridge.files import make_way, write_whole
+    from metabridge.files import STDOUT, json_bytes, make_way, write_output
     from metabridge.models import builder
     from metabridge.search.metantk import Search, score_model
 
@@ -162,9 +174,7 @@ def score(
     if json_file is not None:
         make_way(json_file)
     images, where = load(data, size=size, min_images=min_images), device_name(device)
-    table = Table("proxy", title=f"{model}, initialisations: {repeats}")
-    for heading in ("mean", "of each", "trouble"):
-        table.add_column(heading, justify="left" if heading == "trouble" else "right")
+    rows: list[list[str]] = []
     report: list[dict[str, object]] = []
     settings = Search(
         cells=cells,
@@ -183,10 +193,13 @@ def score(
         found = score_model(replace(settings, kernel=guide.value), model, images, device=where)
         told = "linear regions" if guide is Guide.none else f"condition number, {guide.upper()}"
         each = ", ".join(f"{one.value:.4g}" for one in found.each)
-        table.add_row(told, f"{found.mean.value:.4g}", each, found.mean.trouble or "")
+        rows.append([told, f"{found.mean.value:.4g}", each, found.mean.trouble or ""])
         values = [one.value if math.isfinite(one.value) else None for one in found.each]
         report.append({"proxy": told, "values": values, "troubles": [one.trouble for one in found.each]})
-    Console().print(table)
+    columns = ("proxy", "mean", "of each", "trouble")
+    if str(json_file) != STDOUT:
+        print_table(columns, rows, text=("proxy", "of each", "trouble"), title=f"{model}, initialisations: {repeats}")
     if json_file is not None:
-        write_whole(json_file, f"{json.dumps(report, indent=2, ensure_ascii=False)}\n".encode())
-        print(f"The scores are in {json_file}")
+        write_output(json_file, json_bytes(report, indent=2))
+        if str(json_file) != STDOUT:
+            say(f"The scores are in {json_file}")

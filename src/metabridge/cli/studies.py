@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name
+from metabridge.cli.common import Device, DeviceOption, SeedOption, app, device_name, is_number
+from metabridge.cli.terminal import print_table, say
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def demo(
     outcome = glyphs.run(Work("quick", device_name(device), seed))
     _print_trials(outcome.trials)
     outcome.result.write(out)
-    print(f"The page is {page.write(outcome, out)}")
+    say(f"The page is {page.write(outcome, out)}")
 
 
 @app.command()
@@ -66,7 +65,11 @@ def reproduce(
     only: Annotated[str, typer.Option(metavar="NAME,...", help="Do these parts alone, such as methods.")] = "",
     minutes: Annotated[
         float | None,
-        typer.Option(min=0, help="Stop a training, or several in turns, after so long; the same command goes on."),
+        typer.Option(
+            min=0,
+            callback=is_number,
+            help="Stop a training, or several in turns, after so long; the same command goes on.",
+        ),
     ] = None,
 ) -> None:
     """Run one experiment and set its numbers beside the published ones.
@@ -89,16 +92,16 @@ def reproduce(
     make_folder(out)
     outcome = chosen.run(Work(scale.value, device_name(device), seed, out, data, parts, minutes))
     _print_rows(outcome.result)
-    print(f"The numbers are in {outcome.result.write(out)}")
+    say(f"The numbers are in {outcome.result.write(out)}")
     picture = out / f"{name}.png"
     try:
         chosen.figure(outcome, picture)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        print(f"{picture} is left out, since matplotlib is not installed.")
+        say(f"{picture} is left out, since matplotlib is not installed.")
     else:
-        print(f"The figure is {picture}")
+        say(f"The figure is {picture}")
 
 
 @app.command()
@@ -113,27 +116,24 @@ def methods() -> None:
     from metabridge.report.taxonomy import described
 
     lines = {name: described(method) for name, method in PRESETS.items()}
-    table = Table("method", *next(iter(lines.values())))
-    for name, columns in lines.items():
-        table.add_row(name, *columns.values())
-    Console().print(table)
+    columns = ("method", *next(iter(lines.values())))
+    print_table(columns, [[name, *words.values()] for name, words in lines.items()], text=columns)
 
 
 def _print_trials(trials: tuple[Trial, ...]) -> None:
-    table = Table("method", title="Accuracy on new alphabets in percent, with 95 % intervals")
-    for heading in (*trials[0].scores(), "training"):
-        table.add_column(heading, justify="right")
+    rows = []
     for trial in trials:
         told = [score.told().removesuffix(" %") for score in trial.scores().values()]
-        table.add_row(trial.name, *told, f"{trial.run.seconds:.0f} s")
-    Console().print(table)
+        rows.append([trial.name, *told, f"{trial.run.seconds:.0f} s"])
+    columns = ("method", *trials[0].scores(), "training")
+    print_table(columns, rows, text=("method",), title="Accuracy on new alphabets in percent, with 95 % intervals")
 
 
 def _print_rows(result: Result) -> None:
-    table = Table("row", "metric", title=f"{result.id}, {result.scale}, on {result.environment.device}")
-    for heading in ("published", "ours", "± 95 %", "agrees"):
-        table.add_column(heading, justify="right")
+    rows = []
     for row in result.rows:
         numbers = ["" if value is None else f"{value:.4g}" for value in (row.published, row.ours, row.ci95)]
-        table.add_row(row.name, row.metric, *numbers, {None: "", True: "yes", False: "no"}[row.agrees])
-    Console().print(table)
+        rows.append([row.name, row.metric, *numbers, {None: "", True: "yes", False: "no"}[row.agrees]])
+    columns = ("row", "metric", "published", "ours", "± 95 %", "agrees")
+    title = f"{result.id}, {result.scale}, on {result.environment.device}"
+    print_table(columns, rows, text=("row", "metric"), title=title)

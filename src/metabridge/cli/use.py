@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import csv
 import sys
-import warnings
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from metabridge.cli.common import Device, DeviceOption, app, device_name
+from metabridge.cli.terminal import note, print_table, printable, say
 from metabridge.cli.train import Head
 from metabridge.errors import InputError
 
@@ -25,7 +23,7 @@ SHOWN = 10  # rows of predictions that are printed
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
 QueryOption = Annotated[Path, typer.Option(metavar="DIR", help="Images to tell; folders within it are searched too.")]
-OutOption = Annotated[Path, typer.Option(metavar="FILE", help="Where the predictions go, as CSV.")]
+OutOption = Annotated[Path, typer.Option(metavar="FILE", help="Where the predictions go, as CSV; - prints them.")]
 HeadOption = Annotated[Head | None, typer.Option(help="Solve this head instead of what the method does.")]
 
 
@@ -50,7 +48,7 @@ def adapt(
 
     Example: **metabridge adapt runs/photos --support new/labelled --query new/unlabelled --out told.csv**
     """
-    from metabridge.files import make_folder, make_way
+    from metabridge.files import STDOUT, make_folder, make_way
 
     queries = _queries(query)
     make_way(out)
@@ -58,7 +56,7 @@ def adapt(
         make_folder(save)
     classifier = _adapted(run, support, head, device)
     if save is not None:
-        print(f"The adapted model is {classifier.save(save)}")
+        (note if str(out) == STDOUT else say)(f"The adapted model is {classifier.save(save)}")
     _tell(classifier, query, queries, out)
 
 
@@ -102,12 +100,14 @@ def export(
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """
+    from metabridge.files import make_way
     from metabridge.models.norm import normalises_each_set
     from metabridge.training import load
     from metabridge.use import export_onnx, write_head
 
     if head is not None and support is None:
         raise InputError(f"--head is {head.value}, but a head is solved on labelled images. Give --support too.")
+    make_way(out)
     beside = out.with_suffix(".json")
     if support is not None and beside == out:
         raise InputError(f"--out is {out}, where the head goes. Name the graph otherwise, such as {out.stem}.onnx.")
@@ -115,14 +115,14 @@ def export(
     model = load(run) if classifier is None else classifier.adapted_
     difference = export_onnx(model, out)
     if difference is None:
-        print(f"The features are in {out}, not checked since onnxruntime is not installed.")
+        say(f"The features are in {out}, not checked since onnxruntime is not installed.")
     else:
-        print(f"The features are in {out}; they differ from PyTorch's by at most {difference:.1e}.")
+        say(f"The features are in {out}; they differ from PyTorch's by at most {difference:.1e}.")
     if classifier is not None:
         written = write_head(classifier, beside)
-        print(f"The head for {len(classifier.classes_)} classes is in {written}")
+        say(f"The head for {len(classifier.classes_)} classes is in {written}")
     if normalises_each_set(model.net):
-        print("The network normalises each batch by itself, so the features of an image depend on the others with it.")
+        note("The network normalises each batch by itself, so the features of an image depend on the others with it.")
 
 
 def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> FewShotClassifier:
@@ -131,7 +131,9 @@ def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> Few
     from metabridge.use import FewShotClassifier
 
     _require_folder("support", support)
-    classes = class_folders(support)
+    classes, notes = class_folders(support)
+    for message in notes:
+        note(f"Note: {message}")
     empty = [name for name, images in classes.items() if not images]
     if empty and len(empty) < len(classes):
         raise InputError(f"class '{empty[0]}' in {support} has no images. Put some there, or remove the folder.")
@@ -167,11 +169,11 @@ def _tell(classifier: FewShotClassifier, query: Path, files: list[Path], out: Pa
     import numpy as np
 
     from metabridge.environments.decode import Unreadable
-    from metabridge.environments.source import named
-    from metabridge.files import write_whole
+    from metabridge.environments.source import image_bytes, named
+    from metabridge.files import STDOUT, write_output
     from metabridge.use.pictures import read
 
-    found = list(zip(files, read([file.read_bytes for file in files], classifier.form_)))
+    found = list(zip(files, read([partial(image_bytes, file) for file in files], classifier.form_)))
     unreadable = [(file, result.reason) for file, result in found if isinstance(result, Unreadable)]
     pairs = [(file, result) for file, result in found if not isinstance(result, Unreadable)]
     if not pairs:
@@ -179,35 +181,37 @@ def _tell(classifier: FewShotClassifier, query: Path, files: list[Path], out: Pa
             f"query is {query}, of which no image can be read ({len(files)} tried; {files[0]}: {unreadable[0][1]})."
         )
     read_files = [file for file, _ in pairs]
-    with warnings.catch_warnings(record=True) as remarks:
-        warnings.simplefilter("always", UserWarning)
-        chances = classifier.predict_proba([np.moveaxis(image, 0, -1) for _, image in pairs])
+    chances = classifier.predict_proba([np.moveaxis(image, 0, -1) for _, image in pairs])
     names, best = [str(name) for name in classifier.classes_], chances.argmax(1)
     told = [(str(file), names[place], chances[row, place]) for row, (file, place) in enumerate(zip(read_files, best))]
+    printed = str(out) == STDOUT
+    terminal = printed and sys.stdout is not None and sys.stdout.isatty()
+    plain = printable if terminal else str  # a file has names as they are
     text = StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["path", "prediction", "probability", *names])
-    lines.writerows([*start, *row] for start, row in zip(told, chances.tolist()))
-    write_whole(out, text.getvalue().encode())
-    print(f"{len(names)} classes: {named(names, most=10)}")
-    _print_table(told)
+    lines.writerow(["path", "prediction", "probability", *map(plain, names)])
+    lines.writerows(
+        [plain(file), plain(name), chance, *row] for (file, name, chance), row in zip(told, chances.tolist())
+    )
+    tell = note if printed else say
+    tell(f"{len(names)} classes: {named(names, most=10)}")
+    write_output(out, text.getvalue().encode(errors="backslashreplace"))
+    if not printed:
+        _print_table(told)
     folders = [file.parent.relative_to(query).as_posix() for file in read_files]
     right = [folder == name for folder, (_, name, _) in zip(folders, told) if folder in names]
     if right:
-        print(f"Accuracy {100 * sum(right) / len(right):.1f} %: {sum(right)} of {len(right)} images in class folders.")
-    print(f"The predictions are in {out}")
-    for remark in remarks:
-        print(f"Note: {remark.message}", file=sys.stderr)
+        tell(f"Accuracy {100 * sum(right) / len(right):.1f} %: {sum(right)} of {len(right)} images in class folders.")
+    if not printed:
+        say(f"The predictions are in {out}")
     if unreadable:
-        print(f"{len(unreadable)} of {len(files)} images could not be read:", file=sys.stderr)
+        note(f"{len(unreadable)} of {len(files)} images could not be read:")
         for file, reason in unreadable:
-            print(f"  {file} ({reason})", file=sys.stderr)
+            note(f"  {file} ({reason})")
         raise typer.Exit(1)
 
 
 def _print_table(told: list[tuple[str, str, Any]]) -> None:
-    table = Table("image", "prediction", title=None if len(told) <= SHOWN else f"The first {SHOWN} of {len(told)}")
-    table.add_column("probability", justify="right")
-    for file, name, chance in told[:SHOWN]:
-        table.add_row(escape(file), escape(name), f"{chance:.3f}")
-    Console().print(table)
+    title = None if len(told) <= SHOWN else f"The first {SHOWN} of {len(told)}"
+    rows = [[file, name, f"{chance:.3f}"] for file, name, chance in told[:SHOWN]]
+    print_table(("image", "prediction", "probability"), rows, text=("image", "prediction"), title=title)

@@ -43,13 +43,14 @@ EXPERIMENTS = {
     "nas-table2": "metabridge.experiments.nas_table2",
     "nas-fig2": "metabridge.experiments.nas_fig2",
     "nas-ranks": "metabridge.experiments.nas_ranks",
+    "recipe": "metabridge.experiments.recipe",
 }
 # Made of trainings or searches that can be asked for one by one, and stopped.
 IN_PARTS = frozenset(
     name
     for name in EXPERIMENTS
     if name.startswith(("bridge-table", "anil-", "nas-"))
-    or name in ("bridge-fig2", "landscape-table1", "landscape-table2", "diagnose-images")
+    or name in ("bridge-fig2", "landscape-table1", "landscape-table2", "diagnose-images", "recipe")
 )
 
 

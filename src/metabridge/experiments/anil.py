@@ -20,7 +20,7 @@ from metabridge.experiments.anil_runs import Curves, Setting, Trained, descend, 
 from metabridge.experiments.laws import mean
 from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
-from metabridge.files import make_folder
+from metabridge.files import FolderLock
 from metabridge.theory.adaptation import one_step_risk, ridge_risks
 from metabridge.theory.anil import Moments
 from metabridge.training.checkpoint import RunFolder
@@ -81,13 +81,14 @@ def _record(work: Work, method: str, setting: Setting) -> Record | None:
     record = stored(work, name, plan, lambda held: Record(**{**held, "curves": Curves(**held["curves"])}))
     if record is not None or (work.only and method not in work.only):
         return record
-    folder = RunFolder(make_folder(run_folder(work, name, plan)))
     worlds = setting.worlds(work.seed)
     until = math.inf if work.minutes is None else time.perf_counter() + 60 * work.minutes
-    if method == "burer-monteiro":
-        done = factorise(setting, worlds, work.device, folder, until)
-    else:
-        done = descend(method, setting, worlds, work.device, folder, until)
+    with FolderLock(run_folder(work, name, plan)) as lock:
+        folder = RunFolder(lock.folder)
+        if method == "burer-monteiro":
+            done = factorise(setting, worlds, work.device, folder, until)
+        else:
+            done = descend(method, setting, worlds, work.device, folder, until)
     if done is None:
         return None
     record = Record(name, plan, environment(work.device), done.seconds / 60, done.curves, _risks(setting, worlds, done))

@@ -112,7 +112,7 @@ class Trial:
 
     @property
     def right(self) -> bool | None:
-        """Whether the recommendation is right; None where the realised ratio is not clear."""
+        """Whether the recommendation is right, not if there is none; None where the realised ratio is not clear."""
         if CLEAR[0] <= self.realised <= CLEAR[1]:
             return None
         return self.diagnosis.advice.adapts == (self.realised > CLEAR[1])
@@ -271,7 +271,7 @@ def figure(outcome: Outcome, file: Path) -> None:
         for right, label, colour, marker in (
             (True, "recommendation right", figures.COLOURS[0], "o"),
             (None, f"true ratio from {CLEAR[0]:g} to {CLEAR[1]:g}: not clear", figures.COLOURS[6], "s"),
-            (False, "recommendation wrong", figures.COLOURS[1], "X"),
+            (False, "recommendation wrong or undecided", figures.COLOURS[1], "X"),
         ):
             own = [trial for trial in outcome.trials if trial.right is right]
             ratios = [trial.diagnosis.ratio for trial in own]

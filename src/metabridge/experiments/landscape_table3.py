@@ -19,6 +19,7 @@ from metabridge.environments.linear import HardEasy, LinearTasks
 from metabridge.experiments.landscape_linear import STEPS, Learner, Scale, completed, descend, judge
 from metabridge.experiments.laws import mean
 from metabridge.experiments.result import Result, Row, Work
+from metabridge.intervals import t_quantile
 from metabridge.theory.landscape import noise_floor, risk_above_floor, task_weights
 
 ID = "landscape-table3"
@@ -35,7 +36,7 @@ METRICS = {
     "average coordinate": "mean coordinate of w (centre of hard tasks: 2, of easy: 0)",
     "test error": "test error",
 }
-TRIALS = 2.776 / math.sqrt(5)  # from the deviation over 5 trials to the half-width of their mean's 95 % interval
+TRIALS = t_quantile(4) / math.sqrt(5)  # from a deviation over 5 trials to the half-width of their mean's 95 % interval
 LEARNERS = {
     "NAL": Learner(STEPS["nal"]),
     "NAL, ν = 2": Learner(STEPS["nal"], hard=2.0),

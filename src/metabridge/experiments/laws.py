@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from scipy import stats
 
+from metabridge.intervals import half_width, t_quantile
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -22,9 +24,7 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
     >>> mean([1.0, 3.0])
     (2.0, 12.7...)
     """
-    spread = float(torch.tensor(values, dtype=torch.float64).std())
-    margin = stats.t.ppf(0.975, len(values) - 1) * spread / math.sqrt(len(values))
-    return sum(values) / len(values), float(margin)
+    return sum(values) / len(values), half_width(torch.tensor(values, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class PowerLaw:
         """
         pairs = [(math.log(width), math.log(value)) for width, values in points.items() for value in values]
         line = stats.linregress(*zip(*pairs))
-        margin = stats.t.ppf(0.975, len(pairs) - 2) * line.stderr
-        return cls(math.exp(line.intercept), float(line.slope), float(margin))
+        margin = t_quantile(len(pairs) - 2) * float(line.stderr)
+        return cls(math.exp(line.intercept), float(line.slope), margin)
 
     def __call__(self, width: float) -> float:
         """Return the value at a width."""

@@ -77,7 +77,7 @@ def meta_ntk(method: Method, net: Network, params: Params, episodes: Episodes) -
     It is taken in all that the method trains, so for MTL in the body and a head for each task.
     """
     episodes = episodes if method.split else episodes.without_split()
-    leaves = {name: params[name].detach().requires_grad_() for name in trainable(method, params)}
+    leaves = {name: params[name].detach().requires_grad_() for name in trainable(method, net, params)}
     rows = []
     for task in range(len(episodes)):
         for output in _adapted_outputs(method, net, params | leaves, episodes[task]):
@@ -98,5 +98,5 @@ def _adapted_outputs(method: Method, net: Network, params: Params, task: Episode
     moved: Params = {}
     if method.inner is not None:
         problem = Problem(apply, method.loss, task.support_x[0], task.support_y[0])
-        moved = method.inner.solve(problem, moving(method, start), {}, exact=True)
+        moved = method.inner.solve(problem, moving(method, net, start), {}, exact=True)
     return apply(moved, task.query_x[0]).flatten()

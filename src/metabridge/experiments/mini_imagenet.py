@@ -114,10 +114,10 @@ def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
     found: dict[str, Record] = {}
     images: LabelledImages | None = None
     for name, plan in chosen.items():
-        plan, label = replace(plan, seed=work.seed), f"{_data(work)}-{name}-{work.scale}-{work.seed}"
+        plan, label = replace(plan, seed=work.seed), f"{data_name(work)}-{name}-{work.scale}-{work.seed}"
         record = recorded(work, label, plan)
         if record is None and (not work.only or name in work.only):
-            images = images or _images(work)
+            images = images or images_of(work)
             own = name.partition("-")[2]
             shots = (int(own),) if own else SHOTS
             tasks, looks = (2000, LOOKS) if work.scale == "paper" else (40, LOOKS[:2])
@@ -127,14 +127,15 @@ def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
     return found
 
 
-def _data(work: Work) -> str:
+def data_name(work: Work) -> str:
     """Return the data set to use: mini-ImageNet, or at the quick scale glyphs where it is not at hand."""
     here = work.data is not None and (work.data / "mini-imagenet").exists()
     return "mini-imagenet" if here or work.scale == "paper" else "glyphs"
 
 
-def _images(work: Work) -> LabelledImages:
-    if _data(work) == "glyphs":
+def images_of(work: Work) -> LabelledImages:
+    """Return the images to train on."""
+    if data_name(work) == "glyphs":
         return load("glyphs")
     return mini_imagenet(work, 84 if work.scale == "paper" else 32)
 

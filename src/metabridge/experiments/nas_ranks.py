@@ -26,6 +26,7 @@ from metabridge.environments.images import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.records import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
+from metabridge.intervals import percentile_tail
 from metabridge.search.metantk import Guide, Proxies, Search
 from metabridge.search.proxies import Score, mean
 from metabridge.search.space import Architecture, random_architecture
@@ -193,7 +194,14 @@ def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples:
     ranks = stats.rankdata(x), stats.rankdata(y)
     generator = np.random.default_rng(seed)
     drawn = stats.bootstrap(
-        ranks, statistic, paired=True, vectorized=False, n_resamples=resamples, method="percentile", rng=generator
+        ranks,
+        statistic,
+        paired=True,
+        vectorized=False,
+        n_resamples=resamples,
+        method="percentile",
+        confidence_level=1 - 2 * percentile_tail(len(x)),
+        rng=generator,
     )
     low, high = drawn.confidence_interval
     return Interval(statistic(*ranks), float(low), float(high))

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from metabridge.errors import InputError
+from metabridge.errors import UNREADABLE, InputError
 from metabridge.experiments.result import Environment, Trained, Work
-from metabridge.files import make_folder, write_whole
+from metabridge.files import make_folder, read_regular, write_whole
 
 R = TypeVar("R", bound=Trained)
 
@@ -35,9 +35,13 @@ def stored(work: Work, name: str, plan: Mapping[str, Any], make: Callable[[dict[
     if not file.exists():
         return None
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        content = read_regular(file)
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}). Check who may read it.") from error
+    try:
+        held = json.loads(content)
         record = make({**held, "environment": Environment(**held["environment"])})
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error
     return record if record.plan == plan else None
 

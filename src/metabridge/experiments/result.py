@@ -12,8 +12,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from metabridge.errors import InputError
-from metabridge.files import make_folder, write_whole
+from metabridge.errors import UNREADABLE, InputError
+from metabridge.files import make_folder, read_regular, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -138,10 +138,10 @@ class Result:
     def read(cls, path: str | Path) -> Result:
         """Return the result that `write` left at `path`."""
         try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+            stored = json.loads(read_regular(Path(path)))
         except OSError as error:
             raise InputError(f"the result {path} cannot be read ({error.strerror}).") from error
-        except ValueError as error:
+        except UNREADABLE as error:
             raise InputError(f"{path} is not a result: it is not JSON ({error}).") from error
         wanted = {field.name for field in fields(cls)}
         if not isinstance(stored, dict) or set(stored) != wanted:
@@ -149,7 +149,7 @@ class Result:
         try:
             rows = tuple(Row(**row) for row in stored["rows"])
             return cls(**stored | {"environment": Environment(**stored["environment"]), "rows": rows})
-        except TypeError as error:
+        except UNREADABLE as error:
             raise InputError(
                 f"{path} is not a result: its rows or environment are of another form ({error})."
             ) from error

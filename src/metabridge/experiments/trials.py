@@ -13,7 +13,7 @@ from metabridge.experiments import records
 from metabridge.experiments.result import Environment, Work, environment
 from metabridge.learners.heads import LogisticRegression
 from metabridge.training import Run, evaluate
-from metabridge.training.evaluate import PLAIN, FeatureTable, Views
+from metabridge.training.evaluate import PLAIN, FeatureTable, Model, Views
 from metabridge.training.plan import Plan
 
 PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)  # A table 5
@@ -86,13 +86,15 @@ def trial(
     shots: Sequence[int],
     tasks: int,
     looks: Sequence[Views],
+    teacher: Model | None = None,
 ) -> Record | None:
     """Train, measure, and leave a record; None if the time ran out before the end.
 
     Where the test-time head has a penalty, it and the best of the `looks` are chosen in validation.
     """
+    folder = work.out / "runs" / name
     run = plan.train(
-        images, device=work.device, out=work.out / "runs" / name, minutes=work.minutes, progress=work.progress
+        images, device=work.device, out=folder, minutes=work.minutes, progress=work.progress, teacher=teacher
     )
     if not run.finished:
         return None
@@ -185,4 +187,5 @@ def _plain(plan: Plan) -> dict[str, Any]:
 
 def _made(held: dict[str, Any]) -> Record:
     scores = (Measured(**{**score, "views": Views(**score["views"])}) for score in held["scores"])
-    return Record(**{**held, "curve": tuple(held["curve"]), "scores": tuple(scores)})
+    plan = _plain(Plan(held["plan"]["method"])) | held["plan"]  # an older record lacks options that came later
+    return Record(**{**held, "plan": plan, "curve": tuple(held["curve"]), "scores": tuple(scores)})

@@ -18,10 +18,11 @@ from torch import Tensor
 from metabridge.environments.images import LabelledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count
-from metabridge.files import make_folder
+from metabridge.files import FolderLock
 from metabridge.models import ARCHITECTURE
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network, with_group_norm
+from metabridge.models.size_limit import SizeLimit
 from metabridge.progress import progress_bar
 from metabridge.search.candidates import Candidates
 from metabridge.search.proxies import Conditioning, KernelName, Score, mean, points, regions
@@ -118,21 +119,26 @@ class Search:
         """Search on the images' training classes.
 
         The folder `out` gets search.jsonl, from which the same search goes on if it was stopped, and
-        architecture.json. After so many `minutes` a `TimeUpError` stops it. `way` is how kernels are computed; both
-        give the same.
+        architecture.json. It is locked until the search ends. After so many `minutes` a `TimeUpError` stops it. `way`
+        is how kernels are computed; both give the same.
         """
         start = time.perf_counter()
         until = math.inf if minutes is None else start + 60 * minutes
-        proxies, journal = Proxies(self, images.to(device), device, way), Journal()
-        if out is not None:
+        proxies = Proxies(self, images.to(device), device, way)
+        if out is None:
+            return self._found(proxies, Journal(), until, progress)
+        with FolderLock(out) as lock:
             seen = {"data": images.source, "images": _fingerprint(images, proxies.environment.rows)}
-            journal = Journal(make_folder(out) / "search.jsonl", {**self.plain(), **seen})
+            journal = Journal(lock.folder / "search.jsonl", {**self.plain(), **seen})
+            found = self._found(proxies, journal, until, progress)
+            found.architecture.save(lock.folder / "architecture.json")
+        return found
+
+    def _found(self, proxies: Proxies, journal: Journal, until: float, progress: bool) -> Found:
         try:
             architecture = self._architecture(proxies, journal, until, progress)
         finally:
             journal.note_time()
-        if out is not None:
-            architecture.save(Path(out) / "architecture.json")
         troubled = sum(
             any(score is not None and score.trouble for score in scores) for scores in journal.known.values()
         )
@@ -179,6 +185,8 @@ class Proxies:
             )
         self.search, self.images, self.device, self.way = search, images, device, way
         self.environment = images.tasks("train", ways=search.ways, shots=search.shots, queries=search.queries)
+        with SizeLimit(tensors=2**15), torch.device("meta"):
+            self._supernet(Alive.full(search.operators), 0)
 
     def __call__(
         self, number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
@@ -189,7 +197,7 @@ class Proxies:
         tasks = self.environment.sample(self.search.tasks, generator).to(self.device)
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
             thin = ThinRegions(alive, self._patches(generator), seed)
-            conditions = self._conditions(alive, self._supernet(alive, seed), tasks)
+            conditions = self._conditions(alive, self._supernet(alive, seed).to(self.device), tasks)
 
             def part(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Scores]]:
                 for (removal, condition), (_, regions) in zip(conditions(removals), thin.scores(removals)):
@@ -199,7 +207,7 @@ class Proxies:
 
     def _supernet(self, alive: Alive, seed: int) -> Network:
         channels, size = self.images.images.shape[1], self.images.images.shape[-1]
-        net = supernet(
+        return supernet(
             alive,
             cells=self.search.cells,
             channels=self.search.channels,
@@ -208,7 +216,6 @@ class Proxies:
             outputs=self.search.ways,
             seed=seed,
         )
-        return net.to(self.device)
 
     def _conditions(
         self, alive: Alive, net: Network, tasks: Episodes

@@ -7,17 +7,19 @@ import logging
 import math
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metabridge.errors import InputError
-from metabridge.files import write_whole
+from metabridge.errors import UNREADABLE, InputError
+from metabridge.files import read_regular, write_whole
 from metabridge.search.proxies import Score, mean
 from metabridge.search.space import Alive, Architecture, Choice
 
 log = logging.getLogger("metabridge")
 
+CHECKSUM = "crc32"  # of a line of the log
 Removal = Choice | None  # an operator to be taken away, or none
 
 
@@ -131,8 +133,8 @@ def _ranks(
 class Journal:
     """Every score of a search, kept in a file as it is found: what is there already is not measured again.
 
-    The first line holds the settings of the search, which must be the same when it goes on. A line that was cut
-    off by a kill is measured anew.
+    The first line holds the settings of the search, which must be the same when it goes on. Every line has a checksum.
+    A line that was cut off by a kill is measured anew.
     """
 
     def __init__(self, file: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
@@ -175,26 +177,26 @@ class Journal:
             lines, self.seconds = [], 0.0
         before = lines[0]["settings"] if lines else settings
         if before != settings:
-            other = next(name for name in {**before, **settings} if before.get(name) != settings.get(name))
+            names = {**before, **settings}
+            other = next((name for name in names if before.get(name) != settings.get(name)), "other settings")
             raise InputError(
                 f"{file} is of a search with {other}={before.get(other)!r}, not {settings.get(other)!r}. "
                 "Name another folder, or remove the file."
             )
-        text = "".join(f"{json.dumps(line)}\n" for line in lines or [{"settings": settings}])
-        write_whole(file, text.encode())
+        write_whole(file, "".join(map(_sealed, lines or [{"settings": settings}])).encode(), follow=False)
 
     def _read(self, file: Path) -> list[dict[str, Any]]:
         """Take up what lines say, but for one that was cut off or damaged and what follows it."""
         try:
-            texts = file.read_bytes().splitlines()
+            texts = read_regular(file).splitlines()
         except OSError as error:
             raise InputError(f"{file} cannot be read ({error.strerror}). Name another folder.") from error
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(texts, 1):
             try:
-                line = json.loads(text)
-                self._take_up(line) if lines else dict(line["settings"])
-            except (ValueError, TypeError, KeyError) as error:
+                line = _unsealed(json.loads(text))
+                self._take_up(line) if lines else line["settings"].keys()
+            except UNREADABLE as error:
                 if not lines:  # which is never cut off
                     raise InputError(
                         f"{file} is not the log of a search. Name another folder, or remove it."
@@ -209,14 +211,33 @@ class Journal:
         if "gone" in line:
             self._closed.add(int(line["round"]))
         elif "seconds" in line:
-            self.seconds += line["seconds"]
+            self.seconds += float(line["seconds"])
         else:
             self.known[_key(line)] = Scores(_score(line, "condition"), _score(line, "regions"))
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self.file is not None:
+        if self.file is None:
+            return
+        try:
             with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(f"{json.dumps(line)}\n")
+                stream.write(_sealed(line))
+        except OSError as error:
+            raise InputError(
+                f"{self.file} cannot be written ({error.strerror}). Free space; the same search then goes on."
+            ) from error
+
+
+def _sealed(line: Mapping[str, Any]) -> str:
+    """Return a line of the log, with its checksum last."""
+    return f"{json.dumps({**line, CHECKSUM: zlib.crc32(json.dumps(line).encode())})}\n"
+
+
+def _unsealed(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line without its checksum, refusing one that is of another line; older logs have none."""
+    checksum = line.pop(CHECKSUM, None)
+    if checksum is not None and checksum != zlib.crc32(json.dumps(line).encode()):
+        raise ValueError("the checksum is of another line")
+    return line
 
 
 def _key(line: Mapping[str, Any]) -> tuple[int, int, Removal]:
@@ -227,5 +248,5 @@ def _key(line: Mapping[str, Any]) -> tuple[int, int, Removal]:
 def _score(line: Mapping[str, Any], name: str) -> Score | None:
     if name not in line:
         return None
-    value = line[name]
-    return Score(math.nan if value is None else float(value), line.get(f"{name}_trouble"))
+    value, trouble = line[name], line.get(f"{name}_trouble")
+    return Score(math.nan if value is None else float(value), None if trouble is None else str(trouble))

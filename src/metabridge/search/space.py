@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from metabridge.errors import InputError
-from metabridge.files import write_whole
+from metabridge.files import read_regular, write_whole
 
 OPERATORS = (
     "max_pool_3x3",
@@ -83,7 +83,7 @@ class Architecture:
     def load(cls, file: str | Path) -> Architecture:
         """Read an architecture from a file."""
         try:
-            return cls.from_json(Path(file).read_text(encoding="utf-8"))
+            return cls.from_json(read_regular(Path(file)).decode())
         except OSError as error:
             raise InputError(f"the architecture {file} cannot be read ({error.strerror}).") from error
         except ValueError as error:

@@ -5,7 +5,9 @@ from metabridge.training.evaluate import Model, Predictor, Score, Views, evaluat
 from metabridge.training.fit import fit, load
 from metabridge.training.fitting import Fitting, Run, in_turns
 from metabridge.training.loop import Point, Settings
+from metabridge.training.muon import Muon
 from metabridge.training.schedule import Constant, Cosine, Plateau, Schedule, Step, schedule
+from metabridge.training.soft_targets import SoftTargets
 
 __all__ = [
     "Augment",
@@ -13,6 +15,7 @@ __all__ = [
     "Cosine",
     "Fitting",
     "Model",
+    "Muon",
     "Plateau",
     "Point",
     "Predictor",
@@ -20,6 +23,7 @@ __all__ = [
     "Schedule",
     "Score",
     "Settings",
+    "SoftTargets",
     "Step",
     "Views",
     "evaluate",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metabridge.environments.images import ImageTasks
 from metabridge.errors import InputError
-from metabridge.training.evaluate import PLAIN, Predictor, Score, Views, outcomes, score_tasks
+from metabridge.training.evaluate import PLAIN, Predictor, Score, Views, answered_right, diverged, outcomes, score_tasks
 
 BINS = 10
 
@@ -44,6 +44,8 @@ def assess(
 ) -> Assessment:
     """Evaluate as `evaluate` does, on the same tasks, and keep count of classes and confidences.
 
+    A query whose outputs are not finite is wrong and has no confidence, so calibration leaves it out.
+
     >>> from metabridge.environments.datasets import load
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import conv4
@@ -55,23 +57,31 @@ def assess(
     """
     if not isinstance(environment, ImageTasks):
         raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks over labelled images.")
-    values, right = [], torch.zeros(environment.classes, dtype=torch.float64)
+    values, lost, right = [], [], torch.zeros(environment.classes, dtype=torch.float64)
     seen, bins = right.clone(), torch.zeros(BINS, 3, dtype=torch.float64)
     given = outcomes(model, environment, tasks=tasks, seed=seed, views=views, progress=progress)
     for outputs, episodes in given:
         values.append(score_tasks(outputs, episodes))
+        lost.append(diverged(outputs))
         assert episodes.classes is not None
-        probability, choice = outputs.softmax(-1).max(-1)
-        hit = (choice == episodes.query_y).double()
+        hit = answered_right(outputs, episodes).double()
         _count(right, episodes.classes.gather(1, episodes.query_y), hit)
         _count(seen, episodes.classes.gather(1, episodes.query_y), torch.ones_like(hit))
-        place = (probability.double() * BINS).long().clamp_max(BINS - 1)
-        for column, weight in enumerate((probability.double(), hit, torch.ones_like(hit))):
+        finite = outputs.isfinite().all(-1)
+        probability = outputs[finite].softmax(-1).amax(-1).double()
+        place = (probability * BINS).long().clamp_max(BINS - 1)
+        for column, weight in enumerate((probability, hit[finite], torch.ones_like(probability))):
             _count(bins[:, column], place, weight)
+    score = Score.of(torch.cat(values), diverged=int(torch.cat(lost).sum()))
+    if score.diverged == tasks:
+        raise InputError(
+            f"adaptation diverged on all {tasks} tasks: outputs are NaN or infinite. Adapt with a lower rate or fewer "
+            "steps, or train again with a lower learning rate."
+        )
     names = environment.class_names
     present = seen.nonzero().squeeze(1).tolist()
     return Assessment(
-        Score.of(torch.cat(values)),
+        score,
         {names[index]: float(right[index] / seen[index]) for index in present},
         tuple((float(c / n), float(a / n), float(n / bins[:, 2].sum())) for c, a, n in bins if n > 0),
     )

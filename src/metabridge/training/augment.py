@@ -69,8 +69,24 @@ class Augment:
 
     def episodes(self, episodes: Episodes, generator: torch.Generator, done: float = 1.0) -> Episodes:
         """Change every image of every task, when so much of the training is done."""
-        size = self.growth[0] if self.growth is not None and done < self.growth[1] else None
+        size = self.size_at(done)
         return episodes.map_inputs(lambda x: self(x.flatten(0, 1), generator, size).unflatten(0, x.shape[:2]))
+
+    def shrunk(self, episodes: Episodes, done: float) -> Episodes:
+        """Shrink every image to the size that `growth` asks for when so much of the training is done."""
+        size = self.size_at(done)
+        if size is None:
+            return episodes
+
+        def shrink(x: Tensor) -> Tensor:
+            small: Tensor = F.interpolate(x.flatten(0, 1), size, mode="bilinear", antialias=True)
+            return small.unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
+
+        return episodes.map_inputs(shrink)
+
+    def size_at(self, done: float) -> int | None:
+        """Return the size of images when so much of the training is done; None is the full size."""
+        return self.growth[0] if self.growth is not None and done < self.growth[1] else None
 
     def _moved(self, images: Tensor, generator: torch.Generator) -> Tensor:
         n, _, height, width = images.shape

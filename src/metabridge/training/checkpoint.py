@@ -1,11 +1,12 @@
 """Runs on disk. Settings are JSON and tensors are safetensors, so that reading a run never runs code.
 
 A run's folder holds
-- `settings.json`: the model, the method, the data and how it was trained;
+- `settings.json`: the model, the method, the data and how it was trained, and which parameters are frozen, if any;
 - `weights.safetensors`: the best parameters so far, and the network's buffers;
 - `state.safetensors`: everything that training needs to go on as if it had never stopped;
 - `metrics.jsonl`: a line for every point of the learning curve, and `curves.png`, its picture.
-Every file is written whole or not at all.
+Every file is written whole or not at all, by the one process that holds the folder's lock. Files of tensors have a
+checksum.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metabridge.errors import InputError
-from metabridge.files import make_folder, write_whole
+from metabridge.errors import UNREADABLE, InputError
+from metabridge.files import json_bytes, read_regular, write_whole
 from metabridge.learners import heads, inner
 from metabridge.learners.inner import task_loss
 from metabridge.learners.method import Method, balance
-from metabridge.models import Network, Params, build
+from metabridge.models import BUILDERS, Network, Params, build
+from metabridge.models.size_limit import SizeLimit
 
-KEYS = ("model", "method", "tasks", "validation", "training")  # of the settings, besides the version
+KEYS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}  # whether it may be null
 FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # that a run writes, besides its settings
 VERSION = 1  # of the folder's form; raise it when a reader of the old form would misread the new one
 
+CHECKSUM = "crc32"  # of the whole file, where it is eight zeros
+_NONE = "00000000"
 _STEPS = (inner.GradientDescent, inner.Proximal)
 _SOLVERS: dict[str, tuple[type, ...]] = {
     "inner": (*_STEPS, inner.Ridge, inner.SupportVectors),
@@ -50,24 +54,31 @@ class RunFolder:
         """Whether a run has left its settings here."""
         return (self.path / "settings.json").exists()
 
-    def begin(self, settings: dict[str, Any]) -> None:
-        """Write the settings, or check that a run begun here has the same."""
-        settings = json.loads(json.dumps({"version": VERSION} | settings))  # tuples become lists, as they do on disk
-        held = self.settings() if self.started else None  # which must be a run's
+    def held(self) -> dict[str, Any] | None:
+        """Return the settings of the run that can be taken up here, if there is one."""
+        settings = self.settings() if self.started else None  # which must be a run's
         known = [name for name in FILES if (self.path / name).exists()]
-        if held is None and known:
+        if settings is None and known:
             raise InputError(f"{self.path} holds a {known[0]} that is not of a run. Name another folder.")
-        if held is None or "state.safetensors" not in known:  # nothing was trained before it failed
-            make_folder(self.path)
-            text = json.dumps(settings, indent=2, ensure_ascii=False)
-            write_whole(self.path / "settings.json", f"{text}\n".encode())
-            return
-        difference = _difference(held, settings)
+        return settings if "state.safetensors" in known else None  # else nothing was trained before it failed
+
+    def check(self, settings: Mapping[str, Any]) -> bool:
+        """Refuse settings other than those of the run that was begun here, and return whether only its length differs.
+
+        The length is the number of iterations.
+        """
+        held = self.held()
+        difference = None if held is None else _difference(_without_length(held), _without_length(plain(settings)))
         if difference:
             raise InputError(
                 f"{self.path} holds a run with other settings ({difference}). "
                 "Name another folder, or give the same settings to go on with that run."
             )
+        return held is not None and held != plain(settings)
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings."""
+        write_whole(self.path / "settings.json", json_bytes(plain(settings), indent=2), follow=False)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run."""
@@ -75,13 +86,15 @@ class RunFolder:
         if not self.path.is_dir():
             raise InputError(f"there is no run at {self.path}. Name the folder that was given to train as --out.")
         try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
+            content = read_regular(file)
         except OSError as error:
             raise InputError(
                 f"{self.path} is not a run: {file.name} cannot be read ({error.strerror}). "
                 "Name the folder that was given to train as --out."
             ) from error
-        except ValueError as error:
+        try:
+            settings = json.loads(content)
+        except UNREADABLE as error:
             raise InputError(f"{file} is damaged: it is not JSON ({error}).") from error
         if not isinstance(settings, dict) or "version" not in settings:
             raise InputError(f"{self.path} is not a run: its {file.name} is not of metabridge. Name another folder.")
@@ -90,9 +103,11 @@ class RunFolder:
                 f"{self.path} was written in form {settings['version']}, but this version of metabridge reads form "
                 f"{VERSION}. Train again, or use the version that wrote it."
             )
-        missing = [key for key in KEYS if key not in settings]
-        if missing:
-            raise InputError(f"{file} is damaged: it does not say the {missing[0]}. Restore it from a copy.")
+        for key, nullable in KEYS.items():
+            if key not in settings:
+                raise InputError(f"{file} is damaged: it does not say the {key}. Restore it from a copy.")
+            if not (isinstance(settings[key], dict) or (nullable and settings[key] is None)):
+                raise damaged(file, f"its {key} is {settings[key]!r}")
         return settings
 
     def write(self, name: str, tensors: Mapping[str, Tensor], notes: Mapping[str, object]) -> None:
@@ -100,20 +115,35 @@ class RunFolder:
         from safetensors.torch import save
 
         whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        write_whole(self.path / f"{name}.safetensors", save(whole, {"metabridge": json.dumps(notes)}))
+        header, values = _split(save(whole, {"metabridge": json.dumps(notes), CHECKSUM: _NONE}))
+        header = header.replace(_mark(_NONE), _mark(_checksum(header, values, _NONE)), 1)
+        write_whole(self.path / f"{name}.safetensors", b"".join((header, values)), follow=False)
 
     def read(self, name: str) -> tuple[Params, dict[str, Any]] | None:
         """Return what `write` left as `name`, or None if there is nothing."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
+        from safetensors.torch import load
 
         file = self.path / f"{name}.safetensors"
-        if not file.exists():
-            return None
         try:
-            with safe_open(file, framework="pt") as stored:
-                notes = json.loads((stored.metadata() or {})["metabridge"])
-                return {key: stored.get_tensor(key) for key in stored.keys()}, notes  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            content = read_regular(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise InputError(
+                f"{file} cannot be read ({error.strerror}). Check who may read it, or name another folder."
+            ) from error
+        try:
+            header, values = _split(content)
+            metadata = json.loads(header[8:])["__metadata__"]
+            sealed = set(metadata) != {"metabridge"}  # version 0.1.0 wrote nothing else, and no checksum
+            if sealed and _checksum(header, values, metadata[CHECKSUM]) != metadata[CHECKSUM]:
+                raise InputError("its checksum is that of another content")
+            notes = json.loads(metadata["metabridge"])
+            if not isinstance(notes, dict):
+                raise InputError("its notes are not of a run")
+            return load(content), notes
+        except (SafetensorError, *UNREADABLE) as error:
             raise InputError(
                 f"{file} is damaged or not of a run ({error}). Delete it, or restore it from a copy."
             ) from error
@@ -121,7 +151,22 @@ class RunFolder:
     def write_metrics(self, lines: list[dict[str, object]]) -> None:
         """Write the learning curve, a line a point."""
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        write_whole(self.path / "metrics.jsonl", text.encode())
+        write_whole(self.path / "metrics.jsonl", text.encode(), follow=False)
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as they are read back: with their version, and tuples as lists."""
+    return json.loads(json.dumps({"version": VERSION} | dict(settings)))  # type: ignore[no-any-return]
+
+
+def fingerprint(settings: Mapping[str, Any]) -> int:
+    """Tell the model and the method of some settings from others."""
+    return zlib.crc32(json.dumps([settings["model"], settings["method"]], sort_keys=True).encode())
+
+
+def damaged(file: Path, reason: object) -> InputError:
+    """Return the error that says why a file of a run cannot be used."""
+    return InputError(f"{file} is damaged: {reason}. Restore it from a copy, or name another folder.")
 
 
 def write_method(method: Method) -> dict[str, object]:
@@ -161,15 +206,21 @@ def read_method(data: Mapping[str, Any]) -> Method:
     return Method(**data | {"regulariser": balance if data["regulariser"] else None})
 
 
-def read_network(settings: Mapping[str, Any], net: Network | None) -> Network:
-    """Return the run's network, made anew unless it is given."""
+def read_network(settings: Mapping[str, Any], net: Network | None, stored: Params) -> Network:
+    """Return the run's network, made anew unless it is given, if it is about as large as its `stored` tensors."""
     if net is None:
-        if settings["model"] is None:
-            raise InputError("this run's network was made by hand. Make it again and give it: load(folder, net=net).")
         recipe = dict(settings["model"])
+        if recipe["model"] not in BUILDERS:  # such as the path of an architecture: a run keeps the architecture itself
+            raise ValueError(f"its model is {recipe['model']!r}")
         if recipe.get("pretrained"):
             recipe["pretrained"] = False  # the run's own weights come next: nothing to download
-        net = build(**recipe)
+        values = sum(value.numel() for value in stored.values())
+        with SizeLimit(values=4 * values + 2**24, tensors=4 * len(stored) + 2**10):  # more while it is made
+            net = build(**recipe)
+    frozen = settings.get("frozen", ())
+    for name, weight in net.named_parameters():
+        if name in frozen:
+            weight.requires_grad_(False)
     return net
 
 
@@ -181,6 +232,11 @@ def check_match(wanted: Mapping[str, Tensor], stored: Params, folder: Path) -> N
             told = "no such tensor" if found is None else f"{tuple(found.shape)}"
             raise InputError(
                 f"the network has {name!r} of shape {tuple(own.shape)}, but the run in {folder} has {told}. "
+                "Give the network that was trained, or name another folder."
+            )
+        if found.dtype != own.dtype:
+            raise InputError(
+                f"the network has {name!r} in {own.dtype}, but the run in {folder} in {found.dtype}. "
                 "Give the network that was trained, or name another folder."
             )
 
@@ -221,19 +277,42 @@ def describe_environment(environment: object) -> dict[str, object]:
             known["classes"] = getattr(environment, "classes", None)  # quarter turns make more of the same source
             known["class_names"] = list(getattr(environment, "class_names", ()))
         else:
-            known[field.name] = _described(value)
+            known[field.name] = describe_value(value)
     return known
 
 
-def _described(value: object) -> object:
+def describe_value(value: object) -> object:
     """A setting as JSON can hold it; of a tensor enough to tell it from another."""
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, Tensor):
         return {"shape": list(value.shape), "crc32": zlib.crc32(value.detach().cpu().contiguous().numpy().tobytes())}
     if isinstance(value, tuple | list):
-        return [_described(each) for each in value]
+        return [describe_value(each) for each in value]
     return describe_environment(value)
+
+
+def _split(content: bytes) -> tuple[bytes, memoryview]:
+    """Return the header of a safetensors file, with its length, and the values of the tensors."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    if end > len(content):
+        raise InputError("it is cut off")
+    return content[:end], memoryview(content)[end:]
+
+
+def _mark(checksum: str) -> bytes:
+    """Return how the header says a checksum."""
+    return f'"{CHECKSUM}":"{checksum}"'.encode()
+
+
+def _checksum(header: bytes, values: memoryview, stored: str) -> str:
+    """Return the checksum of a file, where it says the `stored` one."""
+    return f"{zlib.crc32(values, zlib.crc32(header.replace(_mark(stored), _mark(_NONE), 1))):08x}"
+
+
+def _without_length(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without the number of iterations, which a run can go on to another of."""
+    return {**settings, "training": {**settings["training"], "iterations": None}}
 
 
 def _difference(there: object, here: object, name: str = "") -> str | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,13 +15,17 @@ from metabridge.environments.environment import Environment
 from metabridge.environments.images import Drawn, ImageTasks, send
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
+from metabridge.intervals import half_width
 from metabridge.learners.adapt import adapts_head_alone, predict, predict_from_features
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check_test
 from metabridge.models.network import Network, Params, apply_features
 from metabridge.models.norm import normalises_each_set, running_layers
+from metabridge.progress import tracked
+from metabridge.threads import shell
 from metabridge.training.augment import Augment
 
+Metric = Literal["accuracy", "squared error"]
 # Tasks are drawn so many at a time for every model on every device: what a seed draws depends on it.
 BLOCK = 16
 
@@ -46,42 +49,43 @@ class Model:
 
     def predict(self, episodes: Episodes) -> Tensor:
         """Return the outputs for the queries of every task, (tasks, queries, outputs), in evaluation mode."""
-        return self._in_evaluation(lambda: predict(self.method, self.net, self.params, episodes, dtype=self.dtype))
+        return predict(self.method, self._evaluating(), self.params, episodes, dtype=self.dtype)
 
     def features(self, images: Tensor) -> Tensor:
         """Return the features of images (n, channels, height, width) in evaluation mode."""
         with torch.no_grad():
-            return self._in_evaluation(lambda: apply_features(self.net, self.params, images, self.dtype))
+            return apply_features(self._evaluating(), self.params, images, self.dtype)
 
-    def _in_evaluation(self, compute: Callable[[], Tensor]) -> Tensor:
-        training = self.net.training
-        self.net.eval()
-        try:
-            return compute()
-        finally:
-            self.net.train(training)
+    def _evaluating(self) -> Network:
+        """Return the network in evaluation mode: a copy that shares its tensors, since other threads may use it."""
+        return shell(self.net).eval() if any(layer.training for layer in self.net.modules()) else self.net
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The mean over tasks and the half-width of its 95 % interval; accuracy, or squared error for values."""
+    """The mean over tasks and the half-width of its 95 % interval; accuracy, or squared error for values.
+
+    Adaptation diverged on `diverged` of the tasks. If it did on all of them, the mean is NaN.
+    """
 
     mean: float
     ci95: float
     tasks: int
     values: Tensor  # one a task
-    metric: Literal["accuracy", "squared error"] = "accuracy"
+    metric: Metric = "accuracy"
+    diverged: int = 0
 
     @classmethod
-    def of(cls, values: Tensor, metric: Literal["accuracy", "squared error"] = "accuracy") -> Score:
-        """Summarise one value a task.
+    def of(cls, values: Tensor, metric: Metric = "accuracy", *, diverged: int = 0) -> Score:
+        """Summarise one value a task. The interval is Student's.
 
         >>> Score.of(torch.tensor([0.0, 1.0, 1.0, 1.0]))
-        Score(mean=0.750, ci95=0.490, tasks=4)
+        Score(mean=0.750, ci95=0.796, tasks=4)
         """
         values = values.double().cpu()
-        spread = float(values.std()) if len(values) > 1 else math.nan
-        return cls(float(values.mean()), 1.96 * spread / math.sqrt(len(values)), len(values), values, metric)
+        if diverged == len(values):
+            values = torch.full_like(values, math.nan)
+        return cls(float(values.mean()), half_width(values), len(values), values, metric, diverged)
 
     def beats(self, other: Score) -> bool:
         """Whether this score is the better one; any number is better than NaN."""
@@ -103,11 +107,14 @@ class Score:
         """Say it in a few words.
 
         >>> Score.of(torch.tensor([0.0, 1.0, 1.0, 1.0])).told()
-        '75.0 ± 49.0 %'
+        '75.0 ± 79.6 %'
+        >>> Score.of(torch.tensor([0.0, 1.0, 1.0, 1.0]), diverged=1).told()
+        '75.0 ± 79.6 % (adaptation diverged on 1 of 4 tasks)'
         """
+        note = f" (adaptation diverged on {self.diverged} of {self.tasks} tasks)" if self.diverged else ""
         if self.metric == "accuracy":
-            return f"{100 * self.mean:.1f} ± {100 * self.ci95:.1f} %"
-        return f"{self.mean:.3g} ± {self.ci95:.2g}"
+            return f"{100 * self.mean:.1f} ± {100 * self.ci95:.1f} %{note}"
+        return f"{self.mean:.3g} ± {self.ci95:.2g}{note}"
 
     def __repr__(self) -> str:
         return f"Score(mean={self.mean:.3f}, ci95={self.ci95:.3f}, tasks={self.tasks})"
@@ -194,7 +201,8 @@ def evaluate(
 ) -> Score:
     """Adapt to `tasks` tasks of the environment and score their queries.
 
-    The same seed draws the same tasks for every model, so that scores can be compared in pairs.
+    The same seed draws the same tasks for every model, so that scores can be compared in pairs. Outputs that are not
+    finite are wrong answers, and the score counts the tasks that have any.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method, parameters
@@ -203,10 +211,12 @@ def evaluate(
     >>> evaluate(Model(maml, net, parameters(maml, net)), Sinusoid(), tasks=20).tasks
     20
     """
-    values = []
+    values, lost = [], []
     for outputs, episodes in outcomes(model, environment, tasks=tasks, seed=seed, views=views, progress=progress):
         values.append(score_tasks(outputs, episodes))
-    return Score.of(torch.cat(values), "accuracy" if episodes.classification else "squared error")
+        lost.append(diverged(outputs))
+    metric: Metric = "accuracy" if episodes.classification else "squared error"
+    return Score.of(torch.cat(values), metric, diverged=int(torch.cat(lost).sum()))
 
 
 def outcomes(
@@ -226,6 +236,7 @@ def outcomes(
         raise InputError(f"tasks is {tasks}, but an interval needs at least 2.")
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, Model):
+        check_finite(model.params, dict(model.net.named_buffers()))
         _check_statistics(model)
         fixed = adapts_head_alone(model.method) and not normalises_each_set(model.net)
         if fixed and isinstance(environment, ImageTasks):
@@ -240,6 +251,22 @@ def outcomes(
     for size in _batches(tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK):  # enough to fill the machine
         episodes = _sampled(environment, size, generator, model.device)
         yield model.predict(episodes), episodes
+
+
+def check_finite(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are NaN or infinite, and buffers that are NaN: a mask may be infinite.
+
+    >>> check_finite({"head.bias": torch.tensor([1.0, torch.nan])}, {})
+    Traceback (most recent call last):
+    metabridge.errors.InputError: the weight 'head.bias' holds NaN or infinite values: training diverged. Train again \
+with a lower learning rate, or use an earlier checkpoint.
+    """
+    for name, value in (*params.items(), *buffers.items()):
+        if value.isnan().any() or (name in params and value.isinf().any()):
+            raise InputError(
+                f"the weight {name!r} holds NaN or infinite values: training diverged. "
+                "Train again with a lower learning rate, or use an earlier checkpoint."
+            )
 
 
 def _check_statistics(model: Model) -> None:
@@ -276,7 +303,7 @@ class FeatureTable:
         augment = views.augment or Augment.for_size(environment.data.images.shape[-1])
         chunks = rows.split(64 if device.type == "cpu" else 1000)
         found: list[list[Tensor]] = [[] for _ in range(1 + views.copies)]
-        for chunk in track(chunks, "features", disable=not progress, transient=True):
+        for chunk in tracked(chunks, "features", progress):
             images = environment.data.look_up(chunk).to(device)
             for copy, parts in enumerate(found):
                 parts.append(views.features(model, images if copy == 0 else augment(images, generator)))
@@ -286,11 +313,14 @@ class FeatureTable:
         """Score models whose features these are, with one head or another, on the tasks that `evaluate` draws."""
         generator = torch.Generator().manual_seed(seed)
         values: list[list[Tensor]] = [[] for _ in models]
+        lost: list[list[Tensor]] = [[] for _ in models]
         for size in _batches(tasks, 32 * BLOCK):
             episodes = self.episodes(environment, size, generator)
-            for model, scored in zip(models, values):
-                scored.append(score_tasks(predict_from_features(model.method, model.params, episodes), episodes))
-        return [Score.of(torch.cat(scored)) for scored in values]
+            for index, model in enumerate(models):
+                outputs = predict_from_features(model.method, model.params, episodes)
+                values[index].append(score_tasks(outputs, episodes))
+                lost[index].append(diverged(outputs))
+        return [Score.of(torch.cat(own), diverged=int(torch.cat(bad).sum())) for own, bad in zip(values, lost)]
 
     def outcomes(
         self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
@@ -329,9 +359,18 @@ def _batches(tasks: int, size: int) -> list[int]:
 def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
     """Return each task's accuracy on its queries, or its mean squared error where targets are values.
 
-    A query whose outputs are NaN is wrong.
+    A query whose outputs are not finite is wrong, and the squared error of its task is NaN.
     """
     if episodes.classification:
-        told = ~outputs.isnan().any(-1)
-        return (told & (outputs.argmax(-1) == episodes.query_y)).double().mean(-1)
-    return (outputs - episodes.query_y).square().sum(-1).mean(-1)
+        return answered_right(outputs, episodes).double().mean(-1)
+    return (outputs - episodes.query_y).masked_fill(~outputs.isfinite(), math.nan).square().sum(-1).mean(-1)
+
+
+def answered_right(outputs: Tensor, episodes: Episodes) -> Tensor:
+    """Return whether each query's class is predicted right (tasks, queries); never where its outputs are not finite."""
+    return outputs.isfinite().all(-1) & (outputs.argmax(-1) == episodes.query_y)
+
+
+def diverged(outputs: Tensor) -> Tensor:
+    """Return which tasks (tasks,) have outputs (tasks, queries, outputs) that are not finite."""
+    return ~outputs.isfinite().flatten(1).all(1)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from metabridge.devices import as_device
 from metabridge.environments.environment import Environment
 from metabridge.errors import InputError, check_count
+from metabridge.files import FolderLock
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
 from metabridge.models.network import Network
@@ -49,6 +51,8 @@ class Run(Model):
 class Fitting:
     """A training under way, and the folder that it is kept in, if any; see `fit`.
 
+    The folder is locked until `close`, so that no other training writes to it.
+
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
     >>> from metabridge.models import mlp
@@ -68,16 +72,34 @@ class Fitting:
         device: torch.device | str = "cpu",
         mode: Mode = "auto",
         out: str | Path | None = None,
+        teacher: Model | None = None,
     ) -> None:
         if not isinstance(method, Method):
             raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
-        self.loop = Loop(net, method, environment, validate, settings, torch.device(device), mode)
+        device = as_device(device)
         self._folder = None if out is None else RunFolder(Path(out))
+        if self._folder is not None and settings.validate_every is None and (held := self._folder.held()):
+            settings = replace(settings, validate_every=held["training"].get("validate_every"))
+        self.loop = Loop(net, method, environment, validate, settings, device, mode, teacher)
         self._described = {} if self._folder is None else self.loop.described()
-        if self._folder is not None:
-            self._folder.begin(self._described)
-            self.loop.restore(self._folder)
+        self._lock = None if self._folder is None else FolderLock(self._folder.path)
         self._saved = time.perf_counter()
+        if self._folder is not None:
+            try:
+                self._begin(self._folder)
+            except BaseException:
+                self.close()
+                raise
+
+    def _begin(self, folder: RunFolder) -> None:
+        """Take up what the folder holds, if it has the same settings but for the number of iterations."""
+        resized = folder.check(self._described)
+        self.loop.restore(folder)
+        if resized:
+            self.loop.end_curve()
+            self.save()  # a run that was finished no longer is, or the other way round
+        if resized or folder.held() is None:
+            folder.write_settings(self._described)
 
     def step(self) -> bool:
         """Take one step, and return whether it brought a point of the learning curve."""
@@ -89,8 +111,16 @@ class Fitting:
     def save(self) -> None:
         """Write the folder, unless a step was broken off."""
         if self._folder is not None and self.loop.intact:
+            if self._lock is None:
+                raise InputError(f"the training in {self._folder.path} was closed. Begin it again to go on.")
             self.loop.save(self._folder)
         self._saved = time.perf_counter()
+
+    def close(self) -> None:
+        """Let others write to the folder. Training goes on only by beginning it again."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def run(self) -> Run:
         """Write the best weights so far into the network, and return what there is."""
@@ -143,8 +173,9 @@ def in_turns(
                 if time.perf_counter() >= until:
                     waiting.clear()
         finally:
-            with contextlib.ExitStack() as left:  # all are saved, whatever happens to one
+            with contextlib.ExitStack() as left:  # all are saved and closed, whatever happens to one
                 for turn in under_way:
+                    left.callback(turn.fitting.close)
                     left.callback(turn.save)
 
 
@@ -179,6 +210,7 @@ class _Turn:
         self.fitting = begin()
         loop = self.fitting.loop
         if beside and loop.draws:
+            self.fitting.close()
             raise InputError(
                 f"{name} drops at random, and would draw from the same generator as the others. Use at_once=1."
             )
@@ -196,7 +228,7 @@ class _Turn:
             told = f"{loop.curve[-1].told()}, {loop.speed()}"
             bar.update(self._shown, told=told)
             if not bar.disable and not bar.console.is_terminal:
-                bar.console.print(f"{self.name} {loop.iteration}/{loop.settings.iterations}: {told}")
+                bar.console.print(f"{self.name} {loop.iteration}/{loop.settings.iterations}: {told}", markup=False)
 
     def save(self) -> None:
         with torch.cuda.stream(self._stream):
@@ -204,6 +236,7 @@ class _Turn:
 
     def end(self) -> Run:
         self.save()
+        self.fitting.close()
         with torch.cuda.stream(self._stream):
             run = self.fitting.run()
         if self._stream is not None:

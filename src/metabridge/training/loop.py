@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import operator
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -16,18 +18,20 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.images import ImageBatches
-from metabridge.errors import InputError, check_count, check_not_negative, check_positive
+from metabridge.errors import UNREADABLE, InputError, check_count, check_not_negative, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import parameters
-from metabridge.models.drop import Drop, draws
-from metabridge.models.network import Network, Params
+from metabridge.learners.parameters import extras, parameters
+from metabridge.models.drop import Drop
+from metabridge.models.network import Network, Params, frozen
 from metabridge.models.norm import estimate_statistics, running_layers
 from metabridge.training import checkpoint
 from metabridge.training.augment import Augment
-from metabridge.training.checkpoint import RunFolder, check_match, fill, merge, part
+from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part
 from metabridge.training.evaluate import Model, Score, evaluate
+from metabridge.training.muon import Muon
 from metabridge.training.schedule import Constant, Schedule
+from metabridge.training.soft_targets import Softener, SoftTargets, soft_cross_entropy
 
 log = logging.getLogger("metabridge")
 
@@ -36,8 +40,10 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": AdamW,
     "radam": RAdam,
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
+    "muon": Muon,
 }
 Precision = Literal["float32", "bfloat16"]
+METRICS: tuple[Literal["accuracy", "squared error"], ...] = ("accuracy", "squared error")
 PACE = 50  # iterations between changes of the rates at which layers drop
 
 
@@ -77,9 +83,13 @@ class Settings:
     validate_every: int | None = None  # a tenth of the iterations unless given
     validate_tasks: int = 100
     precision: Precision = "float32"
+    soft_targets: SoftTargets | None = None
+    average: float | None = None  # decay of the moving average of the parameters that is validated and kept
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _plain_number(getattr(self, field.name)))
         check_count("iterations", self.iterations)
         check_count("tasks", self.tasks)
         check_positive("lr", self.lr)
@@ -88,14 +98,18 @@ class Settings:
             raise InputError(f"schedule is {self.schedule!r}, but must be one such as metabridge.training.Cosine().")
         if not isinstance(self.augment, Augment | None):
             raise InputError(f"augment is {self.augment!r}, but must be an Augment() or None.")
-        if self.interval < 1:
-            raise InputError(f"validate_every is {self.validate_every}, but must be at least 1 iteration.")
-        if self.validate_tasks < 2:
-            raise InputError(f"validate_tasks is {self.validate_tasks}, but an interval needs at least 2.")
-        if self.patience is not None and self.patience < 0:
-            raise InputError(f"patience is {self.patience}, but must be 0 validations or more.")
+        if not isinstance(self.interval, int) or self.interval < 1:
+            raise InputError(f"validate_every is {self.validate_every!r}, but must be at least 1 iteration.")
+        if not isinstance(self.validate_tasks, int) or self.validate_tasks < 2:
+            raise InputError(f"validate_tasks is {self.validate_tasks!r}, but an interval needs at least 2.")
+        if self.patience is not None and not (isinstance(self.patience, int) and self.patience >= 0):
+            raise InputError(f"patience is {self.patience!r}, but must be 0 validations or more.")
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed!r}, but must be a whole number of 64 bits. Use seed=0.")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}.")
+        if self.average is not None and not 0 < self.average < 1:
+            raise InputError(f"average is {self.average}, but must be a decay between 0 and 1, such as 0.999.")
         if self.precision not in ("float32", "bfloat16"):
             raise InputError(f"precision is {self.precision!r}, but must be 'float32' or 'bfloat16'.")
 
@@ -115,6 +129,45 @@ class Settings:
         return asdict(self) | {"schedule": schedule, "validate_every": self.interval}
 
 
+def _plain_number(value: Any) -> Any:
+    """Return a number of NumPy or of a tensor as Python's own, which JSON can hold; anything else as it is."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, SupportsFloat) and getattr(value, "ndim", 0) == 0 else value
+
+
+class GlobalRandom:
+    """The states that the global generators have for one training; outside of `active` they are the caller's."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._generators = {"torch": torch.default_generator}  # dropped features draw from it
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators["cuda"] = torch.cuda.default_generators[index]
+        self.states = {
+            name: torch.Generator(generator.device).manual_seed(seed).get_state()
+            for name, generator in self._generators.items()
+        }
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Let what is inside draw from the states of the training, and give the caller's back."""
+        callers = self._swap(self.states)
+        try:
+            yield
+        finally:
+            self.states = self._swap(callers)
+
+    def _swap(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        before = {name: generator.get_state() for name, generator in self._generators.items()}
+        for name, generator in self._generators.items():
+            generator.set_state(states[name])
+        return before
+
+
 class Loop:
     """The parameters, the optimizer, the random generators, the best so far and the learning curve."""
 
@@ -127,6 +180,7 @@ class Loop:
         settings: Settings,
         device: torch.device,
         mode: Mode,
+        teacher: Model | None = None,
     ) -> None:
         self.method, self.environment, self.validate, self.settings = method, environment, validate, settings
         # in low precision convolutions are faster with the channels last, and copies between layouts cost time
@@ -135,30 +189,45 @@ class Loop:
         self.device, self.net = device, net.to(device).train()
         classes = getattr(environment, "classes", None)
         self.params = parameters(method, net, classes=classes, seed=settings.seed)
-        trained = [value for value in self.params.values() if value.requires_grad]
+        solver = extras(self.params)  # decay would pull learned rates to zero; they come last, so the order is the same
+        trained = {name: value for name, value in self.params.items() if value.requires_grad}
+        if not trained:
+            raise InputError(
+                "there is nothing to train: all that this method trains has requires_grad=False. Unfreeze some of it."
+            )
+        groups: list[dict[str, Any]] = [
+            {"params": [value for name, value in trained.items() if name not in solver]},
+            {"params": [value for name, value in trained.items() if name in solver], "weight_decay": 0.0},
+        ]
         make = OPTIMIZERS[settings.optimizer]
-        self.optimizer: Optimizer = make(trained, lr=settings.lr, weight_decay=settings.weight_decay)
+        self.optimizer: Optimizer = make(
+            [group for group in groups if group["params"]], lr=settings.lr, weight_decay=settings.weight_decay
+        )
         self.drops = [block for block in net.modules() if isinstance(block, Drop)]
-        # from the one generator that everything in a process shares
-        self.draws = draws(net)
-        if device.type == "cpu" and mode in ("auto", "workers") and self.draws:
-            mode = "loop"  # threads would draw from the one generator in an order that no seed decides
-        self.engine = Engine(method, net, mode=mode, dtype=settings.dtype)
+        soft = settings.soft_targets
+        self.soften = None if soft is None else Softener(soft, method, teacher)
+        trains = method if soft is None else replace(method, loss=soft_cross_entropy)
+        self.engine = Engine(trains, net, mode=mode, dtype=settings.dtype)
+        self.averaged = None if settings.average is None else _copy(self.params)
         self.generators = {
             "tasks": torch.Generator().manual_seed(settings.seed),
             "augment": torch.Generator(device).manual_seed(settings.seed),
-            "torch": torch.default_generator.manual_seed(settings.seed),  # dropped features draw from it
         }
+        self.random = GlobalRandom(device, settings.seed)
         if device.type == "cuda":
-            torch.cuda.manual_seed(settings.seed)
             torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
-            self.generators["cuda"] = torch.cuda.default_generators[device.index or 0]
         self.kept: tuple[Params, Params] | None = None
         self.curve: list[Point] = []
         self.total = torch.zeros((), device=device)
         self.iteration, self.seconds = 0, 0.0
         self.intact = True  # between steps; not while one is under way
         self.unsaved = False  # whether what is kept is newer than on disk
+
+    @property
+    def draws(self) -> bool:
+        """Whether the network draws random numbers in training, from the one generator that a process has."""
+        episodes = self.environment.sample(self.settings.tasks, torch.Generator().manual_seed(self.settings.seed))
+        return self.engine.behaviour(self.params, episodes.to(self.device)).random
 
     @property
     def finished(self) -> bool:
@@ -175,16 +244,33 @@ class Loop:
 
     def step(self) -> bool:
         """Take one step, and return whether it brought a point of the learning curve."""
-        settings, started = self.settings, time.perf_counter()
         self.intact = False
+        with self.random.active():
+            due = self._step()
+        self.intact = True
+        return due
+
+    def _step(self) -> bool:
+        settings, started = self.settings, time.perf_counter()
         self._set_pace()
         episodes = self.environment.sample(settings.tasks, self.generators["tasks"]).to(self.device)
+        done = self.iteration / settings.iterations
         if settings.augment is not None:
-            done = self.iteration / settings.iterations
-            episodes = settings.augment.episodes(episodes, self.generators["augment"], done)
+            # a teacher sees the full size
+            shown = done if self.soften is None else 1.0
+            episodes = settings.augment.episodes(episodes, self.generators["augment"], shown)
+        if self.soften is not None:
+            episodes = self.soften(episodes, self.generators["augment"])
+            if settings.augment is not None:
+                episodes = settings.augment.shrunk(episodes, done)
         result = self.engine(self.params, episodes)
         result.assign(self.params)
         self.optimizer.step()
+        if self.averaged is not None and settings.average is not None:
+            # the first steps, far from where training ends, are soon forgotten
+            decay = min(settings.average, (1 + self.iteration) / (10 + self.iteration))
+            values = [self.params[name].detach() for name in self.averaged]
+            torch._foreach_lerp_(list(self.averaged.values()), values, 1 - decay)
         self.total += result.loss
         self.iteration += 1
         due = self.iteration % settings.interval == 0 or self.iteration == settings.iterations
@@ -193,8 +279,14 @@ class Loop:
         self.seconds += time.perf_counter() - started
         if due:
             self._judge()
-        self.intact = True
         return due
+
+    def end_curve(self) -> None:
+        """Add the last point to the curve of a run that was shortened to the iterations it has done."""
+        last = self.curve[-1].iteration if self.curve else 0
+        if last < self.iteration == self.settings.iterations:
+            with self.random.active():
+                self._judge()
 
     def _set_pace(self) -> None:
         done = self.iteration / self.settings.iterations
@@ -217,20 +309,20 @@ class Loop:
         self._settle()
         score = None
         if self.validate is not None:
-            model = Model(self.method, self.net, self.params, self.settings.dtype)
+            model = Model(self.method, self.net, self.averaged or self.params, self.settings.dtype)
             score = evaluate(model, self.validate, tasks=self.settings.validate_tasks, seed=self.settings.seed)
             if not math.isfinite(score.mean):
                 log.warning("the validation at iteration %d is %s: adaptation diverged.", self.iteration, score.mean)
         best = best_score(self.curve)
         better = score is not None and (best is None or score.beats(best))
         if better or score is None:
-            self.kept = _copy(self.params), _copy(dict(self.net.named_buffers()))
+            self.kept = _copy(self.averaged or self.params), _copy(dict(self.net.named_buffers()))
             self.unsaved = True
         self.curve.append(Point(self.iteration, self.seconds, loss, score, better))
 
     def _settle(self) -> None:
         """Write the weights into the network, and measure its running statistics with them where it has any."""
-        fill(self.net, self.params, dict(self.net.named_buffers()))
+        fill(self.net, self.averaged or self.params, dict(self.net.named_buffers()))
         if running_layers(self.net):
             generator = torch.Generator().manual_seed(0)
             count = 8 if self.device.type == "cpu" else 40
@@ -254,17 +346,24 @@ class Loop:
 
     def best(self) -> tuple[Params, Params]:
         """Return the parameters and buffers to keep: the best, or the last without validation."""
-        return self.kept or (_copy(self.params), _copy(dict(self.net.named_buffers())))
+        return self.kept or (_copy(self.averaged or self.params), _copy(dict(self.net.named_buffers())))
 
     def described(self) -> dict[str, Any]:
         """Return the settings of the run, as JSON can hold them."""
+        fixed = sorted(frozen(self.net))
+        teacher = None if self.soften is None else self.soften.teacher
+        taught = {} if teacher is None else {"teacher": checkpoint.describe_value(teacher.params["heads.weight"])}
         return {
-            "model": self.net.recipe,
-            "method": checkpoint.write_method(self.method),
+            **self._model_and_method(),
             "tasks": checkpoint.describe_environment(self.environment),
             "validation": None if self.validate is None else checkpoint.describe_environment(self.validate),
             "training": self.settings.plain(),
+            **({"frozen": fixed} if fixed else {}),
+            **taught,
         }
+
+    def _model_and_method(self) -> dict[str, Any]:
+        return {"model": self.net.recipe, "method": checkpoint.write_method(self.method)}
 
     def save(self, folder: RunFolder) -> None:
         """Write the best and the latest into the folder."""
@@ -274,6 +373,7 @@ class Loop:
             "seconds": self.seconds,
             "finished": self.finished,
             "curve": curve,
+            "settings": checkpoint.fingerprint(self._model_and_method()),
         }
         if self.kept is not None and self.unsaved:
             folder.write("weights", merge(params=self.kept[0], buffers=self.kept[1]), notes)
@@ -283,49 +383,91 @@ class Loop:
             for key, value in state.items()
             if value is not None
         }
-        states = {name: generator.get_state() for name, generator in self.generators.items()}
-        tensors = merge(params=self.params, moments=moments, random=states, loss={"total": self.total})
+        tensors = merge(
+            params=self.params,
+            average=self.averaged or {},
+            buffers=_copy(dict(self.net.named_buffers())),
+            moments=moments,
+            random=self._states(),
+            loss={"total": self.total},
+        )
         folder.write("state", tensors, notes)
         self.unsaved = False
         folder.write_metrics(curve)
+
+    def _states(self) -> Params:
+        return {name: generator.get_state() for name, generator in self.generators.items()} | self.random.states
 
     def restore(self, folder: RunFolder) -> None:
         """Go on from what `save` left, if it left anything."""
         state, weights = folder.read("state"), folder.read("weights")
         if state is None:
             return
-        tensors, notes = state
-        states = part(tensors, "random")
-        if states.keys() != self.generators.keys():
-            kind = "a GPU" if "cuda" in states else "the CPU"
-            raise InputError(f"the run in {folder.path} was begun on {kind}. Go on there, or name another folder.")
-        if weights is None and notes["curve"]:
+        try:
+            self._restore(folder, *state)
+        except InputError:
+            raise
+        except UNREADABLE as error:
+            raise damaged(folder.path / "state.safetensors", f"its state cannot be read ({error!r})") from error
+        if weights is None and self.curve:
             raise InputError(
                 f"the run in {folder.path} has lost its best weights: weights.safetensors is missing. "
                 "Restore it from a copy, or name another folder."
             )
-        params = part(tensors, "params")
-        check_match(self.params, params, folder.path)
+        if weights is not None:
+            params, buffers = part(weights[0], "params"), part(weights[0], "buffers")
+            check_match(self.params, params, folder.path)
+            check_match(dict(self.net.named_buffers()), buffers, folder.path)
+            self.kept = (
+                {key: value.to(self.device) for key, value in params.items()},
+                {key: value.to(self.device) for key, value in buffers.items()},
+            )
+
+    def _restore(self, folder: RunFolder, tensors: Params, notes: dict[str, Any]) -> None:
+        states = part(tensors, "random")
+        if states.keys() != self._states().keys():
+            kind = "a GPU" if "cuda" in states else "the CPU"
+            raise InputError(f"the run in {folder.path} was begun on {kind}. Go on there, or name another folder.")
+        self.iteration, self.seconds = operator.index(notes["iteration"]), float(notes["seconds"])
+        if self.iteration > self.settings.iterations:
+            raise InputError(
+                f"the run in {folder.path} has done {self.iteration} iterations, but iterations is "
+                f"{self.settings.iterations}. Use iterations={self.iteration} or more, or name another folder."
+            )
+        values, stored = dict(self.params), part(tensors, "params")
+        if buffers := part(tensors, "buffers"):  # version 0.1.0 wrote none
+            values, stored = values | dict(self.net.named_buffers()), stored | buffers
+        check_match(values, stored, folder.path)
+        averaged, means = self.averaged or {}, part(tensors, "average")
+        check_match(averaged, means, folder.path)
         with torch.no_grad():
-            for name, own in self.params.items():
-                own.copy_(params[name])
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, value in part(tensors, "moments").items():
-            index, _, key = name.partition(".")
-            moments.setdefault(int(index), {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        for name, value in states.items():
-            self.generators[name].set_state(value)
-        self.total = tensors["loss.total"].to(self.device)
-        self.iteration, self.seconds = notes["iteration"], notes["seconds"]
+            for name, own in values.items():
+                own.copy_(stored[name])
+            for name, mean in averaged.items():
+                mean.copy_(means[name])
+        self._restore_moments(part(tensors, "moments"))
+        for name, generator in self.generators.items():
+            generator.set_state(states[name])
+        self.random.states = {name: states[name] for name in self.random.states}
+        with self.random.active():
+            pass  # refuses states that are none
+        self.total = tensors["loss.total"].to(self.device).reshape(())
         self.curve = [point_of(line) for line in notes["curve"]]
         self._set_drop_rate()
-        if weights is not None:
-            self.kept = (
-                {key: value.to(self.device) for key, value in part(weights[0], "params").items()},
-                {key: value.to(self.device) for key, value in part(weights[0], "buffers").items()},
-            )
+
+    def _restore_moments(self, stored: Params) -> None:
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in stored.items():
+            index, _, key = name.partition(".")
+            moments.setdefault(int(index), {})[key] = value
+        trained = [value for group in self.optimizer.param_groups for value in group["params"]]
+        for place, values in moments.items():
+            if values.keys() != next(iter(moments.values())).keys():
+                raise ValueError(f"the optimizer's state of parameter {place} is not like that of the others")
+            if any(value.ndim and value.shape != trained[place].shape for value in values.values()):
+                raise ValueError(f"the optimizer's state of parameter {place} has another shape")
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 def _copy(tensors: Params) -> Params:
@@ -347,5 +489,8 @@ def point_of(line: dict[str, Any]) -> Point:
     judged = line["validation"]
     score = None
     if judged is not None:
-        score = Score(judged["mean"], judged["ci95"], judged["tasks"], torch.empty(0), judged["metric"])
-    return Point(line["iteration"], line["seconds"], line["loss"], score, line["best"])
+        metric = METRICS[METRICS.index(judged["metric"])]  # a ValueError for another
+        mean, margin = float(judged["mean"]), float(judged["ci95"])
+        score = Score(mean, margin, operator.index(judged["tasks"]), torch.empty(0), metric)
+    iteration, seconds = operator.index(line["iteration"]), float(line["seconds"])
+    return Point(iteration, seconds, float(line["loss"]), score, bool(line["best"]))

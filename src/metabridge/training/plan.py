@@ -12,9 +12,11 @@ from metabridge.learners.method import PRESETS, Method, method
 from metabridge.models import ARCHITECTURE, Network, build
 from metabridge.models.norm import Statistics
 from metabridge.training.augment import Augment
+from metabridge.training.evaluate import Model
 from metabridge.training.fitting import Fitting, Run, alone
 from metabridge.training.loop import Precision, Settings
 from metabridge.training.schedule import Constant, Cosine, Plateau, Schedule, Step
+from metabridge.training.soft_targets import SoftTargets
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Plan:
     validate_shots: int = 1
     patience: int | None = None
     precision: Precision = "float32"
+    soft_targets: SoftTargets | None = None
+    average: float | None = None
     seed: int = 0
 
     def train(
@@ -64,11 +68,21 @@ class Plan:
         out: str | Path | None = None,
         minutes: float | None = None,
         progress: bool = True,
+        teacher: Model | None = None,
     ) -> Run:
         """Train on the images' classes for training, and validate on those for validation if there are two or more."""
-        return alone(self.begin(images, device=device, out=out), self.method, minutes=minutes, progress=progress)
+        return alone(
+            self.begin(images, device=device, out=out, teacher=teacher), self.method, minutes=minutes, progress=progress
+        )
 
-    def begin(self, images: LabelledImages, *, device: str = "cpu", out: str | Path | None = None) -> Fitting:
+    def begin(
+        self,
+        images: LabelledImages,
+        *,
+        device: str = "cpu",
+        out: str | Path | None = None,
+        teacher: Model | None = None,
+    ) -> Fitting:
         """Begin to train, or go on with what is in the folder, without taking a step yet."""
         chosen = self.chosen()
         images = images.to(device)
@@ -77,7 +91,7 @@ class Plan:
         validate = self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None
         net, tasks = self.network(images), self.training_tasks(images)
         settings = self.settings(self.changes(images))
-        return Fitting(net, chosen, tasks, settings, validate=validate, device=device, out=out)
+        return Fitting(net, chosen, tasks, settings, validate=validate, device=device, out=out, teacher=teacher)
 
     def settings(self, augment: Augment | None = None) -> Settings:
         """Return how it is trained, refusing what no training takes."""
@@ -93,6 +107,8 @@ class Plan:
             validate_every=self.validate_every,
             validate_tasks=self.validate_tasks,
             precision=self.precision,
+            soft_targets=self.soft_targets,
+            average=self.average,
             seed=self.seed,
         )
 

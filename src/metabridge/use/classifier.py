@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,18 +17,18 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor
 
+from metabridge.devices import as_device
 from metabridge.environments.decode import Form
-from metabridge.errors import InputError
+from metabridge.errors import UNREADABLE, InputError
 from metabridge.files import make_folder
 from metabridge.learners.adapt import Adapted, adapt
 from metabridge.learners.heads import LinearHead, PairwiseHead
 from metabridge.learners.method import TestHead, named_head
-from metabridge.models import build
 from metabridge.models.norm import normalises_each_set
-from metabridge.training.checkpoint import RunFolder, fill, merge, part
-from metabridge.training.evaluate import Model
+from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, read_network
+from metabridge.training.evaluate import Model, check_finite
 from metabridge.training.fit import load
-from metabridge.use.pictures import form_of, pixels
+from metabridge.use.pictures import form_of, image_shape, pixels
 
 VERSION = 1  # of the form in which an adapted model is saved
 CHUNK = 256  # images whose features are computed at once, where they do not depend on each other
@@ -89,6 +89,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Iterable[Any], y: Iterable[Any]) -> Self:
         """Adapt to the support set `X` with the labels `y`."""
         model = self._model()
+        check_finite(model.params, dict(model.net.named_buffers()))
         given = column_or_1d(y)
         check_classification_targets(given)
         classes, labels = np.unique(given, return_inverse=True)
@@ -101,8 +102,14 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if len(images) != len(labels):
             raise InputError(f"X holds {len(images)} images, but y {len(labels)} labels. Give a label for each image.")
         x, targets = _inputs(images, model.device), torch.from_numpy(labels).to(model.device)
-        self.adapted_ = adapt(model.method, model.net, model.params, x, targets)
-        self.classes_, self.form_ = classes, form
+        adapted = adapt(model.method, model.net, model.params, x, targets)
+        solved = {} if adapted.head is None else {"weight": adapted.head.weight, "bias": adapted.head.bias}
+        if not all(value.isfinite().all() for value in (*adapted.params.values(), *solved.values())):
+            raise InputError(
+                "adaptation to these images diverged: adapted weights are NaN or infinite. Use head='logistic' "
+                "(--head logistic), or a run whose method takes smaller steps."
+            )
+        self.adapted_, self.classes_, self.form_ = adapted, classes, form
         return self
 
     def predict(self, X: Iterable[Any]) -> NDArray[Any]:
@@ -154,7 +161,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         It predicts without the run; only to fit it again takes the run, where it was.
         """
-        held = RunFolder(Path(folder)).read("adapted")
+        kept, device = RunFolder(Path(folder)), as_device(device)
+        held = kept.read("adapted")
         if held is None:
             raise InputError(
                 f"{folder} holds no adapted model. Make one with metabridge adapt --save, or FewShotClassifier.save."
@@ -165,29 +173,37 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"the adapted model in {folder} was written in form {notes.get('version')}, but this version of "
                 f"metabridge reads form {VERSION}. Adapt again, or use the version that wrote it."
             )
-        net, params = build(**notes["model"]), part(tensors, "params")
-        fill(net, params, part(tensors, "buffers"))
-        head: LinearHead | PairwiseHead | None = None
-        if notes["head"] is not None:
-            kind = PairwiseHead if notes["head"]["kind"] == "PairwiseHead" else LinearHead
-            solved = {name: value.to(device) for name, value in part(tensors, "head").items()}
-            head = kind(**solved, normalise=notes["head"]["normalise"])
-        classifier = cls(**notes["arguments"], device=device)
+        params, buffers = part(tensors, "params"), part(tensors, "buffers")
+        try:
+            net = read_network(notes, None, tensors)
+            check_match({**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, kept.path)
+            classes, form = _read_classes(notes["classes"]), Form(**notes["form"])
+            if image_shape(net) != (form.channels, form.size):
+                raise InputError(f"its network does not take images of {form}")
+            head = _read_head(notes["head"], part(tensors, "head"), params["head.weight"], len(classes))
+            classifier = cls(**notes["arguments"], device=device)
+        except UNREADABLE as error:
+            raise damaged(kept.path / "adapted.safetensors", str(error).rstrip(".")) from error
+        check_finite(params | part(tensors, "head"), buffers)
+        fill(net, params, buffers)
         params = {name: value.to(device) for name, value in params.items()}
+        if head is not None:
+            head = head._replace(weight=head.weight.to(device), bias=head.bias.to(device))
         classifier.adapted_ = Adapted(net.to(device).eval(), params, head)
-        classifier.classes_, classifier.form_ = np.array(notes["classes"]), Form(**notes["form"])
+        classifier.classes_, classifier.form_ = classes, form
         return classifier
 
     def _model(self) -> Model:
         """Return the run on the device, with the head that was asked for."""
+        device = as_device(self.device)
         if self.run is None:
             raise InputError("run is None: this classifier was saved without its run. Set one to fit it again.")
         if isinstance(self.run, Model):  # a copy, so that training the run on does not change what is adapted
-            net = copy.deepcopy(self.run.net).to(self.device).eval()
-            params = {name: value.detach().to(self.device) for name, value in self.run.params.items()}
+            net = copy.deepcopy(self.run.net).to(device).eval()
+            params = {name: value.detach().to(device) for name, value in self.run.params.items()}
             model = replace(self.run, net=net, params=params)
         else:
-            model = load(self.run, device=self.device)
+            model = load(self.run, device=device)
         if self.head is None:
             return model
         return replace(model, method=replace(model.method, test=named_head(self.head)))
@@ -200,7 +216,13 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             warnings.warn(TRANSDUCTIVE, stacklevel=3)
         size = len(images) if together else CHUNK
         chunks = (images[first : first + size] for first in range(0, len(images), size))
-        return torch.cat([self.adapted_(_inputs(chunk, device)).cpu() for chunk in chunks])
+        outputs = torch.cat([self.adapted_(_inputs(chunk, device)).cpu() for chunk in chunks])
+        if not outputs.isfinite().all():
+            raise InputError(
+                "the outputs for these images are NaN or infinite: the weights are too large. Train again with a lower "
+                "learning rate, or adapt another run."
+            )
+        return outputs
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -219,3 +241,28 @@ def _check_outputs(classes: int, outputs: int) -> None:
             f"Train with --ways {classes}, or use head='logistic' (--head logistic), which solves a new head for any "
             "number of classes."
         )
+
+
+def _read_classes(names: Any) -> NDArray[Any]:
+    classes = np.array(names)
+    if classes.ndim != 1 or len(classes) < 2 or classes.dtype.kind not in "bifuU":
+        raise InputError("its classes are not a list of names or numbers")
+    return classes
+
+
+def _read_head(
+    notes: Any, solved: Mapping[str, Tensor], learned: Tensor, classes: int
+) -> LinearHead | PairwiseHead | None:
+    """Return the head that was solved, if one was, and check that it or the `learned` weight is for the classes."""
+    if notes is None:
+        if len(learned) != classes:
+            raise InputError(f"it has {classes} classes, but outputs for {len(learned)}")
+        return None
+    kinds: dict[str, type[LinearHead | PairwiseHead]] = {"LinearHead": LinearHead, "PairwiseHead": PairwiseHead}
+    kind = kinds[notes["kind"]]
+    rows = classes * (classes - 1) // 2 if kind is PairwiseHead else classes
+    head = kind(**solved, normalise=bool(notes["normalise"]))
+    shapes = head.weight.shape, head.bias.shape
+    if shapes != ((1, rows, learned.shape[1]), (1, rows)) or not head.weight.dtype == head.bias.dtype == learned.dtype:
+        raise InputError(f"the head of its {classes} classes is of another shape or kind")
+    return head

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from metabridge.errors import InputError
-from metabridge.files import make_way, write_whole
+from metabridge.files import json_bytes, make_way, write_whole
 from metabridge.learners.adapt import Adapted
 from metabridge.learners.heads import LinearHead, PairwiseHead
-from metabridge.training.evaluate import Model
+from metabridge.training.evaluate import Model, check_finite
 from metabridge.use.classifier import FewShotClassifier
 from metabridge.use.pictures import image_shape
 
@@ -41,6 +40,7 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise InputError(f"export needs {missing[0]}, which is not installed: pip install 'metabridge[onnx]'")
+    check_finite(model.params, dict(model.net.named_buffers()))
     channels, size = image_shape(model.net)
     features = _filled(model)
     generator = torch.Generator().manual_seed(0)
@@ -79,6 +79,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     one for each of `classes`, the largest wins. With "kind" "pairwise" they are decisions between
     every two classes, (0, 1), (0, 2), ..., positive for the first; the class with most of them wins.
 
+    >>> import json
     >>> from tempfile import TemporaryDirectory
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import conv4
@@ -96,6 +97,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
         head = LinearHead(weight, adapted.params.get("head.bias", weight.new_zeros(len(weight))))
     else:
         head = type(adapted.head)(adapted.head.weight[0], adapted.head.bias[0], adapted.head.normalise)
+    check_finite({"head.weight": head.weight, "head.bias": head.bias}, {})
     content = {
         "kind": "pairwise" if isinstance(head, PairwiseHead) else "linear",
         "classes": classifier.classes_.tolist(),
@@ -103,7 +105,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
         "weight": head.weight.tolist(),
         "bias": head.bias.tolist(),
     }
-    return write_whole(Path(file), f"{json.dumps(content, ensure_ascii=False)}\n".encode())
+    return write_whole(Path(file), json_bytes(content))
 
 
 def _filled(model: Model | Adapted) -> nn.Module:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from metabridge.environments.datasets import DATASETS
 from metabridge.environments.decode import Form, Unreadable, decoded, each, plain
-from metabridge.environments.source import Content, Picture, Source
+from metabridge.environments.source import Content, Picture, Source, image_bytes
 from metabridge.errors import InputError
 from metabridge.models.network import Network
 
@@ -68,11 +68,20 @@ def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
     >>> pixels(np.zeros((5, 40, 30)), Form(size=8, channels=3)).shape
     (5, 3, 8, 8)
     """
+    from PIL import Image
+
     if isinstance(X, str | Path | bytes):
         raise InputError(f"X is {X!r}, but must be a list of images. For a single one use [{X!r}].")
     if isinstance(X, np.ndarray) and X.ndim == 3 and X.shape[2] in (3, 4):
         raise InputError(f"X is one array of shape {X.shape}, which looks like a single image in colour. Use X[None].")
-    images = list(X)
+    if isinstance(X, Image.Image):
+        raise InputError("X is a single Pillow image, but must be a list of images. For a single one use [X].")
+    try:
+        images = list(X)
+    except TypeError:
+        raise InputError(
+            f"X is a {type(X).__name__}, but must be a list of images. For a single one use [X]."
+        ) from None
     if not images:
         raise InputError("X holds no images. Give at least one.")
     found = read([_content(f"X[{index}]", image, form) for index, image in enumerate(images)], form)
@@ -98,11 +107,11 @@ def _content(name: str, image: Any, form: Form) -> Content:
     from PIL import Image
 
     if isinstance(image, str | Path):
-        return Path(image).read_bytes
+        return partial(image_bytes, Path(image))
     if isinstance(image, Image.Image):
         try:
             return np.asarray(plain(image, form.channels))
-        except OSError as error:
+        except Exception as error:  # Damaged files make the decoders fail in every way.
             raise InputError(f"{name} cannot be read ({error}). Mend it or leave it out.") from error
     if isinstance(image, np.ndarray):
         return _eight_bits(name, image)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from metabridge.learners import PRESETS, method, parameters
+from metabridge.models import conv4
+from metabridge.training import Model
+from metabridge.use import FewShotClassifier
+
+WAYS, THREADS = 3, 8
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_thread_that_ends_a_prediction_does_not_change_those_under_way(name):
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (2 * WAYS, 16, 16), dtype=np.uint8)
+    net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
+    chosen = method(name)
+    trained = conv4(1, 16, WAYS, filters=4, statistics="running", seed=1)
+    params = parameters(chosen, trained, classes=WAYS)
+    classifier = FewShotClassifier(Model(chosen, net, params)).fit(images, [0, 0, 1, 1, 2, 2])
+    expected = classifier.predict_proba(images)
+    entered, ended = threading.Semaphore(0), threading.Event()
+
+    def wait_in_the_forward_pass(*_: object) -> None:
+        if threading.current_thread().name != "first":
+            entered.release()
+            assert ended.wait(timeout=60)
+
+    classifier.adapted_.net.features[0].register_forward_pre_hook(wait_in_the_forward_pass)
+
+    def first() -> None:
+        for _ in range(THREADS - 1):
+            entered.acquire(timeout=60)
+        results.append(classifier.predict_proba(images))
+        ended.set()
+
+    results: list[np.ndarray] = []
+    with ThreadPoolExecutor(THREADS - 1) as pool:
+        others = [pool.submit(classifier.predict_proba, images) for _ in range(THREADS - 1)]
+        thread = threading.Thread(target=first, name="first")
+        thread.start()
+        thread.join()
+        results += [other.result() for other in others]
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
