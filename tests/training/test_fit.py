@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from cases import flattened
 from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
-from metabridge.models import conv4, mlp, resnet12
+from metabridge.models import Network, conv4, mlp, resnet12
 from metabridge.training import Model, fitting, load
 from metabridge.training.checkpoint import RunFolder
 
@@ -324,3 +327,23 @@ def test_weight_decay_pulls_at_the_weights_and_not_at_what_the_solver_learns(opt
     assert learned == list(free)[-len(learned) :]  # so that the optimizer's state has the order of earlier versions
     assert all(torch.equal(free[key], decayed[key]) for key in learned)
     assert not torch.equal(free["features.1.weight"], decayed["features.1.weight"])
+
+
+def test_trainings_that_drop_in_two_threads_end_as_one_by_one_and_leave_the_random_state_alone():
+    class Shared(Sinusoid):
+        def sample(self, tasks, generator):
+            time.sleep(0.001)  # lets another thread go on, if any may
+            return super().sample(tasks, generator)
+
+    def weights(seed, net):
+        run = fit(net, method("maml"), Shared(), iterations=20, seed=seed, progress=False)
+        return run.params["head.weight"]
+
+    features = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5))
+    nets = [Network.around(features, torch.zeros(2, 1), 1) for _ in range(4)]
+    expected = [weights(1, nets[0]), weights(2, nets[1])]
+    state = torch.get_rng_state()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(weights, [1, 2], nets[2:]))
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(torch.get_rng_state(), state)

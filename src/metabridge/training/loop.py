@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from threading import RLock
 from typing import Any, Literal, SupportsFloat
 
 import torch
@@ -140,7 +141,12 @@ def _plain_number(value: Any) -> Any:
 
 
 class GlobalRandom:
-    """The states that the global generators have for one training; outside of `active` they are the caller's."""
+    """The states that the global generators have for one training; outside of `active` they are the caller's.
+
+    Trainings in several threads are active one after the other, since all of them draw from the same generators.
+    """
+
+    _LOCK = RLock()
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._generators = {"torch": torch.default_generator}  # dropped features draw from it
@@ -155,11 +161,12 @@ class GlobalRandom:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Let what is inside draw from the states of the training, and give the caller's back."""
-        callers = self._swap(self.states)
-        try:
-            yield
-        finally:
-            self.states = self._swap(callers)
+        with self._LOCK:
+            callers = self._swap(self.states)
+            try:
+                yield
+            finally:
+                self.states = self._swap(callers)
 
     def _swap(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         before = {name: generator.get_state() for name, generator in self._generators.items()}
