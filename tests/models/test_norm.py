@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from metabridge import InputError
 from metabridge.models import BatchNorm, Network, estimate_statistics
 from metabridge.models.norm import replace_batch_norm
+from metabridge.threads import shell
 
 
 def inputs(*shape: int) -> torch.Tensor:
@@ -126,3 +127,14 @@ def test_a_batch_norm_without_scale_or_shift_gets_none(statistics, lost):
 def test_an_unknown_kind_of_statistics_is_refused():
     with pytest.raises(InputError, match="'batch' or 'running'"):
         BatchNorm(3, "moving")
+
+
+def test_a_net_that_is_applied_meanwhile_in_another_thread_leaves_the_estimate_alone():
+    net, x = nn.Sequential(nn.Identity(), BatchNorm(3, "running")).double(), inputs(8, 3)
+
+    def apply_a_copy(*_):
+        shell(net)[1](100 + inputs(8, 3))
+
+    net[0].register_forward_hook(apply_a_copy)
+    estimate_statistics(net, [x])
+    assert torch.allclose(net[1].mean, x.mean(0))

@@ -251,6 +251,8 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     moments: dict[BatchNorm, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if layer not in moments:  # a copy of the net, which another thread applies
+            return
         assert isinstance(layer, BatchNorm)
         x = inputs[0].float() if inputs[0].dtype == torch.bfloat16 else inputs[0]
         axes = [axis for axis in range(x.ndim) if axis != 1]
