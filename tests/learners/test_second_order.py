@@ -9,9 +9,10 @@ from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from cases import CLASSES, SOLVED, flattened, odd_episodes, odd_net
-from metabridge import Engine, method, parameters
+from cases import CLASSES, SOLVED, WAYS, flattened, odd_episodes, odd_net
+from metabridge import Engine, InputError, meta_gradient, method, parameters
 from metabridge.learners.second_order import second_derivatives
+from metabridge.models import Network
 
 
 def flags():
@@ -64,3 +65,12 @@ def test_imaml_through_attention_matches_finite_differences(name):
         for sign in (1, -1)
     )
     assert float(size) == pytest.approx((ahead - behind) / 2e-5, rel=1e-6)
+
+
+def test_a_layer_without_a_second_derivative_is_refused_where_one_is_taken():
+    net = Network(nn.EmbeddingBag(1000, 4).double(), nn.Linear(4, WAYS).double())
+    episodes = odd_episodes("embedding")
+    meta_gradient(method("fo-maml"), net, parameters(method("fo-maml"), net), episodes)
+    for mode in ("loop", "workers", "vectorised"):
+        with pytest.raises(InputError, match=r"cannot be differentiated twice.*first-order"):
+            meta_gradient(method("maml"), net, parameters(method("maml"), net), episodes, mode=mode)

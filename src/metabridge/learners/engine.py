@@ -150,7 +150,15 @@ class Engine:
     def _sum(self, behaviour: Behaviour, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
         twice = self.method.adapts == "all" and self.method.outer in ("exact", "implicit")
         with second_derivatives(weight_norm=behaviour.weight_norm) if twice else contextlib.nullcontext():
-            return summed_gradient(self.method, self.net, params, episodes, flat=self.flat, dtype=self.dtype)
+            try:
+                return summed_gradient(self.method, self.net, params, episodes, flat=self.flat, dtype=self.dtype)
+            except NotImplementedError as error:
+                if not twice:
+                    raise
+                raise InputError(
+                    f"the network cannot be differentiated twice, as this method does: {str(error).rstrip('.')}. Use "
+                    "outer='first-order', as method('fo-maml') has, or other layers."
+                ) from error
 
     def _mean(self, params: Params, tasks: int, loss: Tensor, total: Params) -> MetaGradient:
         loss, gradients = loss / tasks, dict(zip(total, torch._foreach_div(list(total.values()), tasks)))
