@@ -23,7 +23,7 @@ from metabridge import (
     predict,
 )
 from metabridge.learners.gradient import features_of
-from metabridge.models import Network, mlp
+from metabridge.models import Network, conv4, mlp
 
 THREADS = 8
 
@@ -181,3 +181,13 @@ def test_attention_adapts_alike_in_training_and_in_evaluation_where_pytorch_has_
         torch.testing.assert_close(predict(chosen, net, params, episodes), expected)
     gradients = Engine(chosen, net)(params, episodes).gradients
     assert all(value.isfinite().all() for value in gradients.values())
+
+
+def test_a_network_made_in_inference_mode_adapts_with_its_buffers():
+    images = clusters((1, 16, 16)).map_inputs(torch.Tensor.float)
+    with torch.inference_mode():
+        net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
+        params = parameters(method("maml"), net)
+        inside = predict(method("maml"), net, params, images)
+    outside = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
+    torch.testing.assert_close(inside, predict(method("maml"), outside, parameters(method("maml"), outside), images))

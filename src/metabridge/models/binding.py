@@ -69,10 +69,10 @@ def _register(
     for name, value in module._parameters.items():
         if value is not None and prefix + name in params:
             new[id(value)] = params[prefix + name]
-    if copy_buffers:
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in new:
-                new[id(buffer)] = buffer.clone()
+    for buffer in module._buffers.values():
+        # what was made in inference mode cannot be differentiated
+        if buffer is not None and (copy_buffers or buffer.is_inference()) and id(buffer) not in new:
+            new[id(buffer)] = buffer.clone()
     for name, child in module._modules.items():
         if child is not None and id(child) not in new:
             _register(child, f"{prefix}{name}.", params, copy_buffers, new, copies)
