@@ -153,8 +153,11 @@ def test_the_network_can_be_used_while_it_is_applied_with_other_parameters():
     params = {name: 2 * value.detach() for name, value in net.named_parameters()}
     x, seen = episodes.support_x[0], []
     expected = net(x)
-    net.features[1].register_forward_hook(lambda *_: None if seen else seen.append(0) or seen.append(net(x)))
-    adapt(method("maml"), net, params, x, episodes.support_y[0])
+    net.features[1].register_forward_hook(
+        lambda *_: None if seen else seen.append(0) or seen.append(other.submit(net, x).result())
+    )
+    with ThreadPoolExecutor(1) as other:
+        adapt(method("maml"), net, params, x, episodes.support_y[0])
     assert torch.equal(seen[1], expected)
 
 
@@ -191,3 +194,26 @@ def test_a_network_made_in_inference_mode_adapts_with_its_buffers():
         inside = predict(method("maml"), net, params, images)
     outside = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
     torch.testing.assert_close(inside, predict(method("maml"), outside, parameters(method("maml"), outside), images))
+
+
+@pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
+def test_a_network_whose_parameters_cannot_be_replaced_does_not_adapt(name):
+    class Holder:
+        def __init__(self, layer):
+            self.layer = layer
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 5).double()
+            self.holder = Holder(self.layer)
+
+        def forward(self, x):
+            return self.holder.layer(x)
+
+    net, episodes = Network(Hidden(), nn.Linear(5, WAYS).double()).eval(), clusters((4,))
+    params = parameters(method(name), net, classes=CLASSES)
+    with pytest.raises(InputError, match=r"reads its parameter 'layer\.weight' through an object"):
+        predict(method(name), net, params, episodes)
+    with pytest.raises(InputError, match=r"reads its parameter 'layer\.weight' through an object"):
+        adapt(method(name), net, params, episodes.support_x[0], episodes.support_y[0])

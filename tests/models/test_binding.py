@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from cases import ODD_FEATURES, odd_episodes, odd_net
 from metabridge import InputError
@@ -51,15 +53,16 @@ def test_parameters_in_lists_methods_and_closures_are_replaced():
             self.held = [{"weight": self.weight}, (self.layer,)]
             self.method = self.layer.forward
             self.closure = lambda x: x * self.weight
+            self.part = partial(F.linear, weight=self.layer.weight, bias=self.layer.bias)
             self.held.append(self.held)  # which contains itself
 
         def forward(self, x):
-            return self.closure(self.method(x)) * self.held[0]["weight"] + self.held[1][0](x)
+            return self.closure(self.method(x)) * self.held[0]["weight"] + self.held[1][0](x) + self.part(x)
 
     module, x = Odd(), torch.randn(2, 3)
     params = moved(module)
     layer = x @ params["layer.weight"].T + params["layer.bias"]
-    torch.testing.assert_close(bound(module, params)(x), layer * params["weight"] ** 2 + layer)
+    torch.testing.assert_close(bound(module, params)(x), layer * params["weight"] ** 2 + 2 * layer)
 
 
 def test_what_holds_no_parameter_is_shared():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from metabridge.learners.inner import Problem, Solver
 from metabridge.learners.method import Method, TestHead
 from metabridge.learners.parameters import check_test, extras, moving
 from metabridge.learners.workers import over_cores
-from metabridge.models.network import Network, Params, apply_features, apply_head
+from metabridge.models.network import Network, Params, apply_features, apply_head, body_params
+from metabridge.models.observe import observe
+
+_SEEN: WeakSet[Network] = WeakSet()  # networks that adaptation has looked at
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     task = Episodes(x[None], y[None], x[None], y[None])
     check_test(method, net, params, task)
     weights = {name: _differentiable(value.detach()) for name, value in params.items()}
+    _look_at(net, weights, x)
     solver = _at_test(method)
     if isinstance(solver, TestHead):
         with torch.no_grad():
@@ -78,6 +83,7 @@ def predict(
     check_test(method, net, params, episodes)
     weights = {name: _differentiable(value.detach()) for name, value in params.items()}
     episodes = episodes.map(_differentiable)
+    _look_at(net, weights, episodes.support_x[0])
     if adapts_head_alone(method):
         with torch.no_grad():
             sets = _over_machine(lambda share: features_of(net, weights, share, dtype), episodes)
@@ -122,6 +128,13 @@ def _over_machine(function: Callable[[Episodes], tuple[Tensor, ...]], episodes: 
         return function(episodes)
     tasks = [episodes[task] for task in range(len(episodes))]
     return tuple(torch.cat(parts) for parts in zip(*over_cores(function, tasks)))
+
+
+def _look_at(net: Network, weights: Params, x: Tensor) -> None:
+    """Refuse a network that reads parameters of its own where others cannot be put in their place, once for each."""
+    if net not in _SEEN:
+        observe(net.features, x, body_params(weights))
+        _SEEN.add(net)
 
 
 def _differentiable(tensor: Tensor) -> Tensor:

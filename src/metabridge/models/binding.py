@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -99,11 +100,15 @@ def _rebuilt(value: Any, new: Replacements) -> Any:
         return function
     if isinstance(value, MethodType):
         return MethodType(*rebuilt)
+    if isinstance(value, partial):
+        function, *arguments = rebuilt
+        args, keywords = arguments[: len(value.args)], arguments[len(value.args) :]
+        return partial(function, *args, **dict(zip(value.keywords, keywords)))
     return type(value)(zip(value, rebuilt)) if isinstance(value, dict) else type(value)(rebuilt)
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what a container, a method or a function refers to; other objects are not looked into."""
+    """Return what a container, a method, a function or a partial one refers to; other objects are not looked into."""
     if type(value) in (dict, OrderedDict):
         return list(value.values())
     if type(value) in (list, tuple):
@@ -116,3 +121,5 @@ def _parts(value: Any) -> list[Any]:
         except ValueError:  # a cell that is still empty
             return []
     return []
+    if type(value) is partial:
+        return [value.func, *value.args, *value.keywords.values()]
