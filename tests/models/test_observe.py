@@ -77,3 +77,22 @@ def test_a_parameter_that_cannot_be_replaced_is_refused():
 
     with pytest.raises(InputError, match="reads its parameter 'weight' through an object"):
         observe(Hidden(), torch.randn(2, 3))
+
+
+def test_tensors_that_are_changed_in_a_forward_pass_and_are_no_buffers_are_refused():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.means = {"all": [torch.zeros(3)]}
+
+        def forward(self, x):
+            if self.training:
+                self.means["all"][0].lerp_(x.mean(0), 0.1)
+            return x - self.means["all"][0]
+
+    with pytest.raises(InputError, match=r"not one of its buffers.*register_buffer"):
+        observe(Centred(), torch.randn(2, 3))
+    assert not observe(Centred().eval(), torch.randn(2, 3)).moves_buffers
+    table = nn.Embedding(5, 3, max_norm=0.1)
+    with pytest.raises(InputError, match=r"changes its parameter 'weight'.*max_norm"):
+        observe(table, torch.tensor([1, 2]))

@@ -107,6 +107,28 @@ def _rebuilt(value: Any, new: Replacements) -> Any:
     return type(value)(zip(value, rebuilt)) if isinstance(value, dict) else type(value)(rebuilt)
 
 
+def unregistered(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that attributes of the module and its layers hold and that are neither parameter nor buffer.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> layer.centres = [torch.zeros(2), layer.weight]
+    >>> unregistered(layer)
+    [tensor([0., 0.])]
+    """
+    layers = list(module.modules())
+    known = [tensor for layer in layers for own in (layer._parameters, layer._buffers) for tensor in own.values()]
+    seen = {id(value) for value in (*known, *layers)}
+    waiting = [value for layer in layers for name, value in vars(layer).items() if name not in REGISTERS]
+    found = []
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            found += [value] if isinstance(value, Tensor) else []
+            waiting += _parts(value)
+    return found
+
+
 def _parts(value: Any) -> list[Any]:
     """Return what a container, a method, a function or a partial one refers to; other objects are not looked into."""
     if type(value) in (dict, OrderedDict):
@@ -115,11 +137,11 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
+    if type(value) is partial:
+        return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
         try:
             return [cell.cell_contents for cell in value.__closure__ or ()]
         except ValueError:  # a cell that is still empty
             return []
     return []
-    if type(value) is partial:
-        return [value.func, *value.args, *value.keywords.values()]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from metabridge.errors import InputError
-from metabridge.models.binding import bound
+from metabridge.models.binding import bound, unregistered
 
 
 class Behaviour(NamedTuple):
@@ -35,8 +35,19 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
     copies = {name: value.detach().clone() for name, value in given.items()}
     own = bound(module, copies, copy_buffers=True)
     before = _buffers(own)
+    others = [(tensor, tensor._version) for tensor in unregistered(own) if not tensor.is_inference()]
     with torch.no_grad(), _Watch(names) as watch:
         own(x.clone())  # which it may change
+    if changed := [name for name, value in copies.items() if value._version > 0]:
+        raise InputError(
+            f"features changes its parameter {changed[0]!r} in a forward pass, so tasks would not start alike. Do so "
+            "after training steps instead, and use nn.Embedding without max_norm."
+        )
+    if any(tensor._version > version for tensor, version in others):
+        raise InputError(
+            "features changes a tensor in a forward pass that is not one of its buffers, so tasks would not start "
+            "alike and a saved run would lose it. Make it one with register_buffer."
+        )
     after = _buffers(own)
     moved = any(after[name] is not value or value._version > 0 for name, value in before.items())
     return Behaviour(watch.random, watch.weight_norm, moved)
