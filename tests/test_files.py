@@ -251,6 +251,32 @@ def test_a_lock_file_that_does_not_name_its_holder_is_one_of_another_process(tmp
             FolderLock(tmp_path)
 
 
+@POSIX  # where a folder can be moved while a file in it is open
+def test_the_lock_of_a_folder_that_was_moved_is_not_that_of_the_one_in_its_place(tmp_path):
+    run, first = tmp_path / "run", FolderLock(tmp_path / "run")
+    first.check()
+    run.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"run is not the one that was locked: .* Begin again, or name another folder"):
+        first.check()
+    with FolderLock(run) as second:
+        with pytest.raises(InputError, match="is not the one that was locked"):
+            first.check()
+        first.release()
+        second.check()
+        with pytest.raises(InputError, match="is in use by"):
+            FolderLock(run)
+
+
+def test_a_lock_by_a_relative_path_does_not_release_that_of_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    first = FolderLock("run")
+    monkeypatch.chdir("elsewhere")
+    with FolderLock("run") as second:
+        first.release()
+        second.check()
+
+
 def test_a_planted_lock_file_is_not_followed(tmp_path):
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / files.LOCK).symlink_to(tmp_path / "victim")

@@ -207,6 +207,7 @@ class FolderLock:
             raise InputError(
                 f"the folder {folder} cannot be locked ({error.strerror}). Name another folder."
             ) from error
+        self._own = os.fstat(descriptor)
         self.release = weakref.finalize(self, _release, descriptor, self.folder / LOCK, os.getpid())
         _remove_parts(self.folder)
 
@@ -215,6 +216,15 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def check(self) -> None:
+        """Refuse to go on if the folder was moved or removed: that of the same name may be of another process."""
+        there = _stat(self.folder / LOCK, follow=False)
+        if there is None or not os.path.samestat(there, self._own):
+            raise InputError(
+                f"the folder {self.folder} is not the one that was locked: it, or its {LOCK}, was moved or removed. "
+                "Begin again, or name another folder."
+            )
 
     def _acquire(self, file: Path) -> int:
         while True:
@@ -271,7 +281,8 @@ def _try_lock(descriptor: int) -> bool:
 def _release(descriptor: int, file: Path, pid: int) -> None:
     if os.getpid() == pid:  # a forked child only closes its copy
         with contextlib.suppress(OSError):
-            file.unlink()  # while it is locked: whoever opened it before sees that it is gone
+            if os.path.samestat(os.lstat(file), os.fstat(descriptor)):  # else the folder was moved: it is another's
+                file.unlink()  # while it is locked: whoever opened it before sees that it is gone
     with contextlib.suppress(OSError):
         os.close(descriptor)
 

@@ -113,6 +113,21 @@ def test_a_finished_search_measures_nothing_again(tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file keeps its folder there")
+def test_a_search_whose_folder_was_moved_does_not_write_into_the_one_in_its_place(tmp_path, monkeypatch, glyphs):
+    run, measure = tmp_path / "run", Proxies.__call__
+
+    def moved(self, *asked):
+        run.rename(tmp_path / "moved")
+        run.mkdir()
+        return measure(self, *asked)
+
+    monkeypatch.setattr(Proxies, "__call__", moved)
+    with pytest.raises(InputError, match="is not the one that was locked"):
+        small_search("none").run(glyphs, out=run, progress=False)
+    assert not list(run.iterdir())
+
+
 def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path / "search.jsonl", {"seed": 2, "cells": 5})  # which measures nothing, and leaves its place
     journal = Journal(tmp_path / "search.jsonl", {"seed": 0, "cells": 5})

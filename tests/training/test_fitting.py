@@ -153,6 +153,26 @@ def test_one_of_several_threads_trains_into_a_folder_and_the_others_are_refused(
     assert on_sinusoids(tmp_path, lambda count: pytest.fail("trained on")).finished
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file keeps its folder there")
+def test_a_training_whose_folder_was_moved_does_not_write_into_the_one_in_its_place(tmp_path):
+    def fitting(lr: float) -> Fitting:
+        return Fitting(
+            mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=2, lr=lr), mode="loop", out=tmp_path / "run"
+        )
+
+    first = fitting(0.1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    second = fitting(0.2)
+    second.step()
+    second.save()
+    before = (tmp_path / "run" / "state.safetensors").read_bytes()
+    with pytest.raises(InputError, match="is not the one that was locked"):
+        first.step()
+    first.close()
+    assert (tmp_path / "run" / "state.safetensors").read_bytes() == before
+    second.close()
+
+
 def test_a_training_that_cannot_begin_or_was_closed_leaves_its_folder_to_others(tmp_path):
     def fitting(**options) -> Fitting:
         return Fitting(

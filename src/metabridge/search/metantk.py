@@ -129,7 +129,7 @@ class Search:
             return self._found(proxies, Journal(), until, progress)
         with FolderLock(out) as lock:
             seen = {"data": images.source, "images": _fingerprint(images, proxies.environment.rows)}
-            journal = Journal(lock.folder / "search.jsonl", {**self.plain(), **seen})
+            journal = Journal(lock.folder / "search.jsonl", {**self.plain(), **seen}, lock)
             found = self._found(proxies, journal, until, progress)
             found.architecture.save(lock.folder / "architecture.json")
         return found

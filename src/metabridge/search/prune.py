@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from metabridge.errors import UNREADABLE, InputError
-from metabridge.files import read_regular, write_whole
+from metabridge.files import FolderLock, read_regular, write_whole
 from metabridge.search.proxies import Score, mean
 from metabridge.search.space import Alive, Architecture, Choice
 
@@ -137,9 +137,12 @@ class Journal:
     A line that was cut off by a kill is measured anew.
     """
 
-    def __init__(self, file: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, file: Path | None = None, settings: Mapping[str, Any] | None = None, lock: FolderLock | None = None
+    ) -> None:
         self.known: dict[tuple[int, int, Removal], Scores] = {}
         self.file, self.seconds, self._since = file, 0.0, time.perf_counter()
+        self._lock = lock
         self.on_score: Callable[[int, int], None] = lambda number, count: None
         self._closed: set[int] = set()
         if file is not None:
@@ -218,6 +221,8 @@ class Journal:
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.file is None:
             return
+        if self._lock is not None:
+            self._lock.check()
         try:
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(_sealed(line))

@@ -113,6 +113,7 @@ class Fitting:
         if self._folder is not None and self.loop.intact:
             if self._lock is None:
                 raise InputError(f"the training in {self._folder.path} was closed. Begin it again to go on.")
+            self._lock.check()
             self.loop.save(self._folder)
         self._saved = time.perf_counter()
 
