@@ -1,3 +1,4 @@
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -138,6 +139,35 @@ def test_a_folder_that_cannot_be_read_is_named(folders, monkeypatch):
     monkeypatch.setattr(os, "scandir", denied)
     for function in (class_folders, tree):
         with pytest.raises(InputError, match=r"train/dog cannot be read \(Permission denied\)\. Fix or remove it\.$"):
+            function(folders)
+
+
+class Denied:
+    """An entry of a folder: a link to where nobody may look."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_symlink(self) -> bool:
+        return True
+
+    def is_dir(self) -> bool:
+        raise PermissionError(13, "Permission denied", self.name)
+
+
+def test_a_link_that_may_not_be_followed_is_not_absent(folders, monkeypatch):
+    scandir, name = os.scandir, "ape.png"
+
+    @contextlib.contextmanager
+    def linked(path):
+        with scandir(path) as entries:
+            yield [*entries, *([Denied(name)] if Path(path).name == "dog" else [])]
+
+    monkeypatch.setattr(os, "scandir", linked)
+    assert class_folders(folders).images["train/dog"] == ["train/dog/1.png", "train/dog/ape.png"]
+    name = "ape"
+    for function in (class_folders, tree):
+        with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)\. Fix or remove it\.$"):
             function(folders)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import reprlib
 import stat
@@ -25,6 +26,7 @@ SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "
 SYSTEM_FOLDERS = frozenset({"__MACOSX", "lost+found", "System Volume Information", "$RECYCLE.BIN"})
 SHARES = {"validation": 0.16, "test": 0.2}  # Of the classes, as in mini-ImageNet; the rest is for training.
 LARGEST_IMAGE = 2**29  # Bytes of the file of an image.
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # What a link fails with that leads nowhere.
 
 Content = bytes | NDArray[np.uint8] | Callable[[], bytes]
 
@@ -158,11 +160,11 @@ def walk(
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder; a link that leads nowhere or cannot be followed is none."""
+    """Whether an entry is a folder; a link that leads nowhere is none, and one of an image is told where it is read."""
     try:
         return entry.is_dir()
-    except OSError:
-        if entry.is_symlink():
+    except OSError as error:
+        if entry.is_symlink() and (error.errno in _NOWHERE or Path(entry.name).suffix.lower() in IMAGES):
             return False
         raise
 

@@ -1,3 +1,5 @@
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -92,4 +94,13 @@ def test_without_permission_for_a_file_the_data_set_is_not_absent(root, monkeypa
 
     monkeypatch.setattr(Path, "is_file", denied)
     with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)\. Fix or remove it\."):
+        load(root)
+
+
+def test_a_path_below_a_folder_without_permission_is_not_absent(root, monkeypatch):
+    def denied(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", denied)
+    with pytest.raises(InputError, match=rf"^{re.escape(str(root))} cannot be read \(Permission denied\)\."):
         load(root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from metabridge.environments.datasets import cifar, folder, mini_imagenet, omnig
 from metabridge.environments.datasets.glyphs import load_glyphs
 from metabridge.environments.decode import PIXELS, Form
 from metabridge.environments.images import LabelledImages
-from metabridge.environments.source import Source, readable
+from metabridge.environments.source import Source, readable, unreadable
 from metabridge.environments.store import fingerprint, stored
 from metabridge.errors import InputError, check_count
 
@@ -127,7 +126,7 @@ def named(name: str | Path, root: str | Path | None = None) -> tuple[str, str | 
     before, colon, after = text.partition(":")
     if root is None and colon and before in NAMES:
         return before, after
-    if root is None and os.path.exists(text):
+    if root is None and _is_there(text):
         return detect(text), text
     known = ", ".join(f"'{known}'" for known in NAMES)
     path = ", and there is no such path either" if root is None else ""
@@ -135,6 +134,16 @@ def named(name: str | Path, root: str | Path | None = None) -> tuple[str, str | 
         f"the data set is '{text}', but the known ones are {known}{path}. "
         "Use one of these, NAME:FOLDER for one in a folder, or the path of a folder of images."
     )
+
+
+def _is_there(text: str) -> bool:
+    """Whether a path leads to something; without permission to look, an error."""
+    try:
+        return bool(text) and Path(text).exists()
+    except PermissionError as error:
+        raise unreadable(text, error) from error
+    except OSError:  # Such as a name that is too long.
+        return False
 
 
 def existing(name: str, root: str | Path | None) -> Path:
