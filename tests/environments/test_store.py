@@ -426,3 +426,23 @@ def test_a_pipe_among_the_files_or_in_the_cache_does_not_stop_the_reading(folder
     index.unlink()
     os.mkfifo(index)
     assert len(stored("toy", "key", FORM, good).images) == 6
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_another_process_that_writes_the_same_entry_does_not_mix_with_this_one(folder, monkeypatch, times):
+    """The other cannot read one image, so that its pixels do not fit this one's index."""
+    replace, meetings = os.replace, []
+
+    def met(source: Path, target: Path) -> None:
+        replace(source, target)
+        if str(target).endswith(".pixels") and len(meetings) < times:
+            meetings.append(target)
+            target.write_bytes(target.read_bytes()[:-1])
+
+    monkeypatch.setattr(os, "replace", met)
+    if times < 3:
+        assert stored("toy", "key", FORM, good).labels.tolist() == 3 * [0] + 3 * [1]
+    else:
+        with pytest.raises(InputError, match=r"are not what was written there: .* in METABRIDGE_CACHE\.$"):
+            stored("toy", "key", FORM, good)
+    assert len(meetings) == times

@@ -48,6 +48,7 @@ from metabridge.errors import InputError
 FORMAT = 2  # Raise it with every change to what is stored, or to how a data set's files are read.
 HASHED_FILES, HASHED_BYTES = 64, 2**30  # So much is keyed by its contents: a second's work. Beyond it, by its dates.
 STALE = 24 * 3600
+ATTEMPTS = 3  # To write an entry while others write the same.
 BLOCK = 2**24  # Bytes of pixels that have one checksum, about.
 
 logger = logging.getLogger("metabridge")
@@ -196,8 +197,14 @@ def stored(name: str, key: str, form: Form, gather: Callable[[], Source]) -> Sto
         held = _read(pixels, index)
         if not held.incomplete:
             return held
-    _write(name, gather, form, pixels, index)
-    return _read(pixels, index)
+    for _ in range(ATTEMPTS):
+        _write(name, gather, form, pixels, index)
+        with contextlib.suppress(Exception):  # Another process may have put its pixels in place of these.
+            return _read(pixels, index)
+    raise InputError(
+        f"images kept in {pixels.parent} are not what was written there: other processes write the same, or the disk "
+        "is damaged. Wait for the others, or name another folder in METABRIDGE_CACHE."
+    )
 
 
 def _size_and_time(file: str) -> tuple[int, int]:
