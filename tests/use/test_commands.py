@@ -158,6 +158,21 @@ def test_export_writes_the_graph_and_the_head_beside_it(metabridge, anil, folder
     assert file.stat().st_size > 1000
 
 
+@pytest.mark.skipif(find_spec("onnxscript") is None, reason="onnxscript is not installed")
+def test_export_writes_the_graph_to_standard_output(metabridge, anil, folders, tmp_path, monkeypatch):
+    written: list[bytes] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("metabridge.files._write_stdout", written.append)
+    status, printed, complained = metabridge("export", anil, "--out", "-")
+    assert (status, printed) == (0, "")
+    assert "The features are in -" in complained
+    assert [len(content) > 1000 for content in written] == [True]
+    assert not list(tmp_path.iterdir())
+    status, _, complained = metabridge("export", anil, "--out", "-", "--support", folders / "support")
+    assert status == 2
+    assert complained.startswith("metabridge export: --out is -, but the head goes beside the graph. Name a file")
+
+
 def test_export_does_not_write_the_head_over_the_graph(metabridge, run, folders, tmp_path):
     file = tmp_path / "both.json"
     status, _, complained = metabridge("export", run, "--out", file, "--support", folders / "support")

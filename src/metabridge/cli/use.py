@@ -84,7 +84,9 @@ def predict(
 @app.command()
 def export(
     run: RunArgument,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the ONNX graph goes.")] = Path("features.onnx"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the ONNX graph goes; - is stdout.")] = Path(
+        "features.onnx"
+    ),
     support: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A folder for every class: adapt to them first.")
     ] = None,
@@ -100,7 +102,7 @@ def export(
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """
-    from metabridge.files import make_way
+    from metabridge.files import STDOUT, make_way
     from metabridge.models.norm import normalises_each_set
     from metabridge.training import load
     from metabridge.use import export_onnx, write_head
@@ -108,6 +110,10 @@ def export(
     if head is not None and support is None:
         raise InputError(f"--head is {head.value}, but a head is solved on labelled images. Give --support too.")
     make_way(out)
+    printed = str(out) == STDOUT
+    if support is not None and printed:
+        raise InputError("--out is -, but the head goes beside the graph. Name a file, such as features.onnx.")
+    tell = note if printed else say
     beside = out.with_suffix(".json")
     if support is not None and beside == out:
         raise InputError(f"--out is {out}, where the head goes. Name the graph otherwise, such as {out.stem}.onnx.")
@@ -115,9 +121,9 @@ def export(
     model = load(run) if classifier is None else classifier.adapted_
     difference = export_onnx(model, out)
     if difference is None:
-        say(f"The features are in {out}, not checked since onnxruntime is not installed.")
+        tell(f"The features are in {out}, not checked since onnxruntime is not installed.")
     else:
-        say(f"The features are in {out}; they differ from PyTorch's by at most {difference:.1e}.")
+        tell(f"The features are in {out}; they differ from PyTorch's by at most {difference:.1e}.")
     if classifier is not None:
         written = write_head(classifier, beside)
         say(f"The head for {len(classifier.classes_)} classes is in {written}")

@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from metabridge.errors import InputError
-from metabridge.files import json_bytes, make_way, write_whole
+from metabridge.files import json_bytes, make_way, write_output, write_whole
 from metabridge.learners.adapt import Adapted
 from metabridge.learners.heads import LinearHead, PairwiseHead
 from metabridge.training.evaluate import Model, check_finite
@@ -35,7 +35,7 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
     Needs the optional dependencies: `pip install 'metabridge[onnx]'`.
 
     `export_onnx(mb.load("runs/mine"), "mine.onnx")` exports a run, and with `classifier.adapted_` of a
-    fitted `FewShotClassifier` come the features that belong to its head.
+    fitted `FewShotClassifier` come the features that belong to its head. The file "-" is standard output.
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
@@ -66,9 +66,8 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
                 f"largest, {largest:.3g}, so {file} is not written. Other versions of onnxruntime or onnxscript may "
                 "agree."
             )
-    file = Path(file)
-    make_way(file)
-    write_whole(file, content)
+    make_way(Path(file))
+    write_output(file, content)
     return difference
 
 
