@@ -442,6 +442,11 @@ def test_a_step_below_the_limit_of_the_tasks_is_taken_whatever_resampled_ones_al
     assert diagnose(few, alpha=0.999 * most, tasks=40).alpha == 0.999 * most
 
 
+def test_a_step_whose_square_is_no_number_is_refused():
+    with pytest.raises(InputError, match=r"^alpha is 1e\+300, which is too large .* Use alpha=[\d.]+ or less\.$"):
+        diagnose(tasks(WORLD, 20, 20), alpha=1e300, tasks=40)
+
+
 def test_what_kernels_cannot_be_computed_is_left_out_and_said(monkeypatch, caplog):
     def refuse(*_, **__):
         raise InputError("points 0 and 1 are the same")

@@ -176,6 +176,8 @@ def diagnose(
     geography = Geography(moments, hard, m, _share(environment) if known else None)
     safe = geography.stable_step()
     step = safe if alpha is None else alpha
+    if not geography.adapted(step).isfinite().all():
+        raise InputError(f"alpha is {alpha}, which is too large to compute with. Use alpha={safe:.3g} or less.")
     prediction = geography.predict(step, torch.Generator().manual_seed(seed))
     steep = curvatures(moments)
     unstable = float((step * steep >= DIVERGES).double().mean())

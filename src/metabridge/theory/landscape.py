@@ -40,7 +40,7 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | N
     cube = square @ Sigma
     trace = square.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     of_samples = trace * Sigma + cube if fourth is None else fourth - cube
-    return step @ Sigma @ step + (alpha**2 / s) * of_samples
+    return step @ Sigma @ step + (alpha * alpha / s) * of_samples
 
 
 def nal_solution(landscape: Landscape) -> Tensor:
