@@ -16,7 +16,9 @@ def as_device(device: torch.device | str) -> torch.device:
     """
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        if found.type not in ("cpu", "cuda"):
+            torch.ones(1, device=found).item()  # which tells whether one is there, and holds values
+    except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
         raise InputError(
             f"device is {device!r}, but must be a device of PyTorch. Use device='cuda' or device='cpu'."
         ) from error

@@ -11,6 +11,7 @@ from torch import nn
 
 from cases import flattened
 from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
+from metabridge.environments import SharedRepresentation
 from metabridge.models import Network, conv4, mlp, resnet12
 from metabridge.training import Model, fitting, load
 from metabridge.training.checkpoint import RunFolder
@@ -262,6 +263,7 @@ def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks)
         ({"optimizer": "lion"}, "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
         ({"precision": "float16"}, "precision is 'float16', but must be 'float32' or 'bfloat16'."),
         ({"seed": None}, "seed is None, but must be a whole number of 64 bits. Use seed=0."),
+        ({"seed": True}, "seed is True, but must be a whole number of 64 bits. Use seed=0."),
         ({"seed": 0.5}, "seed is 0.5, but must be a whole number of 64 bits. Use seed=0."),
         ({"seed": 2**64}, f"seed is {2**64}, but must be a whole number of 64 bits. Use seed=0."),
         ({"validate_every": 2.5}, "validate_every is 2.5, but must be at least 1 iteration."),
@@ -270,6 +272,7 @@ def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks)
             {"device": "gpu"},
             "device is 'gpu', but must be a device of PyTorch. Use device='cuda' or device='cpu'.",
         ),
+        ({"device": "meta"}, "device is 'meta', but must be a device of PyTorch. Use device='cuda' or device='cpu'."),
         ({"device": None}, "device is None, but must be a device of PyTorch. Use device='cuda' or device='cpu'."),
     ],
 )
@@ -305,6 +308,15 @@ def test_numbers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
     plain = {name: value.item() for name, value in numbers.items()}
     again = fit(mlp(1, 1), method("maml"), Sinusoid(), **plain, out=tmp_path, progress=False)
     assert torch.equal(again.params["head.weight"], run.params["head.weight"])
+
+
+@pytest.mark.parametrize("lr", [np.float32(0.01), torch.tensor(0.01), {"features": np.float32(0.01), "head": 0.5}])
+def test_numbers_of_numpy_in_a_method_and_in_tasks_are_kept_as_plain_ones(tmp_path, lr):
+    tasks = SharedRepresentation(dimension=2, variances=(1.0,), noise=np.float32(0.5))
+    fit(mlp(2, 1), method("maml", lr=lr), tasks, iterations=1, out=tmp_path, progress=False)
+    kept = load(tmp_path)
+    assert kept.method.inner == method("maml", lr=lr).inner
+    assert kept.settings["tasks"]["noise"] == 0.5
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path):

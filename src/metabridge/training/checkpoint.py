@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -184,7 +185,7 @@ def write_method(method: Method) -> dict[str, object]:
     solvers = {
         place: None
         if (solver := getattr(method, place)) is None
-        else {"solver": type(solver).__name__} | asdict(solver)
+        else {"solver": type(solver).__name__} | _plain_options(asdict(solver))
         for place in _SOLVERS
     }
     plain = {name: getattr(method, name) for name in ("adapts", "outer", "head", "split")}
@@ -281,8 +282,19 @@ def describe_environment(environment: object) -> dict[str, object]:
     return known
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy or of a tensor as Python's own, which JSON can hold; anything else as it is."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, SupportsFloat) and getattr(value, "ndim", 0) == 0 else value
+
+
 def describe_value(value: object) -> object:
     """A setting as JSON can hold it; of a tensor enough to tell it from another."""
+    value = value if isinstance(value, Tensor) else plain_number(value)
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, Tensor):
@@ -290,6 +302,14 @@ def describe_value(value: object) -> object:
     if isinstance(value, tuple | list):
         return [describe_value(each) for each in value]
     return describe_environment(value)
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a solver with Python's own numbers, also where one is given for each parameter."""
+    return {
+        name: _plain_options(value) if isinstance(value, Mapping) else plain_number(value)
+        for name, value in options.items()
+    }
 
 
 def _split(content: bytes) -> tuple[bytes, memoryview]:

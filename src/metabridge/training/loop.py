@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from threading import RLock
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from metabridge.models.network import Network, Params, frozen
 from metabridge.models.norm import estimate_statistics, running_layers
 from metabridge.training import checkpoint
 from metabridge.training.augment import Augment
-from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part
+from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, plain_number
 from metabridge.training.evaluate import Model, Score, evaluate
 from metabridge.training.muon import Muon
 from metabridge.training.schedule import Constant, Schedule
@@ -90,7 +90,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, _plain_number(getattr(self, field.name)))
+            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
         check_count("iterations", self.iterations)
         check_count("tasks", self.tasks)
         check_positive("lr", self.lr)
@@ -105,7 +105,7 @@ class Settings:
             raise InputError(f"validate_tasks is {self.validate_tasks!r}, but an interval needs at least 2.")
         if self.patience is not None and not (isinstance(self.patience, int) and self.patience >= 0):
             raise InputError(f"patience is {self.patience!r}, but must be 0 validations or more.")
-        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
             raise InputError(f"seed is {self.seed!r}, but must be a whole number of 64 bits. Use seed=0.")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}.")
@@ -128,16 +128,6 @@ class Settings:
         """Return the settings as JSON can hold them."""
         schedule = {"name": type(self.schedule).__name__.lower()} | asdict(self.schedule)
         return asdict(self) | {"schedule": schedule, "validate_every": self.interval}
-
-
-def _plain_number(value: Any) -> Any:
-    """Return a number of NumPy or of a tensor as Python's own, which JSON can hold; anything else as it is."""
-    if value is None or isinstance(value, int | float | str):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return float(value) if isinstance(value, SupportsFloat) and getattr(value, "ndim", 0) == 0 else value
 
 
 class GlobalRandom:
