@@ -1,6 +1,7 @@
 import errno
 import struct
 import subprocess
+import time
 import zlib
 
 import numpy as np
@@ -220,6 +221,60 @@ def test_formats_that_are_not_on_the_list_are_refused_and_no_program_is_run(cont
     assert attempted(content) == Unreadable("it is not an image that Pillow reads")
 
 
+def bmp_of_one_jump(width: int, height: int) -> bytes:
+    """A compressed BMP image whose only instruction jumps over 255 lines."""
+    start = struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078)
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 4, 1, 1, 256, 0)
+    return start + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
+
+
+def jpeg_of_scans(side: int, scans: int) -> bytes:
+    """A progressive JPEG image to which empty scans are added, of ten bytes each."""
+    content = encoded(np.zeros((side, side), dtype=np.uint8), "jpeg", progressive=True)
+    last = content.rindex(b"\xff\xda")
+    return content[:-2] + content[last : last + 10] * scans + content[-2:]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (png_header(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
+        (bmp_of_one_jump(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
+        (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but at most 65535 a side are decoded"),
+        (
+            tiff_of_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
+            "the sides of its tiles are not whole numbers",
+        ),
+        (jpeg_of_scans(1024, 4100), "it has 4106 scans of 1024 × 1024 pixels, too many to decode"),
+    ],
+    ids=["line", "jump", "array", "tile of text", "scans"],
+)
+def test_a_small_file_that_takes_gigabytes_or_minutes_is_refused(content, reason, monkeypatch):
+    monkeypatch.setattr(module, "_plain", lambda image, channels: pytest.fail("the image was decoded"))
+    assert attempted(content) == Unreadable(reason)
+
+
+def test_a_jpeg_of_many_scans_that_is_small_is_read():
+    assert isinstance(attempted(jpeg_of_scans(8, 100)), np.ndarray)
+
+
+def test_threads_wait_until_there_is_room_for_their_images(monkeypatch):
+    most = []
+
+    def work(image, channels):
+        time.sleep(0.002)
+        most.append(module._in_work[0])
+        return image
+
+    monkeypatch.setattr(module, "_plain", work)
+    monkeypatch.setattr(module, "PIXELS", 200)
+    monkeypatch.setattr(module, "workers", lambda: 8)
+    contents = [flat(value, size=side, channels=1) for value in range(60) for side in (6, 8)]
+    assert len(list(each(source_of(contents), lambda c: module.plain(opened(c), 1), "Decoding"))) == 120
+    assert 64 < max(most) <= 200
+    assert module._in_work == [0]
+
+
 def raises(error: Exception) -> object:
     def read() -> bytes:
         raise error
@@ -245,7 +300,7 @@ def test_failures_of_the_system_are_told_from_damaged_files(error, may_pass):
 
 
 def test_large_images_are_read(monkeypatch):
-    monkeypatch.setattr(module, "LARGE", 10)
+    monkeypatch.setattr(module, "PIXELS", 70)
     contents = [encoded(flat(value, channels=1)) for value in range(60)]
     results = each(source_of(contents), lambda c: decoded(c, Form(8, 1)), "Decoding")
     assert [int(image.max()) for _, image in results] == list(range(60))

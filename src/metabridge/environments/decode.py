@@ -28,10 +28,13 @@ THREADS = 8
 # What Pillow may read. Some of its other formats run programs (EPS), or are no images that data sets are made of.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF", "JXL")
 PIXELS = 50_000_000  # Of the largest image that is decoded: Pillow takes up to five copies of a WebP image.
-LARGE = 2**24  # Larger images are converted one at a time, to save memory.
+SIDE = 2**16 - 1  # And its longer side: a row that is longer makes some decoders, and resizing, take gigabytes.
+SCANNED = 2**32  # Pixels of a JPEG times its scans, each of which goes over all of them, were it of 10 bytes.
+SCAN = b"\xff\xda"
 ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # Tags of EXIF and TIFF.
 OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # Pillow's words for it.
-_one_large = threading.Lock()
+_room = threading.Condition()
+_in_work = [0]  # Pixels of the images that threads convert just now.
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Unreadable:
 def opened(content: Content) -> Image:
     """Open a picture's file or pixels; of an animation this is the first frame.
 
-    Only `FORMATS` are read, and nothing that has more than `PIXELS` pixels.
+    Only `FORMATS` are read, and nothing that has more than `PIXELS` pixels or would take far longer than others.
 
     >>> opened(np.zeros((4, 6), dtype=np.uint8)).size
     (6, 4)
@@ -70,11 +73,18 @@ def opened(content: Content) -> Image:
         return Image.fromarray(content)
     Image.init()
     formats = [name for name in FORMATS if name in Image.OPEN]
-    image = Image.open(BytesIO(content if isinstance(content, bytes) else content()), formats=formats)
+    data = content if isinstance(content, bytes) else content()
+    image = Image.open(BytesIO(data), formats=formats)
     tags = getattr(image, "tag_v2", {})  # A small TIFF file may be made of huge tiles.
     for width, height in (image.size, (tags.get(TILE_WIDTH, 0), tags.get(TILE_HEIGHT, 0))):
+        if not (isinstance(width, int) and isinstance(height, int)):
+            raise ValueError("the sides of its tiles are not whole numbers")
         if width * height > PIXELS:
             raise ValueError(f"it has {width} × {height} pixels, but at most {PIXELS} pixels are decoded")
+    if image.format in ("JPEG", "MPO") and data.count(SCAN) * image.width * image.height > SCANNED:
+        raise ValueError(
+            f"it has {data.count(SCAN)} scans of {image.width} × {image.height} pixels, too many to decode"
+        )
     return image
 
 
@@ -88,8 +98,24 @@ def plain(image: Image, channels: int) -> Image:
     >>> deep.mode, plain(deep, 1).getpixel((0, 0))
     ('I;16', 255)
     """
-    with _one_large if image.width * image.height > LARGE else contextlib.nullcontext():
+    if max(image.size) > SIDE:
+        raise ValueError(f"it has {image.width} × {image.height} pixels, but at most {SIDE} a side are decoded")
+    with _work_on(image.width * image.height):
         return _plain(image, channels)
+
+
+@contextlib.contextmanager
+def _work_on(pixels: int) -> Iterator[None]:
+    """Wait until threads have at most `PIXELS` pixels in work, these included, to save memory."""
+    with _room:
+        _room.wait_for(lambda: _in_work[0] == 0 or _in_work[0] + pixels <= PIXELS)
+        _in_work[0] += pixels
+    try:
+        yield
+    finally:
+        with _room:
+            _in_work[0] -= pixels
+            _room.notify_all()
 
 
 def _plain(image: Image, channels: int) -> Image:
