@@ -208,6 +208,10 @@ def shared(levels: int) -> bytes:
         (shared(40), "refers to the same data too often"),
         (b"})" + 25 * b"2\x86" + b"Ns.", "keys are neither text nor whole numbers"),  # a tuple that is hashed for ages
         (b"}\x8a\x09" + bytes(8) + b"\x01Ns.", "keys are neither text nor whole numbers"),
+        (b"}\x8a\x04" + (2**24 + 1).to_bytes(4, "little") + b"Ns.", "keys are neither text nor whole numbers"),
+        (b"Np%d\n." % (2**61 - 1), "it numbers what it remembers with 2305843009213693951, but has 23 bytes"),
+        (b"Np-1\n.", "it numbers what it remembers with -1, but has 6 bytes"),
+        (b"](" + 2100 * b"N" + b"eq\0(" + 1000 * b"h\0" + b"l.", "refers to the same data too often"),
         (b"\x8b" + (2000).to_bytes(4, "little") + 2000 * b"\x01.", "a number of 2000 bytes"),
         (b"L" + 2000 * b"1" + b"L\n.", "a number of 2001 characters"),
         (
@@ -219,6 +223,10 @@ def shared(levels: int) -> bytes:
 def test_memory_depth_and_work_are_limited_by_the_size_of_the_pickle(data, reason):
     with pytest.raises(InputError, match=reason):
         unpickle(data, "a.pkl")
+
+
+def test_long_lists_without_shared_parts_are_read():
+    assert unpickle(b"](" + 3_000_000 * b"K\1" + b"e.", "a.pkl") == [1] * 3_000_000
 
 
 def test_data_that_is_referred_to_now_and_then_is_read():

@@ -16,8 +16,11 @@ from metabridge.errors import InputError
 
 DEPTH = 64  # Containers within each other.
 LONGEST_NUMBER = 1024  # Bytes of one integer, or characters of one written number.
+LARGEST_KEY = 2**24  # Among smaller integers, too few can be found that collide in a dictionary.
+MOST_MEMO = 2**26  # Of what a pickle remembers, where it is not larger itself.
 FREE_BYTES = 2**24  # The result may have so many bytes, and four times the pickle's own size beyond it,
 OBJECTS = 2**28  # and reading may take so much memory, and as much beyond it.
+REFERENCE_BYTES = 8  # What an entry of a container takes: no more than its instructions, times four.
 OBJECT_BYTES = 100  # Roughly what an empty container, or an entry of the memo, takes.
 
 
@@ -109,7 +112,7 @@ class _Reader:
         levels = [iter((result,))]
         while levels:
             for value in levels[-1]:
-                size += 1
+                size += REFERENCE_BYTES
                 if isinstance(value, list | tuple):
                     size += OBJECT_BYTES
                     levels.append(iter(value))
@@ -190,6 +193,8 @@ class _Reader:
             self._pop_to_mark()
 
     def _remember(self, key: int) -> None:
+        if not 0 <= key < max(MOST_MEMO, len(self._data)):  # See `LARGEST_KEY`.
+            raise ValueError(f"it numbers what it remembers with {str(key)[:20]}, but has {len(self._data)} bytes")
         self._spend(OBJECT_BYTES)
         value = self._memo[key] = self._stack[-1]
         if isinstance(value, _Unbuilt):
@@ -289,9 +294,9 @@ class _Reader:
 
 def _dictionary(items: list[Any]) -> dict[Any, Any]:
     keys = items[::2]
-    for key in keys:  # Hashing a tuple, or many huge integers, can take forever.
-        if not isinstance(key, str | bytes) and not (isinstance(key, int) and -(2**63) <= key < 2**63):
-            raise ValueError("it has a dictionary whose keys are neither text nor whole numbers of 64 bits")
+    for key in keys:  # Hashing a tuple, or looking up integers that were chosen to collide, can take forever.
+        if not isinstance(key, str | bytes) and not (isinstance(key, int) and -LARGEST_KEY <= key <= LARGEST_KEY):
+            raise ValueError(f"it has a dictionary whose keys are neither text nor whole numbers up to {LARGEST_KEY}")
     if len(items) % 2:
         raise ValueError("it has a dictionary with a key that has no value")
     return dict(zip(keys, items[1::2]))
