@@ -1,4 +1,5 @@
 import os
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -166,6 +167,18 @@ def test_a_cache_file_of_other_contents_is_drawn_again(two_alphabets, tmp_path):
     (file,) = tmp_path.iterdir()
     np.savez(file, images=np.zeros(3))
     load_glyphs(cache=tmp_path)
+    assert two_alphabets == [0, 0]
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_a_bomb_in_the_cache_is_not_unpacked(two_alphabets, tmp_path, monkeypatch, method):
+    load_glyphs(cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("superclasses.npy", bytes(2**26 + 1 if method == zipfile.ZIP_DEFLATED else 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("the cache was unpacked"))
+        load_glyphs(cache=tmp_path)
     assert two_alphabets == [0, 0]
 
 

@@ -139,6 +139,14 @@ def test_a_huge_drawing_within_an_archive_is_not_unpacked(archives, caplog):
     assert "huge.png (it is 16 MiB, but a drawing has at most 16 MiB)" in caplog.text
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_archive_whose_packing_unpacks_without_a_limit_is_refused(archives, method):
+    with zipfile.ZipFile(archives / "images_evaluation.zip", "a", method) as archive:
+        archive.writestr("images_evaluation/Greek/character01/9.png", drawing(9))
+    with pytest.raises(InputError, match=r"images_evaluation\.zip is packed in an unusual way\. Pack it again"):
+        load("omniglot", archives)
+
+
 def test_links_between_folders_make_no_characters(folders, caplog):
     (folders / "images_evaluation" / "Greek" / "character03").symlink_to(folders / "images_background")
     assert len(load("omniglot", folders).class_names) == 18

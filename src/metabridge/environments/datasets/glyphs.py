@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FORMAT = 1  # Raise it with every change to how the images are drawn or stored: it names the cache file.
 VARIANTS = 20
 SIZE = 28
+LARGEST = 2**26  # Bytes of an array in the cache; the images have 11 MB.
+PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # What else there is unpacks without a limit.
 _FRAME = 84  # Side of the frame in which a shape is drawn before it is warped,
 _BODY = 60  # and the length that the longer side of every shape has in it.
 
@@ -262,6 +264,8 @@ def _ink(depth: Tensor, affine: Tensor, bends: Tensor) -> Tensor:
 
 def _read(file: Path) -> LabelledImages:
     with open_regular(file) as stream, zipfile.ZipFile(stream) as archive:
+        if not all(0 <= info.file_size <= LARGEST and info.compress_type in PACKINGS for info in archive.infolist()):
+            raise ValueError(f"{file} holds more than glyphs")
 
         def array(name: str) -> NDArray[Any]:
             # Whole, which np.load does not do: only at the end of an entry its checksum is compared.

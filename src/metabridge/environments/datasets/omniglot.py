@@ -20,6 +20,7 @@ from metabridge.errors import InputError
 FORM = Form(size=28, channels=1, invert=True)
 PARTS = ("images_background", "images_evaluation")
 LARGEST_DRAWING = 2**24  # Bytes of a file; those of Omniglot have a few hundred.
+PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 MOST_PACKED = 100  # An archive of drawings cannot be so many times smaller than what is in it.
 
 
@@ -97,6 +98,8 @@ def _opened(file: Path) -> zipfile.ZipFile:
             f"{file} holds {unpacked / 2**20:.0f} MiB in {file.stat().st_size / 2**20:.1f} MiB, which no archive of "
             "drawings does. Do not trust this file."
         )
+    if any(info.compress_type not in PACKINGS for info in archive.infolist()):  # Others unpack without a limit.
+        raise InputError(f"{file} is packed in an unusual way. Pack it again with the method deflate.")
     return archive
 
 
