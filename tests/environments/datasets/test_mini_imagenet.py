@@ -1,5 +1,6 @@
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from pyarrow import parquet
 
 from metabridge.environments.datasets import detect, load
+from metabridge.environments.datasets import mini_imagenet as module
 from metabridge.errors import InputError
 from pictures import encoded, flat, names_in, shared, values_of
 
@@ -151,4 +153,33 @@ def test_a_table_with_a_line_that_cannot_be_used_is_refused(tmp_path, line, sent
     write_tables(tmp_path)
     (tmp_path / "val.csv").write_text(f"filename,label\n{line}\n")
     with pytest.raises(InputError, match=sentence):
+        load(tmp_path)
+
+
+def test_a_table_of_many_columns_and_lines_takes_no_longer_than_its_size(tmp_path):
+    write_tables(tmp_path)
+    text = "filename,label" + 3000 * ",x" + "\n" + 3000 * "a.jpg,n1\n\n"
+    (tmp_path / "val.csv").write_text(text)
+    seen = 0
+
+    def count(frame, event, _):
+        nonlocal seen
+        seen += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        source = module._from_tables(tmp_path, {"validation": tmp_path / "val.csv"})
+    finally:
+        sys.settrace(None)
+    assert source.total == 3000
+    assert seen < 3000 * 300
+
+
+def test_a_pickle_whose_classes_share_a_long_list_is_refused(tmp_path):
+    write_pickles(tmp_path)
+    rows = 3000 * [0]
+    held = {"image_data": np.zeros((1, 4, 4, 3), np.uint8), "class_dict": {f"n{name}": rows for name in range(9)}}
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
+    with pytest.raises(InputError, match=r"has more rows in class_dict than the 1 images\. Get the file again"):
         load(tmp_path)

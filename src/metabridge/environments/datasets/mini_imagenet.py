@@ -99,19 +99,21 @@ def _from_tables(root: Path, tables: dict[str, Path]) -> Source:
     classes: dict[Category, list[str]] = {}
     images = root / "images"
     for split, table in tables.items():
-        reader = csv.DictReader(read_bytes(table).decode("utf-8", "replace").splitlines())
+        reader, line = csv.reader(read_bytes(table).decode("utf-8", "replace").splitlines()), 0
         try:
-            if not {"filename", "label"} <= set(reader.fieldnames or ()):
+            columns = {name: place for place, name in enumerate(next(reader, ()))}
+            if not {"filename", "label"} <= set(columns):
                 raise InputError(f"{table} has not the columns filename and label in its first line. Add that line.")
-            for row in reader:
-                if not row["label"]:
-                    raise InputError(f"{table} has no label in line {reader.line_num}. Add it, or remove the line.")
-                inside(images, row["filename"], table)
-                classes.setdefault(Category(row["label"], "all", split), []).append(row["filename"])
+            line = reader.line_num
+            for row in filter(None, reader):  # Not as dictionaries, which would repeat all columns for every line.
+                line = reader.line_num
+                name, label = (row[columns[key]] if columns[key] < len(row) else "" for key in ("filename", "label"))
+                if not label:
+                    raise InputError(f"{table} has no label in line {line}. Add it, or remove the line.")
+                inside(images, name, table)
+                classes.setdefault(Category(label, "all", split), []).append(name)
         except csv.Error as error:
-            raise InputError(
-                f"{table} is not a table after line {reader.line_num} ({error}). Get the file again."
-            ) from error
+            raise InputError(f"{table} is not a table after line {line} ({error}). Get the file again.") from error
     return listed("mini-ImageNet, CSV and folder", classes, lambda name: image_bytes(images / name))
 
 
@@ -140,7 +142,11 @@ def _read(file: Path) -> tuple[NDArray[np.uint8], dict[str, list[int]]]:
         raise InputError(f"{file} has no uint8 array image_data of shape (n, height, width, 3). Get the file again.")
     if not isinstance(classes, dict):
         raise InputError(f"{file} has no class_dict that gives rows of image_data. Get the file again.")
-    return images, {
-        as_text(name): indices(file, f"class_dict[{shortened(name)}]", rows, len(images))
-        for name, rows in classes.items()
-    }
+    rows_of: dict[str, list[int]] = {}
+    left = len(images)
+    for name, rows in classes.items():
+        rows_of[as_text(name)] = found = indices(file, f"class_dict[{shortened(name)}]", rows, len(images))
+        left -= len(found)
+        if left < 0:  # A few bytes may refer to one long list many times.
+            raise InputError(f"{file} has more rows in class_dict than the {len(images)} images. Get the file again.")
+    return images, rows_of
