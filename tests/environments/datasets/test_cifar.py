@@ -232,3 +232,9 @@ def test_a_link_within_an_archive_is_not_followed(tmp_path):
     link.type, link.linkname = tarfile.SYMTYPE, "cifar-100-python/train"
     with pytest.raises(InputError, match=r"has no cifar-100-python/train in it\. Get the file again"):
         load("cifar-fs", write_archive(tmp_path, (link, b"")))
+
+
+def test_an_archive_of_too_many_files_is_refused(tmp_path):
+    members = [(tarfile.TarInfo(f"{number}"), b"") for number in range(1001)]
+    with pytest.raises(InputError, match=r"is not a whole archive \(it holds more than 1000 files\)"):
+        load("cifar-fs", write_archive(tmp_path, *members))

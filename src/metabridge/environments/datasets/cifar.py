@@ -46,6 +46,7 @@ from metabridge.errors import InputError
 FORM = Form(size=32, channels=3)
 PIXELS = 3 * 32 * 32
 LARGEST_ARCHIVE = 2**29  # Bytes, packed or unpacked. CIFAR-100 is 178 MiB.
+MOST_MEMBERS = 1000  # CIFAR-100 has five.
 GZIP = b"\x1f\x8b"
 TRAINED_IMAGES = 450  # Of each training class of FS-CIFAR100.
 FOLDERS = {
@@ -156,7 +157,9 @@ def _members(archive: Path, folder: str) -> dict[str, bytes]:
         if len(content) > LARGEST_ARCHIVE:
             raise tarfile.TarError(f"it holds more than {LARGEST_ARCHIVE // 2**20} MiB")
         with tarfile.open(fileobj=BytesIO(content), mode="r:") as members:
-            for member in members:
+            for number, member in enumerate(members):
+                if number == MOST_MEMBERS:
+                    raise tarfile.TarError(f"it holds more than {MOST_MEMBERS} files")
                 if not 0 <= member.size <= len(content):  # Would be read without end, or would be a file of holes.
                     raise tarfile.TarError(f"{member.name} is said to have {member.size} bytes")
                 if member.isreg() and member.name.startswith(f"{folder}/"):
