@@ -159,3 +159,22 @@ def test_a_long_name_that_is_repeated_is_kept_once(tmp_path):
     labels = module._label_names(tmp_path / "a.parquet")
     assert len(labels) == 64
     assert len({id(label) for label in labels}) == 1
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_an_image_that_is_stored_once_for_many_rows_takes_little_memory(tmp_path, rows):
+    places = pyarrow.array(rows * [0], pyarrow.int32())
+    images = pyarrow.DictionaryArray.from_arrays(places, pyarrow.array([bytes(2**25)]))
+    table = pyarrow.table({"image": images, "label": rows * [0]})
+    options = {"store_schema": False, "compression": "gzip", "dictionary_pagesize_limit": 2**30}
+    parquet.write_table(table, tmp_path / "a.parquet", **options)
+    assert (tmp_path / "a.parquet").stat().st_size < 2**17
+    before = pyarrow.default_memory_pool().bytes_allocated()
+    pictures = module._pictures(tmp_path / "a.parquet", "a", rows * [0])
+    if rows == 2:
+        assert len(list(pictures)) == 2
+    else:
+        assert len(next(pictures).content) == 2**25
+        assert pyarrow.default_memory_pool().bytes_allocated() - before < 2**29
+        with pytest.raises(InputError, match=r"its images take far more than its own size"):
+            list(pictures)

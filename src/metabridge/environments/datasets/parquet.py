@@ -38,7 +38,8 @@ from metabridge.errors import InputError
 FORM = Form(size=84, channels=3, crop=True)
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
-BATCH = 32  # Rows read at once.
+BATCH = 32  # Rows read at once, or fewer
+ROOM = 2**28  # if so many could take more bytes than this.
 MOST_PACKED = 100  # A file of images cannot be so many times smaller than what is in it,
 UNPACKED = 2**26  # unless it has no more than so many bytes in it.
 
@@ -117,7 +118,10 @@ def _pictures(shard: Path, name: str, labels: list[int | None]) -> Iterator[Pict
     column = _column(shard, file.schema_arrow, IMAGE_COLUMNS)
     row = 0
     with _whole(shard):
-        for batch in file.iter_batches(BATCH, columns=[column]):
+        groups = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+        rows = max(1, min(BATCH, ROOM // max(1, *groups, 1)))  # An image may be stored once for many rows.
+        left = UNPACKED + MOST_PACKED * shard.stat().st_size
+        for batch in file.iter_batches(rows, columns=[column]):
             for value in batch.column(0).to_pylist():
                 label, content = labels[row], value
                 path = f"row {row}"
@@ -126,6 +130,9 @@ def _pictures(shard: Path, name: str, labels: list[int | None]) -> Iterator[Pict
                     content = value.get("bytes")
                     if content is None and value.get("path"):
                         content = partial(image_bytes, _beside(shard, value["path"]))
+                left -= len(content) if isinstance(content, bytes) else 0
+                if left < 0:
+                    raise ValueError("its images take far more than its own size")
                 if label is not None:
                     yield Picture(f"{name}: {path}", label, content if isinstance(content, bytes | partial) else b"")
                 row += 1
