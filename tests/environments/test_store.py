@@ -329,6 +329,25 @@ def test_an_entry_without_checksums_is_decoded_again(folder, missing):
     assert len(stored("toy", "key", FORM, good).images) == 6
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"labels": labels} for labels in (6 * [2], 6 * [-1], 5 * [0], 6 * [0.5], 6 * ["x"], 6 * [10**12])),
+        *({"classes": classes} for classes in ([], 2 * [["a", "b", "no split"]], 2 * [["a", 7, "train"]])),
+        *({"same": [[[row, "a"]]]} for row in (6, -1, "x")),
+        {"shape": [0, 1, 8, 8], "labels": [], "same": []},
+    ],
+    ids=str,
+)
+def test_an_entry_that_was_made_up_is_decoded_again(folder, wrong):
+    stored("toy", "key", FORM, good)
+    (index,) = folder.glob("*.json")
+    held = json.loads(index.read_text()) | wrong
+    del held["checksum"]
+    index.write_text(json.dumps({**held, "checksum": store._checksum(held)}))
+    assert len(stored("toy", "key", FORM, good).labelled().images) == 6
+
+
 def test_an_entry_of_an_earlier_version_is_not_read(folder):
     stored("toy", "key", FORM, good)
     for file in list(folder.iterdir()):

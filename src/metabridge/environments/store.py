@@ -34,6 +34,7 @@ from torch import Tensor
 from metabridge.environments.decode import CHUNK, Form, Unreadable, decoded, each, workers
 from metabridge.environments.images import LabelledImages
 from metabridge.environments.source import (
+    SPLITS,
     Category,
     Content,
     Source,
@@ -237,10 +238,20 @@ def _read(pixels: Path, index: Path) -> Stored:
         blocks = (block.numpy().data for block in images.split(_block(math.prod(shape[1:]))))
         if list(executor.map(zlib.crc32, blocks)) != held["blocks"]:
             raise ValueError(f"{pixels} does not match its checksums")
+    labels, classes = held["labels"], tuple(Category(*category) for category in held["classes"])
+    rows = [row for group in held["same"] for row, _ in group]
+    if not (
+        len(labels) == len(images) > 0
+        and all(isinstance(label, int) and 0 <= label < len(classes) for label in labels)
+        and all(isinstance(row, int) and 0 <= row < len(images) for row in rows)
+        and all(isinstance(text, str) for category in classes for text in category)
+        and {category.split for category in classes} <= {*SPLITS.values(), ""}
+    ):
+        raise ValueError(f"{index} does not fit {pixels}")
     return Stored(
         images=images,
-        labels=torch.tensor(held["labels"]),
-        classes=tuple(Category(*category) for category in held["classes"]),
+        labels=torch.tensor(labels),
+        classes=classes,
         empty=tuple(held["empty"]),
         skipped=tuple((name, reason) for name, reason in held["skipped"]),
         notes=tuple(held["notes"]),
