@@ -358,3 +358,20 @@ def test_what_a_stranger_put_into_a_folder_is_replaced_and_not_followed(tmp_path
     assert victim.read_bytes() == b"mine"
     assert stat.S_ISREG(file.lstat().st_mode)
     assert file.read_bytes() == b"written"
+
+
+@POSIX
+def test_a_pipe_is_not_even_opened_for_reading(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "settings.json")
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(OSError, match="Not a regular file"):
+        files.read_regular(tmp_path / "settings.json")
+
+
+@POSIX
+def test_a_pipe_that_takes_the_place_of_a_file_while_it_is_opened_is_not_waited_for(tmp_path, monkeypatch):
+    regular, file = os.stat(__file__), tmp_path / "settings.json"
+    os.mkfifo(file)
+    monkeypatch.setattr(os, "stat", lambda *_, **__: regular)
+    with pytest.raises(OSError, match="Not a regular file"):
+        files.read_regular(file)

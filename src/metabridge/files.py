@@ -67,17 +67,22 @@ def read_regular(file: Path) -> bytes:
     Traceback (most recent call last):
     OSError: [Errno 22] Not a regular file: '/dev/null'
     """
+    _check_regular(file, os.stat(file).st_mode)
+    # What took the file's place in the meantime must not block.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(file))
+        _check_regular(file, os.fstat(descriptor).st_mode)
         with open(descriptor, "rb", closefd=False) as stream:
             return stream.read()
     finally:
         os.close(descriptor)
+
+
+def _check_regular(file: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(file))
 
 
 def write_whole(file: Path, content: bytes, *, follow: bool = True) -> Path:
