@@ -204,7 +204,9 @@ class _Log(logging.Handler):
 
 
 _MEMORY = re.compile(
-    r"MemoryError|allocate (?:memory|bytes)|out of memory|malloc of size|cannot allocate|can't allocate", re.IGNORECASE
+    r"MemoryError|not enough memory|out of memory|malloc of size|"
+    r"allocate (?:memory|bytes)|cannot allocate|can't allocate",
+    re.IGNORECASE,
 )
 
 
