@@ -26,6 +26,7 @@ import torch
 from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
 from fuzz.images import SIZE, encoded, loaded
+from metabridge.environments import store
 from metabridge.environments.check import check
 from metabridge.environments.datasets import glyphs
 from metabridge.environments.images import LabelledImages
@@ -80,6 +81,7 @@ BOMBS = (
     b"\x80\x04cbuiltins\nexec\n\x8c\x04True\x85R.",
     b"\x80\x04cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85C\x01b\x87R"
     b"(K\x01J\xff\xff\xff\x7f\x85cnumpy\ndtype\n\x8c\x02u1\x89\x88\x87R\x89C\x00tb.",
+    b"N" + b"".join(b"p%d\n" % (number * (2**61 - 1)) for number in range(100_000)) + b".",  # all of one hash
     b"I" + b"9" * 200_000 + b"\n.",
     b"\x80\x02\x8b\xff\xff\xff\x7f" + b"\1" * 100 + b".",
     b"",
@@ -115,6 +117,7 @@ def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
         *(Hostile(_mini_files(_mini(class_dict=each))) for each in classes),
         *(Hostile(_mini_files(_mini(image_data=data))) for data in odd),
         *(Hostile(_mini_files(bomb), "refused") for bomb in BOMBS),
+        Hostile(_mini_files(_mini(class_dict=dict.fromkeys(map(str, range(270)), [0] * 60_000))), "refused"),
     ]
 
 
@@ -251,10 +254,11 @@ def _hostile_archives(inputs: Sequence[Files]) -> list[Hostile]:
     ]
     contents = [
         *links,
-        gzip.compress(huge.tobuf()),
+        gzip.compress(huge.tobuf(), mtime=0),
+        gzip.compress(tarfile.TarInfo("x").tobuf() * 2048, mtime=0) * 500,  # a million files
         packed,
         b"",
-        gzip.compress(b""),
+        gzip.compress(b"", mtime=0),
         _archived(python, {}),
     ]
     return [Hostile({f"data/{python}.tar.gz": content}, "refused") for content in contents]
@@ -345,6 +349,7 @@ def _hostile_tables(inputs: Sequence[Files]) -> list[Hostile]:
         b"filename\n",
         b"filename,label\na.png\n",
     ]
+    contents.append(b"filename,label" + b",x" * 20_000 + b"\n" + b"a.png,n1\n" * 20_000 + b"a.png\n")
     whole = _tables([good])
     return [
         *(Hostile(_tables(each)) for each in rows),
@@ -411,6 +416,17 @@ def _repeated(image: bytes, label: object) -> bytes:
     return stream.getvalue()
 
 
+def _packed_image() -> bytes:
+    """Return a file of 2 kB with an image of 60 MiB for 32 rows."""
+    rows = pyarrow.array(np.zeros(32, dtype=np.int32))
+    table = pyarrow.table(
+        {"image": pyarrow.DictionaryArray.from_arrays(rows, [bytes(60 * 2**20)]), "label": [0, 1] * 16}
+    )
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(table, stream, store_schema=False, compression="zstd", dictionary_pagesize_limit=2**30)
+    return stream.getvalue()
+
+
 def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
     outside = [{"bytes": None, "path": path} for path in mutate.NAMES if "\ud800" not in path]
     contents = [
@@ -432,6 +448,7 @@ def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
         ),
         _repeated(b"\0" * 2**20, 0),
         _repeated(b"", "x" * 2**20),
+        _packed_image(),
         b"PAR1PAR1",
         b"",
     ]
@@ -462,6 +479,11 @@ def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
             texts = [b"", b"[" * mutate.DEEP, b"null", b"7", b"[]", b"{}"]
             texts += [json.dumps(held | {key: value}).encode() for key in held for value in ODD]
             found += [Hostile({**whole, name: text}, "same") for text in texts]
+            del held["checksum"]
+            forged = [held | {key: value} for key in ("shape", "labels", "classes", "same", "blocks") for value in ODD]
+            forged += [held | {"labels": [value] * 6} for value in (-1, 3, 10**12, 0.5)]
+            sealed = (json.dumps({**each, "checksum": store._checksum(each)}).encode() for each in forged)
+            found += [Hostile({**whole, name: text}) for text in sealed]
     return found
 
 
@@ -576,5 +598,6 @@ DATASET_READERS = (
         (read_glyphs,),
         _drawn,
         changer({".npz": mutate.change_zip}, raw="same"),
+        lambda inputs: [Hostile({name: _zip_bomb("superclasses.npy")}, "same") for name in inputs[0]],
     ),
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
 
 from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader
@@ -154,6 +154,7 @@ def _png_bombs() -> list[bytes]:
         mutate.png([start, (b"zTXt", b"a\0\0" + stream), some, end]),
         mutate.png([start, (b"iCCP", b"a\0\0" + stream), some, end]),
         mutate.png([start, *[(b"tEXt", b"a\0b")] * 20000, some, end]),
+        mutate.png([_header(50_000_000, 1, 8, 0), (b"IDAT", zlib.compress(bytes(50_000_001))), end]),
         mutate.png([start, (b"acTL", struct.pack(">II", 2**31 - 1, 0)), some, end]),
         *_foreign(),
     ]
@@ -164,6 +165,20 @@ def _png() -> list[bytes]:
         *(encoded(mode, "png") for mode in ("RGB", "L", "RGBA", "LA", "P", "1", "I;16")),
         encoded("P", "png", transparency=3),
     ]
+
+
+def _jpeg_bombs() -> list[bytes]:
+    stream = io.BytesIO()
+    Image.new("L", (7000, 7000)).save(stream, "jpeg", progressive=True)
+    content = stream.getvalue()
+    last = content.rindex(b"\xff\xda")
+    return [content[:-2] + content[last : last + 10] * 10_000 + content[-2:], *_foreign()]
+
+
+def _bmp_jump() -> bytes:
+    """Return a packed image of one line, of which the only instruction jumps over 255 lines."""
+    header = struct.pack("<IiiHHIIiiII", 40, 50_000_000, 1, 1, 8, 1, 4, 1, 1, 256, 0)
+    return struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078) + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
 
 
 def _jpeg() -> list[bytes]:
@@ -215,18 +230,23 @@ def _tiff_bombs() -> list[bytes]:
                     struct.pack("<HHIH", 256 if old == 6 else 257, 3, 1, new),
                 )
             )
+    tags = {256: 5, 257: 5, 258: 8, 259: 8, 262: 1, 277: 1, 323: 2**32 - 1, 324: 8, 325: 8}
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
+    entries.insert(6, struct.pack("<HHI4s", 322, 2, 4, b"aaa"))  # the width of a tile as text
+    found.append(b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4))
     return [*found, *_foreign()]
 
 
 IMAGE_READERS = (
     image_reader("png", _png, _png_bombs),
-    image_reader("jpg", _jpeg, _foreign),
+    image_reader("jpg", _jpeg, _jpeg_bombs),
     image_reader(
         "bmp",
         lambda: [encoded(mode, "bmp") for mode in ("RGB", "L", "1", "P")],
         lambda: [
             *_large_sides(encoded("RGB", "bmp"), (18, 22), "<i"),
             *_large_sides(encoded("1", "bmp"), (18, 22), "<i"),
+            _bmp_jump(),
             *_foreign(),
         ],
     ),
@@ -239,6 +259,11 @@ IMAGE_READERS = (
         "webp",
         lambda: [encoded("RGB", "webp"), encoded("RGBA", "webp", lossless=True), _animated("webp", lossless=True)],
         lambda: [*_large_sides(encoded("RGB", "webp"), (26, 28), "<H"), *_foreign()],
+    ),
+    *(
+        [image_reader("avif", lambda: [encoded("RGB", "avif"), encoded("RGBA", "avif"), _animated("avif")], _foreign)]
+        if features.check("avif")
+        else []
     ),
     image_reader("tif", _tiff, _tiff_bombs),
     image_reader(

@@ -19,7 +19,7 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save
 
 from fuzz import mutate
-from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
+from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader, lay_out
 from fuzz.datasets import changer
 from fuzz.images import command
 from metabridge.environments import LabelledImages, Sinusoid
@@ -220,6 +220,8 @@ def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
     return [
         *(Hostile(_set(whole, "model", model), "refused") for model in MODELS),
         *(Hostile({**whole, "run/settings.json": text}, "refused") for text in texts),
+        Hostile({**whole, "run/settings.json": Node("pipe")}, "refused"),
+        Hostile({**whole, "run/weights.safetensors": Link("/dev/zero")}, "refused"),
     ]
 
 
