@@ -33,7 +33,7 @@ from metabridge.models import build, conv4, mlp
 from metabridge.search.proxies import Score
 from metabridge.search.prune import Journal, Scores
 from metabridge.search.space import EDGES, OPERATORS, random_architecture
-from metabridge.training import fit, load
+from metabridge.training import checkpoint, fit, load
 from metabridge.training.checkpoint import write_method
 from metabridge.training.fitting import Fitting
 from metabridge.training.loop import Settings
@@ -53,10 +53,22 @@ def _steady() -> Iterator[None]:
 
 def _read_back(folder: Path) -> Files:
     return {
-        file.relative_to(folder).as_posix(): file.read_bytes()
+        file.relative_to(folder).as_posix(): _ordered(file) if file.suffix == ".safetensors" else file.read_bytes()
         for file in sorted(folder.rglob("*"))
         if file.is_file() and (file.name in RUN or file.name == "adapted.safetensors")
     }
+
+
+def _ordered(file: Path) -> bytes:
+    """Return a file of tensors with its notes in order, which safetensors writes in any, so that cases repeat."""
+    header, values = checkpoint._split(file.read_bytes())
+    held = json.loads(header[8:])
+    held["__metadata__"] = dict(sorted(held["__metadata__"].items())) | {checkpoint.CHECKSUM: checkpoint._NONE}
+    text = json.dumps(held, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    sum_of = checkpoint._checksum(header, values, checkpoint._NONE)
+    return header.replace(checkpoint._mark(checkpoint._NONE), checkpoint._mark(sum_of), 1) + values
 
 
 def _sinusoids(folder: Path) -> Fitting:
@@ -268,7 +280,7 @@ def _adapted(folder: Path) -> list[Files]:
         chosen = [place for place, label in enumerate(labels) if head is not None or label != "c"]
         classifier = FewShotClassifier(load(folder / "run"), head=head)
         classifier.fit(shown[chosen], [labels[place] for place in chosen]).save(folder / "run")
-        found.append({"run/adapted.safetensors": (folder / "run" / "adapted.safetensors").read_bytes()})
+        found.append({"run/adapted.safetensors": _ordered(folder / "run" / "adapted.safetensors")})
     return found
 
 

@@ -11,7 +11,7 @@ import fuzz.__main__
 import pytest
 from fuzz import mutate
 from fuzz.campaign import Campaign
-from fuzz.cases import Corpus, digest
+from fuzz.cases import Corpus, digest, lay_out
 from fuzz.readers import READERS
 from fuzz.sandbox import FAILURES
 from fuzz.worker import Worker
@@ -74,6 +74,15 @@ def test_a_case_depends_on_seed_reader_and_number_alone():
     one, other = (Corpus.of(planted_readers.planted(planted_readers.sound), Path("unused")) for _ in range(2))
     assert one.case(5, 77) == other.case(5, 77) != one.case(6, 77)
     assert len({digest(one.case(0, number).files) for number in range(50, 150)}) > 40
+
+
+def test_cases_made_of_runs_are_the_same_in_every_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digests = set()
+    for _ in range(6):  # safetensors orders its notes by chance
+        lay_out(tmp_path / "case", {})
+        digests.add(digest(READERS["run-weights"].seeds(tmp_path / "case")))
+    assert len(digests) == 1
 
 
 def test_a_stopped_run_goes_on_to_the_same_counts(tmp_path):
