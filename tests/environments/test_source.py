@@ -183,6 +183,12 @@ def irregular(request, tmp_path) -> Path:
     return file
 
 
+def test_pipes_and_devices_are_not_opened_to_find_out_what_they_are(irregular, monkeypatch):
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(OSError, match="it is not a regular file"):
+        image_bytes(irregular)
+
+
 def test_only_regular_files_are_opened(irregular):
     with pytest.raises(OSError, match="it is not a regular file"):
         image_bytes(irregular)
