@@ -450,6 +450,15 @@ def test_squared_hinge_head_of_raw_features_solves_its_dual(raw, shots, d, dtype
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("scale", "C"), [(1e2, 1e10), (1e3, 1e8)])
+def test_squared_hinge_head_of_overlapping_classes_scores_alike_at_any_scale(scale, C, caplog):
+    x, y, query, ways = gaussian_tasks(25, [8] * 5, 6, spread=6.0)
+    # Both penalties are too small to matter, so that the scores of scaled features are those of the features.
+    scores = SVM(C, normalise=False).fit(scale * x, y, ways).scores(scale * query)
+    torch.testing.assert_close(scores, SVM(1e8, normalise=False).fit(x, y, ways).scores(query), rtol=0, atol=1e-3)
+    assert not caplog.records
+
+
 @raw_features
 @shapes
 @both_dtypes

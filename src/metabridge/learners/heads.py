@@ -183,7 +183,9 @@ class SVM:
             bias = (level / length - (weight @ along[..., None])[..., 0]) / length
             weight, mean = _combine(weight, x, coordinates, mean, bias)
         else:
-            weight = weight[..., :-1] + (level / length.square())[..., None] * mean
+            # Only rounding gives the rest a part along (mean, 1), but points are long in that direction.
+            along = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
+            weight = weight[..., :-1] + ((level - along) / length.square())[..., None] * mean
         return LinearHead(*_about(features, weight, level, mean), self.normalise)
 
 
