@@ -178,6 +178,33 @@ def test_products_that_pytorch_cannot_compute_are_refused_with_the_way_out(name:
         Empirical(seeded(SEQUENCES[name]), way="products").ntk(seen(1, 2, 5, 6))
 
 
+def embedded(kind: type[nn.Module]) -> nn.Module:
+    def forward(net: Odd, x: Tensor) -> Tensor:
+        return net.head(torch.tanh(net.a(x.long())).flatten(1))  # type: ignore[no-any-return]
+
+    return Odd(forward, a=kind(9, 3), head=head(15 if kind is nn.Embedding else 3))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tokens_need_not_take_noise(kind: type[nn.Module]) -> None:
+    net, x = seeded(lambda: embedded(kind)), torch.tensor([[0, 8, 0, 8, 8], [1, 2, 3, 4, 5], [5, 5, 0, 7, 2]]).double()
+    exact = explicit(net, x, x, "full", lambda name: True)
+    assert error(Empirical(net, outputs="full").ntk(x), exact) < 1e-9
+
+
+def test_a_network_that_moves_its_buffers_is_refused_and_left_as_it_was() -> None:
+    spectral = nn.utils.parametrizations.spectral_norm
+    net, x = seeded(lambda: nn.Sequential(spectral(nn.Linear(6, 4)), nn.Tanh(), head(4))), seen(1, 3, 6)
+    before = {name: value.clone() for name, value in net.named_buffers()}
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"changes its buffer '0\.parametrizations.* Use net\.eval\(\)"):
+            Empirical(net).ntk(x)
+    assert all(torch.equal(value, before[name]) for name, value in net.named_buffers())
+    exact = explicit(net.eval(), x, x, "full", lambda name: True)
+    assert error(Empirical(net, outputs="full").ntk(x), exact) < 1e-9
+
+
 def pooled() -> nn.Module:
     first = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.ReLU()
     return nn.Sequential(nn.Sequential(*first), nn.Flatten(), nn.Linear(36, 4), nn.Tanh(), head(4))

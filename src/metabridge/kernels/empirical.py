@@ -245,18 +245,31 @@ class Empirical:
         layer's.
         """
         gradients = Gradients(self.net, params, frozenset(params), self.outputs == "sum")
+        buffers = [(name, value, value._version, value.clone()) for name, value in self.net.named_buffers()]
         noise = torch.randn(x[:1].shape, generator=torch.Generator().manual_seed(0)).to(x)
         try:
-            for sample in (x[:1] + noise * (float(x.std(correction=0)) or 1.0), x[:1]):
-                with saved_bytes(params) as graph:
-                    y, leaves, calls = gradients.trace(sample)
-                if y.isfinite().all():
-                    break
+            for sample in (x[:1] + noise * (float(x.std(correction=0)) or 1.0), own := x[:1]):
+                try:
+                    with saved_bytes(params) as graph:
+                        y, leaves, calls = gradients.trace(sample)
+                    if y.isfinite().all():
+                        break
+                except (RuntimeError, ValueError, IndexError):  # tokens cannot take noise
+                    if sample is own:
+                        raise
             pair = torch.cat([sample, x[:1]])
             with torch.enable_grad():
                 both = call_with(self.net, leaves, pair.clone())
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
+        moved = [name for name, value, version, _ in buffers if value._version != version]
+        if moved:
+            for _, value, _, before in buffers:
+                value.copy_(before)
+            raise InputError(
+                f"the network changes its buffer {moved[0]!r} in a forward pass, so that its kernel depends on how "
+                "often it was called. Use net.eval()."
+            )
         if y.ndim != 2 or len(y) != 1 or len(both) != 2:
             raise InputError(
                 f"the network maps {len(both)} samples to {tuple(both.shape)}, but must give (samples, k)."
