@@ -24,3 +24,11 @@ def test_a_direction_without_curvature_below_the_floor_is_not_followed():
     )
     assert solved.all()
     torch.testing.assert_close(v, torch.tensor([[0.5, 0.0]]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_system_whose_curvature_is_not_positive_is_not_followed():
+    """Rounding makes it so, and a step over it would lead away or be infinite."""
+    curvature = torch.tensor([[-1.0], [0.0], [2.0]])
+    v, solved = conjugate_gradients(lambda v: curvature * v, torch.ones(3, 1), lambda v: v, over=1, fall=1e-12, steps=3)
+    assert torch.equal(v, torch.tensor([[0.0], [0.0], [0.5]]))
+    assert solved.flatten().tolist() == [False, False, True]

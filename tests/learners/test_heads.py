@@ -12,6 +12,7 @@ from sklearn import linear_model, neighbors, svm
 from torch import Tensor
 
 from metabridge.errors import InputError
+from metabridge.learners import newton
 from metabridge.learners.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, Ridge
 from metabridge.learners.ridge import ridge_weight
 
@@ -315,6 +316,15 @@ def test_hinge_head_that_is_not_solved_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr("metabridge.learners.qp.INTERIOR_STEPS", 3)
     SVM(10.0, "hinge").fit(tasks.x, tasks.y, tasks.ways)
     assert [record.getMessage().split(" stopped ")[0] for record in caplog.records] == [repr(SVM(10.0, "hinge"))]
+
+
+def test_a_head_is_said_not_to_be_solved_from_a_hundred_thousandth_of_the_objective_on(monkeypatch, caplog):
+    tasks, minimise = gaussian_tasks(2, [3, 3], 4), newton.minimise
+    for missing, warnings in ((0.9e-5, 0), (1.1e-5, 1)):
+        left = torch.tensor([[0.0], [missing]])
+        monkeypatch.setattr(newton, "minimise", lambda *given: (minimise(*given)[0], left))  # noqa: B023
+        LogisticRegression().fit(tasks.x, tasks.y, tasks.ways)
+        assert len(caplog.records) == warnings
 
 
 @pytest.mark.parametrize("penalty", [1e-2, 1e-4, 1e-6])
