@@ -228,6 +228,13 @@ def test_unusable_input_is_named(head):
         head.fit(x, y, 2).scores(torch.randn(2, 4, 5))
 
 
+def test_a_head_that_overflows_its_dtype_is_refused():
+    tasks = gaussian_tasks(2, [3, 3], 16)
+    with pytest.raises(InputError, match=r"features is .*float16.* does not hold the solved head. Use a wider"):
+        NearestCentroid().fit((200 * tasks.x).half(), tasks.y, tasks.ways)
+    assert NearestCentroid().fit((200 * tasks.x).float(), tasks.y, tasks.ways).bias.isfinite().all()
+
+
 @pytest.mark.parametrize("head", [LogisticRegression(), SVM(), SVM(loss="hinge"), NearestCentroid()], ids=repr)
 def test_heads_for_classes_refuse_values(head):
     with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 4, 1\).*Values are fitted by Ridge alone"):

@@ -370,4 +370,10 @@ def _about(features: Tensor, weight: Tensor, level: Tensor, origin: Tensor | Non
     lead, dtype = features.shape[:-2], features.dtype
     weight = weight.to(dtype)
     bias = level if origin is None else level - (weight.to(origin.dtype) @ origin.mT)[..., 0]
-    return weight.reshape(*lead, *weight.shape[1:]), bias.to(dtype).reshape(*lead, *bias.shape[1:])
+    bias = bias.to(dtype)
+    if not (weight.isfinite().all() and bias.isfinite().all()):
+        raise InputError(
+            f"features is {describe(features)}, a dtype that does not hold the solved head. Use a wider one, or "
+            "smaller features."
+        )
+    return weight.reshape(*lead, *weight.shape[1:]), bias.reshape(*lead, *bias.shape[1:])
