@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from queue import Queue
-from threading import Barrier, Event, Lock
+from threading import Barrier, Event, Lock, local
 from typing import NoReturn, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ R = TypeVar("R")
 N = TypeVar("N", bound=nn.Module)
 _POOLS: dict[int, ThreadPoolExecutor] = {}  # by the number of their threads
 _MAKING = Lock()
+_OWN = local()
 
 # PyTorch then asks for huge pages for large tensors: fewer page faults, for which threads would queue up in the
 # kernel. It looks once, at its first large allocation, so this stands here and not in a function.
@@ -82,6 +83,9 @@ def pool(cores: int) -> ThreadPoolExecutor:
             def begin() -> None:
                 torch.get_num_threads()  # a thread takes over the common number at its first use, and only then
                 torch.set_num_threads(1)
+                with torch.enable_grad():
+                    _OWN.leaf = torch.ones((), requires_grad=True)
+                    _OWN.oldest = _OWN.leaf.clone()
                 ready.wait()
 
             _POOLS[cores] = made = ThreadPoolExecutor(cores, "metabridge")
@@ -90,6 +94,15 @@ def pool(cores: int) -> ThreadPoolExecutor:
             ready.wait()
             torch.set_num_threads(threads)
         return _POOLS[cores]
+
+
+def forget_failed_backward() -> None:
+    """Let go of what a backward pass that failed in this worker of a pool has left to do.
+
+    PyTorch keeps it until the thread ends. If that is after the end of the interpreter, the process aborts. Another
+    backward pass drops it, provided that its own work is older: the latest comes first.
+    """
+    torch.autograd.grad(_OWN.oldest, _OWN.leaf, retain_graph=True)
 
 
 if hasattr(os, "register_at_fork"):

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from metabridge.episodes import Episodes
-from metabridge.threads import pool
+from metabridge.threads import forget_failed_backward, pool
 
 R = TypeVar("R")
 
@@ -30,6 +30,10 @@ def over_cores(function: Callable[[Episodes], R], tasks: Sequence[Episodes]) -> 
 
     def work(task: Episodes) -> R:
         with torch.set_grad_enabled(gradients):
-            return function(task)
+            try:
+                return function(task)
+            except BaseException:
+                forget_failed_backward()
+                raise
 
     yield from pool(cores).map(work, tasks)
