@@ -230,9 +230,22 @@ def test_unusable_input_is_named(head):
 
 def test_a_head_that_overflows_its_dtype_is_refused():
     tasks = gaussian_tasks(2, [3, 3], 16)
-    with pytest.raises(InputError, match=r"features is .*float16.* does not hold the solved head. Use a wider"):
-        NearestCentroid().fit((200 * tasks.x).half(), tasks.y, tasks.ways)
-    assert NearestCentroid().fit((200 * tasks.x).float(), tasks.y, tasks.ways).bias.isfinite().all()
+    x = 1e25 * tasks.x
+    with pytest.raises(InputError, match=r"features is .*float32.* overflows torch.float32\. Use float64"):
+        NearestCentroid().fit(x.float(), tasks.y, tasks.ways)
+    assert NearestCentroid().fit(x.double(), tasks.y, tasks.ways).bias.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-3, 8e3])
+@pytest.mark.parametrize("head", [*HEADS, Ridge(), NearestCentroid()], ids=repr)
+def test_heads_of_features_in_half_precision_are_those_of_the_same_features_in_float32(head, scale, dtype):
+    x, y, query, ways = gaussian_tasks(2, [6, 6, 6], 8)
+    x, query = ((scale * points).to(dtype) for points in (x, query))
+    fitted, expected = head.fit(x, y, ways), head.fit(x.float(), y, ways)
+    assert fitted.weight.dtype == torch.float32
+    assert torch.equal(fitted.scores(query), expected.scores(query.float()))
+    assert fitted.scores(query).isfinite().all()
 
 
 @pytest.mark.parametrize("head", [LogisticRegression(), SVM(), SVM(loss="hinge"), NearestCentroid()], ids=repr)

@@ -1,9 +1,9 @@
 """Test-time heads: classical classifiers on fixed features, solved for all tasks at once.
 
 Each head is data; `fit(features, labels, outputs)` takes features (..., n, d) and int64 labels (..., n), with any task
-axes in front, and returns a fitted head of the features' dtype whose `scores` rank the outputs of every query. They
-agree with scikit-learn's estimators on features of any scale, near 0 or far from it. Systems are solved in float64, and
-a head whose objective stays above its minimum logs a warning.
+axes in front, and returns a fitted head whose `scores` rank the outputs of every query. The head has the features'
+dtype, or float32 if that is float16 or bfloat16. Heads agree with scikit-learn's estimators on features of any scale,
+near 0 or far from it. Systems are solved in float64, and a head whose objective stays above its minimum logs a warning.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class LinearHead(NamedTuple):
         tensor([[3., 5.]])
         """
         _check_queries(features, self.weight)
+        features = _at_least_float32(features)
         # The order of factors matters to the speed on a CPU: many queries by few outputs, or enough of either.
         few = self.weight.shape[-2] < 8
         product = features @ self.weight.mT if few else (self.weight @ features.mT).mT
@@ -276,10 +277,19 @@ def _tasks(
             f"must be int64 of shape {tuple(features.shape[:-1])}. Values are fitted by Ridge alone."
         )
     check_finite("labels", labels)
-    x, y = features.flatten(0, -3), labels.flatten(0, features.ndim - 3)
+    x, y = _at_least_float32(features.flatten(0, -3)), labels.flatten(0, features.ndim - 3)
     if not y.is_floating_point():
         _check_classes(y, outputs)
     return normalize(x, dim=-1) if normalise else x, y
+
+
+def _at_least_float32(features: Tensor) -> Tensor:
+    """Return features in float32 instead of float16 or bfloat16, in which norms overflow and biases are rounded away.
+
+    >>> _at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
 
 
 def _check_classes(labels: Tensor, outputs: int) -> None:
@@ -367,13 +377,13 @@ def _about(features: Tensor, weight: Tensor, level: Tensor, origin: Tensor | Non
 
     The bias makes up for the rounding of the weight, which would else matter where the origin is far from 0.
     """
-    lead, dtype = features.shape[:-2], features.dtype
+    lead, dtype = features.shape[:-2], _at_least_float32(features[:0]).dtype
     weight = weight.to(dtype)
     bias = level if origin is None else level - (weight.to(origin.dtype) @ origin.mT)[..., 0]
     bias = bias.to(dtype)
     if not (weight.isfinite().all() and bias.isfinite().all()):
         raise InputError(
-            f"features is {describe(features)}, a dtype that does not hold the solved head. Use a wider one, or "
-            "smaller features."
+            f"features is {describe(features)}, but the solved head overflows {dtype}. Use float64, or smaller "
+            "features."
         )
     return weight.reshape(*lead, *weight.shape[1:]), bias.reshape(*lead, *bias.shape[1:])

@@ -28,7 +28,8 @@ def second_derivatives(*, weight_norm: bool) -> Iterator[None]:
 def _plain_attention() -> Iterator[None]:
     """Let `scaled_dot_product_attention` use its plain form; its fused kernels have no second derivative.
 
-    PyTorch has one setting for the whole process, so the last thread that leaves puts it back.
+    PyTorch has one setting for the whole process, so the last thread that leaves puts it back. Attention that other
+    threads compute meanwhile is rounded differently.
     """
     global _users
     with _LOCK:
