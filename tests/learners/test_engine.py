@@ -19,6 +19,13 @@ from metabridge.models import Network, mlp
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+def test_gradients_in_inference_mode_are_refused():
+    chosen, net, episodes = method("maml"), smooth_mlp(), clusters((4,))
+    params = parameters(chosen, net)
+    with torch.inference_mode(), pytest.raises(InputError, match=r"inference_mode\(\) is on.* Train outside of it"):
+        Engine(chosen, net)(params, episodes)
+
+
 def test_workers_use_a_thread_a_core_and_leave_pytorchs_threads_as_they_were():
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -263,6 +263,8 @@ def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks)
         ({"optimizer": "lion"}, "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
         ({"precision": "float16"}, "precision is 'float16', but must be 'float32' or 'bfloat16'."),
         ({"seed": None}, "seed is None, but must be a whole number of 64 bits. Use seed=0."),
+        ({"minutes": "x"}, "minutes is 'x', but must be a finite number, 0 or more."),
+        ({"minutes": math.nan}, "minutes is nan, but must be a finite number, 0 or more."),
         ({"seed": True}, "seed is True, but must be a whole number of 64 bits. Use seed=0."),
         ({"seed": 0.5}, "seed is 0.5, but must be a whole number of 64 bits. Use seed=0."),
         ({"seed": 2**64}, f"seed is {2**64}, but must be a whole number of 64 bits. Use seed=0."),

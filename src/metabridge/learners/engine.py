@@ -91,6 +91,8 @@ class Engine:
 
     def __call__(self, params: Params, episodes: Episodes) -> MetaGradient:
         """Return the mean outer loss of the tasks and its gradient."""
+        if torch.is_inference_mode_enabled():
+            raise InputError("torch.inference_mode() is on, in which there are no gradients. Train outside of it.")
         form = self._form(episodes)
         if episodes.device.type == "cpu" or form not in self._checked:  # looking at a GPU's labels would stall it
             check(self.method, self.net, params, episodes, dtype=self.dtype)

@@ -8,7 +8,7 @@ import torch
 
 from metabridge.devices import as_device
 from metabridge.environments.environment import Environment
-from metabridge.errors import UNREADABLE, InputError
+from metabridge.errors import UNREADABLE, InputError, check_not_negative
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
 from metabridge.models.network import Network
@@ -81,6 +81,8 @@ def fit(
     >>> [point.iteration for point in run.curve]
     [1, 2, 3]
     """
+    if minutes is not None:
+        check_not_negative("minutes", minutes)
     settings = Settings(
         iterations=iterations,
         tasks=tasks,
