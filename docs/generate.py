@@ -231,8 +231,7 @@ def fuzz() -> str:
         for row in result["readers"]
     ]
     heads = ["reader", "inputs", "refused", "read as before", "read otherwise", "failures", "most memory"]
-    note = f" {result['note']}" if "note" in result else ""
-    return f"{markdown(heads, rows)}\n\n{machine(result)}, seed {result['seed']}.{note}"
+    return f"{markdown(heads, rows)}\n\n{machine(result)}, seed {result['seed']}."
 
 
 TABLES: dict[str, Callable[[], str]] = {
