@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +62,19 @@ def test_weight_norm_and_moving_buffers_are_noticed():
     assert not moving.mean.any()
     assert not observe(moving.eval(), x).moves_buffers
     assert not observe(conv4(1, 16, filters=4, statistics="running").features, torch.randn(2, 1, 16, 16)).moves_buffers
+
+
+def test_the_compiler_is_not_imported_for_it_and_compiled_modules_are_watched():
+    script = """
+import sys, torch
+from metabridge.models.observe import observe
+net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)), torch.ones(3, 4)
+print(observe(net, x).random, "torch._dynamo" in sys.modules)
+compiled = torch.compile(net, backend="eager")
+print(observe(compiled, x).random, observe(compiled.eval(), x).random)
+"""
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["True", "False", "True", "False"], "")
 
 
 def test_a_parameter_that_cannot_be_replaced_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
     own = bound(module, copies, copy_buffers=True)
     before = _buffers(own)
     others = [(tensor, tensor._version) for tensor in unregistered(own) if not tensor.is_inference()]
-    with torch.no_grad(), _Watch(names) as watch:
+    kind = _WatchCompiled if "torch._dynamo" in sys.modules else _Watch
+    with torch.no_grad(), kind(names) as watch:
         own(x.clone())  # which it may change
     if changed := [name for name, value in copies.items() if value._version > 0]:
         raise InputError(
@@ -63,6 +65,11 @@ class _Watch(TorchDispatchMode):
         self.names = names
         self.random = self.weight_norm = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, or PyTorch imports its compiler for this mode, which takes a second and 80 MB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         values = tree_leaves((args, kwargs))
@@ -86,3 +93,13 @@ class _Watch(TorchDispatchMode):
                 self.random = True
                 generator.set_state(state)
         return result
+
+
+class _WatchCompiled(_Watch):
+    """The same where modules may be compiled: the compiler leaves it out."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = _Watch.__torch_dispatch__
