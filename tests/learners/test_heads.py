@@ -414,6 +414,13 @@ def assert_scores(ours: Tensor, theirs: np.ndarray, raw: Raw, dtype: torch.dtype
     assert np.abs(ours.double().numpy() - theirs).max() < far * max(1.0, np.abs(theirs).max())
 
 
+def test_squared_hinge_head_that_rounding_moves_from_its_optimum_says_so(caplog):
+    x, y, _, ways = gaussian_tasks(2, [8] * 5, 6, spread=6.0)
+    for scale, warnings in ((1e4, 0), (1e12, 1)):
+        SVM(1e4, normalise=False).fit(scale * x + 1e6, y, ways)
+        assert len(caplog.records) == warnings
+
+
 @raw_features
 @shapes
 @both_dtypes

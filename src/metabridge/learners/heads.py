@@ -33,6 +33,7 @@ from metabridge.learners.ridge import ridge_dual
 
 log = logging.getLogger("metabridge")
 UNSOLVED = 1e-7  # Share of an objective by which Newton's method may leave it above its minimum.
+STEEP = 1e8  # C times the squared size of points from which on what the weight lost in rounding is looked for.
 VISIBLE = 1e-5  # Share of an objective by which it may be above its minimum without a warning.
 
 
@@ -178,7 +179,6 @@ class SVM:
             task, output = task[better], output[better]
             solution[task, :, output] = torch.cat([weight, level[:, None]], -1)[better]
             missing[task, output] = gap[better]
-        _check_optimal(self, missing, "a smaller C")
         weight, level = (lift @ solution[:, :-1]).mT, solution[:, -1]
         if x.shape[-2] <= x.shape[-1]:
             bias = (level / length - (weight @ along[..., None])[..., 0]) / length
@@ -187,6 +187,12 @@ class SVM:
             # Only rounding gives the rest a part along (mean, 1), but points are long in that direction.
             along = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
             weight = weight[..., :-1] + ((level - along) / length.square())[..., None] * mean
+        if x.dtype == torch.float64 and self.C * coordinates.square().sum(-1).max() > STEEP:
+            bias, scores = level - (weight @ mean.mT)[..., 0], (x - mean) @ weight.mT + level[:, None]
+            value = (weight.square().sum(-1) + bias.square()) / 2 + self.C * _squared_hinges(scores, y)
+            aimed = (penalty[..., None] * solution.square()).sum(-2) / 2 + _squared_hinges(points @ solution, y)
+            missing = torch.maximum(missing, value / (self.C * aimed) - 1)
+        _check_optimal(self, missing, "a smaller C")
         return LinearHead(*_about(features, weight, level, mean), self.normalise)
 
 
@@ -351,6 +357,12 @@ def _combine(
         return combine(with_mean, x, None), mean.to(x.dtype)
     weight = combine(coefficient, x, mean)
     return weight if of_mean is None else weight + of_mean[..., None] * mean, mean
+
+
+def _squared_hinges(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return Σ_n max(0, 1 − s_nk f_nk)² (tasks, outputs) of scores (tasks, n, outputs)."""
+    sign = 2 * one_hot(labels, scores.shape[-1]) - 1
+    return (1 - sign * scores).clamp_min(0).square().sum(-2)
 
 
 def _well_conditioned(size: Tensor, penalty: float) -> bool:

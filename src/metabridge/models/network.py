@@ -28,6 +28,9 @@ P = ParamSpec("P")
 class Network(nn.Module):
     """Features φ_θ(x) followed by a linear head w.
 
+    Only batch norm may mix the points of a batch. Methods that adapt the head alone compute the features of one or of
+    many tasks in a batch, so a module that mixes points in another way gives results that depend on the engine.
+
     >>> net = Network(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 5))
     >>> net(torch.randn(3, 4)).shape
     torch.Size([3, 5])
