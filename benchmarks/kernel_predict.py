@@ -27,7 +27,7 @@ from memory import added_peak
 from metabridge import Episodes, Quadratic
 from metabridge.experiments.result import environment
 from metabridge.kernels import FittedKernel, KernelLearner, fully_connected
-from metabridge.kernels.predict import Twin
+from metabridge.kernels.kernel_predictors import Twin
 
 TRAINING_TASKS, TEST_TASKS = 100, 1000
 TWINS: tuple[Twin, ...] = ("mtl", "anil", "maml")

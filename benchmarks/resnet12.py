@@ -23,7 +23,7 @@ from rich.table import Table
 from metabridge.episodes import Episodes
 from metabridge.experiments.result import environment
 from metabridge.learners import Engine, method, parameters
-from metabridge.models import fused_kernels, resnet12
+from metabridge.models import fused_triton_kernels, resnet12
 from metabridge.training.augment import Augment
 
 CLASSES, IMAGES = 64, 2000
@@ -101,10 +101,14 @@ def main() -> None:
 
     device, rows = options.device, []
     rate = matrix_rate(options.matrix, device)
-    paths = {"plain": False, "fused": True} if fused_kernels.AVAILABLE and device.type == "cuda" else {"plain": False}
+    paths = (
+        {"plain": False, "fused": True}
+        if fused_triton_kernels.AVAILABLE and device.type == "cuda"
+        else {"plain": False}
+    )
     for batch in options.batches:
         for path, available in paths.items():
-            fused_kernels.AVAILABLE = available
+            fused_triton_kernels.AVAILABLE = available
             speed = batch / seconds(training_step(batch, options.size, device), options.steps, device)
             share = speed * operations(options.size) / rate
             Console().print(f"batch {batch}, {path}: {speed:.0f} images/s")

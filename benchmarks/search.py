@@ -38,14 +38,14 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.experiments.result import environment
 from metabridge.kernels.empirical import Empirical
-from metabridge.kernels.meta import split_kernel
+from metabridge.kernels.meta_kernels import split_kernel
+from metabridge.models.architecture import Choice
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network
-from metabridge.search import EDGES, NODES, OPERATORS, Alive
-from metabridge.search.candidates import Candidates
-from metabridge.search.proxies import Conditioning, Grams, condition_number, points
-from metabridge.search.prune import evaluations
-from metabridge.search.space import Choice
+from metabridge.nas import EDGES, NODES, OPERATORS, Alive
+from metabridge.nas.proxies import Conditioning, Grams, condition_number, points
+from metabridge.nas.pruning import evaluations
+from metabridge.nas.supernet_ntk import Candidates
 from metabridge.threads import over_threads
 
 ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # operators on an edge

@@ -18,7 +18,7 @@ from typing import Any
 
 import metabridge.api
 from metabridge.learners.method import PRESETS
-from metabridge.report.taxonomy import described
+from metabridge.report.method_table import described
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("environments", "models", "kernels", "theory", "search", "training", "use")

@@ -26,10 +26,10 @@ import torch
 from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
 from fuzz.images import SIZE, encoded, loaded
-from metabridge.environments import store
-from metabridge.environments.check import check
-from metabridge.environments.datasets import glyphs
-from metabridge.environments.images import LabelledImages
+from metabridge.datasets import glyphs
+from metabridge.environments import image_cache
+from metabridge.environments.data_check import check
+from metabridge.environments.image_tasks import LabelledImages
 
 Change = Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]
 
@@ -482,7 +482,7 @@ def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
             del held["checksum"]
             forged = [held | {key: value} for key in ("shape", "labels", "classes", "same", "blocks") for value in ODD]
             forged += [held | {"labels": [value] * 6} for value in (-1, 3, 10**12, 0.5)]
-            sealed = (json.dumps({**each, "checksum": store._checksum(each)}).encode() for each in forged)
+            sealed = (json.dumps({**each, "checksum": image_cache._checksum(each)}).encode() for each in forged)
             found += [Hostile({**whole, name: text}) for text in sealed]
     return found
 

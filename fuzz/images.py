@@ -20,12 +20,12 @@ from PIL import Image, features
 from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader
 from metabridge import cli
-from metabridge.environments.check import check
-from metabridge.environments.datasets import load
-from metabridge.environments.decode import Form
-from metabridge.environments.images import LabelledImages
+from metabridge.datasets import load
+from metabridge.environments.data_check import check
+from metabridge.environments.image_decoding import Form
+from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
-from metabridge.use.pictures import pixels
+from metabridge.use.image_input import pixels
 
 SIZE = 8  # of the images that are made of the files
 

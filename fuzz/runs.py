@@ -24,20 +24,20 @@ from fuzz.datasets import changer
 from fuzz.images import command
 from metabridge.environments import LabelledImages, Sinusoid
 from metabridge.errors import InputError
-from metabridge.experiments import records, trials
+from metabridge.experiments import record_files, training_runs
 from metabridge.experiments.result import Environment, Result, Row, Work
 from metabridge.files import LOCK, FolderLock
 from metabridge.learners import method
 from metabridge.learners.method import PRESETS
 from metabridge.models import build, conv4, mlp
-from metabridge.search.proxies import Score
-from metabridge.search.prune import Journal, Scores
-from metabridge.search.space import EDGES, OPERATORS, random_architecture
+from metabridge.models.architecture import EDGES, OPERATORS, random_architecture
+from metabridge.nas.proxies import Score
+from metabridge.nas.pruning import Journal, Scores
 from metabridge.training import checkpoint, fit, load
 from metabridge.training.checkpoint import write_method
+from metabridge.training.config import Plan
 from metabridge.training.fitting import Fitting
 from metabridge.training.loop import Settings
-from metabridge.training.plan import Plan
 from metabridge.use import FewShotClassifier
 
 RUN = ("settings.json", "weights.safetensors", "state.safetensors", "metrics.jsonl")
@@ -378,18 +378,18 @@ def use_architecture(folder: Path) -> object:
 
 
 MACHINE = Environment("abacus", "0", "0", None)
-PLAN = trials._plain(Plan("mtl"))
+PLAN = training_runs._plain(Plan("mtl"))
 
 
 def read_record(folder: Path) -> object:
     """Read the record of a training."""
-    return records.stored(Work("quick", out=folder), "name", PLAN, trials._made)
+    return record_files.stored(Work("quick", out=folder), "name", PLAN, training_runs._made)
 
 
 def _records(folder: Path) -> list[Files]:
-    measured = trials.Measured("test", 1, 0.5, 0.01, 10, 0.1)
+    measured = training_runs.Measured("test", 1, 0.5, 0.01, 10, 0.1)
     curve = ({"minutes": 1.0, "iteration": 2.0, "accuracy": 0.5, "ci95": 0.1},)
-    record = trials.Record("name", PLAN, "glyphs", MACHINE, 1.0, 2, 3, curve, (measured,), 1.0)
+    record = training_runs.Record("name", PLAN, "glyphs", MACHINE, 1.0, 2, 3, curve, (measured,), 1.0)
     return [{"records/name.json": json.dumps(asdict(record)).encode()}]
 
 

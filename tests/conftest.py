@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from metabridge import cli
+from metabridge.datasets import load_glyphs
 from metabridge.environments import LabelledImages
-from metabridge.environments.datasets import load_glyphs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +27,7 @@ def glyphs(cache: None) -> LabelledImages:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
     """Make the quick comparison a matter of seconds."""
-    from metabridge.experiments.glyphs import SETTINGS, Scale, Setting
+    from metabridge.experiments.glyph_methods import SETTINGS, Scale, Setting
 
     methods = {
         "anil": Setting(12, 1e-2, {"steps": 2, "lr": 0.3}, batch=2),

@@ -10,9 +10,9 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
 from metabridge.errors import InputError
-from metabridge.kernels import stand_ins
+from metabridge.kernels import layer_overrides
 from metabridge.kernels.empirical import Empirical
-from metabridge.kernels.plan import Problem
+from metabridge.kernels.strategy import Problem
 from metabridge.models import conv4, estimate_statistics, mlp, resnet12
 from metabridge.models.network import with_group_norm
 
@@ -134,7 +134,9 @@ def least(kernel: Empirical, x: Tensor) -> int:
     survey, memory = kernel._survey(kernel.part, x, None)[1].survey, 2**10
     while True:
         try:
-            kernel._plan(Problem(survey, kernel.outputs, memory, len(x), len(x), True, stand_ins.cached(x)), kernel.way)
+            kernel._plan(
+                Problem(survey, kernel.outputs, memory, len(x), len(x), True, layer_overrides.cached(x)), kernel.way
+            )
         except InputError:
             memory += memory // 16
         else:

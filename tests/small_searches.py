@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from metabridge.environments import LabelledImages
-from metabridge.experiments import nas, trials
-from metabridge.experiments.nas import Scale
+from metabridge.experiments import nas_trainings, training_runs
+from metabridge.experiments.nas_trainings import Scale
 from metabridge.experiments.result import Environment
-from metabridge.experiments.trials import Measured, Record
-from metabridge.search import EDGES, OPERATORS, Alive
-from metabridge.search.metantk import Search
+from metabridge.experiments.training_runs import Measured, Record
+from metabridge.nas import EDGES, OPERATORS, Alive
+from metabridge.nas.architecture_search import Search
 
 MACHINE = Environment("abacus", "0", "0", None)
 SEARCH = Search(channels=2, tasks=1, ways=2, repeats=1, inputs=20, operators=("skip",))
@@ -41,7 +41,7 @@ def few(images: LabelledImages) -> LabelledImages:
 
 def tiny() -> Scale:
     """One search is of 19 networks, and a training of a single step, or of ten where it is longer."""
-    quick = nas.SCALES["quick"]
+    quick = nas_trainings.SCALES["quick"]
     plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch=8)
     plan = replace(plan, model_options={**plan.model_options, "widths": [4, 4, 8, 8]})
     return replace(quick, search=SEARCH, plan=plan, longer=10, tasks=2, looks=())
@@ -49,9 +49,9 @@ def tiny() -> Scale:
 
 def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
     """Let the experiments of searches be tiny."""
-    patch.setitem(nas.SCALES, "quick", tiny())
-    patch.setattr(nas, "images", lambda work, size: few(glyphs))
-    patch.setattr(trials, "PENALTIES", (1.0,))
+    patch.setitem(nas_trainings.SCALES, "quick", tiny())
+    patch.setattr(nas_trainings, "images", lambda work, size: few(glyphs))
+    patch.setattr(training_runs, "PENALTIES", (1.0,))
 
 
 def record(accuracy: float) -> Record:

@@ -133,13 +133,13 @@ def test_what_the_library_advises_is_told_as_an_option_of_the_command(metabridge
     def refuse(*_, **__):
         raise InputError(library)
 
-    monkeypatch.setattr("metabridge.environments.datasets.load", refuse)
+    monkeypatch.setattr("metabridge.datasets.load", refuse)
     assert metabridge("diagnose", "--device", "cpu", "--data", "glyphs") == (2, "", f"metabridge diagnose: {told}\n")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_any_training(metabridge, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr("metabridge.experiments.glyphs.run", lambda *_: pytest.fail("trained first"))
+    monkeypatch.setattr("metabridge.experiments.glyph_methods.run", lambda *_: pytest.fail("trained first"))
     status, _, complained = metabridge("demo", "--out", tmp_path / "file")
     assert status == 2
     assert f"metabridge demo: the folder {tmp_path / 'file'} cannot be made" in complained
@@ -156,7 +156,7 @@ def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("metabridge.experiments.glyphs.run", interrupted)
+    monkeypatch.setattr("metabridge.experiments.glyph_methods.run", interrupted)
     assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (130, "", "metabridge demo: interrupted.\n")
 
 
@@ -178,7 +178,7 @@ def test_experiments_in_parts_are_those_whose_trainings_can_be_stopped(tmp_path)
 
 
 def test_an_interrupted_training_says_that_it_can_go_on(metabridge, monkeypatch):
-    monkeypatch.setattr("metabridge.training.plan.Plan.train", lambda *_, **__: _interrupt())
+    monkeypatch.setattr("metabridge.training.config.Plan.train", lambda *_, **__: _interrupt())
     assert metabridge("train")[2].endswith("metabridge train: interrupted. The same command goes on from there.\n")
 
 
@@ -188,7 +188,7 @@ def _interrupt() -> None:
 
 @pytest.mark.parametrize("command", ["score", "diagnose"])
 def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge, monkeypatch, tmp_path, command):
-    monkeypatch.setattr("metabridge.environments.datasets.load", lambda *_, **__: pytest.fail("read images"))
+    monkeypatch.setattr("metabridge.datasets.load", lambda *_, **__: pytest.fail("read images"))
     monkeypatch.chdir(tmp_path)
     status, _, complained = metabridge(command, "--model", "vgg", "--device", "cpu")
     assert status == 2
@@ -241,7 +241,7 @@ def test_what_the_system_refuses_ends_in_one_sentence(metabridge, tmp_path, monk
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("metabridge.experiments.glyphs.run", refuse)
+    monkeypatch.setattr("metabridge.experiments.glyph_methods.run", refuse)
     assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (2, "", f"metabridge demo: {complaint}\n")
 
 

@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 
 import metabridge as mb
-from metabridge.diagnosis import Diagnosis, advice, diagnose, estimate, untrained
+from metabridge.diagnosis import Diagnosis, advice, diagnose, estimates, untrained
 from metabridge.diagnosis.advice import NOTHING, RIDGES, WORTH, Advice, Twin, costs, kernel_twins
-from metabridge.diagnosis.diagnosis import _share
-from metabridge.diagnosis.estimate import Geography, Interval, Prediction, hard_tasks, split_by_rate
+from metabridge.diagnosis.diagnose_tasks import _share
+from metabridge.diagnosis.estimates import Geography, Interval, Prediction, hard_tasks, split_by_rate
 from metabridge.diagnosis.moments import (
     Moments,
     curvatures,
@@ -28,7 +28,7 @@ from metabridge.environments.mixture import Mixture
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.intervals import percentile_tail
-from metabridge.report import diagnosis as report
+from metabridge.report import diagnosis_page as report
 from metabridge.theory.landscape import (
     Risks,
     adapted_covariance,
@@ -131,7 +131,7 @@ def test_noise_of_few_points_is_not_taken_for_dispersion(shots):
 
 @pytest.mark.parametrize(("count", "widest"), [(10, 0.6), (40, 0.2)])
 def test_intervals_hold_the_ratio_as_often_as_they_say(count, widest, monkeypatch):
-    monkeypatch.setattr(estimate, "REPEATS", 60)
+    monkeypatch.setattr(estimates, "REPEATS", 60)
     world = replace(WORLD, rho_hard=0.6, R=2.0, dimension=3)
     exact, held, widths = hard_easy_risks(world, 0.9, 60).ratio, 0, []
     for seed in range(30):
@@ -451,7 +451,7 @@ def test_what_kernels_cannot_be_computed_is_left_out_and_said(monkeypatch, caplo
     def refuse(*_, **__):
         raise InputError("points 0 and 1 are the same")
 
-    monkeypatch.setattr("metabridge.diagnosis.diagnosis.kernel_twins", refuse)
+    monkeypatch.setattr("metabridge.diagnosis.diagnose_tasks.kernel_twins", refuse)
     found = diagnose(tasks(ALIKE), tasks=40, kernel=mb.kernels.fully_connected(depth=2))
     assert found.twins == ()
     assert "what kernels predict is left out: points 0 and 1 are the same" in caplog.text
@@ -557,7 +557,7 @@ def test_fourth_moments_are_without_bias_however_few_the_points_are():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_recommended_where_label_noise_has_no_variance(seed, monkeypatch):
-    monkeypatch.setattr(estimate, "REPEATS", 10)
+    monkeypatch.setattr(estimates, "REPEATS", 10)
     found = diagnose(Changed(noise=cauchy), alpha=0.9, tasks=60, seed=seed)
     assert (found.advice.adapts, found.advice.method) == (None, None)
     assert re.match(r"Undecided: few values dominate the variance of the targets of (hard|easy)", found.advice.headline)
@@ -587,7 +587,7 @@ def test_curvatures_of_few_points_are_without_the_bias_of_a_largest_eigenvalue()
 
 def test_a_step_that_diverges_on_single_tasks_is_not_called_stable(monkeypatch):
     """A tenth of the tasks has inputs of eight times the variance: the mean covariance hardly shows it."""
-    monkeypatch.setattr(estimate, "REPEATS", 10)
+    monkeypatch.setattr(estimates, "REPEATS", 10)
     environment = Changed(each=lambda u: torch.where(u < 0.1, 8**0.5, 1.0))
     found = diagnose(environment, alpha=0.9, tasks=200)
     steps = 0.9 * torch.tensor(found.curvatures)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from metabridge.experiments.laws import mean
+from metabridge.experiments.power_law import mean
 from metabridge.intervals import half_width, percentile_tail, t_quantile
 
 

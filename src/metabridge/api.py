@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from metabridge import kernels, models, search, theory
+from metabridge import datasets, kernels, models, nas, theory
 from metabridge.diagnosis import Diagnosis, diagnose
 from metabridge.environments import (
     GivenNeurons,
@@ -20,7 +20,6 @@ from metabridge.environments import (
     Sinusoid,
     TaskGroup,
     Teachers,
-    datasets,
 )
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
@@ -45,8 +44,8 @@ from metabridge.learners import (
     predict,
     task_loss,
 )
-from metabridge.search import Architecture
-from metabridge.search.metantk import Search
+from metabridge.nas import Architecture
+from metabridge.nas.architecture_search import Search
 from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, Views, evaluate, fit, load
 
 if TYPE_CHECKING:
@@ -106,9 +105,9 @@ __all__ = [
     "meta_gradient",
     "method",
     "models",
+    "nas",
     "parameters",
     "predict",
-    "search",
     "task_loss",
     "theory",
 ]

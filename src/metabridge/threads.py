@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import nn
 
-from metabridge.models.binding import bound
+from metabridge.models.functional_call import bound
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -10,8 +10,8 @@ from PIL import Image
 @pytest.fixture(scope="module")
 def runs(glyphs, tmp_path_factory) -> dict[str, Path]:
     """Finished runs on the glyphs."""
-    from metabridge.environments.datasets import load as load_images
-    from metabridge.training.plan import PLANS
+    from metabridge.datasets import load as load_images
+    from metabridge.training.config import PLANS
 
     root, made = tmp_path_factory.mktemp("runs"), {}
     for name in ("mtl", "anil"):

@@ -42,7 +42,7 @@ def test_a_run_against_itself_differs_by_nothing_in_every_task(metabridge, runs,
 
 
 def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridge, runs, monkeypatch):
-    import metabridge.training.assess as module
+    import metabridge.training.assessment as module
 
     asked, original = [], module.assess
 
@@ -133,7 +133,7 @@ def test_classes_that_a_run_was_trained_on_do_not_test_it(metabridge, photograph
 
 
 def test_a_result_that_would_be_a_folder_is_refused_before_the_work(metabridge, runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("metabridge.training.assess.assess", lambda *_, **__: pytest.fail("judged first"))
+    monkeypatch.setattr("metabridge.training.assessment.assess", lambda *_, **__: pytest.fail("judged first"))
     status, _, complained = metabridge("evaluate", runs["mtl"], *EVALUATE, "--json", tmp_path)
     assert (status, complained.strip()) == (2, f"metabridge evaluate: {tmp_path} is a folder. Name a file.")
 
@@ -150,7 +150,7 @@ def test_other_data_comes_in_the_form_that_the_run_takes(metabridge, photographs
 
 
 def test_all_shots_are_checked_before_any_is_judged(metabridge, runs, monkeypatch):
-    monkeypatch.setattr("metabridge.training.assess.assess", lambda *_, **__: pytest.fail("judged first"))
+    monkeypatch.setattr("metabridge.training.assessment.assess", lambda *_, **__: pytest.fail("judged first"))
     status, _, complained = metabridge("evaluate", runs["mtl"], "--shots", "1,90", "--device", "cpu")
     assert status == 2
     assert "90 shots" in complained

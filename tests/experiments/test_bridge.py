@@ -8,11 +8,19 @@ import pytest
 
 from metabridge import InputError
 from metabridge.environments import LabelledImages
-from metabridge.experiments import Work, bridge_table3, bridge_table4, bridge_table5, experiment, mini_imagenet, trials
+from metabridge.experiments import (
+    Work,
+    bridge_table3,
+    bridge_table4,
+    bridge_table5,
+    experiment,
+    mini_imagenet_trainings,
+    training_runs,
+)
 from metabridge.experiments.result import Environment, Result
-from metabridge.experiments.trials import Measured, Record
+from metabridge.experiments.training_runs import Measured, Record
 from metabridge.training import Views
-from metabridge.training.plan import Plan
+from metabridge.training.config import Plan
 
 NAMES = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 
@@ -20,7 +28,7 @@ NAMES = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
     """Make every training a matter of two steps, on few classes, and every measurement one of four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
-    made = mini_imagenet.plans
+    made = mini_imagenet_trainings.plans
 
     def short(scale: str) -> dict[str, Plan]:
         small = {}
@@ -31,12 +39,12 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
         return small
 
     def brief(*arguments, shots, tasks, looks):
-        return trials.trial(*arguments, shots=shots, tasks=4, looks=looks[1:])
+        return training_runs.trial(*arguments, shots=shots, tasks=4, looks=looks[1:])
 
-    for module in (mini_imagenet, bridge_table3):
+    for module in (mini_imagenet_trainings, bridge_table3):
         patch.setattr(module, "plans", short)
-    patch.setattr(mini_imagenet, "trial", brief)
-    patch.setattr(mini_imagenet, "load", lambda name: few)
+    patch.setattr(mini_imagenet_trainings, "trial", brief)
+    patch.setattr(mini_imagenet_trainings, "load", lambda name: few)
 
 
 @pytest.fixture
@@ -61,7 +69,7 @@ def untrainable(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_records_are_read_and_nothing_is_trained_again(small, out, untrainable, monkeypatch, tmp_path, name):
-    monkeypatch.setattr(mini_imagenet, "load", lambda *_, **__: pytest.fail("loaded images"))
+    monkeypatch.setattr(mini_imagenet_trainings, "load", lambda *_, **__: pytest.fail("loaded images"))
     first, again = (experiment(name).run(Work("quick", out=out, progress=False)) for _ in range(2))
     assert first.result == again.result
     assert Result.read(first.result.write(tmp_path)).rows == first.result.rows
@@ -141,10 +149,10 @@ def test_the_paper_scale_without_its_data_is_refused_with_a_sentence(tmp_path, d
 
 def test_a_record_of_another_plan_is_not_taken_for_this_one(small, out):
     work = Work("quick", out=out, progress=False)
-    plan = replace(mini_imagenet.plans("quick")["mtl"], seed=0)
-    assert trials.recorded(work, "glyphs-mtl-quick-0", plan) is not None
-    assert trials.recorded(work, "glyphs-mtl-quick-0", replace(plan, lr=0.5)) is None
-    assert trials.recorded(work, "glyphs-mtl-quick-1", plan) is None
+    plan = replace(mini_imagenet_trainings.plans("quick")["mtl"], seed=0)
+    assert training_runs.recorded(work, "glyphs-mtl-quick-0", plan) is not None
+    assert training_runs.recorded(work, "glyphs-mtl-quick-0", replace(plan, lr=0.5)) is None
+    assert training_runs.recorded(work, "glyphs-mtl-quick-1", plan) is None
 
 
 def test_a_record_of_another_form_is_named(small, tmp_path):

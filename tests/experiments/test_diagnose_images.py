@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from metabridge.diagnosis import advice, estimate
+from metabridge.diagnosis import advice, estimates
 from metabridge.experiments import Result, Row, Work, diagnose_images, experiment
 from metabridge.experiments.diagnose_images import SCALES, SETTINGS, Outcome, figure, run
 from metabridge.experiments.method_orders import METHODS, Order
@@ -30,7 +30,7 @@ def outcome(glyphs, tmp_path_factory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         training = replace(quick.training, iterations=1, tasks=1, judged=4, filters=4)
         patch.setitem(SCALES, "quick", replace(quick, tasks=20, ranking=1, training=training))
-        patch.setattr(estimate, "REPEATS", 10)
+        patch.setattr(estimates, "REPEATS", 10)
         patch.setattr(advice, "TRAINING_POINTS", 160)
         patch.setattr(advice, "JUDGED_TASKS", 16)
         patch.setattr(advice, "CHOOSING_TASKS", 8)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from metabridge.diagnosis import estimate
-from metabridge.diagnosis.estimate import Interval
+from metabridge.diagnosis import estimates
+from metabridge.diagnosis.estimates import Interval
 from metabridge.experiments import EXPERIMENTS, Work, diagnose_worlds, experiment
 from metabridge.experiments.diagnose_worlds import (
     CLEAR,
@@ -27,7 +27,7 @@ def outcome() -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "quick", Scale(worlds=8, pairs=2, tasks=60))
         patch.setattr(diagnose_worlds, "TRAINED", 100)
-        patch.setattr(estimate, "REPEATS", 20)
+        patch.setattr(estimates, "REPEATS", 20)
         return run(Work("quick", progress=False))
 
 

@@ -24,7 +24,13 @@ from metabridge.experiments.landscape_linear import (
     judge,
     maml_gradient,
 )
-from metabridge.theory.landscape import hard_easy_risks, maml_solution, nal_solution, noise_floor, risk_above_floor
+from metabridge.theory.landscape import (
+    hard_easy_risks,
+    maml_solution,
+    nal_solution,
+    noise_floor,
+    risk_above_floor,
+)
 
 SGD = Scale(iterations=30, judged=40, runs=3)
 TINY = {

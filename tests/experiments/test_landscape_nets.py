@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metabridge import Engine, MetaGradient, method, parameters
-from metabridge.environments.teachers import ACTIVATIONS
+from metabridge.environments.teacher_networks import ACTIVATIONS
 from metabridge.episodes import Episodes
 from metabridge.experiments import (
     Result,

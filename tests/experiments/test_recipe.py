@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from metabridge import InputError, load
-from metabridge.experiments import Result, Work, experiment, mini_imagenet, recipe, trials
-from metabridge.training.plan import Plan
+from metabridge.experiments import Result, Work, experiment, mini_imagenet_trainings, recipe, training_runs
+from metabridge.training.config import Plan
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 FEW = ("muon", "distilled", "mixup")
@@ -18,12 +18,14 @@ def small(monkeypatch, glyphs) -> None:
     """Make every training a matter of two steps, on few classes, and every measurement one of four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
     net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch": 4, "validate_tasks": 2}
-    plans = {scale: {"rfs": replace(mini_imagenet.plans(scale)["rfs"], **net)} for scale in ("quick", "paper")}
+    plans = {
+        scale: {"rfs": replace(mini_imagenet_trainings.plans(scale)["rfs"], **net)} for scale in ("quick", "paper")
+    }
     monkeypatch.setattr(recipe, "plans", plans.get)
     monkeypatch.setattr(recipe, "STEPS", {"quick": 4, "paper": 4})
-    monkeypatch.setattr(mini_imagenet, "load", lambda name: few)
+    monkeypatch.setattr(mini_imagenet_trainings, "load", lambda name: few)
     monkeypatch.setattr(
-        recipe, "trial", lambda *arguments, **options: trials.trial(*arguments, **options | {"tasks": 4})
+        recipe, "trial", lambda *arguments, **options: training_runs.trial(*arguments, **options | {"tasks": 4})
     )
 
 

@@ -9,23 +9,23 @@ from metabridge.environments import LabelledImages
 from metabridge.experiments import (
     Work,
     experiment,
-    mini_imagenet,
-    nas,
+    mini_imagenet_trainings,
     nas_fig2,
     nas_ranks,
     nas_table1,
     nas_table2,
-    trials,
+    nas_trainings,
+    training_runs,
 )
-from metabridge.experiments.landscape import Asked, Training, trained
-from metabridge.experiments.nas import DEEP, METANTK, Finding
+from metabridge.experiments.landscape_trainings import Asked, Training, trained
 from metabridge.experiments.nas_ranks import Judged, correlation, judge
-from metabridge.search import random_architecture
-from metabridge.search.metantk import score_model
+from metabridge.experiments.nas_trainings import DEEP, METANTK, Finding
+from metabridge.nas import random_architecture
+from metabridge.nas.architecture_search import score_model
 from metabridge.training import evaluate, load
 from metabridge.training.checkpoint import RunFolder
+from metabridge.training.config import Plan
 from metabridge.training.evaluate import Score
-from metabridge.training.plan import Plan
 from small_searches import MACHINE, SEARCH, few, record, shrink
 
 BRIEF = Plan("mtl", batch=1, iterations=1, validate_every=1, validate_tasks=2)
@@ -37,13 +37,13 @@ FOUND = Finding("", {}, MACHINE, 90.0, DRAWN, 2_000_000, 5, 0)
 def sizes(monkeypatch, glyphs) -> list[int]:
     """The sizes of images that small searches and trainings ask for."""
     shrink(monkeypatch, glyphs)
-    small, asked = nas.images, []
+    small, asked = nas_trainings.images, []
 
     def noted(work: Work, size: int) -> LabelledImages:
         asked.append(size)
         return small(work, size)
 
-    monkeypatch.setattr(nas, "images", noted)
+    monkeypatch.setattr(nas_trainings, "images", noted)
     return asked
 
 
@@ -55,7 +55,7 @@ def test_a_case_is_searched_by_its_kernel_and_trained_by_its_seed_at_their_sizes
     searched, training = outcome.findings[label].plan, outcome.trainings[label].plan
     told = [searched[key] for key in ("kernel", "cells", "time", "ridge", "seed")]
     assert told == [case.guide, case.cells, str(case.time), case.ridge, 1]
-    assert training["lr"] == nas.SCALES["quick"].lr != nas.SCALES["quick"].plan.lr
+    assert training["lr"] == nas_trainings.SCALES["quick"].lr != nas_trainings.SCALES["quick"].plan.lr
     assert (training["seed"], training["model_options"]["cells"]) == (1, case.cells)
     assert sizes == [32, 84]
     (folder,) = (tmp_path / "runs").glob(f"nas-train-{label}*")
@@ -63,13 +63,13 @@ def test_a_case_is_searched_by_its_kernel_and_trained_by_its_seed_at_their_sizes
 
 
 def test_costs_are_in_millions_hours_and_minutes():
-    rows = nas.cost_rows("x", [FOUND], [replace(record(0.5), minutes=6.0)])
+    rows = nas_trainings.cost_rows("x", [FOUND], [replace(record(0.5), minutes=6.0)])
     assert [(row.metric, row.ours) for row in rows] == [("million", 2.0), ("hours", 1.5), ("minutes", 6.0)]
 
 
 def test_a_gain_has_the_margin_of_both_sides():
     published = dict.fromkeys((1, 5), (1.0, 0.1))
-    for row in nas.gain_rows("x", ([record(0.7)], [record(0.6)]), (published, published), judged=True):
+    for row in nas_trainings.gain_rows("x", ([record(0.7)], [record(0.6)]), (published, published), judged=True):
         assert row.ci95 == pytest.approx(2**0.5)  # of 1 % each
 
 
@@ -78,10 +78,14 @@ def studied(monkeypatch) -> Work:
     """Work whose searches all found the same, and whose trainings gave 70 % in our cases and 60 % in all others."""
     work = Work("quick")
     ours = {label: record(0.7) for case in (METANTK, DEEP) for label in case.labels(work)}
-    ours[nas.longer("maml-5-0")] = record(0.7)
-    others = {label: record(0.6) for case in (nas.NTK, nas.REGIONS, nas.RANDOM) for label in case.labels(work)}
-    others[nas.resnet12(work)] = record(0.6)
-    monkeypatch.setattr(nas, "studied", lambda *_, **__: (dict.fromkeys(ours, FOUND), {**ours, **others}))
+    ours[nas_trainings.longer("maml-5-0")] = record(0.7)
+    others = {
+        label: record(0.6)
+        for case in (nas_trainings.NTK, nas_trainings.REGIONS, nas_trainings.RANDOM)
+        for label in case.labels(work)
+    }
+    others[nas_trainings.resnet12(work)] = record(0.6)
+    monkeypatch.setattr(nas_trainings, "studied", lambda *_, **__: (dict.fromkeys(ours, FOUND), {**ours, **others}))
     return work
 
 
@@ -102,7 +106,7 @@ def test_costs_stand_beside_the_published_ones(studied):
 def test_what_two_searches_have_in_common_is_told_for_edges_and_for_operators(monkeypatch):
     other = replace(DRAWN, normal=(((0, "skip"), (1, "skip")), *DRAWN.normal[1:]))
     found = dict(zip(METANTK.labels(Work("quick")), (FOUND, replace(FOUND, architecture=other))))
-    monkeypatch.setattr(nas, "findings", lambda *_: found)
+    monkeypatch.setattr(nas_trainings, "findings", lambda *_: found)
     rows = {row.name: row for row in nas_fig2.run(Work("quick")).result.rows}
     assert rows["5 cells, MAML kernel, edges in common"].ours == pytest.approx(100)
     assert rows["5 cells, MAML kernel, operators in common"].ours == pytest.approx(100 * 10 / 12)
@@ -156,14 +160,14 @@ class Telling:
 
 
 def test_every_score_is_of_its_split_shots_penalty_and_seed(glyphs, monkeypatch, tmp_path):
-    monkeypatch.setattr(trials, "FeatureTable", Telling)
+    monkeypatch.setattr(training_runs, "FeatureTable", Telling)
     work = Work("quick", out=tmp_path, seed=7, progress=False)
-    found = trials.trial(work, "brief", BRIEF, few(glyphs), shots=(1, 5), tasks=2, looks=()).scores
+    found = training_runs.trial(work, "brief", BRIEF, few(glyphs), shots=(1, 5), tasks=2, looks=()).scores
     assert {(one.split, one.shots, one.penalty): one.mean for one in found} == {
         (split, shots, penalty): pytest.approx(7000 + 100 * (split == "test") + 10 * shots + penalty)
         for split in ("validation", "test")
         for shots in (1, 5)
-        for penalty in trials.PENALTIES
+        for penalty in training_runs.PENALTIES
     }
 
 
@@ -173,8 +177,8 @@ def test_the_seed_of_the_work_is_that_of_its_trainings(monkeypatch, tmp_path):
     def noted(work: Work, label: str, plan: Plan, images: LabelledImages, **_) -> None:
         seeds[label] = plan.seed
 
-    monkeypatch.setattr(mini_imagenet, "trial", noted)
-    mini_imagenet.records(Work("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
+    monkeypatch.setattr(mini_imagenet_trainings, "trial", noted)
+    mini_imagenet_trainings.records(Work("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
     assert seeds == {"glyphs-mtl-quick-3": 3, "glyphs-maml-5-quick-3": 3}
 
 

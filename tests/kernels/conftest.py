@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from metabridge.kernels import calls, empirical, gram, jacobian, stand_ins, survey
+from metabridge.kernels import cost_model, empirical, gradient_products, jacobian, layer_calls, layer_overrides
 
 
 @pytest.fixture(params=[False, True], ids=["as on a CPU", "as on a GPU"])
@@ -16,5 +16,5 @@ def gpu(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything be computed here as it is on a GPU."""
-    for module in (calls, jacobian, gram, stand_ins, survey, empirical):
+    for module in (layer_calls, jacobian, gradient_products, layer_overrides, cost_model, empirical):
         monkeypatch.setattr(module, "cached", lambda x: False)

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from finite_nets import NETS, WAYS, error, explicit, least, seeded, seen
 from metabridge.errors import InputError
-from metabridge.kernels import empirical, stand_ins
+from metabridge.kernels import empirical, layer_overrides
 from metabridge.kernels.empirical import Empirical
-from metabridge.kernels.plan import Plan, Problem
+from metabridge.kernels.strategy import Plan, Problem
 from metabridge.models import conv4, mlp
 from metabridge.models.network import with_group_norm
 
@@ -24,7 +24,7 @@ from metabridge.models.network import with_group_norm
 def plan_of(kernel: Empirical, x: Tensor, samples: int) -> Plan:
     """How the kernel of some samples like x's would be computed."""
     survey = kernel._survey(kernel.part, x, None)[1].survey
-    problem = Problem(survey, kernel.outputs, kernel.memory, samples, samples, True, stand_ins.cached(x))
+    problem = Problem(survey, kernel.outputs, kernel.memory, samples, samples, True, layer_overrides.cached(x))
     return kernel._plan(problem, kernel.way)
 
 

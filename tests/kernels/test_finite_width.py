@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from metabridge import Episodes, method, parameters
-from metabridge.experiments.metantk import meta_ntk, squared
+from metabridge.experiments.meta_ntk_descent import meta_ntk, squared
 from metabridge.kernels import Empirical, anil_kernel, fully_connected, mtl_kernel, split_kernel
 from metabridge.models import wide
 

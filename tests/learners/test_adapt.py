@@ -22,7 +22,7 @@ from metabridge import (
     parameters,
     predict,
 )
-from metabridge.learners.gradient import features_of
+from metabridge.learners.task_gradients import features_of
 from metabridge.models import Network, conv4, mlp
 
 THREADS = 8

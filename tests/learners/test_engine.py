@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative, smooth_mlp
 from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
-from metabridge.learners import gradient, heads
+from metabridge.learners import heads, task_gradients
 from metabridge.learners.engine import CAPTURES
 from metabridge.models import Network, mlp
 
@@ -345,7 +345,7 @@ def test_a_net_that_pytorch_cannot_vectorise_runs_task_by_task_with_one_log_line
     net, episodes = Network(nn.Sequential(nn.Linear(4, 5), Unusual()), nn.Linear(5, 3)).double(), clusters((4,))
     chosen = method("maml")
     params = parameters(chosen, net)
-    gradient._warn_of_loop.cache_clear()
+    task_gradients._warn_of_loop.cache_clear()
     with caplog.at_level(logging.WARNING, "metabridge"):
         found, again = (Engine(chosen, net, mode="vectorised")(params, episodes) for _ in range(2))
     assert ["cannot vectorise this network" in record.message for record in caplog.records] == [True]

@@ -14,7 +14,7 @@ from torch import Tensor
 from metabridge.errors import InputError
 from metabridge.learners import newton
 from metabridge.learners.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, Ridge
-from metabridge.learners.ridge import ridge_weight
+from metabridge.learners.ridge_regression import ridge_weight
 
 # At tolerances this tight rounding stops some of scikit-learn's solvers; with one shot a class has no spread.
 pytestmark = [
@@ -323,7 +323,7 @@ def test_head_that_is_not_solved_says_so_once(head, remedy, monkeypatch, caplog)
     tasks = gaussian_tasks(3, [5, 5], 4, spread=2.0)
     monkeypatch.setattr("metabridge.learners.newton.STEPS", 1)
     monkeypatch.setattr("metabridge.learners.newton.HINGE_STEPS", 1)
-    monkeypatch.setattr("metabridge.learners.qp.MOST", 1)
+    monkeypatch.setattr("metabridge.learners.svm_qp.MOST", 1)
     head.fit(tasks.x, tasks.y, tasks.ways)
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{head!r} stopped ")
@@ -332,8 +332,8 @@ def test_head_that_is_not_solved_says_so_once(head, remedy, monkeypatch, caplog)
 
 def test_hinge_head_that_is_not_solved_says_so_once(monkeypatch, caplog):
     tasks = gaussian_tasks(3, [9, 9], 4, spread=2.0)
-    monkeypatch.setattr("metabridge.learners.qp._EXCHANGES", 0)
-    monkeypatch.setattr("metabridge.learners.qp.INTERIOR_STEPS", 3)
+    monkeypatch.setattr("metabridge.learners.svm_qp._EXCHANGES", 0)
+    monkeypatch.setattr("metabridge.learners.svm_qp.INTERIOR_STEPS", 3)
     SVM(10.0, "hinge").fit(tasks.x, tasks.y, tasks.ways)
     assert [record.getMessage().split(" stopped ")[0] for record in caplog.records] == [repr(SVM(10.0, "hinge"))]
 

@@ -18,7 +18,7 @@ from metabridge import (
     method,
     parameters,
 )
-from metabridge.learners.inner import Problem, task_loss
+from metabridge.learners.inner_solvers import Problem, task_loss
 from metabridge.models import mlp
 
 STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from cases import relative
 from metabridge import InputError
 from metabridge.kernels.empirical import Empirical
-from metabridge.models import BatchNorm, DropPath, Network, build, cell_layers, cells, fused, mlp
+from metabridge.models import BatchNorm, DropPath, Network, build, cell_triton_layers, cells, fused_layers, mlp
 from metabridge.models.cells import Cells, mask, network, supernet
-from metabridge.search import OPERATORS, Alive, Architecture, random_architecture
+from metabridge.nas import OPERATORS, Alive, Architecture, random_architecture
 from metabridge.training import load
-from metabridge.use.pictures import image_shape
+from metabridge.use.image_input import image_shape
 
 MIXED = (
     ((0, "sep_conv_3x3"), (1, "skip")),
@@ -183,10 +183,12 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
 
     plain = slopes()
     monkeypatch.setattr(cells, "fusible", lambda x, channels: True)
-    monkeypatch.setattr(fused, "rectified", rectified)
-    monkeypatch.setattr(fused, "added", added)
-    monkeypatch.setattr(cell_layers, "joined", joined := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1))))
-    monkeypatch.setattr(cell_layers, "_handed_on", lambda layer, x, *weight: (layer.plain(x, *weight), x))
+    monkeypatch.setattr(fused_layers, "rectified", rectified)
+    monkeypatch.setattr(fused_layers, "added", added)
+    monkeypatch.setattr(
+        cell_triton_layers, "joined", joined := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1)))
+    )
+    monkeypatch.setattr(cell_triton_layers, "_handed_on", lambda layer, x, *weight: (layer.plain(x, *weight), x))
     for mine, expected in zip(slopes(), plain, strict=True):
         assert (mine is None) == (expected is None)
         assert mine is None or relative(mine, expected) < 1e-9

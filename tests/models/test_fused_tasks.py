@@ -8,14 +8,14 @@ import torch
 from cases import relative
 from metabridge.episodes import Episodes
 from metabridge.learners import Engine, method, parameters
-from metabridge.models import conv4, folding, fused_kernels, fused_tasks, fusible, norm
-from metabridge.models.folding import WHOLE
+from metabridge.models import batch_norm, conv4, fused_tasks, fused_triton_kernels, task_folding, triton_support
+from metabridge.models.task_folding import WHOLE
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
 pytestmark = pytest.mark.skipif(
-    not fused_kernels.AVAILABLE or not (CUDA or os.environ.get("TRITON_INTERPRET")),
+    not fused_triton_kernels.AVAILABLE or not (CUDA or os.environ.get("TRITON_INTERPRET")),
     reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1",
 )
 
@@ -50,7 +50,7 @@ def test_batch_norm_and_its_two_derivatives_are_the_plain_ones(size, dtype, erro
     assert all(relative(ours.double(), theirs) < error for ours, theirs in zip(found, exact))
 
     found = fused_tasks.normalised_again(g, x, weight, mean, r, u, v, s)
-    exact = norm._pulled_back(*doubles, u.double(), v.double(), s.double())
+    exact = batch_norm._pulled_back(*doubles, u.double(), v.double(), s.double())
     assert all(relative(ours.double(), theirs) < error for ours, theirs in zip(found, exact))
     assert all(ours.dtype == given for ours, given in zip(found, (dtype, dtype, torch.float32)))
 
@@ -80,8 +80,8 @@ def test_what_is_not_a_number_stays_so():
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_meta_gradient(name, monkeypatch):
-    monkeypatch.setattr(fusible, "fusible_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
-    monkeypatch.setattr(folding, "serves", lambda x: True)
+    monkeypatch.setattr(triton_support, "fusible_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
+    monkeypatch.setattr(task_folding, "serves", lambda x: True)
     chosen, net = method(name, steps=2, lr=0.03), conv4(3, 20, 5, filters=16).to(DEVICE)
     x = torch.randn(2, 2, 5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5).expand(2, -1)

@@ -9,7 +9,7 @@ from torch import nn
 from metabridge import InputError
 from metabridge.models import build
 from metabridge.models.size_limit import SizeLimit
-from metabridge.search import random_architecture
+from metabridge.nas import random_architecture
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from metabridge.environments import GivenNeurons, Teachers
-from metabridge.environments.teachers import ACTIVATIONS, neuron_sum
+from metabridge.environments.teacher_networks import ACTIVATIONS, neuron_sum
 from metabridge.errors import InputError
 from metabridge.theory.teachers import Preference, TeacherTask, maml_loss, nal_loss, stationary_points
 

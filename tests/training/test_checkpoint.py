@@ -18,9 +18,9 @@ from damage import damaged_json
 from metabridge import InputError, Sinusoid, fit, method
 from metabridge.learners import PRESETS, Method
 from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
-from metabridge.learners.inner import GradientDescent, Proximal
+from metabridge.learners.inner_solvers import GradientDescent, Proximal
 from metabridge.models import Network, conv4, mlp
-from metabridge.search.space import Architecture
+from metabridge.models.architecture import Architecture
 from metabridge.training import load
 from metabridge.training.checkpoint import FILES, RunFolder, fingerprint, read_method, write_method
 from small_runs import colours, on_colours, on_sinusoids

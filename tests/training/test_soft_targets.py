@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from metabridge.environments.datasets import load
+from metabridge.datasets import load
 from metabridge.errors import InputError
 from metabridge.learners.method import method
 from metabridge.models.network import apply_features
+from metabridge.training.config import Plan
 from metabridge.training.evaluate import Model
-from metabridge.training.plan import Plan
 from metabridge.training.soft_targets import Softener, SoftTargets
 
 

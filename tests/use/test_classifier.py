@@ -21,7 +21,7 @@ from metabridge import FewShotClassifier, InputError
 from metabridge.learners import SVM
 from metabridge.training import evaluate
 from metabridge.training.checkpoint import RunFolder
-from metabridge.use.export import export_onnx, write_head
+from metabridge.use.onnx_export import export_onnx, write_head
 
 HEADS = ["logistic", "svm", "ridge", "centroid"]
 

@@ -9,15 +9,15 @@ from typing import NoReturn, cast
 
 import typer
 
-from metabridge.cli import (  # noqa: F401  (each module adds its commands to the application)
-    data,
-    diagnose,
-    search,
-    studies,
-    train,
-    use,
+from metabridge.cli import (  # noqa: F401  # registers the commands
+    data_commands,
+    diagnose_command,
+    experiment_commands,
+    search_commands,
+    train_commands,
+    use_commands,
 )
-from metabridge.cli.common import app
+from metabridge.cli.options import app
 from metabridge.cli.terminal import note, speaking
 from metabridge.errors import InputError
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from metabridge.diagnosis.estimate import Prediction
+from metabridge.diagnosis.estimates import Prediction
 from metabridge.environments.environment import Environment
-from metabridge.kernels import predict as kernels
+from metabridge.kernels import kernel_predictors as kernels
 from metabridge.kernels.kernel import Kernel
-from metabridge.kernels.predict import KernelLearner
-from metabridge.learners.inner import GradientDescent
+from metabridge.kernels.kernel_predictors import KernelLearner
+from metabridge.learners.inner_solvers import GradientDescent
 from metabridge.learners.method import PRESETS, Method
 from metabridge.models.network import Network
 from metabridge.progress import tracked

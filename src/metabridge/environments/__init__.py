@@ -1,12 +1,12 @@
 """Where tasks come from."""
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.functions import Quadratic, Sinusoid
-from metabridge.environments.images import ImageBatches, ImageTasks, LabelledImages
-from metabridge.environments.linear import HardEasy, Landscape, LinearTasks, LogisticTasks, TaskGroup
+from metabridge.environments.image_tasks import ImageBatches, ImageTasks, LabelledImages
+from metabridge.environments.linear_tasks import HardEasy, Landscape, LinearTasks, LogisticTasks, TaskGroup
 from metabridge.environments.mixture import Mixture
-from metabridge.environments.representation import SharedRepresentation
-from metabridge.environments.teachers import GivenNeurons, NormalNeurons, Teachers
+from metabridge.environments.regression_functions import Quadratic, Sinusoid
+from metabridge.environments.shared_representation import SharedRepresentation
+from metabridge.environments.teacher_networks import GivenNeurons, NormalNeurons, Teachers
 
 __all__ = [
     "Environment",

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.images import Drawn, ImageTasks
+from metabridge.environments.image_tasks import Drawn, ImageTasks
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count
 
@@ -26,7 +26,7 @@ class Mixture:
     `Episodes.classes` is kept only where all environments count the same classes; methods with a
     head row for every class need it, others do not.
 
-    >>> from metabridge.environments.datasets import load
+    >>> from metabridge.datasets import load
     >>> glyphs = load("glyphs")
     >>> easy, hard = (glyphs.tasks("train", superclass=kind) for kind in ("different", "same"))
     >>> Mixture((easy, hard), (0.5, 0.5)).sample(8, torch.Generator().manual_seed(0)).query_x.shape

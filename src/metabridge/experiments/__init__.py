@@ -12,7 +12,7 @@ from metabridge.experiments.result import Outcome, Result, Row, Work
 __all__ = ["EXPERIMENTS", "IN_PARTS", "Experiment", "Outcome", "Result", "Row", "Work", "experiment"]
 
 EXPERIMENTS = {
-    "glyphs": "metabridge.experiments.glyphs",
+    "glyphs": "metabridge.experiments.glyph_methods",
     "bridge-fig1": "metabridge.experiments.bridge_fig1",
     "bridge-depth": "metabridge.experiments.bridge_depth",
     "bridge-table3": "metabridge.experiments.bridge_table3",

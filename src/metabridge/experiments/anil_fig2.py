@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from metabridge.experiments.anil import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
-from metabridge.experiments.anil_runs import Setting
+from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
+from metabridge.experiments.linear_anil import Setting
 from metabridge.experiments.result import Result, Row, Work
 
 ID = "anil-fig2"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from metabridge.experiments.anil import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
-from metabridge.experiments.anil_runs import Setting
+from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
+from metabridge.experiments.linear_anil import Setting
 from metabridge.experiments.result import Result, Row, Work
 
 ID = "anil-mean"

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from metabridge.environments.representation import SharedRepresentation
-from metabridge.experiments.anil import row
-from metabridge.experiments.records import keep, plain, run_folder, stored
+from metabridge.environments.shared_representation import SharedRepresentation
+from metabridge.experiments.anil_trainings import row
+from metabridge.experiments.record_files import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
 from metabridge.learners.heads import Ridge
 from metabridge.learners.method import method

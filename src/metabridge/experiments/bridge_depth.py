@@ -32,7 +32,7 @@ from metabridge.experiments.bridge_fig1 import (
     tasks,
     twins,
 )
-from metabridge.experiments.laws import mean
+from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.kernels import Kernel, fully_connected, residual
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from metabridge.environments.functions import Quadratic
+from metabridge.environments.regression_functions import Quadratic
 from metabridge.episodes import Episodes
-from metabridge.experiments.laws import PowerLaw, mean
+from metabridge.experiments.power_law import PowerLaw, mean
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.kernels import Empirical, FittedKernel, Kernel, KernelLearner, fully_connected
 from metabridge.models import wide

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from metabridge.experiments.bridge_table3 import Outcome
-from metabridge.experiments.mini_imagenet import records
+from metabridge.experiments.mini_imagenet_trainings import records
 from metabridge.experiments.result import Result, Row, Work
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metabridge.experiments import beside
-from metabridge.experiments.mini_imagenet import plans, records
+from metabridge.experiments.mini_imagenet_trainings import plans, records
 from metabridge.experiments.result import Result, Row, Work
-from metabridge.experiments.trials import Record
+from metabridge.experiments.training_runs import Record
 
 # accuracy in percent and the half-width of its 95 % interval, for 1 and 5 shots
 PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from metabridge.experiments.bridge_fig2 import figure as costs
 from metabridge.experiments.bridge_table3 import Outcome
-from metabridge.experiments.mini_imagenet import records
+from metabridge.experiments.mini_imagenet_trainings import records
 from metabridge.experiments.result import Result, Row, Work
-from metabridge.experiments.trials import Record
+from metabridge.experiments.training_runs import Record
 
 HOURS = {"metaoptnet": 85.6, "mtl": 3.7}
 

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from metabridge.datasets import load
 from metabridge.diagnosis import Diagnosis, diagnose, untrained
+from metabridge.diagnosis.feature_space import Space
 from metabridge.diagnosis.moments import Features, rates
-from metabridge.diagnosis.space import Space
 from metabridge.environments import LabelledImages
-from metabridge.environments.datasets import load
-from metabridge.environments.images import ImageTasks
+from metabridge.environments.image_tasks import ImageTasks
 from metabridge.environments.mixture import Mixture
 from metabridge.episodes import Episodes
-from metabridge.experiments.landscape import Asked, Record, Training, trained
 from metabridge.experiments.landscape_table1 import ALIKE, TARGETS, WAYS, alphabets
+from metabridge.experiments.landscape_trainings import Asked, Record, Training, trained
 from metabridge.experiments.method_orders import Order, draw_orders, predicted_orders
 from metabridge.experiments.result import Result, Row, Work, environment
 

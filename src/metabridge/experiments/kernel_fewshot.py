@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, layer_norm
 
-from metabridge.environments.datasets import load
-from metabridge.environments.images import Drawn, ImageTasks, LabelledImages
+from metabridge.datasets import load
+from metabridge.environments.image_tasks import Drawn, ImageTasks, LabelledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.kernels import AnalyticKernel, Kernel, KernelLearner, conv4, fully_connected
-from metabridge.kernels.predict import FittedKernel, Twin
+from metabridge.kernels.kernel_predictors import FittedKernel, Twin
 from metabridge.training import Score, evaluate
-from metabridge.training.plan import Plan
+from metabridge.training.config import Plan
 
 ID = "kernel-fewshot"
 SIZE = 16  # pixels, the fewest that conv4's kernel takes: its cost grows with the fourth power

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metabridge.environments.linear import HardEasy, Landscape, LinearTasks
+from metabridge.environments.linear_tasks import HardEasy, Landscape, LinearTasks
 from metabridge.experiments.landscape_linear import NAMES, Scale, compared, completed, judge
-from metabridge.experiments.laws import mean
+from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Result, Row, Work
 from metabridge.theory.landscape import Solution, hard_easy_risks, noise_floor, solution
 

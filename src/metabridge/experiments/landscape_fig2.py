@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metabridge.environments.linear import Landscape, LinearTasks, TaskGroup
+from metabridge.environments.linear_tasks import Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.landscape_linear import (
     NAMES,
     End,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metabridge.environments.linear import HardEasy, LinearTasks
+from metabridge.environments.linear_tasks import HardEasy, LinearTasks
 from metabridge.experiments.landscape_linear import (
     NAMES,
     Scale,

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from metabridge.environments.teachers import Activation
+from metabridge.environments.teacher_networks import Activation
 from metabridge.experiments.landscape_nets import (
     NAMES,
     RATES,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metabridge.environments.linear import Landscape, LogisticTasks, TaskGroup
+from metabridge.environments.linear_tasks import Landscape, LogisticTasks, TaskGroup
 from metabridge.experiments.landscape_linear import (
     NAMES,
     End,
@@ -29,7 +29,7 @@ from metabridge.experiments.landscape_linear import (
     draw_runs,
     judge,
 )
-from metabridge.experiments.laws import mean
+from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Row, Work
 from metabridge.theory.landscape import Solution
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from metabridge.environments.linear import LinearTasks, LogisticTasks
+from metabridge.environments.linear_tasks import LinearTasks, LogisticTasks
 from metabridge.episodes import Episodes
-from metabridge.experiments.laws import mean
+from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.theory.landscape import Solution
 

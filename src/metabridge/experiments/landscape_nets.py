@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from metabridge.environments.teachers import Activation, GivenNeurons, Teachers, neuron_sum
+from metabridge.environments.teacher_networks import Activation, GivenNeurons, Teachers, neuron_sum
 from metabridge.episodes import Episodes
-from metabridge.experiments.laws import mean
+from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Row
-from metabridge.learners.inner import GradientDescent, Problem, task_loss
+from metabridge.learners.inner_solvers import GradientDescent, Problem, task_loss
 from metabridge.models.network import Params
 from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss, stationary_points
 

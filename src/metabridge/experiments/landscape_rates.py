@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metabridge.environments.linear import Landscape, LinearTasks, TaskGroup
+from metabridge.environments.linear_tasks import Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.landscape_linear import completed
-from metabridge.experiments.laws import Points, PowerLaw, mean
+from metabridge.experiments.power_law import Points, PowerLaw, mean
 from metabridge.experiments.result import Result, Row, Work
 from metabridge.theory.landscape import empirical_maml, empirical_nal, maml_solution, nal_solution
 

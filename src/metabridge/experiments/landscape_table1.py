@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from metabridge.environments.datasets import load
-from metabridge.environments.images import LabelledImages
+from metabridge.datasets import load
+from metabridge.environments.image_tasks import LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
 from metabridge.experiments import beside
-from metabridge.experiments.landscape import (
+from metabridge.experiments.landscape_trainings import (
     KINDS,
     Accuracy,
     Asked,

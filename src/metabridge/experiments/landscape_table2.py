@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from metabridge.environments.datasets import cifar, load
-from metabridge.environments.images import ImageTasks, LabelledImages
+from metabridge.datasets import cifar, load
+from metabridge.environments.image_tasks import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
 from metabridge.experiments import beside
-from metabridge.experiments.landscape import Asked, Outcome, Record, Training, rows, trained
+from metabridge.experiments.landscape_trainings import Asked, Outcome, Record, Training, rows, trained
 from metabridge.experiments.result import Result, Row, Work
 
 ID = "landscape-table2"

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metabridge.environments.linear import HardEasy, LinearTasks
+from metabridge.environments.linear_tasks import HardEasy, LinearTasks
 from metabridge.experiments.landscape_linear import STEPS, Learner, Scale, completed, descend, judge
-from metabridge.experiments.laws import mean
+from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Result, Row, Work
 from metabridge.intervals import t_quantile
 from metabridge.theory.landscape import noise_floor, risk_above_floor, task_weights

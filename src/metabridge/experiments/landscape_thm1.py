@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from metabridge.environments.teachers import Activation
+from metabridge.environments.teacher_networks import Activation
 from metabridge.experiments.landscape_nets import EASY, HARD, NAMES
 from metabridge.experiments.result import Row
 from metabridge.theory.teachers import Preference, TeacherTask, maml_loss, stationary_points

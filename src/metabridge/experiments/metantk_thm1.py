@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.experiments.laws import PowerLaw, draw_laws, mean
-from metabridge.experiments.metantk import DEPTH, KERNEL, TASKS, descend, initialisations, meta_ntk, sample, squared
+from metabridge.experiments.meta_ntk_descent import (
+    DEPTH,
+    KERNEL,
+    TASKS,
+    descend,
+    initialisations,
+    meta_ntk,
+    sample,
+    squared,
+)
+from metabridge.experiments.power_law import PowerLaw, draw_laws, mean
 from metabridge.experiments.result import Result, Row, Work, environment
 from metabridge.kernels import split_kernel
 from metabridge.learners.engine import Engine

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.experiments.laws import PowerLaw, draw_laws, mean
-from metabridge.experiments.metantk import DEPTH, KERNEL, TASKS, descend, initialisations, sample, squared
+from metabridge.experiments.meta_ntk_descent import DEPTH, KERNEL, TASKS, descend, initialisations, sample, squared
+from metabridge.experiments.power_law import PowerLaw, draw_laws, mean
 from metabridge.experiments.result import Result, Row, Work, environment
-from metabridge.kernels.predict import KernelLearner, Twin
+from metabridge.kernels.kernel_predictors import KernelLearner, Twin
 from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import Method, method

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from metabridge.experiments import nas
-from metabridge.experiments.nas import DEEP, METANTK, NTK, RANDOM, REGIONS, Finding, Outcome
+from metabridge.experiments import nas_trainings
+from metabridge.experiments.nas_trainings import DEEP, METANTK, NTK, RANDOM, REGIONS, Finding, Outcome
 from metabridge.experiments.result import Row, Work
-from metabridge.search.space import CELLS, KEPT, NODES, Architecture
+from metabridge.models.architecture import CELLS, KEPT, NODES, Architecture
 
 ID = "nas-fig2"
 DRAWN = {"5 cells, MAML kernel": METANTK, "8 cells, ANIL kernel": DEEP}
@@ -24,8 +24,8 @@ CASES = {**DRAWN, "5 cells, NTK": NTK, "5 cells, regions alone": REGIONS, "5 cel
 def run(work: Work) -> Outcome:
     """Search, or read what was found."""
     work.check_only([f"search-{label}" for case in CASES.values() for label in case.labels(work)])
-    found = nas.findings(work, CASES.values())
-    operators = len(nas.SCALES[work.scale].search.operators)
+    found = nas_trainings.findings(work, CASES.values())
+    operators = len(nas_trainings.SCALES[work.scale].search.operators)
     rows = [row for name, case in CASES.items() for row in _rows(name, case.own(work, found), operators)]
     return Outcome.of(work, ID, rows, found, {})
 
@@ -40,7 +40,7 @@ def _rows(name: str, found: Sequence[Finding], operators: int) -> list[Row]:
             apart = f"{(1 - share / 100) * len(CELLS) * NODES * KEPT:.1f} of {len(CELLS) * NODES * KEPT} differ"
             note = f"{apart}, mean over pairs of {len(found)} searches; random cells have {chance:.0f} % in common"
             rows.append(Row(f"{name}, {what} in common", "% of edges", ours=share, note=note))
-    return rows + nas.cost_rows(name, found, [])
+    return rows + nas_trainings.cost_rows(name, found, [])
 
 
 def in_common(first: Architecture, second: Architecture) -> tuple[float, float]:
@@ -73,7 +73,7 @@ def figure(outcome: Outcome, file: Path) -> None:
     from matplotlib.figure import Figure
 
     from metabridge.report import figures
-    from metabridge.search.draw import draw_cell
+    from metabridge.report.architecture_figure import draw_cell
 
     found = list(outcome.findings.values())
     drawn = [finding for finding in found if finding.plan["kernel"] in ("maml", "anil")] or found

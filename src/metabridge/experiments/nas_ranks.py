@@ -20,19 +20,19 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from metabridge.diagnosis.estimate import Interval
-from metabridge.environments.datasets import load
-from metabridge.environments.images import LabelledImages
+from metabridge.datasets import load
+from metabridge.diagnosis.estimates import Interval
+from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
-from metabridge.experiments.records import keep, plain, run_folder, stored
+from metabridge.experiments.record_files import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
 from metabridge.intervals import percentile_tail
-from metabridge.search.metantk import Guide, Proxies, Search
-from metabridge.search.proxies import Score, mean
-from metabridge.search.space import Architecture, random_architecture
+from metabridge.models.architecture import Architecture, random_architecture
+from metabridge.nas.architecture_search import Guide, Proxies, Search
+from metabridge.nas.proxies import Score, mean
 from metabridge.training import Cosine, Run, evaluate, in_turns
+from metabridge.training.config import Plan
 from metabridge.training.fitting import several
-from metabridge.training.plan import Plan
 
 ID = "nas-ranks"
 CONDITIONS: dict[str, Guide] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from metabridge.experiments import beside, nas
-from metabridge.experiments.nas import DEEP, METANTK, Outcome
+from metabridge.experiments import beside, nas_trainings
+from metabridge.experiments.nas_trainings import DEEP, METANTK, Outcome
 from metabridge.experiments.result import Work
 
 ID, OURS, LONGER, RESNET12 = "nas-table1", "5 cells, MAML kernel", "5 cells, MAML kernel, longer", "ResNet-12"
@@ -22,20 +22,20 @@ HOURS = {OURS: 1.54, "8 cells, ANIL kernel": 1.92}  # of searching, on a V100
 
 def run(work: Work) -> Outcome:
     """Search and train, or read what that measured."""
-    further = {LONGER: nas.longer(next(iter(METANTK.labels(work)))), RESNET12: nas.resnet12(work)}
-    found, trained = nas.studied(work, CASES.values(), further=further.values())
+    further = {LONGER: nas_trainings.longer(next(iter(METANTK.labels(work)))), RESNET12: nas_trainings.resnet12(work)}
+    found, trained = nas_trainings.studied(work, CASES.values(), further=further.values())
     records = {name: case.own(work, trained) for name, case in CASES.items()}
     for name, label in further.items():
         records[name] = [trained[label]] if label in trained else []
     judged, rows = work.scale == "paper", []
     for name, own in records.items():
-        rows += nas.accuracy_rows(name, own, PUBLISHED[name], judged=judged)
+        rows += nas_trainings.accuracy_rows(name, own, PUBLISHED[name], judged=judged)
     for name in CASES:
         ends = (records[name], records[RESNET12]), (PUBLISHED[name], PUBLISHED[RESNET12])
-        rows += nas.gain_rows(f"{name}, over {RESNET12}", *ends, judged=judged)
+        rows += nas_trainings.gain_rows(f"{name}, over {RESNET12}", *ends, judged=judged)
     for name, own in records.items():
         searches = CASES[name].own(work, found) if name in CASES else []
-        rows += nas.cost_rows(name, searches, own, parameters=PARAMETERS[name], hours=HOURS.get(name))
+        rows += nas_trainings.cost_rows(name, searches, own, parameters=PARAMETERS[name], hours=HOURS.get(name))
     return Outcome.of(work, ID, rows, found, trained)
 
 

@@ -5,8 +5,8 @@ Stacks of 5 cells, trained by one schedule on mini-ImageNet. Random cells are th
 
 from __future__ import annotations
 
-from metabridge.experiments import beside, nas
-from metabridge.experiments.nas import METANTK, NTK, RANDOM, REGIONS, Outcome
+from metabridge.experiments import beside, nas_trainings
+from metabridge.experiments.nas_trainings import METANTK, NTK, RANDOM, REGIONS, Outcome
 from metabridge.experiments.result import Work
 
 ID = "nas-table2"
@@ -24,16 +24,16 @@ PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
 
 def run(work: Work) -> Outcome:
     """Search and train, or read what that measured."""
-    found, trained = nas.studied(work, CASES.values())
+    found, trained = nas_trainings.studied(work, CASES.values())
     records = {name: case.own(work, trained) for name, case in CASES.items()}
     judged, rows = work.scale == "paper", []
     for name, own in records.items():
-        rows += nas.accuracy_rows(name, own, PUBLISHED[name], judged=judged)
+        rows += nas_trainings.accuracy_rows(name, own, PUBLISHED[name], judged=judged)
     for name in list(CASES)[1:]:
         ends = (records[OURS], records[name]), (PUBLISHED[OURS], PUBLISHED[name])
-        rows += nas.gain_rows(f"{OURS}, over {name}", *ends, judged=judged)
+        rows += nas_trainings.gain_rows(f"{OURS}, over {name}", *ends, judged=judged)
     for name, case in CASES.items():
-        rows += nas.cost_rows(name, case.own(work, found), records[name])
+        rows += nas_trainings.cost_rows(name, case.own(work, found), records[name])
     return Outcome.of(work, ID, rows, found, trained)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from metabridge.environments.images import LabelledImages
+from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments import beside
-from metabridge.experiments.mini_imagenet import LOOKS, SHOTS, data_name, images_of, plans
+from metabridge.experiments.mini_imagenet_trainings import LOOKS, SHOTS, data_name, images_of, plans
 from metabridge.experiments.result import Result, Row, Work
-from metabridge.experiments.trials import Record, recorded, trial
+from metabridge.experiments.training_runs import Record, recorded, trial
 from metabridge.training import load
-from metabridge.training.plan import Plan
+from metabridge.training.config import Plan
 from metabridge.training.soft_targets import SoftTargets
 
 STEPS = {"quick": 20, "paper": 12_000}

@@ -17,17 +17,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from metabridge.cuda_graph import Recording
 from metabridge.errors import InputError, check_positive, describe
-from metabridge.kernels.gram import Outputs, inner
+from metabridge.kernels.cost_model import Survey, examine, saved_bytes
+from metabridge.kernels.gradient_products import Outputs, inner
 from metabridge.kernels.jacobian import Gradients, Rows
-from metabridge.kernels.plan import Plan, Problem, Way
-from metabridge.kernels.products import by_products
-from metabridge.kernels.stand_ins import cached
-from metabridge.kernels.survey import Survey, examine, saved_bytes
-from metabridge.models.drop import Drop
+from metabridge.kernels.layer_overrides import cached
+from metabridge.kernels.ntk_vector_products import by_products
+from metabridge.kernels.strategy import Plan, Problem, Way
+from metabridge.models.batch_norm import BatchNorm
+from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, Params, call_with, frozen
-from metabridge.models.norm import BatchNorm
-from metabridge.recording import Recording
 
 log = logging.getLogger("metabridge")
 

@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import jacrev, vmap
 
 from metabridge.errors import InputError
-from metabridge.kernels.calls import Call, formed, gathered, patches, windows
-from metabridge.kernels.stand_ins import NORMS, StandIn, cached, normed, picked, pooled, standing_in, window
+from metabridge.kernels.layer_calls import Call, formed, gathered, patches, windows
+from metabridge.kernels.layer_overrides import NORMS, StandIn, cached, normed, picked, pooled, standing_in, window
+from metabridge.models.batch_norm import BatchNorm
 from metabridge.models.network import Params, call_with
-from metabridge.models.norm import BatchNorm
 from metabridge.threads import over_threads, shell
 
 LINEAR = (nn.Linear, nn.Conv2d)

@@ -4,7 +4,7 @@ from metabridge.learners.adapt import Adapted, adapt, predict
 from metabridge.learners.engine import Engine, MetaGradient, meta_gradient
 from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid
 from metabridge.learners.heads import Ridge as RidgeHead
-from metabridge.learners.inner import GradientDescent, Proximal, Ridge, SupportVectors, task_loss
+from metabridge.learners.inner_solvers import GradientDescent, Proximal, Ridge, SupportVectors, task_loss
 from metabridge.learners.method import PRESETS, Method, method
 from metabridge.learners.parameters import parameters
 

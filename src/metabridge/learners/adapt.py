@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.learners.gradient import features_of, over_tasks
 from metabridge.learners.heads import LinearHead, PairwiseHead
-from metabridge.learners.inner import Problem, Solver
+from metabridge.learners.inner_solvers import Problem, Solver
 from metabridge.learners.method import Method, TestHead
 from metabridge.learners.parameters import check_test, extras, moving
-from metabridge.learners.workers import over_cores
+from metabridge.learners.task_gradients import features_of, over_tasks
+from metabridge.learners.task_threads import over_cores
+from metabridge.models.forward_behaviour import observe
 from metabridge.models.network import Network, Params, apply_features, apply_head, body_params
-from metabridge.models.observe import observe
 
 _SEEN: WeakSet[Network] = WeakSet()  # networks that adaptation has looked at
 

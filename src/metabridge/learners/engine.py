@@ -19,17 +19,17 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from metabridge.cuda_graph import Recording
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.gradient import summed_gradient
+from metabridge.learners.double_backward import second_derivatives
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check
-from metabridge.learners.second_order import second_derivatives
-from metabridge.learners.workers import over_cores
+from metabridge.learners.task_gradients import summed_gradient
+from metabridge.learners.task_threads import over_cores
+from metabridge.models.batch_norm import running_layers
+from metabridge.models.forward_behaviour import Behaviour, observe
 from metabridge.models.network import Network, Params, body_params, move_buffers
-from metabridge.models.norm import running_layers
-from metabridge.models.observe import Behaviour, observe
-from metabridge.recording import Recording
 
 log = logging.getLogger("metabridge")
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot, pad
 
 from metabridge.errors import InputError, check_positive, describe
-from metabridge.learners import newton, qp
-from metabridge.learners.gram import (
+from metabridge.learners import newton, svm_qp
+from metabridge.learners.feature_gram import (
     ROUNDING,
     centre,
     check_finite,
@@ -29,7 +29,7 @@ from metabridge.learners.gram import (
     in_blocks,
     principal_axes,
 )
-from metabridge.learners.ridge import ridge_dual
+from metabridge.learners.ridge_regression import ridge_dual
 
 log = logging.getLogger("metabridge")
 UNSOLVED = 1e-7  # Share of an objective by which Newton's method may leave it above its minimum.
@@ -154,7 +154,7 @@ class SVM:
 
     def _hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> PairwiseHead:
         gram, origin = gram_matrix(x, sensitivity=self.C)
-        coefficient, level, gap = in_blocks(lambda K, y: qp.one_against_one(K, y, outputs, self.C), gram, y)
+        coefficient, level, gap = in_blocks(lambda K, y: svm_qp.one_against_one(K, y, outputs, self.C), gram, y)
         _check_optimal(self, gap, "a smaller C")
         weight = combine(coefficient, x, origin)
         return PairwiseHead(*_about(features, weight, level, origin), self.normalise)
@@ -167,13 +167,13 @@ class SVM:
         penalty = torch.cat([torch.ones_like(coordinates[:, 0]), length.square().reciprocal()], -1) / self.C
         solution, missing = newton.minimise(newton.SQUARED_HINGE, y, points, penalty, outputs)
         # Where C is so large that margins are all but hard, the dual problem knows them better.
-        programs = (missing > UNSOLVED).nonzero() if x.shape[-2] <= qp.MOST else y.new_empty(0, 2)
-        for some in programs.split(qp.MOST**2 // x.shape[-2] ** 2 or 1) if len(programs) else ():
+        programs = (missing > UNSOLVED).nonzero() if x.shape[-2] <= svm_qp.MOST else y.new_empty(0, 2)
+        for some in programs.split(svm_qp.MOST**2 // x.shape[-2] ** 2 or 1) if len(programs) else ():
             task, output = some.unbind(-1)
             kernel = coordinates[task] @ coordinates[task].mT
             sign = torch.where(y[task] == output[:, None], 1.0, -1.0).to(kernel.dtype)
             corner = length[task, 0].square().reciprocal()
-            coefficient, level, gap = qp.squared_hinge(kernel, sign, points[task, :, -1], corner, self.C)
+            coefficient, level, gap = svm_qp.squared_hinge(kernel, sign, points[task, :, -1], corner, self.C)
             weight = (coefficient[:, None] @ coordinates[task])[:, 0]
             better = gap < missing[task, output]
             task, output = task[better], output[better]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metabridge.errors import InputError, check_positive
 from metabridge.learners import heads
-from metabridge.learners.inner import GradientDescent, Loss, Proximal, Ridge, Solver, SupportVectors, task_loss
+from metabridge.learners.inner_solvers import GradientDescent, Loss, Proximal, Ridge, Solver, SupportVectors, task_loss
 from metabridge.models.network import Params
 
 Adapts = Literal["all", "head", "none"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from metabridge.conjugate import Product, conjugate_gradients
+from metabridge.conjugate_gradients import Product, conjugate_gradients
 
 STEPS = 60
 HINGE_STEPS = 20  # Problems that are not solved by then go to their duals.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.inner import GradientDescent, Proximal, SupportVectors, task_loss
+from metabridge.learners.inner_solvers import GradientDescent, Proximal, SupportVectors, task_loss
 from metabridge.learners.method import Method
 from metabridge.models.network import Network, Params, frozen, seeded
 

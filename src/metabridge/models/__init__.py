@@ -10,16 +10,16 @@ import torch
 
 from metabridge.errors import InputError
 from metabridge.models import cells
-from metabridge.models.backbone import timm
+from metabridge.models.architecture import Architecture
+from metabridge.models.batch_norm import BatchNorm, estimate_statistics
 from metabridge.models.conv4 import conv4
-from metabridge.models.drop import Drop, DropPath
+from metabridge.models.drop_path import Drop, DropPath
 from metabridge.models.mlp import mlp
 from metabridge.models.network import Network, Params, with_group_norm
-from metabridge.models.norm import BatchNorm, estimate_statistics
 from metabridge.models.resnet12 import DropBlock, resnet12
 from metabridge.models.size_limit import SizeLimit
-from metabridge.models.wide import wide
-from metabridge.search.space import Architecture
+from metabridge.models.timm_backbone import timm
+from metabridge.models.wide_mlp import wide
 
 __all__ = [
     "BatchNorm",

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.errors import InputError, check_positive
-from metabridge.models.drop import DropPath
-from metabridge.models.fusible import fusible
+from metabridge.models.architecture import EDGES, NODES, OPERATORS, Alive, Architecture, Edges, edges_of
+from metabridge.models.batch_norm import BatchNorm, Statistics, group_count
+from metabridge.models.drop_path import DropPath
 from metabridge.models.network import Network, recorded, seeded
-from metabridge.models.norm import BatchNorm, Statistics, group_count
-from metabridge.search.space import EDGES, NODES, OPERATORS, Alive, Architecture, Edges, edges_of
+from metabridge.models.triton_support import fusible
 
 Norm = Literal["batch", "group"]
 MakeNorm = Callable[[int], nn.Module]  # from the number of channels
@@ -68,7 +68,7 @@ def network(
     In training an operator's output is dropped with the chance `drop_rate`, 0.2 for mini-ImageNet and 0.1 for
     tiered-ImageNet (B app. E).
 
-    >>> from metabridge.search import random_architecture
+    >>> from metabridge.nas import random_architecture
     >>> net = network(random_architecture(torch.Generator().manual_seed(0)), channels=4, outputs=7)
     >>> net(torch.zeros(2, 3, 84, 84)).shape
     torch.Size([2, 7])

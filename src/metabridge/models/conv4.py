@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from metabridge.errors import InputError, check_count
+from metabridge.models.batch_norm import BatchNorm, Statistics
 from metabridge.models.network import Network, recorded, seeded
-from metabridge.models.norm import BatchNorm, Statistics
 
 
 @recorded

@@ -10,11 +10,11 @@ from typing import Any, Concatenate, ParamSpec, cast
 import torch
 from torch import Tensor, nn
 
-from metabridge.models import cell_layers, fused
+from metabridge.models import cell_triton_layers, fused_layers
+from metabridge.models.architecture import NODES, Edges
+from metabridge.models.batch_norm import BatchNorm
 from metabridge.models.cells import Cell, Cells, Halving
-from metabridge.models.drop import DropPath
-from metabridge.models.norm import BatchNorm
-from metabridge.search.space import NODES, Edges
+from metabridge.models.drop_path import DropPath
 
 P = ParamSpec("P")
 
@@ -27,7 +27,7 @@ def features(stack: Cells, x: Tensor) -> Tensor:
     nodes: list[_Source] = []
     for cell, alive in stack.parts():
         if nodes:
-            before, last = last, _Source(cell_layers.joined(*(node.x for node in nodes)), rectified=True)
+            before, last = last, _Source(cell_triton_layers.joined(*(node.x for node in nodes)), rectified=True)
         nodes = _nodes(cell, before, last, alive)
     return torch.cat([node.x.mean((-2, -1)) for node in nodes], 1)
 
@@ -62,7 +62,7 @@ def _nodes(cell: Cell, before: _Source, last: _Source, alive: Edges) -> list[_So
 def _added(total: Tensor | None, operator: nn.Module, source: _Source, drop: nn.Module | None = None) -> Tensor:
     """What a node has received, with what now arrives through an operator."""
     if isinstance(operator, Halving):
-        x, _ = cell_layers.pointwise(source.taken(cell_layers.halved), operator.both())
+        x, _ = cell_triton_layers.pointwise(source.taken(cell_triton_layers.halved), operator.both())
         norm: Any = operator.norm
     else:
         layers = list(cast(nn.Sequential, operator))
@@ -72,24 +72,24 @@ def _added(total: Tensor | None, operator: nn.Module, source: _Source, drop: nn.
                 source = _Source(_made(layer, source), rectified=isinstance(layer, BatchNorm))
         x = source.x
     factor = drop.factor(x) if isinstance(drop, DropPath) else None
-    return fused.added(total, x, norm.weight, norm.bias, norm.eps, factor)
+    return fused_layers.added(total, x, norm.weight, norm.bias, norm.eps, factor)
 
 
 def _made(layer: nn.Module, source: _Source) -> Tensor:
     """What a layer makes of a map, with the rectifier after a norm and that before a depthwise convolution."""
     match layer:
         case nn.ReLU():
-            return source.taken(cell_layers.positive)
+            return source.taken(cell_triton_layers.positive)
         case BatchNorm():
             return _rectified(layer, source.x)
         case nn.MaxPool2d():
-            return source.taken(cell_layers.max_pooled, cast(int, layer.stride))
+            return source.taken(cell_triton_layers.max_pooled, cast(int, layer.stride))
         case nn.AvgPool2d():
-            return source.taken(cell_layers.mean_pooled, cast(int, layer.stride))
+            return source.taken(cell_triton_layers.mean_pooled, cast(int, layer.stride))
         case nn.Conv2d(kernel_size=(1, 1)):
-            return source.taken(cell_layers.pointwise, layer.weight)
+            return source.taken(cell_triton_layers.pointwise, layer.weight)
         case nn.Conv2d() if _is_depthwise(layer):
-            return source.taken(cell_layers.depthwise, layer.weight, layer.stride[0], layer.dilation[0])
+            return source.taken(cell_triton_layers.depthwise, layer.weight, layer.stride[0], layer.dilation[0])
         case _:
             return layer(source.x)  # type: ignore[no-any-return]
 
@@ -97,7 +97,7 @@ def _made(layer: nn.Module, source: _Source) -> Tensor:
 def _rectified(norm: BatchNorm, x: Tensor) -> Tensor:
     assert norm.weight is not None  # cells are built with both
     assert norm.bias is not None
-    return fused.rectified(x, norm.weight, norm.bias, norm.eps, 0.0)
+    return fused_layers.rectified(x, norm.weight, norm.bias, norm.eps, 0.0)
 
 
 def _is_depthwise(layer: nn.Module) -> bool:

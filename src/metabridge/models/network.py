@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from metabridge.autodiff import transforming
 from metabridge.errors import InputError, check_count, describe
-from metabridge.models import folding
-from metabridge.models.binding import bound
-from metabridge.models.norm import BatchNorm, Statistics, change_layers, group_count, replace_batch_norm
+from metabridge.models import task_folding
+from metabridge.models.batch_norm import BatchNorm, Statistics, change_layers, group_count, replace_batch_norm
+from metabridge.models.functional_call import bound
 
 Params = dict[str, Tensor]
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     if low:
         x = x.to(dtype) if x.is_floating_point() else x
         body = _lowered(net.features, body, dtype)
-    with folding.Folding() if transforming() and folding.serves(x) else contextlib.nullcontext():
+    with task_folding.Folding() if transforming() and task_folding.serves(x) else contextlib.nullcontext():
         return bound(net.features, body, copy_buffers=net.training)(x).to(given)  # type: ignore[no-any-return]
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.errors import InputError, check_count
-from metabridge.models.drop import Drop
-from metabridge.models.fusible import fusible
+from metabridge.models.batch_norm import BatchNorm, Statistics
+from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, recorded, seeded
-from metabridge.models.norm import BatchNorm, Statistics
+from metabridge.models.triton_support import fusible
 
 
 @recorded
@@ -80,9 +80,9 @@ class DropBlock(Drop):
         chance = self.rate * (height * width) / (size**2 * places)
         noise = torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32)
         if fusible(x, x.shape[1]):
-            from metabridge.models import fused
+            from metabridge.models import fused_layers
 
-            kept = fused.kept(noise, chance, size, x.dtype)
+            kept = fused_layers.kept(noise, chance, size, x.dtype)
         else:
             seeds = (noise < chance).to(x.dtype)
             kept = 1 - F.max_pool2d(F.pad(seeds, [size - 1] * 4), size, stride=1)
@@ -127,7 +127,7 @@ class _Block(nn.Module):
         return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), SLOPE)
 
     def _fused(self, x: Tensor) -> Tensor:
-        from metabridge.models.fused import branches, merged, rectified
+        from metabridge.models.fused_layers import branches, merged, rectified
 
         layers: list[Any] = [*self.main, *self.shortcut]
         one, first, _, two, second, _, three, third, side, fourth = layers

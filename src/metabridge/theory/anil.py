@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metabridge.environments.representation import SharedRepresentation
+from metabridge.environments.shared_representation import SharedRepresentation
 from metabridge.errors import InputError, check_positive
 
 

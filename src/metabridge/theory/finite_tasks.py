@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from metabridge.cuda_graph import Recording
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.method import balance
-from metabridge.recording import Recording
 from metabridge.theory.anil import Rates
 
 State = tuple[Tensor, Tensor]  # B (runs, d, k') and w (runs, k')

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metabridge.environments.linear import HardEasy, Landscape
+from metabridge.environments.linear_tasks import HardEasy, Landscape
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, describe
 

@@ -17,7 +17,7 @@ from scipy import optimize
 from torch import Tensor
 
 from metabridge.autodiff import grad
-from metabridge.environments.teachers import Activation, neuron_sum
+from metabridge.environments.teacher_networks import Activation, neuron_sum
 from metabridge.errors import InputError
 
 NODES = 48  # of the quadrature along each axis

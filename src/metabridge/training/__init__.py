@@ -6,7 +6,7 @@ from metabridge.training.fit import fit, load
 from metabridge.training.fitting import Fitting, Run, in_turns
 from metabridge.training.loop import Point, Settings
 from metabridge.training.muon import Muon
-from metabridge.training.schedule import Constant, Cosine, Plateau, Schedule, Step, schedule
+from metabridge.training.schedules import Constant, Cosine, Plateau, Schedule, Step, schedule
 from metabridge.training.soft_targets import SoftTargets
 
 __all__ = [

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from metabridge.errors import UNREADABLE, InputError
 from metabridge.files import json_bytes, read_regular, write_whole
-from metabridge.learners import heads, inner
-from metabridge.learners.inner import task_loss
+from metabridge.learners import heads, inner_solvers
+from metabridge.learners.inner_solvers import task_loss
 from metabridge.learners.method import Method, balance
 from metabridge.models import BUILDERS, Network, Params, build
 from metabridge.models.size_limit import SizeLimit
@@ -37,9 +37,9 @@ VERSION = 1  # of the folder's form; raise it when a reader of the old form woul
 
 CHECKSUM = "crc32"  # of the whole file, where it is eight zeros
 _NONE = "00000000"
-_STEPS = (inner.GradientDescent, inner.Proximal)
+_STEPS = (inner_solvers.GradientDescent, inner_solvers.Proximal)
 _SOLVERS: dict[str, tuple[type, ...]] = {
-    "inner": (*_STEPS, inner.Ridge, inner.SupportVectors),
+    "inner": (*_STEPS, inner_solvers.Ridge, inner_solvers.SupportVectors),
     "test": (*_STEPS, heads.LogisticRegression, heads.SVM, heads.Ridge, heads.NearestCentroid),
 }
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.images import Drawn, ImageTasks, send
+from metabridge.environments.image_tasks import Drawn, ImageTasks, send
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.intervals import half_width
 from metabridge.learners.adapt import adapts_head_alone, predict, predict_from_features
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check_test
+from metabridge.models.batch_norm import normalises_each_set, running_layers
 from metabridge.models.network import Network, Params, apply_features
-from metabridge.models.norm import normalises_each_set, running_layers
 from metabridge.progress import tracked
 from metabridge.threads import shell
 from metabridge.training.augment import Augment

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from metabridge.devices import as_device
+from metabridge.device import as_device
 from metabridge.environments.environment import Environment
 from metabridge.errors import UNREADABLE, InputError, check_not_negative
 from metabridge.learners.engine import Mode
@@ -26,7 +26,7 @@ from metabridge.training.checkpoint import (
 from metabridge.training.evaluate import Model
 from metabridge.training.fitting import Fitting, Run, alone
 from metabridge.training.loop import Precision, Settings, point_of
-from metabridge.training.schedule import Schedule
+from metabridge.training.schedules import Schedule
 from metabridge.training.soft_targets import SoftTargets
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from metabridge.devices import as_device
+from metabridge.device import as_device
 from metabridge.environments.environment import Environment
 from metabridge.errors import InputError, check_count
 from metabridge.files import FolderLock

@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.images import ImageBatches
+from metabridge.environments.image_tasks import ImageBatches
 from metabridge.errors import UNREADABLE, InputError, check_count, check_not_negative, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import extras, parameters
-from metabridge.models.drop import Drop
+from metabridge.models.batch_norm import estimate_statistics, running_layers
+from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, Params, frozen
-from metabridge.models.norm import estimate_statistics, running_layers
 from metabridge.training import checkpoint
 from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, plain_number
 from metabridge.training.evaluate import Model, Score, evaluate
 from metabridge.training.muon import Muon
-from metabridge.training.schedule import Constant, Schedule
+from metabridge.training.schedules import Constant, Schedule
 from metabridge.training.soft_targets import Softener, SoftTargets, soft_cross_entropy
 
 log = logging.getLogger("metabridge")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from metabridge.cuda_graph import Recording
 from metabridge.errors import check_not_negative, check_positive
-from metabridge.recording import Recording
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a polynomial that drives the singular values in (0, 1] towards 1
 ITERATIONS = 3

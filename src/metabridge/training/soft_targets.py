@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from metabridge.cuda_graph import Recording
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import starting_heads
 from metabridge.models.network import apply_features, apply_head
-from metabridge.recording import Recording
 from metabridge.training.evaluate import Model
 
 HEADS = ("task-rows", "all-rows")  # of methods that train one classifier, so that targets can be probabilities

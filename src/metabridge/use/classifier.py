@@ -17,18 +17,18 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor
 
-from metabridge.devices import as_device
-from metabridge.environments.decode import Form
+from metabridge.device import as_device
+from metabridge.environments.image_decoding import Form
 from metabridge.errors import UNREADABLE, InputError
 from metabridge.files import make_folder
 from metabridge.learners.adapt import Adapted, adapt
 from metabridge.learners.heads import LinearHead, PairwiseHead
 from metabridge.learners.method import TestHead, named_head
-from metabridge.models.norm import normalises_each_set
+from metabridge.models.batch_norm import normalises_each_set
 from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, read_network
 from metabridge.training.evaluate import Model, check_finite
 from metabridge.training.fit import load
-from metabridge.use.pictures import form_of, image_shape, pixels
+from metabridge.use.image_input import form_of, image_shape, pixels
 
 VERSION = 1  # of the form in which an adapted model is saved
 CHUNK = 256  # images whose features are computed at once, where they do not depend on each other
@@ -55,7 +55,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     A network whose batch norms use the statistics of the set (`statistics="batch"`) predicts all images
     of a call together, and warns of it. With running statistics every image is predicted by itself.
 
-    >>> from metabridge.environments.datasets import load
+    >>> from metabridge.datasets import load
     >>> from metabridge.learners import method
     >>> from metabridge.models import conv4
     >>> from metabridge.training import fit

@@ -1,0 +1,28 @@
+"""Architectures for few-shot learning, found without training any (B §5).
+
+What searches is imported from its own file: models are built of the space here, and the search of models.
+"""
+
+from metabridge.models.architecture import (
+    CELLS,
+    EDGES,
+    NODES,
+    OPERATORS,
+    Alive,
+    Architecture,
+    CellKind,
+    Choice,
+    random_architecture,
+)
+
+__all__ = [
+    "CELLS",
+    "EDGES",
+    "NODES",
+    "OPERATORS",
+    "Alive",
+    "Architecture",
+    "CellKind",
+    "Choice",
+    "random_architecture",
+]

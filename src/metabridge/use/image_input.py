@@ -1,0 +1,139 @@
+"""Images from wherever the user has them, in the form that a trained network takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from metabridge.datasets import DATASETS
+from metabridge.environments.image_decoding import Form, Unreadable, decoded, each, plain
+from metabridge.environments.image_files import Content, Picture, Source, image_bytes
+from metabridge.errors import InputError
+from metabridge.models.network import Network
+
+if TYPE_CHECKING:
+    from metabridge.training.evaluate import Model
+
+
+def form_of(model: Model) -> Form:
+    """Return the form of images that a model takes: as its training images were made.
+
+    >>> from metabridge.learners import method, parameters
+    >>> from metabridge.models import mlp
+    >>> from metabridge.training import Model
+    >>> anil, net = method("anil"), mlp(784, 5)
+    >>> form_of(Model(anil, net, parameters(anil, net)))
+    Form(size=28, channels=1, crop=True, invert=False)
+    """
+    channels, size = image_shape(model.net)
+    trained_on = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
+    known = DATASETS.get(str(trained_on.get("name")).partition(":")[0], DATASETS["folder"])
+    return replace(known.form, channels=channels, size=size)
+
+
+def image_shape(net: Network) -> tuple[int, int]:
+    """Return the channels of a network's images and their side in pixels.
+
+    >>> from metabridge.models import conv4
+    >>> image_shape(conv4(1, 28))
+    (1, 28)
+    """
+    recipe: dict[str, Any] = net.recipe or {}
+    for images in ("image_channels", "channels"):  # where it has both, the latter are those of its maps
+        if images in recipe:
+            return recipe[images], recipe["size"]
+    for channels in (1, 3):  # a fully connected net knows the number of values alone
+        size = isqrt(recipe.get("inputs", 0) // channels)
+        if size and channels * size**2 == recipe["inputs"]:
+            return channels, size
+    raise InputError(
+        "the run's network does not say which images it takes. Use one of metabridge.models that is made for images, "
+        "or metabridge.adapt with tensors of your own."
+    )
+
+
+def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
+    """Return images as uint8 of shape (n, channels, size, size), or an error that names what cannot be read.
+
+    An image is the path of a file, a Pillow image, or an array (height, width) or (height, width,
+    channels) of uint8 or of floats from 0 to 1, which are rounded to 8 bits as training images are.
+
+    >>> pixels(np.zeros((5, 40, 30)), Form(size=8, channels=3)).shape
+    (5, 3, 8, 8)
+    """
+    from PIL import Image
+
+    if isinstance(X, str | Path | bytes):
+        raise InputError(f"X is {X!r}, but must be a list of images. For a single one use [{X!r}].")
+    if isinstance(X, np.ndarray) and X.ndim == 3 and X.shape[2] in (3, 4):
+        raise InputError(f"X is one array of shape {X.shape}, which looks like a single image in colour. Use X[None].")
+    if isinstance(X, Image.Image):
+        raise InputError("X is a single Pillow image, but must be a list of images. For a single one use [X].")
+    try:
+        images = list(X)
+    except TypeError:
+        raise InputError(
+            f"X is a {type(X).__name__}, but must be a list of images. For a single one use [X]."
+        ) from None
+    if not images:
+        raise InputError("X holds no images. Give at least one.")
+    found = read([_content(f"X[{index}]", image, form) for index, image in enumerate(images)], form)
+    for index, (image, result) in enumerate(zip(images, found)):
+        if isinstance(result, Unreadable):
+            name = image if isinstance(image, str | Path) else f"X[{index}]"
+            raise InputError(f"{name} cannot be read ({result.reason}). Mend it or leave it out.")
+    return np.stack(found)  # type: ignore[arg-type]
+
+
+def read(contents: Sequence[Content], form: Form) -> list[NDArray[np.uint8] | Unreadable]:
+    """Decode pictures on all cores, in order; of one that cannot be read, say why.
+
+    >>> read([b"no image"], Form(size=8, channels=3))
+    [Unreadable(reason='it is not an image that Pillow reads')]
+    """
+    pictures = [Picture("", 0, content) for content in contents]
+    source = Source("images", (), len(pictures), lambda: iter(pictures))
+    return [result for _, result in each(source, partial(decoded, form=form), "Reading images")]
+
+
+def _content(name: str, image: Any, form: Form) -> Content:
+    from PIL import Image
+
+    if isinstance(image, str | Path):
+        return partial(image_bytes, Path(image))
+    if isinstance(image, Image.Image):
+        try:
+            return np.asarray(plain(image, form.channels))
+        except Exception as error:  # Damaged files make the decoders fail in every way.
+            raise InputError(f"{name} cannot be read ({error}). Mend it or leave it out.") from error
+    if isinstance(image, np.ndarray):
+        return _eight_bits(name, image)
+    raise InputError(
+        f"{name} is a {type(image).__name__}, but must be the path of an image, a Pillow image or a NumPy array."
+    )
+
+
+def _eight_bits(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:
+    if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (1, 3, 4)) or 0 in image.shape:
+        raise InputError(
+            f"{name} has the shape {image.shape}, but an image is (height, width) or (height, width, channels) "
+            "with 1, 3 or 4 channels."
+        )
+    if image.dtype != np.uint8:
+        if not np.issubdtype(image.dtype, np.floating):
+            raise InputError(f"{name} holds {image.dtype}, but must be uint8, or floats from 0 to 1.")
+        least, most = image.min(), image.max()
+        if not (least >= 0 and most <= 1):  # which holds for values that are not numbers too
+            raise InputError(
+                f"{name} holds values from {least:g} to {most:g}, but floats must be from 0 to 1. "
+                "Scale them, or give uint8 from 0 to 255."
+            )
+        image = (255 * image).round().astype(np.uint8)
+    return image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image

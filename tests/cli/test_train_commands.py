@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from metabridge.training import load
+from small_runs import EVALUATE, TRAIN
+
+
+def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_train_again(
+    metabridge, tmp_path, monkeypatch
+):
+    out = tmp_path / "run"
+    status, printed, complained = metabridge(*TRAIN, "--method", "mtl", "--out", out)
+    assert status == 0
+    assert "metabridge train:" not in complained
+    assert [line for line in complained.splitlines() if line.startswith("mtl 2/4: loss")]  # progress goes to stderr
+    assert "2/4" not in printed
+    assert {file.name for file in out.iterdir()} == {
+        "settings.json",
+        "weights.safetensors",
+        "state.safetensors",
+        "metrics.jsonl",
+        "curves.png",
+    }
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [json.loads(line)["iteration"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [2, 4]
+    best = load(out).best
+    assert f"Best on 4 5-way validation tasks: {best.told()}" in printed
+    assert f"The run is in {out}. Next: metabridge evaluate {out} --ways 5 --shots 1,5" in printed
+    before = (out / "weights.safetensors").read_bytes()
+    monkeypatch.setattr("metabridge.training.loop.Loop.step", lambda self: pytest.fail("trained again"))
+    status, again, _ = metabridge(*TRAIN, "--method", "mtl", "--out", out)
+    assert status == 0
+    assert again.splitlines()[-2:] == printed.splitlines()[-2:]
+    assert (out / "weights.safetensors").read_bytes() == before
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_path):
+    command = (*TRAIN, "--method", "anil", "--out", tmp_path / "run")
+    status, printed, complained = metabridge(*command, "--minutes", 0)
+    assert status == 0
+    assert "metabridge train:" not in complained
+    assert printed.splitlines()[-1] == "Stopped after 0 minutes. The same command goes on from there."
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+    assert metabridge(*command)[0] == 0
+    assert load(tmp_path / "run").finished
+    metabridge(*command[:-1], tmp_path / "once")
+    stopped, once = load(tmp_path / "run"), load(tmp_path / "once")
+    assert all(torch.equal(value, once.params[name]) for name, value in stopped.params.items())
+
+
+def test_a_run_is_made_longer_with_more_iterations(metabridge, runs, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(runs["mtl"], out)
+    command = [*TRAIN, "--method", "mtl", "--out", out, "--iterations"]
+    status, _, complained = metabridge(*command, 5)
+    assert status == 0, complained
+    assert [point.iteration for point in load(out).curve] == [2, 4, 5]
+    status, _, complained = metabridge(*command, 4)
+    assert status == 2
+    assert "has done 5 iterations, but iterations is 4. Use --iterations 5 or more" in complained
+
+
+DAMAGES = {
+    "tasks": (lambda s: s.update(tasks=[1]), "its tasks is [1]"),
+    "data": (lambda s: s["tasks"].update(data=5), "its tasks have the data 5"),
+    "source": (lambda s: s["tasks"]["data"].update(colour="red"), "its data {'name': 'glyphs'"),
+    "names": (lambda s: s["tasks"].update(class_names=7), "its tasks have the class_names 7"),
+    "outputs": (lambda s: s["model"].update(outputs="x"), "its outputs are 'x'"),
+    "depth": (lambda s: s["model"].update(filters=10**9), "too large to build"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_with_damaged_settings_is_not_evaluated_and_named_in_one_line(metabridge, runs, tmp_path, damage):
+    out, (harm, told) = tmp_path / "run", DAMAGES[damage]
+    shutil.copytree(runs["mtl"], out)
+    settings = json.loads((out / "settings.json").read_text())
+    harm(settings)
+    (out / "settings.json").write_text(json.dumps(settings))
+    status, _, complained = metabridge("evaluate", out, "--shots", 1, *EVALUATE)
+    assert status == 2
+    assert complained.splitlines()[-1].startswith(f"metabridge evaluate: {out}/settings.json is damaged: ")
+    assert told in complained
+
+
+def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own_ways(metabridge, tmp_path):
+    generator = np.random.default_rng(0)
+    for name in "abcdefgh":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for place in range(9):
+            picture = Image.fromarray(generator.integers(0, 256, (16, 16), dtype=np.uint8))
+            picture.save(tmp_path / "photos" / name / f"{place}.png")
+    command = (*TRAIN, "--data", tmp_path / "photos", "--size", 16, "--ways", 2, "--out", tmp_path / "run")
+    status, printed, complained = metabridge(*command, "--method", "anil")
+    assert status == 0
+    assert "There are no two classes to validate on, so the last weights are kept." in complained
+    assert f"Next: metabridge evaluate {tmp_path / 'run'} --ways 2" in printed
+    status, printed, _ = metabridge("evaluate", tmp_path / "run", "--shots", 1, *EVALUATE)
+    assert status == 0
+    assert "2-way tasks of the test split" in printed
+
+
+def test_another_setting_in_the_same_folder_is_refused(metabridge, runs):
+    status, _, complained = metabridge(*TRAIN, "--method", "anil", "--lr", 0.5, "--out", runs["anil"])
+    assert status == 2
+    assert "holds a run with other settings (training.lr is 0.001 there and 0.5 here)" in complained
+
+
+def test_options_reach_the_method_the_model_and_the_training(metabridge, tmp_path):
+    options = ["--option", "steps=3", "-o", "lr=0.25", "--model-option", "filters=5", "--schedule", "step"]
+    options += ["--optimizer", "sgd", "--weight-decay", 0.01, "--ways", 3, "--shots", 2, "--patience", 2, "--augment"]
+    status, _, _ = metabridge(*TRAIN, "--method", "anil", *options, "--out", tmp_path / "run", "--seed", 4)
+    assert status == 0
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert settings["method"]["inner"] == {"solver": "GradientDescent", "steps": 3, "lr": 0.25, "rates": "fixed"}
+    assert (settings["model"]["filters"], settings["model"]["outputs"], settings["model"]["seed"]) == (5, 3, 4)
+    assert (settings["tasks"]["ways"], settings["tasks"]["shots"], settings["tasks"]["queries"]) == (3, 2, 2)
+    training = settings["training"]
+    assert (training["optimizer"], training["weight_decay"], training["schedule"]["name"]) == ("sgd", 0.01, "step")
+    assert (training["patience"], training["augment"]["padding"], training["seed"]) == (2, 4, 4)
+    assert settings["tasks"]["data"]["name"] == "glyphs"
+
+
+def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge, tmp_path):
+    metabridge("train", "--method", "rfs", "--iterations", 1, "--batch", 2, "--minutes", 0, "--out", tmp_path / "run")
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert settings["tasks"]["environment"] == "ImageBatches"
+    assert settings["model"]["statistics"] == "running"
+    assert (settings["training"]["optimizer"], settings["training"]["lr"]) == ("sgd", 0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--method", "magic"], "There is no method 'magic'. The methods are maml"),
+        (
+            ["--method", "anil", "--model", "vgg"],
+            "model is 'vgg', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json",
+        ),
+        (["--method", "anil", "--option", "stepz=3"], "anil has no option 'stepz'. Its options are lr, rates, steps"),
+        (["--method", "anil", "--option", "steps"], "--option is 'steps', but must be KEY=VALUE, such as steps=5."),
+        (["--method", "anil", "--option", "steps=many"], "steps is 'many', but must be a whole number"),
+        (["--method", "anil", "--option", "lr=high"], "lr is 'high', but must be a positive number."),
+        (["--method", "anil", "--option", "inner=5"], "inner is 5, but must be a solver such as GradientDescent()"),
+        (["--method", "anil", "--option", "test=5"], "test is 5, but must be one of GradientDescent"),
+        (["--method", "anil", "--option", "test=lasso"], "head is 'lasso' with penalty None, but must be logistic"),
+        (["--method", "anil", "--option", "head=foo"], "head is 'foo', but must be one of 'learned', 'frozen'"),
+        (["--method", "anil", "--option", "split=no"], "split is 'no', but must be true or false"),
+        (["--method", "anil", "--option", "loss=5"], "loss is 5, but must be a function"),
+        (["--method", "anil", "--model-option", "depth=3"], "conv4 has no option 'depth'."),
+        (["--method", "anil", "--model-option", "filters=many"], "filters is 'many', but must be a whole number"),
+        (["--schedule", "linear"], "schedule is 'linear', but must be one of constant, step, cosine, plateau."),
+        (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
+        (["--precision", "float8"], "precision is 'float8', but must be 'float32' or 'bfloat16'."),
+        (["--lr", "-1"], "lr is -1.0, but must be a positive number."),
+        (["--data", "nowhere"], "the data set is 'nowhere', but the known ones are"),
+        (["--size", "32"], "size is 32, but 'glyphs' does not take it."),
+        (["--ways", "5000"], "ways is 5000, but split 'train' has"),
+        (["--iterations", "0"], "Invalid value for '--iterations'"),
+    ],
+)
+def test_what_cannot_be_trained_is_named_in_one_line_with_status_2(metabridge, glyphs, tmp_path, arguments, complaint):
+    status, _, complained = metabridge("train", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+    assert status == 2
+    assert complained.startswith(f"metabridge train: {complaint}")
+    assert complained.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--optimizer", "lion"], "optimizer is 'lion'"),
+        (["--lr", "-1"], "lr is -1.0"),
+        (["--out", __file__], f"--out is {__file__}, which is a file. Name a folder."),
+        (["--model", "vgg"], "model is 'vgg'"),
+        (["--model", "absent.json"], "the architecture absent.json cannot be read"),
+        (["--model-option", "filter=8"], "conv4 has no option 'filter'"),
+    ],
+)
+def test_what_needs_no_images_is_refused_before_they_are_read(metabridge, monkeypatch, arguments, complaint):
+    monkeypatch.setattr("metabridge.datasets.load", lambda *_, **__: pytest.fail("read images"))
+    status, _, complained = metabridge("train", "--device", "cpu", *arguments)
+    assert status == 2
+    assert complained.startswith(f"metabridge train: {complaint}")
+
+
+@pytest.mark.parametrize("method", ["mtl", "rfs"])
+def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, photographs, tmp_path, method):
+    out = tmp_path / "run"
+    tasks = ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
+    assert metabridge(*TRAIN, "--method", method, *tasks, "--out", out)[0] == 0
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["training"]["augment"]["padding"] == 4  # images in colour are augmented
+    assert settings["tasks"]["data"] == {"name": "folder", "root": str(photographs.resolve()), "size": 16}
+    status, printed, _ = metabridge(
+        "evaluate", out, "--ways", 3, "--queries", 3, "--shots", "1,2", "--tasks", 30, "--device", "cpu"
+    )
+    assert status == 0
+    accuracies = [float(found) for found in re.findall(r"│ +[12] │ +([\d.]+) ±", printed)]
+    assert len(accuracies) == 2
+    assert min(accuracies) > 50  # hues tell the classes apart, where guessing gives 33 %
+
+
+@pytest.mark.parametrize(
+    ("left", "hint"),
+    [(3, "Next: metabridge evaluate {out} --ways 3 "), (1, "There is no second class left to test on")],
+)
+def test_what_to_do_next_can_be_done_with_the_classes_that_are_left(metabridge, photographs, tmp_path, left, hint):
+    for label in range(left, 3):
+        shutil.rmtree(photographs / "test" / f"test {label}")
+    out = tmp_path / "run"
+    tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
+    status, printed, _ = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
+    assert status == 0
+    assert f"The run is in {out}. {hint.format(out=out)}" in printed
+
+
+def test_what_to_do_next_can_be_done_with_the_images_that_are_there(metabridge, photographs, tmp_path):
+    out = tmp_path / "run"
+    tasks = ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
+    printed = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)[1]
+    hint = printed.partition("Next: metabridge ")[2].split()
+    assert hint[2:] == ["--ways", "3", "--shots", "1", "--queries", "4"]  # of five images a class
+    assert metabridge(*hint, "--tasks", 4, "--device", "cpu")[0] == 0
+
+
+def test_what_to_do_next_can_be_pasted_though_a_path_has_blanks(metabridge, photographs, tmp_path):
+    out = tmp_path / "my run"
+    tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
+    _, printed, complained = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
+    assert shlex.split(printed.partition("Next: metabridge ")[2])[:2] == ["evaluate", str(out)]
+    assert "There are 3 classes to validate on, so tasks of validation have 3 ways." in complained
+    assert "Best on 4 3-way validation tasks" in printed
+
+
+def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, photographs, tmp_path):
+    command = (*TRAIN, "--ways", 3, "--shots", 1, "--size", 16, "--data", photographs, "--out", tmp_path / "run")
+    assert metabridge(*command)[0] == 0
+    (photographs / "train" / "train 1").rename(photographs / "train" / "other")
+    status, _, complained = metabridge(*command)
+    assert status == 2
+    assert "holds a run with other settings (tasks.class_names[0] is train 0 there and other here)" in complained
+
+
+def test_a_search_does_not_go_into_the_folder_of_a_run(metabridge, runs):
+    status, _, complained = metabridge("search", "--out", runs["mtl"], "--device", "cpu")
+    assert status == 2
+    assert f"--out is {runs['mtl']}, which holds a run. Name another folder." in complained
+
+
+def test_a_command_that_failed_before_its_first_step_does_not_keep_its_folder(metabridge, tmp_path, monkeypatch):
+    monkeypatch.setattr("metabridge.learners.engine.Engine.__call__", lambda *_: _fail())
+    status, _, complained = metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
+    assert status == 2
+    assert "there is not enough memory for this. Use smaller images" in complained
+    monkeypatch.undo()
+    assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "run")[0] == 0
+
+
+def _fail() -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_one_classifier_can_learn_from_soft_targets_and_from_a_run(metabridge, tmp_path):
+    assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "teacher")[0] == 0
+    options = ("--smoothing", 0.1, "--mixup", 0.2, "--average", 0.9, "--optimizer", "muon")
+    student = (*TRAIN, "--method", "mtl", *options, "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
+    assert metabridge(*student)[0] == 0
+    training = json.loads((tmp_path / "student" / "settings.json").read_text())["training"]
+    assert training["soft_targets"] == {"smoothing": 0.1, "mixup": 0.2, "distillation": 0.5, "temperature": 1.0}
+    assert (training["average"], training["optimizer"]) == (0.9, "muon")
+    status, _, complained = metabridge(*TRAIN, "--method", "anil", "--smoothing", 0.1, "--out", tmp_path / "other")
+    assert status == 2
+    assert "soft targets are for methods that train one classifier, such as mtl and rfs" in complained

@@ -1,0 +1,240 @@
+import gzip
+import io
+import pickle
+import shutil
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from metabridge.datasets import cifar as module
+from metabridge.datasets import detect, load
+from metabridge.datasets.splits import table
+from metabridge.errors import InputError
+from pictures import names_in, shared
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+FINE = sorted(name for _, name in table("fc100"))
+COARSE = [f"coarse{number:02}" for number in range(20)]
+TRAIN, TEST = 5, 1  # Images of each class in either file; the real ones have 500 and 100.
+
+
+def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """So many images of each class: its number is the red of the upper left pixel, the image's own all the green."""
+    fine = np.tile(np.arange(100), count)
+    images = np.zeros((len(fine), 3, 32, 32), dtype=np.uint8)
+    images[:, 0, 0, 0] = fine
+    images[:, 1] = np.arange(count).repeat(100)[:, None, None]
+    return images.reshape(-1, 3072), fine
+
+
+def write_python(root: Path, *, old: bool = True) -> Path:
+    """As Python 2 wrote them, keys are read as text; written by Python 3, they may be bytes."""
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+
+    def key(name: str) -> str | bytes:
+        return name if old else name.encode()
+
+    for name, count in [("train", TRAIN), ("test", TEST)]:
+        images, fine = rows(count)
+        held = {key("data"): images, key("fine_labels"): fine.tolist(), key("coarse_labels"): (fine // 5).tolist()}
+        (folder / name).write_bytes(pickle.dumps(held, 2))
+    names = {key("fine_label_names"): FINE, key("coarse_label_names"): COARSE}
+    (folder / "meta").write_bytes(pickle.dumps(names, 2))
+    return folder
+
+
+def write_binary(root: Path) -> Path:
+    folder = root / "cifar-100-binary"
+    folder.mkdir(parents=True)
+    for name, count in [("train", TRAIN), ("test", TEST)]:
+        images, fine = rows(count)
+        labels = np.stack([fine // 5, fine], axis=1).astype(np.uint8)
+        (folder / f"{name}.bin").write_bytes(np.concatenate([labels, images], axis=1).tobytes())
+    (folder / "fine_label_names.txt").write_text("\n".join(FINE) + "\n\n")
+    (folder / "coarse_label_names.txt").write_text("\n".join(COARSE) + "\n")
+    return folder
+
+
+def packed(folder: Path) -> Path:
+    with tarfile.open(folder.parent / f"{folder.name}.tar.gz", "w:gz") as archive:
+        archive.add(folder, folder.name)
+    shutil.rmtree(folder)
+    return folder.parent
+
+
+FORMS = {
+    "python": write_python,
+    "python 3": lambda root: write_python(root, old=False),
+    "within a folder": lambda root: write_python(root).parent,
+    "binary": write_binary,
+    "python archive": lambda root: packed(write_python(root)),
+    "binary archive": lambda root: packed(write_binary(root)),
+    "archive itself": lambda root: packed(write_python(root)) / "cifar-100-python.tar.gz",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_classes_and_images(tmp_path, form):
+    root = FORMS[form](tmp_path)
+    assert detect(root) == "cifar-fs"
+    images = load("cifar-fs", root)
+    assert images.images.shape == (600, 3, 32, 32)
+    shown = [FINE[number] for number in images.images[:, 0, 0, 0].tolist()]
+    assert shown == [images.class_names[label] for label in images.labels]
+    assert Counter(images.images[:, 1, 9, 9].tolist()) == {0: 200, 1: 100, 2: 100, 3: 100, 4: 100}
+    own = {name: images.superclass_names[place] for name, place in zip(images.class_names, images.superclasses)}
+    assert own == {name: COARSE[number // 5] for number, name in enumerate(FINE)}
+
+
+@pytest.mark.parametrize(("name", "folder"), [("cifar-fs", "cifar_fs"), ("fc100", "fc100")])
+def test_splits_are_the_published_ones(tmp_path, name, folder):
+    splits = names_in(load(name, write_python(tmp_path)))
+    for split, file in [("train", "train.txt"), ("validation", "val.txt"), ("test", "test.txt")]:
+        published = (shared("splits") / folder / file).read_text().splitlines()
+        assert splits[split] == {line.split("\t")[0] for line in published}
+
+
+def test_fs_cifar100_trains_on_80_classes_of_which_it_holds_images_out_and_tests_on_20(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TRAINED_IMAGES", 4)
+    images = load("fs-cifar100", write_python(tmp_path))
+    splits = names_in(images)
+    assert len(splits["train"]) == 80
+    assert splits["test"] == names_in(load("fc100", tmp_path))["test"]
+    assert splits["validation"] == {f"{name} (held out)" for name in splits["train"]}
+    counts = torch.bincount(images.labels)
+    assert {split: set(counts[members].tolist()) for split, members in images.splits.items()} == {
+        "train": {4},
+        "validation": {2},
+        "test": {6},
+    }
+    held_out = images.images[images.labels == images.class_names.index("apple (held out)")]
+    assert held_out[:, 1, 9, 9].tolist() == [4, 0]  # The last of CIFAR's training images, and its test image.
+    one, other = (images.superclasses[images.class_names.index(name)] for name in ("apple", "apple (held out)"))
+    assert one == other
+
+
+@pytest.mark.parametrize("write", [write_python, write_binary])
+def test_images_are_named_by_file_and_row(tmp_path, write):
+    held = module.source(write(tmp_path), "cifar-fs")
+    names = [picture.name for picture in held.pictures()]
+    assert names[:6] == [*(f"train: row {100 * count}" for count in range(TRAIN)), "test: row 0"]
+
+
+def test_a_file_that_ends_within_an_image_is_refused(tmp_path):
+    folder = write_binary(tmp_path)
+    (folder / "test.bin").write_bytes((folder / "test.bin").read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"cifar-100-binary has a file that ends within an image"):
+        load("fc100", folder)
+
+
+def test_a_truncated_archive_is_refused(tmp_path):
+    file = packed(write_python(tmp_path)) / "cifar-100-python.tar.gz"
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(InputError, match=r"cifar-100-python\.tar\.gz is not a whole archive \(.*\)\. Get the"):
+        load("fc100", tmp_path)
+
+
+def test_an_archive_without_one_of_the_files_is_refused(tmp_path):
+    (write_python(tmp_path) / "meta").unlink()
+    packed(tmp_path / "cifar-100-python")
+    with pytest.raises(InputError, match=r"has no cifar-100-python/meta in it\. Get the file again"):
+        load("fc100", tmp_path)
+
+
+def test_labels_that_do_not_fit_the_images_are_refused(tmp_path):
+    folder = write_python(tmp_path)
+    images, fine = rows(1)
+    held = {"data": images, "fine_labels": fine[:-1].tolist(), "coarse_labels": (fine // 5).tolist()}
+    (folder / "test").write_bytes(pickle.dumps(held))
+    with pytest.raises(InputError, match="has images, labels and names that do not fit together"):
+        load("cifar-fs", folder)
+
+
+def test_names_that_are_not_cifars_are_refused(tmp_path):
+    folder = write_binary(tmp_path)
+    (folder / "fine_label_names.txt").write_text("\n".join(["yeti", *FINE[1:]]))
+    with pytest.raises(InputError, match="has a class 'yeti', which CIFAR-100 has not"):
+        load("cifar-fs", folder)
+
+
+@pytest.mark.parametrize("file", ["train", "meta"])
+def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
+    folder = write_python(tmp_path)
+    (folder / file).write_bytes(pickle.dumps({"data": exec}))
+    with pytest.raises(InputError, match=rf"cifar-100-python/{file} asks for builtins\.exec, which is code, not data"):
+        load("cifar-fs", folder)
+
+
+@pytest.mark.parametrize("key", ["fine_labels", "coarse_labels"])
+@pytest.mark.parametrize("wrong", [-1, 100, 0.9, None])
+def test_labels_that_number_no_class_are_refused(tmp_path, key, wrong):
+    folder = write_python(tmp_path)
+    held = pickle.loads((folder / "test").read_bytes())
+    held[key][7] = wrong
+    (folder / "test").write_bytes(pickle.dumps(held, 2))
+    with pytest.raises(InputError, match=rf"cifar-100-python/test has {wrong} in {key}, but whole numbers from 0 to"):
+        load("cifar-fs", folder)
+
+
+@pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan])
+def test_pixels_that_are_no_bytes_are_refused(tmp_path, wrong):
+    folder = write_python(tmp_path)
+    held = pickle.loads((folder / "train").read_bytes())
+    held["data"] = held["data"].astype(np.float64 if isinstance(wrong, float) else np.int64)
+    (folder / "train").write_bytes(pickle.dumps(held, 2))
+    assert len(load("cifar-fs", folder).images) == 600  # Whole numbers in another type do no harm.
+    held["data"][3, 4] = wrong
+    (folder / "train").write_bytes(pickle.dumps(held, 2))
+    with pytest.raises(
+        InputError, match=rf"cifar-100-python/train has {wrong} in data, but whole numbers from 0 to 255"
+    ):
+        load("cifar-fs", folder)
+
+
+def write_archive(root: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for info, content in members:
+            archive.addfile(info, io.BytesIO(content))
+    (root / "cifar-100-python.tar.gz").write_bytes(gzip.compress(stream.getvalue()))
+    return root
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_ARCHIVE", 2**20)
+    info = tarfile.TarInfo("cifar-100-python/train")
+    info.size = 2**21
+    root = write_archive(tmp_path, (info, bytes(2**21)))
+    assert (root / "cifar-100-python.tar.gz").stat().st_size < 2**14
+    with pytest.raises(InputError, match=r"is not a whole archive \(it holds more than 1 MiB\)\. Get the file again"):
+        load("cifar-fs", root)
+
+
+def test_an_archive_whose_members_go_backwards_comes_to_an_end(tmp_path):
+    root = write_archive(tmp_path, (tarfile.TarInfo("cifar-100-python/train"), b""))
+    raw = bytearray(gzip.decompress((root / "cifar-100-python.tar.gz").read_bytes()))
+    raw[124:136] = b"\xff" * 10 + b"\xfe\x00"  # The size, -512.
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    (root / "cifar-100-python.tar.gz").write_bytes(gzip.compress(bytes(raw)))
+    with pytest.raises(InputError, match=r"cifar-100-python/train is said to have -512 bytes\)\. Get the file again"):
+        load("cifar-fs", root)
+
+
+def test_a_link_within_an_archive_is_not_followed(tmp_path):
+    link = tarfile.TarInfo("cifar-100-python/train")
+    link.type, link.linkname = tarfile.SYMTYPE, "cifar-100-python/train"
+    with pytest.raises(InputError, match=r"has no cifar-100-python/train in it\. Get the file again"):
+        load("cifar-fs", write_archive(tmp_path, (link, b"")))
+
+
+def test_an_archive_of_too_many_files_is_refused(tmp_path):
+    members = [(tarfile.TarInfo(f"{number}"), b"") for number in range(1001)]
+    with pytest.raises(InputError, match=r"is not a whole archive \(it holds more than 1000 files\)"):
+        load("cifar-fs", write_archive(tmp_path, *members))

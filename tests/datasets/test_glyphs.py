@@ -1,0 +1,244 @@
+import os
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from PIL import ImageFont
+from torch.nn.functional import avg_pool2d, normalize
+
+from metabridge.datasets import glyphs as module
+from metabridge.datasets import load, load_glyphs
+from metabridge.environments import LabelledImages
+from metabridge.errors import InputError
+
+
+@pytest.fixture
+def two_alphabets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Draw two small alphabets only, and list the seed of every drawing."""
+    drawn: list[int] = []
+    draw = module._draw
+    small = tuple(alphabet for alphabet in module.ALPHABETS if alphabet.name in ("Hebrew", "Ogham"))
+    monkeypatch.setattr(module, "ALPHABETS", small)
+    monkeypatch.setattr(module, "_draw", lambda seed: drawn.append(seed) or draw(seed))
+    return drawn
+
+
+def codes(glyphs: LabelledImages) -> list[int]:
+    return [int(name.rpartition("/U+")[2], 16) for name in glyphs.class_names]
+
+
+def test_there_are_many_alphabets_of_many_characters_with_twenty_images_each(glyphs):
+    sizes = torch.bincount(glyphs.superclasses)
+    assert len(sizes) == len(glyphs.superclass_names) >= 12
+    assert 900 <= len(glyphs.class_names) <= 1500
+    assert sizes.min() >= 15
+    assert (sizes >= 20).float().mean() > 0.9
+    assert torch.equal(torch.bincount(glyphs.labels), torch.full((len(glyphs.class_names),), 20))
+    assert glyphs.images.shape[1:] == (1, 28, 28)
+
+
+def test_splits_share_no_alphabet_and_each_has_five(glyphs):
+    alphabets = {split: set(glyphs.superclasses[members].tolist()) for split, members in glyphs.splits.items()}
+    assert set(alphabets) == {"train", "validation", "test"}
+    assert sum(map(len, alphabets.values())) == len(set.union(*alphabets.values())) == len(glyphs.superclass_names)
+    assert min(map(len, alphabets.values())) >= 5
+
+
+def test_splits_hold_about_sixty_fifteen_and_twenty_five_percent_of_the_characters(glyphs):
+    shares = {split: len(members) / len(glyphs.class_names) for split, members in glyphs.splits.items()}
+    assert shares == pytest.approx({"train": 0.6, "validation": 0.15, "test": 0.25}, abs=0.05)
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+@pytest.mark.parametrize("superclass", ["same", "different"])
+def test_five_way_tasks_of_every_hardness_exist_in_every_split(glyphs, split, superclass):
+    glyphs.tasks(split, ways=5, shots=5, queries=15, superclass=superclass)
+
+
+@pytest.mark.parametrize(
+    "group", ["AΑА", "BΒВ", "OoΟοОоՕ", "CcСсϹ", "SsЅѕ", "XxΧХх", "VvνѴѵ", "Il", "ZzΖ", "HНʜ", "ΣⵉƩ"]
+)
+def test_of_letters_that_look_alike_at_equal_size_one_is_kept(glyphs, group):
+    held = set(codes(glyphs))
+    assert sum(ord(letter) in held for letter in group) == 1
+
+
+def test_no_two_classes_have_the_same_shape(glyphs):
+    """Cosines of the blurred shapes at equal size: the fonts hold hundreds of pairs that are one shape, we none."""
+    candidates = module._candidates()
+    shapes = torch.from_numpy(np.stack([character.shapes[0] for character in candidates]))[:, None].float()
+    blurred = normalize(avg_pool2d(avg_pool2d(shapes, 3), 3, 1, padding=1).flatten(1))
+    nearest = (blurred @ blurred.T).fill_diagonal_(-1)
+    held = set(codes(glyphs))
+    kept = torch.tensor([character.code in held for character in candidates])
+    assert kept.sum() == len(glyphs.class_names)
+    assert (nearest.amax(dim=1) > 0.98).sum() > 300
+    assert nearest[kept][:, kept].max() < 0.98
+
+
+def test_no_character_is_the_box_of_a_missing_one(glyphs):
+    folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
+    fonts = [ImageFont.truetype(folder / f"{face}.ttf", 96) for face in module.REGULAR + module.BOLD]
+    boxes = {module._shape(font, 0x10FFFF).tobytes() for font in fonts}
+    assert len(boxes) > 1
+    held = set(codes(glyphs))
+    drawn = [shape for character in module._candidates() if character.code in held for shape in character.shapes]
+    assert not boxes & {shape.tobytes() for shape in drawn}
+
+
+def test_every_image_has_ink_and_background_and_lies_within_its_frame(glyphs):
+    images = glyphs.images[:, 0].float() / 255
+    assert images.mean(dim=(1, 2)).min() > 0.01
+    assert images.mean(dim=(1, 2)).max() < 0.6
+    assert images.amax(dim=(1, 2)).min() > 0.5
+    inner = images[:, 1:-1, 1:-1].sum(dim=(1, 2)) / images.sum(dim=(1, 2))
+    assert inner.mean() > 0.995
+    assert inner.min() > 0.8
+
+
+def test_variants_of_a_character_all_differ(glyphs):
+    variants = glyphs.images.view(-1, 20, 784).float()
+    distances = torch.cdist(variants, variants) + 1e6 * torch.eye(20)
+    assert distances.min() > 100
+
+
+def test_tasks_within_an_alphabet_are_harder_than_tasks_across_alphabets(glyphs):
+    """One-shot accuracy of the nearest blurred image, 5 ways."""
+    accuracy = {}
+    for superclass in ("same", "different"):
+        environment = glyphs.tasks("test", ways=5, shots=1, queries=5, superclass=superclass)
+        tasks = environment.sample(600, torch.Generator().manual_seed(0))
+        support, query = (
+            normalize(avg_pool2d(x.flatten(0, 1), 3, 1, padding=1).view(600, -1, 784), dim=-1)
+            for x in (tasks.support_x, tasks.query_x)
+        )
+        accuracy[superclass] = ((query @ support.mT).argmax(-1) == tasks.query_y).float().mean().item()
+    assert 0.4 < accuracy["same"] < accuracy["different"] - 0.03 < 0.8
+
+
+def test_the_same_seed_draws_the_same_bytes_and_another_seed_others(two_alphabets, tmp_path):
+    first, again, other = (load_glyphs(seed, tmp_path / folder) for seed, folder in [(0, "a"), (0, "b"), (1, "a")])
+    assert two_alphabets == [0, 0, 1]
+    assert torch.equal(first.images, again.images)
+    assert first.class_names == other.class_names
+    assert not torch.equal(first.images, other.images)
+
+
+def test_what_was_drawn_once_is_read_from_the_cache_as_it_was(two_alphabets, tmp_path, monkeypatch):
+    monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path / "new" / "folder"))
+    drawn, read = load_glyphs(), load("glyphs")
+    assert two_alphabets == [0]
+    assert [file.name for file in (tmp_path / "new" / "folder").iterdir()] == [
+        f"glyphs-v{module.FORMAT}-seed0-matplotlib{metadata.version('matplotlib')}.npz"
+    ]
+    assert torch.equal(drawn.images, read.images)
+    assert torch.equal(drawn.labels, read.labels)
+    assert torch.equal(drawn.superclasses, read.superclasses)
+    assert (drawn.class_names, drawn.superclass_names) == (read.class_names, read.superclass_names)
+    assert drawn.splits.keys() == read.splits.keys()
+    assert all(torch.equal(drawn.splits[name], read.splits[name]) for name in drawn.splits)
+
+
+def damaged(content: bytes, how: str) -> bytes:
+    if how == "truncated":
+        return content[: len(content) // 2]
+    if how == "overwritten":
+        middle = len(content) // 2
+        return content[:middle] + bytes(1000) + content[middle + 1000 :]
+    return {"empty": b"", "text": b"no archive"}[how]
+
+
+@pytest.mark.parametrize("how", ["truncated", "overwritten", "empty", "text"])
+def test_a_damaged_cache_file_is_drawn_again(two_alphabets, tmp_path, how):
+    whole = load_glyphs(cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damaged(file.read_bytes(), how))
+    assert torch.equal(load_glyphs(cache=tmp_path).images, whole.images)
+    assert torch.equal(load_glyphs(cache=tmp_path).images, whole.images)
+    assert two_alphabets == [0, 0]
+
+
+def test_a_cache_file_of_other_contents_is_drawn_again(two_alphabets, tmp_path):
+    load_glyphs(cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    np.savez(file, images=np.zeros(3))
+    load_glyphs(cache=tmp_path)
+    assert two_alphabets == [0, 0]
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_a_bomb_in_the_cache_is_not_unpacked(two_alphabets, tmp_path, monkeypatch, method):
+    load_glyphs(cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("superclasses.npy", bytes(2**26 + 1 if method == zipfile.ZIP_DEFLATED else 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("the cache was unpacked"))
+        load_glyphs(cache=tmp_path)
+    assert two_alphabets == [0, 0]
+
+
+def test_without_matplotlib_glyphs_drawn_elsewhere_are_read(two_alphabets, tmp_path, monkeypatch):
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    drawn = load_glyphs(cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.rename(tmp_path / f"glyphs-v{module.FORMAT}-seed0-matplotlib3.0.npz")
+    monkeypatch.setattr(metadata, "version", missing)
+    assert torch.equal(load_glyphs(cache=tmp_path).images, drawn.images)
+    with pytest.raises(InputError, match="Install matplotlib, or copy glyphs-v"):
+        load_glyphs(seed=1, cache=tmp_path)
+    next(tmp_path.iterdir()).write_bytes(b"")
+    with pytest.raises(InputError, match="Install matplotlib, or copy glyphs-v"):
+        load_glyphs(cache=tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(two_alphabets, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"images cannot be kept in .*file.* name a folder"):
+        load_glyphs(cache=tmp_path / "file" / "folder")
+
+
+def test_nothing_half_written_is_left_when_writing_fails(two_alphabets, tmp_path, monkeypatch):
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        load_glyphs(cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_data_set_is_answered_with_the_known_ones():
+    with pytest.raises(InputError, match="the data set is 'glyph', but the known ones are 'glyphs'"):
+        load("glyph")
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(InputError, match="seed is -1, but must not be negative"):
+        load_glyphs(seed=-1)
+
+
+def test_no_corruption_of_the_cache_gives_other_glyphs(tmp_path, two_alphabets, monkeypatch):
+    glyphs = load_glyphs(cache=tmp_path)
+    monkeypatch.setattr(module, "_draw", lambda seed: glyphs)
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    chance = np.random.default_rng(0)
+    ends = [*chance.integers(len(content), size=15), *range(len(content) - 300, len(content), 20)]
+    for place in ends:
+        changed = bytearray(content)
+        changed[place] ^= 1 << int(chance.integers(8))
+        file.write_bytes(changed)
+        back = load_glyphs(cache=tmp_path)
+        assert torch.equal(back.images, glyphs.images)
+        assert torch.equal(back.labels, glyphs.labels)
+        assert (back.class_names, back.superclass_names) == (glyphs.class_names, glyphs.superclass_names)
+        assert {name: own.tolist() for name, own in back.splits.items()} == {
+            name: own.tolist() for name, own in glyphs.splits.items()
+        }

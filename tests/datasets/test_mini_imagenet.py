@@ -1,0 +1,185 @@
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from metabridge.datasets import detect, load
+from metabridge.datasets import mini_imagenet as module
+from metabridge.errors import InputError
+from pictures import encoded, flat, names_in, shared, values_of
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+# Two images of each class, told by their brightness.
+PARTS = {
+    "train": {"n01532829": [1, 2], "n01558993": [3, 4]},
+    "val": {"n01855672": [5, 6]},
+    "test": {"n01930112": [7, 8]},
+}
+SPLITS = {"train": {"n01532829", "n01558993"}, "validation": {"n01855672"}, "test": {"n01930112"}}
+
+
+def write_parquet(root: Path) -> None:
+    names = [name for classes in PARTS.values() for name in classes] + [f"n{number:08}" for number in range(96)]
+    features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    for part, classes in PARTS.items():
+        images = [{"bytes": encoded(flat(value)), "path": ""} for values in classes.values() for value in values]
+        labels = [names.index(name) for name, values in classes.items() for _ in values]
+        table = pyarrow.table({"image": images, "label": labels})
+        split = {"val": "validation"}.get(part, part)
+        file = root / f"{split}-00000-of-00001.parquet"
+        parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(features)}), file)
+
+
+def write_tables(root: Path) -> None:
+    (root / "images").mkdir()
+    for part, classes in PARTS.items():
+        lines = ["filename,label"]
+        for name, values in classes.items():
+            for value in values:
+                (root / "images" / f"{name}{value}.jpg").write_bytes(encoded(flat(value), "jpeg"))
+                lines.append(f"{name}{value}.jpg,{name}")
+        (root / f"{part}.csv").write_text("\n".join(lines) + "\n")
+
+
+def write_pickles(root: Path) -> None:
+    for part, classes in PARTS.items():
+        images = np.stack([flat(value, 84) for values in classes.values() for value in values])
+        rows = {name: [2 * place, 2 * place + 1] for place, name in enumerate(classes)}
+        held = {"image_data": images, "class_dict": rows}
+        (root / f"mini-imagenet-cache-{part}.pkl").write_bytes(pickle.dumps(held, 2))
+
+
+FORMS = {"parquet": write_parquet, "tables": write_tables, "pickles": write_pickles}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_classes_images_and_splits(tmp_path, form):
+    FORMS[form](tmp_path)
+    assert detect(tmp_path) == "mini-imagenet"
+    images = load("mini-imagenet", tmp_path)
+    assert names_in(images) == SPLITS
+    assert images.images.shape == (8, 3, 84, 84)
+    for classes in PARTS.values():
+        for name, values in classes.items():
+            assert values_of(images, name) == values
+
+
+def test_an_image_that_a_table_names_but_that_is_not_there_is_left_out(tmp_path, caplog):
+    write_tables(tmp_path)
+    (tmp_path / "images" / "n018556725.jpg").unlink()
+    assert len(load(tmp_path).images) == 7
+    assert "1 unreadable image is left out: n018556725.jpg (No such file or directory)." in caplog.text
+
+
+def test_a_table_without_its_heading_is_refused(tmp_path):
+    write_tables(tmp_path)
+    (tmp_path / "val.csv").write_text("a.jpg,n01\n")
+    with pytest.raises(InputError, match=r"val\.csv has not the columns filename and label in its first line"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("held", "sentence"),
+    [
+        ([], "has no uint8 array image_data of shape"),
+        ({"image_data": np.zeros((2, 4, 4, 3)), "class_dict": {}}, "has no uint8 array image_data of shape"),
+        (
+            {"image_data": np.zeros((2, 4, 4, 3), np.uint8), "class_dict": {"n1": [2]}},
+            r"has 2 in class_dict\['n1'\], but whole numbers from 0 to 1 belong there",
+        ),
+    ],
+)
+def test_a_pickle_of_other_contents_is_refused(tmp_path, held, sentence):
+    write_pickles(tmp_path)
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
+    with pytest.raises(InputError, match=rf"mini-imagenet-cache-val\.pkl {sentence}"):
+        load(tmp_path)
+
+
+def test_a_pickle_with_code_in_it_is_refused(tmp_path):
+    write_pickles(tmp_path)
+    (tmp_path / "mini-imagenet-cache-test.pkl").write_bytes(pickle.dumps({"image_data": exec}))
+    with pytest.raises(InputError, match=r"mini-imagenet-cache-test\.pkl asks for builtins\.exec, which is code"):
+        load(tmp_path)
+
+
+def test_an_empty_folder_is_told_what_belongs_there(tmp_path):
+    with pytest.raises(InputError, match=r"has none of the forms of mini-ImageNet\. Put there its parquet files, or"):
+        load("mini-imagenet", tmp_path)
+
+
+def test_the_real_parquet_files_hold_a_hundred_classes_split_as_published():
+    root = shared("mini-imagenet")
+    from metabridge.datasets.mini_imagenet import source
+
+    assert detect(root) == "mini-imagenet"
+    held = source(root)
+    assert held.total == 60_000
+    sizes = torch.tensor([["train", "validation", "test"].index(category.split) for category in held.classes])
+    assert torch.bincount(sizes).tolist() == [64, 16, 20]
+    published = (shared("splits") / "mini_imagenet" / "classes.tsv").read_text().splitlines()[1:]
+    rows = [line.split("\t") for line in published]
+    expected = {(row[1], {"val": "validation"}.get(row[3], row[3])) for row in rows}
+    assert {(category.name, category.split) for category in held.classes} == expected
+
+
+@pytest.mark.parametrize("row", [0.9, -1, 2, float("nan"), None])
+def test_a_pickle_with_a_row_that_is_no_row_is_refused(tmp_path, row):
+    write_pickles(tmp_path)
+    held = {"image_data": np.zeros((2, 84, 84, 3), np.uint8), "class_dict": {"n1": [0, row]}}
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
+    with pytest.raises(InputError, match=rf"-val\.pkl has {row} in class_dict\['n1'\], but whole numbers from 0 to 1"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/etc/passwd,n1", r"val\.csv names the image '/etc/passwd', which is not in .*images\. Put it there"),
+        ("../val.csv,n1", r"val\.csv names the image '\.\./val\.csv', which is not in .*images\. Put it there"),
+        (f"a.jpg,{131_073 * 'n'}", r"val\.csv is not a table after line 1 \(field larger than field limit"),
+        ("a.jpg", r"val\.csv has no label in line 2\. Add it"),
+        (",n1", r"val\.csv names the image '', which is not in"),
+    ],
+)
+def test_a_table_with_a_line_that_cannot_be_used_is_refused(tmp_path, line, sentence):
+    write_tables(tmp_path)
+    (tmp_path / "val.csv").write_text(f"filename,label\n{line}\n")
+    with pytest.raises(InputError, match=sentence):
+        load(tmp_path)
+
+
+def test_a_table_of_many_columns_and_lines_takes_no_longer_than_its_size(tmp_path):
+    write_tables(tmp_path)
+    text = "filename,label" + 3000 * ",x" + "\n" + 3000 * "a.jpg,n1\n\n"
+    (tmp_path / "val.csv").write_text(text)
+    seen = 0
+
+    def count(frame, event, _):
+        nonlocal seen
+        seen += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        source = module._from_tables(tmp_path, {"validation": tmp_path / "val.csv"})
+    finally:
+        sys.settrace(None)
+    assert source.total == 3000
+    assert seen < 3000 * 300
+
+
+def test_a_pickle_whose_classes_share_a_long_list_is_refused(tmp_path):
+    write_pickles(tmp_path)
+    rows = 3000 * [0]
+    held = {"image_data": np.zeros((1, 4, 4, 3), np.uint8), "class_dict": {f"n{name}": rows for name in range(9)}}
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
+    with pytest.raises(InputError, match=r"has more rows in class_dict than the 1 images\. Get the file again"):
+        load(tmp_path)

@@ -1,0 +1,306 @@
+import errno
+import struct
+import subprocess
+import time
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from metabridge.environments import image_decoding as module
+from metabridge.environments.image_decoding import Form, Unreadable, decoded, each, opened
+from metabridge.environments.image_files import Category, Picture, Source
+from pictures import encoded, flat, png16
+
+ORANGE = (255, 128, 0)
+
+
+def solid(mode: str, colour: object) -> Image.Image:
+    return Image.new(mode, (8, 8), colour)
+
+
+def transparent_palette() -> bytes:
+    image = solid("P", 0)
+    image.putpalette([*ORANGE, 0, 0, 255])
+    image.paste(1, (0, 0, 4, 8))
+    return encoded(image, transparency=1)
+
+
+FILES = {
+    "grey": (encoded(solid("L", 100)), (100, 100, 100)),
+    "1 bit": (encoded(solid("1", 1)), (255, 255, 255)),
+    "RGB": (encoded(solid("RGB", ORANGE)), ORANGE),
+    "palette": (encoded(solid("RGB", ORANGE).quantize(4)), ORANGE),
+    "CMYK": (encoded(solid("CMYK", (0, 127, 255, 0)), "tiff"), ORANGE),
+    "RGBA": (encoded(solid("RGBA", (*ORANGE, 255))), ORANGE),
+    "RGBA seen through": (encoded(solid("RGBA", (*ORANGE, 0))), (255, 255, 255)),
+    "grey half seen through": (encoded(solid("LA", (0, 128))), (127, 127, 127)),
+    "16 bits": (encoded(np.full((8, 8), 0x6464, dtype=np.uint16)), (100, 100, 100)),
+    "16 bits RGB": (png16(np.full((8, 8, 3), [0xFFFF, 0x8080, 0])), ORANGE),
+    "32 bits": (encoded(Image.fromarray(np.full((8, 8), 0x6464, dtype=np.int32)), "tiff"), (100, 100, 100)),
+    "float to 1": (encoded(Image.fromarray(np.full((8, 8), 100 / 255, np.float32)), "tiff"), (100, 100, 100)),
+    "float to 255": (encoded(Image.fromarray(np.full((8, 8), 100, np.float32)), "tiff"), (100, 100, 100)),
+    "animation": (
+        encoded(solid("RGB", ORANGE), "webp", lossless=True, save_all=True, append_images=[solid("RGB", "blue")]),
+        ORANGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_mode_comes_out_in_its_colours(kind):
+    content, colour = FILES[kind]
+    pixels = decoded(content, Form(size=8, channels=3))
+    assert pixels.shape == (3, 8, 8)
+    assert pixels.dtype == np.uint8
+    assert np.abs(pixels.astype(int) - np.array(colour)[:, None, None]).max() <= 1
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_mode_comes_out_in_grey(kind):
+    content, colour = FILES[kind]
+    luma = np.dot(colour, [0.299, 0.587, 0.114])
+    assert np.abs(decoded(content, Form(size=8, channels=1)) - luma).max() <= 1.5
+
+
+def test_sixteen_bits_keep_their_gradations_instead_of_being_clipped():
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    pixels = decoded(encoded(ramp), Form(size=8, channels=1))[0]
+    assert np.array_equal(pixels, np.round(ramp / 257).astype(np.uint8))
+
+
+def test_what_a_palette_leaves_transparent_is_white():
+    pixels = decoded(transparent_palette(), Form(size=8, channels=3))
+    assert pixels[:, 0, 0].tolist() == [255, 255, 255]
+    assert pixels[:, 0, 7].tolist() == list(ORANGE)
+
+
+def test_a_photograph_is_turned_as_its_camera_was():
+    image = Image.new("RGB", (8, 8), "black")
+    image.paste("white", (0, 0, 8, 4))
+    turned = Image.Exif()
+    turned[0x0112] = 6  # The top of the scene is at the right of the file.
+    pixels = decoded(encoded(image, "png", exif=turned), Form(size=8, channels=1))[0]
+    assert pixels[:, 7].min() == 255
+    assert pixels[:, 0].max() == 0
+
+
+def wide() -> np.ndarray:
+    """A white square in the middle, black to its left and right."""
+    pixels = np.zeros((10, 30), dtype=np.uint8)
+    pixels[:, 10:20] = 255
+    return pixels
+
+
+def test_with_crop_the_middle_square_is_kept_and_without_it_the_whole():
+    assert decoded(wide(), Form(size=10, channels=1, crop=True)).min() > 250
+    squeezed = decoded(wide(), Form(size=30, channels=1))[0]
+    assert squeezed[15, 3] == 0
+    assert squeezed[15, 15] == 255
+
+
+def test_a_large_jpeg_decoded_at_a_fraction_is_the_same_picture():
+    y, x = np.mgrid[0:800, 0:1200]
+    photograph = np.stack([128 + 100 * np.sin(x / 90), 128 + 100 * np.cos(y / 70), x / 5], axis=-1).astype(np.uint8)
+    form = Form(size=32, channels=3, crop=True)
+    exact = decoded(photograph, form).astype(int)
+    assert np.abs(decoded(encoded(photograph, "jpeg", quality=95), form) - exact).mean() < 2
+
+
+def test_inverted_ink_is_bright():
+    assert decoded(flat(10, channels=1), Form(size=8, channels=1, invert=True)).min() == 245
+
+
+def source_of(contents: list) -> Source:
+    pictures = [Picture(str(index), 0, content) for index, content in enumerate(contents)]
+    return Source("a toy", (Category("a", "", ""),), len(pictures), lambda: iter(pictures))
+
+
+def test_results_come_in_the_order_of_the_pictures():
+    source = source_of([flat(index % 251, channels=1) for index in range(1000)])
+    found = [(picture.name, image.getpixel((0, 0))) for picture, image in each(source, opened, "Opening")]
+    assert found == [(str(index), index % 251) for index in range(1000)]
+
+
+def missing() -> bytes:
+    raise FileNotFoundError(2, "No such file or directory", "a.png")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is not an image that Pillow reads"),
+        (b"GIF89a", ""),
+        (encoded(flat(3, 64))[:80], ""),
+        (encoded(np.arange(64 * 64, dtype=np.uint8).reshape(64, 64), "jpeg")[:700], "truncated"),
+        (missing, "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_decoded_is_told_with_the_reason_and_the_others_are_decoded(content, reason):
+    good = flat(1)
+    before, bad, after = (
+        result for _, result in each(source_of([good, content, good]), lambda c: decoded(c, Form(8, 3)), "Decoding")
+    )
+    assert isinstance(bad, Unreadable)
+    assert bad.reason
+    assert reason in bad.reason
+    assert before.shape == after.shape == (3, 8, 8)
+
+
+def attempted(content: object) -> np.ndarray | Unreadable:
+    ((_, result),) = each(source_of([content]), lambda c: decoded(c, Form(8, 1)), "Decoding")
+    return result
+
+
+def test_floats_are_rounded_to_the_nearest_of_256_values():
+    values = (np.arange(64, dtype=np.float32).reshape(8, 8) * 4 + np.float32(0.6)) / 255
+    pixels = decoded(encoded(Image.fromarray(values), "tiff"), Form(size=8, channels=1))
+    assert np.array_equal(pixels[0], np.arange(64).reshape(8, 8) * 4 + 1)
+    pixels = decoded(encoded(Image.fromarray(255 * values), "tiff"), Form(size=8, channels=1))
+    assert np.array_equal(pixels[0], np.arange(64).reshape(8, 8) * 4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "reason"),
+    [
+        (256, np.float32, "it has a pixel of value 256.0, but pixels are from 0 to 255"),
+        (-0.5, np.float32, "it has a pixel of value -0.5, but pixels are from 0 to 255"),
+        (np.nan, np.float32, "it has a pixel of value nan, but pixels are from 0 to 255"),
+        (np.inf, np.float32, "it has a pixel of value inf, but pixels are from 0 to 255"),
+        (65536, np.int32, "it has a pixel of value 65536, but pixels are from 0 to 65535"),
+        (-1, np.int32, "it has a pixel of value -1, but pixels are from 0 to 65535"),
+    ],
+)
+def test_pixels_out_of_range_are_refused_instead_of_clipped(value, dtype, reason):
+    values = np.ones((8, 8), dtype=dtype)
+    values[3, 4] = value
+    assert attempted(encoded(Image.fromarray(values), "tiff")) == Unreadable(reason)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG file that says that it is so large, and holds nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def tiff_of_tiles(side: int) -> bytes:
+    """A compressed TIFF image of 9 × 9 pixels that says that it is made of much larger tiles."""
+    tags = {256: 9, 257: 9, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: 8}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("content", "size"), [(png_header(8000, 8000), "8000 × 8000"), (tiff_of_tiles(40_000), "40000 × 40000")]
+)
+def test_the_size_is_checked_before_memory_is_taken(content, size, monkeypatch):
+    monkeypatch.setattr(module, "_plain", lambda image, channels: pytest.fail("the image was decoded"))
+    assert len(content) < 150
+    assert attempted(content) == Unreadable(f"it has {size} pixels, but at most 50000000 pixels are decoded")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n",
+        encoded(flat(3), "pcx"),
+        encoded(flat(3), "ico"),
+    ],
+)
+def test_formats_that_are_not_on_the_list_are_refused_and_no_program_is_run(content, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
+    assert attempted(content) == Unreadable("it is not an image that Pillow reads")
+
+
+def bmp_of_one_jump(width: int, height: int) -> bytes:
+    """A compressed BMP image whose only instruction jumps over 255 lines."""
+    start = struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078)
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 4, 1, 1, 256, 0)
+    return start + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
+
+
+def jpeg_of_scans(side: int, scans: int) -> bytes:
+    """A progressive JPEG image to which empty scans are added, of ten bytes each."""
+    content = encoded(np.zeros((side, side), dtype=np.uint8), "jpeg", progressive=True)
+    last = content.rindex(b"\xff\xda")
+    return content[:-2] + content[last : last + 10] * scans + content[-2:]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (png_header(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
+        (bmp_of_one_jump(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
+        (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but at most 65535 a side are decoded"),
+        (
+            tiff_of_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
+            "the sides of its tiles are not whole numbers",
+        ),
+        (jpeg_of_scans(1024, 4100), "it has 4106 scans of 1024 × 1024 pixels, too many to decode"),
+    ],
+    ids=["line", "jump", "array", "tile of text", "scans"],
+)
+def test_a_small_file_that_takes_gigabytes_or_minutes_is_refused(content, reason, monkeypatch):
+    monkeypatch.setattr(module, "_plain", lambda image, channels: pytest.fail("the image was decoded"))
+    assert attempted(content) == Unreadable(reason)
+
+
+def test_a_jpeg_of_many_scans_that_is_small_is_read():
+    assert isinstance(attempted(jpeg_of_scans(8, 100)), np.ndarray)
+
+
+def test_threads_wait_until_there_is_room_for_their_images(monkeypatch):
+    most = []
+
+    def work(image, channels):
+        time.sleep(0.002)
+        most.append(module._in_work[0])
+        return image
+
+    monkeypatch.setattr(module, "_plain", work)
+    monkeypatch.setattr(module, "PIXELS", 200)
+    monkeypatch.setattr(module, "workers", lambda: 8)
+    contents = [flat(value, size=side, channels=1) for value in range(60) for side in (6, 8)]
+    assert len(list(each(source_of(contents), lambda c: module.plain(opened(c), 1), "Decoding"))) == 120
+    assert 64 < max(most) <= 200
+    assert module._in_work == [0]
+
+
+def raises(error: Exception) -> object:
+    def read() -> bytes:
+        raise error
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (MemoryError(), True),
+        (OSError("decoder error -9"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (OSError("image file is truncated"), False),
+        (ValueError("bad"), False),
+    ],
+)
+def test_failures_of_the_system_are_told_from_damaged_files(error, may_pass):
+    assert attempted(raises(error)).may_pass is may_pass
+
+
+def test_large_images_are_read(monkeypatch):
+    monkeypatch.setattr(module, "PIXELS", 70)
+    contents = [encoded(flat(value, channels=1)) for value in range(60)]
+    results = each(source_of(contents), lambda c: decoded(c, Form(8, 1)), "Decoding")
+    assert [int(image.max()) for _, image in results] == list(range(60))

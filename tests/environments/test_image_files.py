@@ -1,0 +1,231 @@
+import contextlib
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metabridge.environments import image_files as module
+from metabridge.environments.image_files import (
+    Category,
+    Picture,
+    Source,
+    class_folders,
+    eight_bits,
+    image_bytes,
+    indices,
+    inside,
+    pooled,
+    read_bytes,
+    split_by_class,
+    tree,
+)
+from metabridge.errors import InputError
+
+
+def unsplit(count: int) -> list[Category]:
+    return [Category(f"class{index:03}", "all", "") for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(100, (64, 16, 20)), (10, (6, 2, 2)), (4, (2, 1, 1)), (3, (1, 1, 1)), (2, (1, 0, 1)), (1, (1, 0, 0))],
+)
+def test_classes_are_split_64_16_20_and_no_split_is_empty_where_that_is_possible(count, sizes):
+    counted = Counter(category.split for category in split_by_class(unsplit(count)))
+    assert tuple(counted[split] for split in ("train", "validation", "test")) == sizes
+
+
+def test_the_split_rests_on_the_seed_and_the_names_and_not_on_their_order():
+    classes = unsplit(50)
+    once = split_by_class(classes, seed=3)
+    assert set(split_by_class(classes[::-1], seed=3)) == set(once)
+    assert set(split_by_class(classes, seed=4)) != set(once)
+
+
+def test_a_given_split_is_left_as_it_is():
+    classes = (Category("a", "all", "test"), Category("b", "all", "test"))
+    assert split_by_class(classes, seed=1) == classes
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(InputError, match="seed is -1, but must not be negative"):
+        split_by_class(unsplit(3), seed=-1)
+
+
+def toy(*classes: Category) -> Source:
+    return Source("a toy", classes, len(classes), lambda: (Picture(str(n), n, b"") for n in range(len(classes))))
+
+
+def test_splits_that_share_a_class_are_pooled_with_a_note():
+    source = pooled(toy(Category("a", "", "train"), Category("b", "", "train"), Category("a", "", "test")))
+    assert source.classes == (Category("a", "", ""), Category("b", "", ""))
+    assert [picture.label for picture in source.pictures()] == [0, 1, 0]
+    assert source.notes[0].startswith("class 'a' is in split 'train' and in 'test', so these are splits of images")
+
+
+def test_splits_of_classes_stay_and_a_single_split_is_the_whole_set():
+    split = toy(Category("a", "", "train"), Category("b", "", "test"))
+    assert pooled(split) is split
+    assert pooled(toy(Category("a", "", "train"), Category("b", "", "train"))).classes[1] == Category("b", "", "")
+    assert pooled(toy(Category("a", "", "train"), Category("b", "", ""))).classes[0] == Category("a", "", "")
+
+
+def test_hidden_files_and_other_files_are_no_images(tmp_path):
+    for file in ("cat/1.JPG", "cat/.1.jpg", "cat/notes.txt", ".git/a.png", "__MACOSX/cat/1.jpg", "loose.png"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert class_folders(tmp_path).images == {"cat": ["cat/1.JPG"]}
+
+
+@pytest.fixture
+def folders(tmp_path) -> Path:
+    for name in ("train/cat", "train/dog", "test/elm"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "1.png").touch()
+    return tmp_path
+
+
+def test_a_link_to_a_folder_above_is_not_followed_and_noted(folders):
+    (folders / "train" / "cat" / "again").symlink_to(folders)
+    (folders / "test" / "up").symlink_to(folders / "test")
+    images, notes = class_folders(folders)
+    assert list(images) == ["test/elm", "train/cat", "train/dog"]
+    assert notes == (
+        "links to folders that are read already are left out: test/up (the same folder as test), "
+        "train/cat/again (the same folder as .).",
+    )
+    assert len(tree(folders)) == 3
+
+
+def test_two_links_to_one_folder_are_one_class_and_noted(folders, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "1.png").touch()
+    for name in ("train/ape", "test/bee"):
+        (folders / name).symlink_to(elsewhere)
+    images, notes = class_folders(folders, ["train", "test"])
+    assert list(images) == ["train/ape", "train/cat", "train/dog", "test/elm"]
+    assert images["train/ape"] == ["train/ape/1.png"]
+    assert notes == ("links to folders that are read already are left out: test/bee (the same folder as train/ape).",)
+
+
+def test_a_folder_goes_by_its_own_name_and_not_by_that_of_a_link(folders):
+    (folders / "ant").symlink_to(folders / "train" / "dog")
+    images, notes = class_folders(folders)
+    assert "train/dog" in images
+    assert "ant" not in images
+    assert len(notes) == 1
+
+
+def test_links_to_folders_that_are_read_nowhere_else_are_classes(folders):
+    images, notes = class_folders(folders, ["train"])
+    (folders / "linked").mkdir()
+    for name in ("cat", "dog"):
+        (folders / "linked" / name).symlink_to(folders / "train" / name)
+    linked, linked_notes = class_folders(folders, ["linked"])
+    assert [name.split("/")[1] for name in linked] == [name.split("/")[1] for name in images]
+    assert notes == linked_notes == ()
+
+
+def test_a_folder_that_cannot_be_read_is_named(folders, monkeypatch):
+    scandir = os.scandir
+
+    def denied(path):
+        if Path(path).name == "dog":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    for function in (class_folders, tree):
+        with pytest.raises(InputError, match=r"train/dog cannot be read \(Permission denied\)\. Fix or remove it\.$"):
+            function(folders)
+
+
+class Denied:
+    """An entry of a folder: a link to where nobody may look."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_symlink(self) -> bool:
+        return True
+
+    def is_dir(self) -> bool:
+        raise PermissionError(13, "Permission denied", self.name)
+
+
+def test_a_link_that_may_not_be_followed_is_not_absent(folders, monkeypatch):
+    scandir, name = os.scandir, "ape.png"
+
+    @contextlib.contextmanager
+    def linked(path):
+        with scandir(path) as entries:
+            yield [*entries, *([Denied(name)] if Path(path).name == "dog" else [])]
+
+    monkeypatch.setattr(os, "scandir", linked)
+    assert class_folders(folders).images["train/dog"] == ["train/dog/1.png", "train/dog/ape.png"]
+    name = "ape"
+    for function in (class_folders, tree):
+        with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)\. Fix or remove it\.$"):
+            function(folders)
+
+
+@pytest.fixture(params=["pipe", "device", "folder"])
+def irregular(request, tmp_path) -> Path:
+    file = tmp_path / "a.png"
+    if request.param == "pipe":
+        os.mkfifo(file)
+    elif request.param == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+    return file
+
+
+def test_pipes_and_devices_are_not_opened_to_find_out_what_they_are(irregular, monkeypatch):
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(OSError, match="it is not a regular file"):
+        image_bytes(irregular)
+
+
+def test_only_regular_files_are_opened(irregular):
+    with pytest.raises(OSError, match="it is not a regular file"):
+        image_bytes(irregular)
+    with pytest.raises(InputError, match=r"a\.png cannot be read \(it is not a regular file\)"):
+        read_bytes(irregular)
+
+
+def test_a_file_that_is_too_large_for_an_image_or_for_the_memory_is_not_read(tmp_path, monkeypatch):
+    file = tmp_path / "a.png"
+    with file.open("wb") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(OSError, match="it is 1048576 MiB, but at most 512 MiB are read"):
+        image_bytes(file)
+    monkeypatch.setattr(module, "free_memory", lambda: 2**30)
+    with pytest.raises(InputError, match=r"a\.png is 1024\.0 GiB, but 1\.0 GiB of memory are free"):
+        read_bytes(file)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../a.png", "a/../../b.png", "..", "", None, b"a.png", "a\0b"])
+def test_names_in_a_file_stay_inside_the_folder(tmp_path, name):
+    assert inside(tmp_path, "a/b..png", tmp_path / "train.csv") == tmp_path / "a" / "b..png"
+    with pytest.raises(InputError, match=r"train\.csv names the image .*, which is not in "):
+        inside(tmp_path, name, tmp_path / "train.csv")
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 0.9, np.float32(0.5), float("nan"), float("inf"), "1", None, 10**30])
+def test_labels_are_whole_numbers_of_classes(wrong):
+    assert indices(Path("a.pkl"), "labels", np.array([0.0, 2.0]), 3) == [0, 2]
+    with pytest.raises(InputError, match=r"^a\.pkl has .+ in labels, but whole numbers from 0 to 2 belong there\. Get"):
+        indices(Path("a.pkl"), "labels", [0, wrong, 1], 3)
+
+
+@pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan, np.inf])
+def test_pixels_are_whole_numbers_up_to_255(wrong):
+    values = np.array([0, 255, wrong])
+    assert eight_bits("a.pkl", "data", values[:2]).tolist() == [0, 255]
+    with pytest.raises(
+        InputError, match=r"^a\.pkl has \S+ in data, but whole numbers from 0 to 255 belong there\. Get"
+    ):
+        eight_bits("a.pkl", "data", values)

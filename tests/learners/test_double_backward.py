@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.backends import cuda
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from cases import CLASSES, SOLVED, WAYS, flattened, odd_episodes, odd_net
+from metabridge import Engine, InputError, meta_gradient, method, parameters
+from metabridge.learners.double_backward import second_derivatives
+from metabridge.models import Network
+
+
+def flags():
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+
+
+def test_the_setting_of_attention_is_put_back_by_the_last_thread_that_leaves():
+    before, entered, left = flags(), threading.Event(), threading.Event()
+
+    def other():
+        with second_derivatives(weight_norm=False):
+            entered.set()
+            left.wait(timeout=60)
+
+    thread = threading.Thread(target=other)
+    with second_derivatives(weight_norm=False):
+        thread.start()
+        assert entered.wait(timeout=60)
+        assert flags() == (False, False, True)
+    assert flags() == (False, False, True)
+    left.set()
+    thread.join()
+    assert flags() == before
+
+
+def test_attention_can_be_differentiated_twice_inside():
+    x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    with second_derivatives(weight_norm=False):
+        assert torch.autograd.gradgradcheck(lambda x: F.scaled_dot_product_attention(x, x, x), (x,))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_weight_norm_has_the_right_second_derivative_inside(dim):
+    layer = parametrizations.weight_norm(nn.Linear(4, 3).double(), dim=dim)
+    norm = layer.parametrizations.weight
+    pair = [norm.original0.detach().requires_grad_(), norm.original1.detach().requires_grad_()]
+    with second_derivatives(weight_norm=True):
+        assert torch.autograd.gradgradcheck(norm[0], pair)
+
+
+@pytest.mark.parametrize("name", ["attention", "multi-head attention"])
+def test_imaml_through_attention_matches_finite_differences(name):
+    chosen, net, episodes = method("imaml", inner=SOLVED), odd_net(name), odd_episodes(name, tasks=1)
+    params = parameters(chosen, net, classes=CLASSES)
+    engine = Engine(chosen, net)
+    gradients = engine(params, episodes).gradients
+    size = flattened(gradients).norm()
+    ahead, behind = (
+        float(engine({n: v.detach() + sign * 1e-5 * gradients[n] / size for n, v in params.items()}, episodes).loss)
+        for sign in (1, -1)
+    )
+    assert float(size) == pytest.approx((ahead - behind) / 2e-5, rel=1e-6)
+
+
+def test_a_layer_without_a_second_derivative_is_refused_where_one_is_taken():
+    net = Network(nn.EmbeddingBag(1000, 4).double(), nn.Linear(4, WAYS).double())
+    episodes = odd_episodes("embedding")
+    meta_gradient(method("fo-maml"), net, parameters(method("fo-maml"), net), episodes)
+    for mode in ("loop", "workers", "vectorised"):
+        with pytest.raises(InputError, match=r"cannot be differentiated twice.*first-order"):
+            meta_gradient(method("maml"), net, parameters(method("maml"), net), episodes, mode=mode)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from metabridge import InputError
+from metabridge.nas import CELLS, EDGES, OPERATORS, Alive, Architecture, random_architecture
+
+CELL = (
+    ((0, "sep_conv_3x3"), (1, "skip")),
+    ((1, "conv_3x3"), (2, "max_pool_3x3")),
+    ((0, "dil_conv_3x3"), (3, "conv_1x5_5x1")),
+)
+
+
+def drawn(count: int, seed: int = 0) -> list[Architecture]:
+    generator = torch.Generator().manual_seed(seed)
+    return [random_architecture(generator) for _ in range(count)]
+
+
+def test_a_cell_has_nine_edges_from_every_earlier_source():
+    assert EDGES == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3))
+    assert len(set(OPERATORS)) == 7
+
+
+def test_an_architecture_survives_json_and_a_file(tmp_path):
+    for architecture in drawn(20):
+        assert Architecture.from_json(architecture.to_json()) == architecture
+        assert Architecture.load(architecture.save(tmp_path / "architecture.json")) == architecture
+    plain = json.loads(Architecture(CELL, CELL).to_json())
+    assert plain["normal"][0] == [[0, "sep_conv_3x3"], [1, "skip"]]
+    assert list(plain) == list(CELLS)
+
+
+def test_an_architecture_prints_each_node_as_a_sum():
+    lines = str(Architecture(CELL, CELL)).splitlines()
+    assert len(lines) == 6
+    assert lines[1].split() == ["1:", "conv_3x3(c_{k-1})", "+", "max_pool_3x3(0)"]
+    assert lines[5].split() == ["2:", "dil_conv_3x3(c_{k-2})", "+", "conv_1x5_5x1(1)"]
+
+
+def with_node(node: int, pairs: object) -> dict[str, object]:
+    cell: list[object] = [list(pairs) for pairs in CELL]
+    cell[node] = pairs
+    return {"normal": cell, "reduction": CELL}
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ([], "an architecture has a 'normal' and a 'reduction' cell and nothing else, not list."),
+        ({"normal": CELL}, "an architecture has a 'normal' and a 'reduction' cell and nothing else, not 'normal'."),
+        ({"normal": CELL[:2], "reduction": CELL}, "the normal cell has 2 nodes, but must have 3."),
+        ({"normal": 5, "reduction": CELL}, "the normal cell must be a list of 3 nodes, each a list of 2 pairs"),
+        (with_node(1, [["skip"], [0, "skip"]]), "the normal cell must be a list of 3 nodes, each a list of 2 pairs"),
+        (with_node(0, [[0, "skip"]]), "node 0 of the normal cell has the sources [0], but must have 2 of [0, 1]."),
+        (with_node(1, [[0, "skip"], [3, "skip"]]), "node 1 of the normal cell has the sources [0, 3], but must have 2"),
+        (with_node(1, [[0, "skip"], [True, "skip"]]), "node 1 of the normal cell has the sources [0, True], but must"),
+        (with_node(2, [[1, "skip"], [1, "skip"]]), "node 2 of the normal cell has the sources [1, 1], but they must"),
+        (with_node(2, [[1, "skip"], [0, "skip"]]), "node 2 of the normal cell has the sources [1, 0], but they must"),
+        (with_node(2, [[0, "skip"], [1, "conv_9x9"]]), "there is no operator 'conv_9x9'. The operators are max_pool"),
+        (with_node(2, [[0, "skip"], [1, ["skip"]]]), "there is no operator ['skip']. The operators are max_pool"),
+    ],
+)
+def test_what_is_no_architecture_is_refused_with_a_sentence(data, sentence):
+    with pytest.raises(InputError) as caught:
+        Architecture.from_json(json.dumps(data))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_file_without_an_architecture_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"the architecture .*none.json cannot be read \(No such file"):
+        Architecture.load(tmp_path / "none.json")
+    file = tmp_path / "bad.json"
+    for content in (b"{", b"\xff\xfe\xfa"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"bad.json holds no architecture: "):
+            Architecture.load(file)
+
+
+def test_an_operator_is_taken_from_one_edge_alone():
+    full = Alive.full()
+    less = full.without("reduction", 4, "skip")
+    assert set(full.choices) - set(less.choices) == {("reduction", 4, "skip")}
+    assert len(list(full.choices)) == 2 * 9 * 7
+    assert list(less.choices) == [choice for choice in full.choices if choice != ("reduction", 4, "skip")]
+    with pytest.raises(InputError, match="'skip' is not alive on edge 4 of the reduction cell"):
+        less.without("reduction", 4, "skip")
+    with pytest.raises(InputError, match="'skip' is not alive on edge 9 of the normal cell"):
+        full.without("normal", 9, "skip")
+
+
+def test_a_state_is_single_when_no_edge_has_a_choice_left():
+    state = Alive.full()
+    for kind, edge, operator in list(state.choices):
+        if operator != OPERATORS[edge % 7]:
+            assert not state.single
+            state = state.without(kind, edge, operator)
+    assert state.single
+    assert [set(operators) for operators in state.normal] == [{OPERATORS[edge % 7]} for edge in range(9)]
+
+
+def test_states_that_no_network_can_have_are_refused():
+    edges = Alive.full().normal
+    with pytest.raises(InputError, match="the normal cell has 8 edges, but must have 9"):
+        Alive(edges[:8], edges)
+    with pytest.raises(InputError, match="there is no operator 'conv_9x9'"):
+        Alive((frozenset({"conv_9x9"}), *edges[1:]), edges)
+    with pytest.raises(InputError, match="no operator is alive on any edge of node 0 of the reduction cell"):
+        Alive(edges, (frozenset(), frozenset(), *edges[2:]))
+
+
+def test_the_best_operator_of_the_two_best_edges_stays():
+    """Node 1 has the edges 2, 3 and 4, and node 2 the edges 5 to 8."""
+    scores = dict.fromkeys(Alive.full().choices, 0.0)
+    kept = {(0, "skip"): 2.0, (1, "conv_3x3"): -0.0, (2, "skip"): 1.0, (4, "conv_3x3"): 3.0}
+    kept |= {(6, "dil_conv_3x3"): 1.0, (5, "skip"): math.inf}
+    scores |= {("normal", *choice): score for choice, score in kept.items()}
+    scores["normal", 3, "skip"] = 0.5  # the third of its node
+    found = Alive.full().architecture(scores)
+    assert found.normal == (
+        ((0, "skip"), (1, OPERATORS[0])),
+        ((0, "skip"), (2, "conv_3x3")),
+        ((0, "skip"), (1, "dil_conv_3x3")),
+    )
+    first = OPERATORS[0]  # of equals
+    assert found.reduction == (((0, first), (1, first)),) * 3
+
+
+def test_what_is_dead_is_never_chosen_however_good():
+    scores = {choice: float(choice[2] == "skip") for choice in Alive.full().choices}
+    state = Alive.full().without("normal", 0, "skip")
+    assert state.architecture(scores).normal[0] == ((0, OPERATORS[0]), (1, "skip"))
+
+
+def test_the_operators_of_an_architecture_alone_give_it_back():
+    for architecture in drawn(20):
+        alive = architecture.alive
+        assert alive.single
+        assert len(list(alive.choices)) == 12
+        assert alive.architecture(dict.fromkeys(alive.choices, 0.0)) == architecture
+
+
+@pytest.mark.parametrize("score", [None, math.nan])
+def test_a_choice_without_a_score_is_refused(score):
+    scores = dict.fromkeys(Alive.full().choices, 1.0)
+    scores["reduction", 8, "skip"] = score
+    if score is None:
+        del scores["reduction", 8, "skip"]
+    with pytest.raises(InputError, match="scores has no number for 'skip' on edge 8 of the reduction cell"):
+        Alive.full().architecture(scores)
+
+
+def test_random_architectures_use_all_operators_and_sources_alike():
+    assert drawn(3, seed=5) == drawn(3, seed=5)
+    nodes = [
+        (kind, node, pair)
+        for found in drawn(700)
+        for kind in CELLS
+        for node in (0, 1, 2)
+        for pair in getattr(found, kind)[node]
+    ]
+    operators = Counter(operator for _, _, (_, operator) in nodes)
+    assert all(abs(operators[name] / 1200 - 1) < 0.12 for name in OPERATORS)  # 1200 ± 32
+    sources = Counter(source for kind, node, (source, _) in nodes if node == 2 and kind == "normal")
+    assert all(abs(sources[source] / 350 - 1) < 0.2 for source in range(4))  # 350 ± 13

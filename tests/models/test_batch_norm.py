@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from metabridge import InputError
+from metabridge.models import BatchNorm, Network, estimate_statistics
+from metabridge.models.batch_norm import replace_batch_norm
+from metabridge.threads import shell
+
+
+def inputs(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+NORM = BatchNorm(3).double()
+
+
+def normalise(weight, bias, x):
+    return torch.func.functional_call(NORM, {"weight": weight, "bias": bias}, (x,))
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5, 5)])
+def test_batch_statistics_equal_pytorchs(shape):
+    x, weight, bias = inputs(*shape), inputs(3), inputs(3)
+    expected = F.batch_norm(x, None, None, weight, bias, training=True)
+    assert torch.allclose(normalise(weight, bias, x), expected, atol=1e-12)
+    tasks = torch.stack([x, 2 * x + 1])
+    under_vmap = torch.func.vmap(lambda x: normalise(weight, bias, x))(tasks)
+    for task, result in zip(tasks, under_vmap):
+        assert torch.allclose(result, F.batch_norm(task, None, None, weight, bias, training=True), atol=1e-12)
+
+
+def test_derivatives_to_second_order_pass_finite_differences_plainly_and_under_vmap():
+    x, weight, bias = (value.requires_grad_() for value in (inputs(2, 3, 3, 2), inputs(3), inputs(3)))
+
+    def plain(weight, bias, x):
+        return torch.stack([normalise(weight, bias, task) for task in x])
+
+    def vectorised(weight, bias, x):
+        return torch.func.vmap(lambda task: normalise(weight, bias, task))(x)
+
+    for function in (plain, vectorised):
+        assert torch.autograd.gradcheck(function, (weight, bias, x))
+        assert torch.autograd.gradgradcheck(function, (weight, bias, x))
+
+
+@pytest.mark.parametrize("batched", ["weight", "x", "both"])
+def test_second_order_gradient_taken_outside_vmap_is_right(batched):
+    """The case in which PyTorch's own batch norm is silently wrong."""
+    x, weight, bias = inputs(2, 4, 3, 2, 2), 1 + inputs(2, 3) / 3, inputs(3)
+
+    def loss(weight, x):
+        slope = torch.func.grad(lambda w: normalise(w, bias, x).pow(3).sum())(weight)
+        return normalise(weight - 0.1 * slope, bias, x).sin().sum()
+
+    dims = {"weight": (0, None), "x": (None, 0), "both": (0, 0)}[batched]
+    arguments = (weight if dims[0] == 0 else weight[0], x if dims[1] == 0 else x[0])
+    outside = torch.func.grad(lambda w, x: torch.func.vmap(loss, dims)(w, x).sum(), argnums=(0, 1))(*arguments)
+    picked = [tuple(a[i] if d == 0 else a for a, d in zip(arguments, dims)) for i in range(2)]
+    each = [torch.func.grad(loss, argnums=(0, 1))(*one) for one in picked]
+    for axis, (found, dim) in enumerate(zip(outside, dims)):
+        expected = torch.stack([one[axis] for one in each])
+        assert torch.allclose(found, expected if dim == 0 else expected.sum(0), rtol=1e-9)
+
+
+def test_running_statistics_are_those_of_the_batches_given():
+    norm = BatchNorm(3, "running").double()
+    net = nn.Sequential(norm)
+    batches = [5 + 2 * inputs(40, 3), inputs(40, 3)]
+    estimate_statistics(net, batches)
+    everything = torch.cat(batches)
+    assert torch.allclose(norm.mean, everything.mean(0))
+    assert torch.allclose(norm.variance, everything.var(0, correction=0))
+    alone = norm.eval()(everything[:1])
+    assert torch.allclose(alone, norm(everything)[:1])  # each point by itself
+    assert torch.allclose(norm(everything).std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-4)
+
+
+def test_running_statistics_keep_their_digits_where_the_mean_is_large():
+    norm = BatchNorm(3, "running")
+    batches = [(1000 + inputs(400, 3) / 50).float(), (999 + inputs(400, 3) / 50).float()]
+    estimate_statistics(nn.Sequential(norm), batches)
+    exact = torch.cat(batches).double().var(0, correction=0)
+    assert torch.allclose(norm.variance.double(), exact, rtol=1e-3)
+    assert norm.eval()(batches[0]).isfinite().all()
+
+
+def test_batch_statistics_depend_on_the_other_points_even_in_evaluation():
+    norm = BatchNorm(3).double().eval()
+    x = inputs(6, 3)
+    assert not torch.allclose(norm(x)[:2], norm(x[:2]))
+
+
+def test_pytorch_batch_norms_are_refused_and_replaced_with_their_values():
+    features = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
+    features(torch.randn(20, 4, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(InputError, match=r"Network\.around"):
+        Network(features, nn.Linear(3, 2))
+    for statistics in ("batch", "running"):
+        ours = replace_batch_norm(features, statistics)
+        x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+        assert isinstance(features[1], nn.BatchNorm1d)  # the original is left alone
+        expected = features.eval() if statistics == "running" else features.train()
+        assert torch.allclose(ours.eval()(x), expected(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("statistics", ["batch", "running"])
+@pytest.mark.parametrize("lost", [("weight", "bias"), ("bias",)])
+def test_a_batch_norm_without_scale_or_shift_gets_none(statistics, lost):
+    layer = nn.BatchNorm1d(3).double()
+    for role in lost:
+        setattr(layer, role, None)
+    layer(3 + 2 * inputs(20, 3))
+    ours, x = replace_batch_norm(layer, statistics), inputs(7, 3)
+    assert {name for name, _ in ours.named_parameters()} == {"weight", "bias"} - {*lost}
+    assert str(ours) == f"BatchNorm(3, statistics='{statistics}')"
+    expected = layer.eval() if statistics == "running" else layer.train()
+    assert torch.allclose(ours.eval()(x), expected(x), atol=1e-12)
+    tasks = torch.stack([x, 2 * x + 1])
+    assert torch.allclose(torch.func.vmap(ours)(tasks), torch.stack([ours(task) for task in tasks]), atol=1e-12)
+    assert torch.autograd.gradgradcheck(torch.func.vmap(ours), tasks.requires_grad_())
+
+
+def test_an_unknown_kind_of_statistics_is_refused():
+    with pytest.raises(InputError, match="'batch' or 'running'"):
+        BatchNorm(3, "moving")
+
+
+def test_a_net_that_is_applied_meanwhile_in_another_thread_leaves_the_estimate_alone():
+    net, x = nn.Sequential(nn.Identity(), BatchNorm(3, "running")).double(), inputs(8, 3)
+
+    def apply_a_copy(*_):
+        shell(net)[1](100 + inputs(8, 3))
+
+    net[0].register_forward_hook(apply_a_copy)
+    estimate_statistics(net, [x])
+    assert torch.allclose(net[1].mean, x.mean(0))

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from cases import ODD_FEATURES, odd_episodes, odd_net
+from metabridge import InputError
+from metabridge.models import conv4, mlp
+from metabridge.models.functional_call import bound
+
+
+def moved(module):
+    return {name: 1.1 * value.detach() + 0.1 for name, value in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [name for name in ODD_FEATURES if name != "a layer under two names"])
+def test_a_bound_copy_computes_what_functional_call_does(name):
+    features, x = odd_net(name).features, odd_episodes(name).support_x[0]
+    params = moved(features)
+    found = bound(features, params, copy_buffers=True)(x)
+    assert torch.equal(found, functional_call(features, params, (x,)))
+
+
+@pytest.mark.parametrize("name", ODD_FEATURES)
+def test_binding_leaves_the_module_as_it_was(name):
+    features, x = odd_net(name).features, odd_episodes(name).support_x[0]
+    before = {key: (value, value.clone()) for key, value in features.state_dict(keep_vars=True).items()}
+    bound(features, moved(features), copy_buffers=True)(x)
+    after = features.state_dict(keep_vars=True)
+    assert all(after[key] is value and torch.equal(value, copy) for key, (value, copy) in before.items())
+
+
+def test_a_layer_under_two_names_is_replaced_under_both():
+    features, x = odd_net("a layer under two names").features, torch.randn(3, 4, dtype=torch.float64)
+    params = moved(features)
+    assert sorted(params) == ["first.bias", "first.weight"]
+    once = torch.tanh(x @ params["first.weight"].T + params["first.bias"])
+    expected = torch.tanh(once @ params["first.weight"].T + params["first.bias"])
+    torch.testing.assert_close(bound(features, params)(x), expected)
+
+
+def test_parameters_in_lists_methods_and_closures_are_replaced():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.layer = nn.Parameter(torch.rand(3)), nn.Linear(3, 3)
+            self.held = [{"weight": self.weight}, (self.layer,)]
+            self.method = self.layer.forward
+            self.closure = lambda x: x * self.weight
+            self.part = partial(F.linear, weight=self.layer.weight, bias=self.layer.bias)
+            self.held.append(self.held)  # which contains itself
+
+        def forward(self, x):
+            return self.closure(self.method(x)) * self.held[0]["weight"] + self.held[1][0](x) + self.part(x)
+
+    module, x = Odd(), torch.randn(2, 3)
+    params = moved(module)
+    layer = x @ params["layer.weight"].T + params["layer.bias"]
+    torch.testing.assert_close(bound(module, params)(x), layer * params["weight"] ** 2 + 2 * layer)
+
+
+def test_what_holds_no_parameter_is_shared():
+    module = mlp(2, 2)
+    module.lock, module.cache = threading.Lock(), {"a": torch.ones(1)}
+    copy = bound(module, {})
+    assert copy is not module
+    assert copy.lock is module.lock
+    assert copy.cache is module.cache
+    assert copy.head.weight is module.head.weight
+
+
+def test_buffers_are_shared_unless_they_are_copied():
+    net = conv4(1, 16, filters=4, statistics="running")
+    name, buffer = next(iter(net.named_buffers()))
+    assert dict(bound(net, {}).named_buffers())[name] is buffer
+    copy = dict(bound(net, {}, copy_buffers=True).named_buffers())[name]
+    assert copy is not buffer
+    assert torch.equal(copy, buffer)
+
+
+def test_a_torchscript_module_is_refused():
+    with pytest.raises(InputError, match="TorchScript module, whose parameters cannot be replaced"):
+        bound(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), {})
+
+
+def test_a_closure_whose_cell_is_still_empty_is_left_alone():
+    def read():
+        return defined_later
+
+    layer = nn.Linear(2, 1, bias=False)
+    layer.read = read
+    assert bound(layer, {"weight": torch.ones(1, 2)})(torch.ones(1, 2)).item() == 2
+    defined_later = 1
+    assert layer.read() == defined_later

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+
+from metabridge.experiments import Work
+from metabridge.experiments.glyph_methods import run
+from metabridge.report import demo_page, figures, task_pictures
+from metabridge.training import Score
+
+
+@pytest.fixture
+def outcome(tiny):
+    return run(Work("quick", progress=False))
+
+
+class Table(HTMLParser):
+    """Collects the cells of the page's table, line by line."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.lines: list[list[str]] = []
+        self.inside = False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "tr":
+            self.lines.append([])
+        self.inside = tag in ("td", "th")
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.lines[-1].append(data)
+
+
+def test_the_page_fetches_nothing_and_holds_its_pictures(outcome, tmp_path):
+    html = demo_page.write(outcome, tmp_path).read_text()
+    sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
+    # One for each paper: two curves, the accuracies, and the tasks of each method.
+    assert len(sources) == 2 * (3 + len(outcome.trials))
+    for source in sources:
+        assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
+    assert "url(" not in html
+    assert "<script" not in html
+
+
+def test_the_table_shows_the_scores_of_the_outcome(outcome, tmp_path):
+    heading, *lines = Table(demo_page.write(outcome, tmp_path).read_text()).lines
+    assert [line[0] for line in lines] == [trial.name for trial in outcome.trials]
+    for line, trial in zip(lines, outcome.trials):
+        cells = dict(zip(heading, line, strict=True))
+        for kind, score in trial.scores().items():
+            assert cells[kind] == f"{100 * score.mean:.1f} ± {100 * score.ci95:.1f}"
+        assert cells["iterations"] == str(trial.setting.iterations)
+        assert cells["adapts"] == trial.run.method.adapts
+
+
+def test_the_pictures_lie_beside_the_page(outcome, tmp_path):
+    demo_page.write(outcome, tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "index.html",
+        "accuracies.png",
+        "learning-curves-iterations.png",
+        "learning-curves-seconds.png",
+        *(f"tasks-{trial.name}.png" for trial in outcome.trials),
+    }
+
+
+def test_the_page_says_how_to_run_it_again(outcome, tmp_path):
+    html = demo_page.write(outcome, tmp_path).read_text()
+    assert "metabridge reproduce glyphs --scale quick --seed 0" in html
+    assert outcome.result.environment.device in html
+
+
+def test_frames_are_green_exactly_where_the_prediction_is_right(outcome):
+    trial = outcome.trials[0]
+    episodes = outcome.examples(3)
+    right = (trial.run.predict(episodes).argmax(-1) == episodes.query_y).view(3, 5, 15)[:, :, :2].sum().item()
+    canvas = np.asarray(task_pictures.picture(trial.run, episodes, shown=2).axes[0].images[0].get_array())
+    counts = {}
+    for colour in (task_pictures.RIGHT, task_pictures.WRONG):
+        counts[colour] = int((np.abs(canvas - to_rgb(colour)).max(-1) < 1e-3).sum())
+    frame = 34 * 34 - 28 * 28
+    assert counts == {task_pictures.RIGHT: right * frame, task_pictures.WRONG: (3 * 5 * 2 - right) * frame}
+
+
+@pytest.mark.parametrize("along", ["iterations", "seconds"])
+def test_a_learning_curve_passes_through_the_validation_scores(outcome, along):
+    run_ = outcome.trials[0].run
+    (line,) = figures.learning_curves({"anil": run_}, along).axes[0].lines
+    across = [getattr(point, {"iterations": "iteration"}.get(along, along)) for point in run_.curve]
+    np.testing.assert_allclose(line.get_xdata(), across)
+    np.testing.assert_allclose(line.get_ydata(), [100 * point.score.mean for point in run_.curve])
+
+
+def test_every_method_has_a_line_of_its_own_in_the_accuracies():
+    score = Score.of(torch.tensor([0.4, 0.6]))
+    names = [f"method {index}" for index in range(14)]
+    axes = figures.accuracies({name: {"test tasks": score, "untrained": score} for name in names}).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == names

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from metabridge import InputError, Sinusoid, evaluate, method, parameters
+from metabridge.environments import LabelledImages
+from metabridge.models import mlp
+from metabridge.training import Model
+from metabridge.training.assessment import Assessment, assess
+from metabridge.training.evaluate import outcomes
+
+CLASSES = ("ash", "birch", "cedar", "elm", "fir", "oak")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    chosen, net = method("anil", steps=8, lr=1.0), mlp(16, 3, width=24)
+    return Model(chosen, net, parameters(chosen, net))
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    """Five classes are in the split; the images of oak are all noise, so it must come out worst."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(6).repeat(20)
+    centres = torch.randint(60, 195, (6, 1, 4, 4), generator=generator)
+    images = centres[labels] + torch.randint(-55, 56, (120, 1, 4, 4), generator=generator)
+    noise = torch.randint(0, 256, (120, 1, 4, 4), generator=generator)
+    images = torch.where((labels == 5)[:, None, None, None], noise, images)
+    data = LabelledImages(
+        images.to(torch.uint8),
+        labels,
+        CLASSES,
+        torch.zeros(6, dtype=torch.int64),
+        ("trees",),
+        {"test": torch.tensor([5, 1, 2, 3, 0]), "train": torch.tensor([4])},
+    )
+    return data.tasks("test", ways=3, shots=2, queries=4)
+
+
+def test_the_accuracy_is_that_of_evaluate_on_the_same_tasks(model, tasks):
+    found, score = (judge(model, tasks, tasks=50, seed=7) for judge in (assess, evaluate))
+    assert torch.equal(found.score.values, score.values)
+    assert (found.score.mean, found.score.ci95) == (score.mean, score.ci95)
+
+
+def test_classes_and_calibration_are_what_a_count_by_hand_gives(model, tasks):
+    found = assess(model, tasks, tasks=50, seed=7)
+    hits: dict[str, list[bool]] = {}
+    confidences, rights = [], []
+    for outputs, episodes in outcomes(model, tasks, tasks=50, seed=7):
+        logits = outputs.double().numpy()
+        chances = np.exp(logits - logits.max(-1, keepdims=True))
+        chances /= chances.sum(-1, keepdims=True)
+        for task in range(len(episodes)):
+            for query, label in enumerate(episodes.query_y[task].tolist()):
+                right = int(logits[task, query].argmax()) == label
+                hits.setdefault(tasks.class_names[int(episodes.classes[task, label])], []).append(right)
+                confidences.append(chances[task, query].max())
+                rights.append(right)
+    assert found.classes == pytest.approx({name: np.mean(own) for name, own in hits.items()})
+    assert set(found.classes) == set(CLASSES) - {"fir"}
+    weighted = sum(len(own) * found.classes[name] for name, own in hits.items()) / sum(map(len, hits.values()))
+    assert weighted == pytest.approx(found.score.mean)
+    assert found.worst == ("oak", found.classes["oak"])
+    assert found.classes["oak"] == min(found.classes.values())
+    place = np.minimum((np.array(confidences) * 10).astype(int), 9)
+    error = 0.0
+    for own in (place == number for number in range(10)):
+        if own.any():
+            gap = np.mean(np.array(confidences)[own]) - np.mean(np.array(rights)[own])
+            error += own.mean() * abs(gap)
+    assert found.calibration_error == pytest.approx(error, abs=1e-6)
+    assert sum(share for _, _, share in found.calibration) == pytest.approx(1)
+
+
+def test_the_calibration_error_of_a_small_case_is_as_worked_out_on_paper():
+    found = Assessment(None, {"a": 0.5, "b": 0.25}, ((0.6, 0.5, 0.25), (0.95, 1.0, 0.75)))
+    assert found.calibration_error == pytest.approx(0.25 * 0.1 + 0.75 * 0.05)
+    assert found.worst == ("b", 0.25)
+
+
+def test_tasks_without_classes_are_refused(model):
+    with pytest.raises(InputError, match="environment is Sinusoid, but assess needs tasks over labelled images"):
+        assess(model, Sinusoid())
+
+
+class PartlyDiverging:
+    """A model with outputs that are not finite for the first `bad` queries of every task."""
+
+    def __init__(self, model: Model, bad: int):
+        self.model, self.device, self.bad = model, model.device, bad
+
+    def predict(self, episodes):
+        outputs = self.model.predict(episodes).clone()
+        outputs[:, : self.bad // 2], outputs[:, self.bad // 2 : self.bad] = float("nan"), float("inf")
+        return outputs
+
+
+class OneDiverging(PartlyDiverging):
+    """The same, for the first task of every block alone."""
+
+    def predict(self, episodes):
+        return torch.cat([super().predict(episodes)[:1], self.model.predict(episodes)[1:]])
+
+
+def test_queries_of_a_diverged_task_are_wrong_and_without_a_confidence(model, tasks):
+    plain, found = assess(model, tasks, tasks=16), assess(OneDiverging(model, 12), tasks, tasks=16)
+    assert found.score.diverged == 1
+    assert found.score.values.tolist() == [0.0, *plain.score.values.tolist()[1:]]
+    _, episodes = next(iter(outcomes(model, tasks, tasks=16)))
+    names = [tasks.class_names[int(episodes.classes[0, label])] for label in episodes.query_y[0]]
+    assert all(found.classes[name] <= plain.classes[name] for name in names)
+    assert {name: value for name, value in plain.classes.items() if name not in names} == {
+        name: value for name, value in found.classes.items() if name not in names
+    }
+    assert sum(share for _, _, share in found.calibration) == pytest.approx(1)
+    alone = assess(OneDiverging(model, 4), tasks, tasks=16)
+    assert alone.score.diverged == 1
+    assert alone.score.values[0] <= 8 / 12
+
+
+def test_a_model_that_diverges_on_every_task_is_refused(model, tasks):
+    with pytest.raises(InputError, match="adaptation diverged on all 16 tasks"):
+        assess(PartlyDiverging(model, 12), tasks, tasks=16)

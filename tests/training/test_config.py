@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from metabridge.environments import LabelledImages
+from metabridge.environments.image_tasks import ImageBatches
+from metabridge.learners import PRESETS
+from metabridge.training import Augment
+from metabridge.training.config import PLANS, Plan
+
+
+def images(channels: int = 3, size: int = 16, per_class: int = 8, validation: int = 3) -> LabelledImages:
+    labels = torch.arange(10).repeat_interleave(per_class)
+    pixels = torch.randint(0, 256, (len(labels), channels, size, size), generator=torch.Generator().manual_seed(0))
+    splits = {"train": torch.arange(0, 7), "validation": torch.arange(7, 7 + validation)}
+    return LabelledImages(
+        pixels.to(torch.uint8),
+        labels,
+        tuple("abcdefghij"),
+        torch.zeros(10, dtype=torch.int64),
+        ("all",),
+        {split: members for split, members in splits.items() if len(members)},
+    )
+
+
+SHORT = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "queries": 2, "model_options": {"filters": 4}}
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"burer-monteiro"}))
+def test_the_usual_plan_of_every_method_trains_on_images(name):
+    plan = replace(PLANS[name], **SHORT, batch=4 if name == "rfs" else 1, shots=1)
+    run = plan.train(images(), progress=False)
+    assert run.method == plan.chosen()
+    assert run.best.tasks == 2
+    rows = {"mtl": 7, "rfs": 7}.get(name)
+    assert (run.params["heads.weight"].shape[0] if rows else None) == rows
+
+
+def test_validation_has_the_ways_and_queries_that_its_classes_and_images_allow():
+    own = Plan("anil", ways=5, validate_shots=2).validation_tasks(images(per_class=6))
+    assert (own.ways, own.shots, own.queries) == (3, 2, 4)
+    large = Plan("anil", ways=2).validation_tasks(images(per_class=30))
+    assert (large.ways, large.shots, large.queries) == (2, 1, 15)
+
+
+def test_training_tasks_may_have_more_ways_than_those_at_test():
+    plan = replace(PLANS["mtl"], **SHORT, batch=1, shots=1, ways=3, training_ways=6)
+    assert plan.training_tasks(images()).ways == 6
+    assert plan.validation_tasks(images()).ways == 3
+    assert plan.train(images(), progress=False).best.tasks == 2
+
+
+def test_without_validation_classes_there_is_no_validation():
+    run = replace(PLANS["anil"], **SHORT, ways=3).train(images(validation=0), progress=False)
+    assert run.best is None
+    assert [point.score for point in run.curve] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("given", "channels", "expected"),
+    [
+        (None, 3, Augment(padding=4)),
+        (None, 1, None),
+        (True, 1, Augment(padding=4)),
+        (False, 3, None),
+        (Augment(scale=(0.5, 1.0)), 1, Augment(scale=(0.5, 1.0))),
+    ],
+)
+def test_images_in_colour_are_augmented_unless_told_otherwise(given, channels, expected):
+    assert Plan("anil", augment=given).changes(images(channels)) == expected
+
+
+def test_turns_make_four_training_classes_of_each_and_leave_validation_alone():
+    plan = replace(PLANS["rfs"], **SHORT, batch=4, turns=True, augment=False)
+    run = plan.train(images(), progress=False)
+    assert run.params["heads.weight"].shape[0] == 28
+
+
+def test_a_classifier_over_all_classes_is_trained_on_batches_and_others_on_tasks():
+    batches = replace(PLANS["rfs"], batch=6).training_tasks(images())
+    assert isinstance(batches, ImageBatches)
+    assert batches.size == 6
+    tasks = Plan("mtl", ways=4, shots=2, queries=3).training_tasks(images())
+    assert (tasks.ways, tasks.shots, tasks.queries) == (4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "features"),
+    [
+        ("mlp", {"width": 11}, 11),
+        ("conv4", {"filters": 6}, 6),
+        ("resnet12", {"widths": [4, 4, 4, 12]}, 12),
+    ],
+)
+def test_a_model_by_name_is_made_for_the_images_and_the_ways(model, options, features):
+    net = Plan("anil", model=model, model_options=options, ways=3, seed=2).network(images())
+    assert (net.head.in_features, net.head.out_features) == (features, 3)
+    assert net.recipe["seed"] == 2
+    assert net(torch.zeros(2, 3, 16, 16)).shape == (2, 3)

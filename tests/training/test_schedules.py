@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, ReduceLROnPlateau
+
+from metabridge import InputError, Sinusoid, method
+from metabridge.models import mlp
+from metabridge.training import Constant, Cosine, Fitting, Plateau, Schedule, Score, Step, schedule
+from metabridge.training.loop import Settings
+from metabridge.training.schedules import SCHEDULES
+
+ITERATIONS = 40
+
+
+def optimizer() -> SGD:
+    return SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def rates(scheduler: LRScheduler) -> list[float]:
+    found = []
+    for _ in range(ITERATIONS):
+        found.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Constant(), lambda o: MultiStepLR(o, [])),
+        (Step(), lambda o: MultiStepLR(o, [24, 32], gamma=0.1)),
+        (Step(at=(0.25, 0.5, 0.75), drop=0.5), lambda o: MultiStepLR(o, [10, 20, 30], gamma=0.5)),
+        (Cosine(), lambda o: CosineAnnealingLR(o, T_max=ITERATIONS)),
+    ],
+)
+def test_a_schedule_of_the_iteration_is_pytorchs(ours, theirs):
+    found = [ours.factor(iteration / ITERATIONS, []) for iteration in range(ITERATIONS)]
+    assert found == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
+
+
+def stepped(chosen: Schedule, **options) -> Fitting:
+    """A training whose steps have the rates that are asked for."""
+    settings = Settings(iterations=ITERATIONS, schedule=chosen, lr=1e-6, validate_tasks=2, **options)
+    validate = Sinusoid() if options else None
+    return Fitting(
+        mlp(1, 1, width=2), method("nal"), Sinusoid(shots=1, queries=1), settings, validate=validate, mode="loop"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Step(), lambda o: MultiStepLR(o, [24, 32], gamma=0.1)),
+        (Cosine(), lambda o: CosineAnnealingLR(o, T_max=ITERATIONS)),
+    ],
+)
+def test_each_step_of_a_training_has_the_rate_that_pytorchs_schedule_gives_it(ours, theirs):
+    fitting, used = stepped(ours), []
+    step = fitting.loop.optimizer.step
+    fitting.loop.optimizer.step = lambda: (used.append(fitting.loop.optimizer.param_groups[0]["lr"]), step())
+    for _ in range(ITERATIONS):
+        fitting.step()
+    assert [1e6 * rate for rate in used] == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
+
+
+def test_the_step_after_a_validation_is_the_first_with_the_rate_of_a_plateau(monkeypatch):
+    """The scores fall, so that each validation after the first drops the rate."""
+    means = iter(range(100, 0, -1))
+    monkeypatch.setattr(
+        "metabridge.training.loop.evaluate", lambda *_, **__: Score(next(means), 0.0, 2, torch.empty(0), "accuracy")
+    )
+    fitting, used = stepped(Plateau(drop=0.5, patience=0), validate_every=3), []
+    for _ in range(10):
+        fitting.step()
+        used.append(1e6 * fitting.loop.optimizer.param_groups[0]["lr"])
+    assert used == pytest.approx([1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25])
+
+
+def test_a_warm_up_rises_in_a_line_and_then_falls_as_the_cosine_does():
+    warm = Cosine(warmup=0.2)
+    assert [warm.factor(done, []) for done in (0.0, 0.05, 0.1, 0.2)] == pytest.approx([0, 0.25, 0.5, 1])
+    assert warm.factor(0.2 + 0.8 * 0.3, []) == pytest.approx(Cosine().factor(0.3, []))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("patience", "drop"), [(0, 0.5), (2, 0.1), (4, 0.3)])
+def test_a_plateau_drops_the_rate_when_pytorchs_does(patience, drop, seed):
+    draw = random.Random(seed)
+    scores = [draw.random() * index**0.3 for index in range(60)]
+    improved = [score > max(scores[:index], default=-1) for index, score in enumerate(scores)]
+    steps = optimizer()
+    theirs = ReduceLROnPlateau(steps, mode="max", factor=drop, patience=patience, threshold=0, eps=0)
+    for count, score in enumerate(scores, start=1):
+        theirs.step(score)
+        rate = steps.param_groups[0]["lr"]
+        assert Plateau(drop, patience).factor(0.5, improved[:count]) == pytest.approx(rate, rel=1e-9)
+    assert rate < 1  # some waits were in vain
+
+
+@pytest.mark.parametrize("warmup", [-0.1, 1.0])
+def test_a_warm_up_that_leaves_no_training_is_refused(warmup):
+    with pytest.raises(InputError, match=f"warmup is {warmup}"):
+        Cosine(warmup)
+
+
+def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
+    assert {name: type(schedule(name)) for name in SCHEDULES} == SCHEDULES
+    with pytest.raises(InputError, match="schedule is 'linear', but must be one of constant, step, cosine, plateau"):
+        schedule("linear")
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: Step(at=(60, 80)), r"at is \(60, 80\), but must be fractions"),
+        (lambda: Step(at=0.5), "at is 0.5, but must be fractions"),
+        (lambda: Step(drop=0), "drop is 0, but must be a positive number"),
+        (lambda: Plateau(patience=-1), "patience is -1"),
+        (lambda: Settings(schedule="cosine"), "schedule is 'cosine', but must be one such as"),
+        (lambda: Settings(augment=True), "augment is True, but must be an Augment"),
+    ],
+)
+def test_schedules_that_would_never_do_anything_are_refused(make, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make()

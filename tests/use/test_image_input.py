@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import metabridge as mb
+from metabridge import InputError
+from metabridge.environments.image_decoding import Form, Unreadable
+from metabridge.use.image_input import form_of, image_shape, pixels, read
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (mb.models.conv4(1, 28), (1, 28)),
+        (mb.models.resnet12(3, 32, widths=(4, 4, 4, 4)), (3, 32)),
+        (mb.models.mlp(784, 5), (1, 28)),
+        (mb.models.mlp(3 * 32**2, 5), (3, 32)),
+    ],
+)
+def test_a_network_says_which_images_it_takes(net, shape):
+    assert image_shape(net) == shape
+
+
+def test_a_network_made_by_hand_does_not():
+    net = mb.models.conv4(1, 28)
+    net.recipe = None
+    with pytest.raises(InputError, match="does not say which images it takes"):
+        image_shape(net)
+
+
+def test_images_are_made_as_the_data_set_of_the_run_makes_them(glyphs):
+    anil, net = mb.method("anil"), mb.models.conv4(1, 28)
+    params = mb.parameters(anil, net)
+
+    def form(name):
+        return form_of(mb.Run(anil, net, params, settings={"tasks": {"data": {"name": name}}}))
+
+    assert form("omniglot:somewhere") == Form(size=28, channels=1, invert=True)
+    assert form("mini-imagenet") == Form(size=28, channels=1)
+    assert form("photos") == form("glyphs") == Form(size=28, channels=1, crop=True)
+
+
+def test_pictures_stay_in_order_and_each_that_cannot_be_read_says_why(tmp_path):
+    contents = [np.full((4, 4), value, dtype=np.uint8) for value in range(200)]
+    contents[70] = b"no image"
+    found = read(contents, Form(size=2, channels=1))
+    assert found[70] == Unreadable("it is not an image that Pillow reads")
+    assert [int(image.max()) for place, image in enumerate(found) if place != 70] == [*range(70), *range(71, 200)]
+
+
+def test_transparent_pictures_and_arrays_lie_on_white():
+    clear = np.zeros((9, 9, 4), dtype=np.uint8)
+    for image in (clear, Image.fromarray(clear)):
+        assert (pixels([image], Form(size=9, channels=3)) == 255).all()
+
+
+def test_a_damaged_picture_is_named(tmp_path):
+    file = tmp_path / "cut.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 50), dtype=np.uint8)).save(file)
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(InputError, match=r"X\[0\] cannot be read \(.*\). Mend it or leave it out."):
+        pixels([Image.open(file)], Form(size=9, channels=1))
+    with pytest.raises(InputError, match=r"cut.png cannot be read"):
+        pixels([file], Form(size=9, channels=1))
+
+
+def test_floats_are_rounded_to_the_nearest_of_256_values():
+    image = (np.arange(64).reshape(8, 8) * 4 + 0.6) / 255
+    assert np.array_equal(pixels([image], Form(size=8, channels=1))[0, 0], np.arange(64).reshape(8, 8) * 4 + 1)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(InputError, match=r"a\.png cannot be read \(it is not a regular file\)"):
+        pixels([tmp_path / "a.png"], Form(size=8, channels=1))
+
+
+def test_a_pillow_image_with_values_out_of_range_is_named():
+    image = Image.fromarray(np.full((8, 8), 300, dtype=np.float32))
+    with pytest.raises(InputError, match=r"X\[0\] cannot be read \(it has a pixel of value 300\.0, but"):
+        pixels([image], Form(size=8, channels=1))
