@@ -27,15 +27,15 @@ from metabridge.environments import SharedRepresentation
 from metabridge.experiments.result import environment
 from metabridge.learners import Engine, method, parameters
 from metabridge.models import mlp
-from metabridge.theory.anil import Rates, initial
-from metabridge.theory.finite_tasks import Iteration, Points, State, first_order_step
+from metabridge.theory.anil import AnilSettings, initial_parameters
+from metabridge.theory.finite_tasks import NetParams, RepeatedStep, TaskPoints, first_order_step
 
 LEARNERS: dict[str, Literal["head", "all"]] = {"fo-anil": "head", "fo-maml": "all"}
-RATES = Rates()
+RATES = AnilSettings()
 REPEATS = 5
 
 
-def looped(B: Tensor, w: Tensor, points: Points, adapts: Literal["head", "all"]) -> State:
+def looped(B: Tensor, w: Tensor, points: TaskPoints, adapts: Literal["head", "all"]) -> NetParams:
     """Return the nets after one step, computed task by task."""
     nets = []
     tasks = points.x_in.shape[1]
@@ -55,7 +55,7 @@ def looped(B: Tensor, w: Tensor, points: Points, adapts: Literal["head", "all"])
     return torch.stack([own for own, _ in nets]), torch.stack([head for _, head in nets])
 
 
-def by_engine(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentation]) -> Callable[[], State]:
+def by_engine(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentation]) -> Callable[[], NetParams]:
     """Return a function that takes one step of every run with the library's engine."""
     learner = method(name, steps=1, lr=RATES.alpha)
     net = mlp(B.shape[1], 1, width=B.shape[2], depth=1, activation="linear", bias=False).to(B.device)
@@ -63,7 +63,7 @@ def by_engine(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentation
     episodes = [world.tasks.to(B.device) for world in worlds]
     params = parameters(learner, net)
 
-    def step() -> State:
+    def step() -> NetParams:
         nets = []
         for run, own in enumerate(episodes):
             with torch.no_grad():
@@ -101,12 +101,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
 
     worlds = [SharedRepresentation(pool=options.tasks, seed=seed) for seed in range(options.runs)]
-    points = Points.of([world.tasks for world in worlds]).to(options.device, torch.float32)
-    starts = [initial(50, 50, RATES.alpha, torch.Generator().manual_seed(world.seed)) for world in worlds]
+    points = TaskPoints.from_episodes([world.tasks for world in worlds]).to(options.device, torch.float32)
+    starts = [initial_parameters(50, 50, RATES.alpha, torch.Generator().manual_seed(world.seed)) for world in worlds]
     B, w = (torch.stack(part).to(options.device, torch.float32) for part in zip(*starts))
     rows = []
     for name, adapts in LEARNERS.items():
-        iteration = Iteration(partial(first_order_step, points=points, rates=RATES, adapts=adapts), (B, w))
+        iteration = RepeatedStep(partial(first_order_step, points=points, rates=RATES, adapts=adapts), (B, w))
         iteration.advance(1)
         ours = iteration.state[0].clone()
         engine = by_engine(name, B, w, worlds)

@@ -26,23 +26,23 @@ from torch import Tensor
 from memory import added_peak
 from metabridge import Episodes, Quadratic
 from metabridge.experiments.result import environment
-from metabridge.kernels import FittedKernel, KernelLearner, fully_connected
-from metabridge.kernels.kernel_predictors import Twin
+from metabridge.kernels import FittedKernelLearner, KernelLearner, fully_connected_kernel
+from metabridge.kernels.kernel_predictors import KernelMethod
 
 TRAINING_TASKS, TEST_TASKS = 100, 1000
-TWINS: tuple[Twin, ...] = ("mtl", "anil", "maml")
+TWINS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
 CASES = tuple((depth, twin) for depth in (3, 10) for twin in TWINS)
 
 
-def case(depth: int, twin: Twin) -> tuple[FittedKernel, Episodes]:
+def case(depth: int, twin: KernelMethod) -> tuple[FittedKernelLearner, Episodes]:
     """Return a fitted twin and the test tasks."""
     generator = torch.Generator().manual_seed(0)
     train = Quadratic(shots=5, queries=5).sample(TRAINING_TASKS, generator)
     test = Quadratic().sample(TEST_TASKS, generator)
-    return KernelLearner(fully_connected(depth), twin, inner_time=0.3).fit(train), test
+    return KernelLearner(fully_connected_kernel(depth), twin, inner_time=0.3).fit(train), test
 
 
-def looped(fitted: FittedKernel, test: Episodes) -> Tensor:
+def looped(fitted: FittedKernelLearner, test: Episodes) -> Tensor:
     """Predict task by task."""
     return torch.cat([fitted.predict(test[task]) for task in range(len(test))])
 
@@ -54,7 +54,7 @@ def timed(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
     return time.perf_counter() - started, result
 
 
-def measure(depth: int, twin: Twin, turns: int) -> dict[str, Any]:
+def measure(depth: int, twin: KernelMethod, turns: int) -> dict[str, Any]:
     """Let both have their turns."""
     fitted, test = case(depth, twin)
     looped(fitted, test[:10])  # a rehearsal

@@ -45,10 +45,10 @@ def ours(features: int, symmetric: bool, device: str) -> Callable[[], Any]:
     """Return the computation with metabridge."""
     import torch
 
-    from metabridge.kernels import fully_connected
+    from metabridge.kernels import fully_connected_kernel
 
     x, z = (torch.from_numpy(values).to(device) for values in inputs(features))
-    kernel = fully_connected(DEPTH)
+    kernel = fully_connected_kernel(DEPTH)
 
     def compute() -> Any:
         ntk = kernel.both(x, None if symmetric else z)[0]

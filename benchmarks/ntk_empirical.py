@@ -33,7 +33,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from memory import added_peak
 from metabridge.experiments.result import environment
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.models import conv4, mlp
 from metabridge.models.network import with_group_norm
 
@@ -73,7 +73,7 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
     def made() -> Callable[[], Tensor]:
         if side == SIDES[1]:
             return lambda: recipe(net, x)
-        kernel = Empirical(net, outputs="full", memory=options.memory * 2**20)
+        kernel = EmpiricalKernel(net, outputs="full", memory=options.memory * 2**20)
         return lambda: kernel.ntk(x)
 
     on_gpu = options.device == "cuda"

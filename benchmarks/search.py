@@ -37,7 +37,7 @@ from torch import Tensor
 
 from metabridge.episodes import Episodes
 from metabridge.experiments.result import environment
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.meta_kernels import split_kernel
 from metabridge.models.architecture import Choice
 from metabridge.models.cells import mask, supernet
@@ -82,7 +82,7 @@ def by_kernels(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[C
     found: Values = {}
     for removal in removals:
         mask(net, alive.without(*removal))
-        kernel = Empirical(net, outputs="sum")
+        kernel = EmpiricalKernel(net, outputs="sum")
         ends = tasks.query_x, tasks.support_x
         matrix = split_kernel(kernel, *ends, adapts="all", time=CONDITION.time, ridge=CONDITION.ridge)
         found[removal] = condition_number(matrix.double().cpu(), torch.finfo(matrix.dtype).eps).value

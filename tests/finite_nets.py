@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from metabridge.errors import InputError
 from metabridge.kernels import layer_overrides
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.strategy import Problem
 from metabridge.models import conv4, estimate_statistics, mlp, resnet12
 from metabridge.models.network import with_group_norm
@@ -129,7 +129,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact.detach()).norm() / exact.detach().norm())
 
 
-def least(kernel: Empirical, x: Tensor) -> int:
+def least(kernel: EmpiricalKernel, x: Tensor) -> int:
     """The least memory, to a few per cent, that the kernel does not refuse."""
     survey, memory = kernel._survey(kernel.part, x, None)[1].survey, 2**10
     while True:

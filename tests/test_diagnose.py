@@ -248,7 +248,7 @@ def test_costs_are_those_of_the_presets():
 
 def test_twins_are_judged_beside_the_support_alone(monkeypatch):
     monkeypatch.setattr(advice, "TRAINING_POINTS", 200)
-    twins = kernel_twins(mb.kernels.fully_connected(depth=3), Quadratic(), seed=0)
+    twins = kernel_twins(mb.kernels.fully_connected_kernel(depth=3), Quadratic(), seed=0)
     assert [twin.method for twin in twins] == ["support alone", "mtl", "anil", "maml"]
     assert twins[0].gain == 0
     assert twins[1].gain == pytest.approx(twins[0].mean - twins[1].mean)  # of a squared error, less is better
@@ -452,7 +452,7 @@ def test_what_kernels_cannot_be_computed_is_left_out_and_said(monkeypatch, caplo
         raise InputError("points 0 and 1 are the same")
 
     monkeypatch.setattr("metabridge.diagnosis.diagnose_tasks.kernel_twins", refuse)
-    found = diagnose(tasks(ALIKE), tasks=40, kernel=mb.kernels.fully_connected(depth=2))
+    found = diagnose(tasks(ALIKE), tasks=40, kernel=mb.kernels.fully_connected_kernel(depth=2))
     assert found.twins == ()
     assert "what kernels predict is left out: points 0 and 1 are the same" in caplog.text
 
@@ -661,7 +661,7 @@ def test_twins_have_the_ridge_that_is_best_on_other_tasks_than_they_are_judged_o
         judged.append(own)
         return mb.Score.of(torch.tensor([1.0, 1.0]), "squared error")
 
-    kernel = mb.kernels.fully_connected(depth=2)
+    kernel = mb.kernels.fully_connected_kernel(depth=2)
     example = Quadratic().sample(1, torch.Generator().manual_seed(0))
     scale = float(kernel.ntk(example.support_x[0].double()).diagonal().mean())
     monkeypatch.setattr(advice, "evaluate", evaluate)

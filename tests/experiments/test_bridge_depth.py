@@ -7,7 +7,7 @@ from metabridge.experiments import Work, bridge_depth
 from metabridge.experiments.bridge_depth import NETS, Measured, Scale, measure
 from metabridge.experiments.bridge_fig1 import tasks
 from metabridge.experiments.result import Result
-from metabridge.kernels import fully_connected, mtl_kernel
+from metabridge.kernels import fully_connected_kernel, mtl_kernel
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def law(depth: int, pace: float, points: int) -> list[Measured]:
 def test_eigenvalues_are_in_units_of_the_kernel_on_the_diagonal():
     train, test = tasks(0, 4, 3, "cpu")
     x = train.without_split().support_x
-    kernel = fully_connected(depth=4)
+    kernel = fully_connected_kernel(depth=4)
     found = measure(kernel, train, test)
     unit = kernel.nngp(x[0])[0, 0]
     theta, phi = kernel.ntk(x.flatten(0, 1)) / unit, mtl_kernel(kernel, x) / unit
@@ -48,7 +48,7 @@ def test_layer_norm_changes_nothing_on_points_of_one_length_but_residual_connect
 
 def test_deeper_kernels_come_nearer_to_lemmas_4_and_5():
     train, test = tasks(0, 4, 3, "cpu")
-    x, y, z = (measure(fully_connected(depth), train, test) for depth in (40, 80, 160))
+    x, y, z = (measure(fully_connected_kernel(depth), train, test) for depth in (40, 80, 160))
     for end, limit in (("most", 43 / 4), ("least", 3 / 4)):
         for kernel in ("anil", "mtl"):
             first, second, third = (getattr(one, f"{kernel}_{end}") for one in (x, y, z))

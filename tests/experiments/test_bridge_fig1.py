@@ -8,7 +8,7 @@ import torch
 from metabridge.experiments import Work, bridge_fig1
 from metabridge.experiments.bridge_fig1 import ANALYTIC, REFERENCE, TO_THE_END, Scale, gap, tasks, twins
 from metabridge.experiments.result import Result
-from metabridge.kernels import Empirical, anil_kernel, fully_connected, mtl_kernel
+from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, mtl_kernel
 from metabridge.models import wide
 
 SMALL = Scale(2, (2, 4), (16,), (0.0, 0.5), (10.0,), (0.01,), training_tasks=4, test_tasks=3)
@@ -27,7 +27,7 @@ def rows(made):
 
 def test_the_gap_is_that_of_the_difference_of_inverses():
     """At λτ = 0, F_ANIL − F_MTL = Φ'(Θ⁻¹ − Φ_MTL⁻¹)Y (A eq. 67)."""
-    kernel = fully_connected(depth=3)
+    kernel = fully_connected_kernel(depth=3)
     train, test = tasks(0, 4, 3, "cpu")
     whole = train.without_split()
     theta, phi = anil_kernel(kernel, whole.support_x, 0.0), mtl_kernel(kernel, whole.support_x)
@@ -58,11 +58,11 @@ def test_the_inner_time_cancels_unless_there_is_a_ridge_or_training_stops_early(
 
 def test_the_gap_of_a_wide_net_is_nearer_to_that_of_infinite_width():
     train, test = tasks(0, 4, 8, "cpu")
-    limit = gap(*twins(fully_connected(depth=3), train), test)
+    limit = gap(*twins(fully_connected_kernel(depth=3), train), test)
 
     def apart(width):
         nets = [wide(10, width=width, depth=3, seed=seed).double() for seed in range(3)]
-        return sum(abs(gap(*twins(Empirical(net), train), test) / limit - 1) for net in nets)
+        return sum(abs(gap(*twins(EmpiricalKernel(net), train), test) / limit - 1) for net in nets)
 
     assert apart(512) < apart(32) / 2
 

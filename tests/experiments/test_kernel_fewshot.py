@@ -28,7 +28,7 @@ from metabridge.experiments.kernel_fewshot import (
     small,
     standardised,
 )
-from metabridge.kernels import Conv, Dense, Flatten, KernelLearner, convolutional, fully_connected
+from metabridge.kernels import Conv, Dense, Flatten, KernelLearner, convolutional_kernel, fully_connected_kernel
 
 TINY = replace(
     SCALES["quick"],
@@ -40,7 +40,10 @@ TINY = replace(
     test_tasks=6,
     plans=tuple(replace(plan, iterations=2, validate_tasks=2) for plan in SCALES["quick"].plans[1:2]),
 )
-CHEAP = {"fully connected": KERNELS["fully connected"], "conv4": convolutional([Conv(3, stride=4), Flatten(), Dense()])}
+CHEAP = {
+    "fully connected": KERNELS["fully connected"],
+    "conv4": convolutional_kernel([Conv(3, stride=4), Flatten(), Dense()]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_training_tasks_in_all_their_labellings_teach_a_kernel_nothing_about_whi
     copies = [replace(train, support_y=order[train.support_y], query_y=order[train.query_y]) for order in orders]
     joined = {name: torch.cat([getattr(c, name) for c in copies]) for name in ("support_x", "support_y")}
     joined |= {name: torch.cat([getattr(c, name) for c in copies]) for name in ("query_x", "query_y")}
-    for learner in choices(fully_connected(depth=3), twin):
+    for learner in choices(fully_connected_kernel(depth=3), twin):
         if learner.ridge > RIDGES[0]:
             continue
         alone = replace(learner, method="maml" if twin == "maml" else "anil-split", outer_time=0.0)
@@ -89,7 +92,7 @@ def test_centred_targets_change_every_output_of_a_query_by_the_same(twin):
         return replace(episodes, support_y=y[0], query_y=y[1])
 
     train, test = three_ways(3, 0), three_ways(4, 1)
-    learner = choices(fully_connected(depth=3), twin)[0]
+    learner = choices(fully_connected_kernel(depth=3), twin)[0]
     plain, centred = (learner.fit(valued(train, by)).predict(valued(test, by)) for by in (0, 1 / 3))
     change = plain - centred
     assert torch.allclose(change, change[..., :1].expand_as(change), atol=1e-9)
@@ -97,7 +100,7 @@ def test_centred_targets_change_every_output_of_a_query_by_the_same(twin):
 
 @pytest.mark.parametrize(("name", "twin"), ALONE.items())
 def test_a_twin_trained_for_no_time_is_regression_on_the_support(name, twin):
-    kernel, episodes = fully_connected(depth=3), Quadratic().sample(3, torch.Generator().manual_seed(0))
+    kernel, episodes = fully_connected_kernel(depth=3), Quadratic().sample(3, torch.Generator().manual_seed(0))
     episodes = episodes.to(dtype=torch.float64)
     gram = kernel.ntk if name == "NTK" else kernel.nngp
     found = KernelLearner(kernel, twin, outer_time=0.0).fit(episodes[:1]).predict(episodes)
@@ -178,7 +181,7 @@ def test_the_result_reads_back_and_the_figure_is_drawn(outcome, tmp_path):
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_every_inner_time_at_test_meets_every_ridge(twin):
-    grid = choices(fully_connected(depth=3), twin)
+    grid = choices(fully_connected_kernel(depth=3), twin)
     times = {learner.test_time or learner.inner_time for learner in grid}
     assert {learner.ridge for learner in grid} == set(RIDGES)
     assert math.inf in times

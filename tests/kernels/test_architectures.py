@@ -25,10 +25,10 @@ from metabridge.kernels import (
     LayerNorm,
     ReLU,
     Residual,
-    conv4,
-    convolutional,
-    fully_connected,
-    residual,
+    conv4_kernel,
+    convolutional_kernel,
+    fully_connected_kernel,
+    residual_kernel,
 )
 
 REFERENCE = Path(__file__).parent / "reference"  # what neural_tangents_reference.py left there
@@ -38,26 +38,30 @@ VARIANCES = {"he": (2.0, 0.0), "biased": (1.5, 0.3)}
 BIASED = {"weight_variance": 1.5, "bias_variance": 0.3}
 
 IMAGE_KERNELS = {
-    "same": convolutional([Conv(3), ReLU(), Conv(3, padding=1), ReLU(), Flatten(), Dense()]),
-    "valid": convolutional([Conv(3, padding="valid"), ReLU(), Conv(2, padding=0), ReLU(), Flatten(), Dense()]),
-    "strided": convolutional([Conv(3, 2), ReLU(), Conv(3, 2, "valid", **BIASED), ReLU(), Flatten(), Dense()]),
-    "even": convolutional([Conv(4, 3), ReLU(), Conv(2), ReLU(), Flatten(), Dense()]),
-    "erf": convolutional([Conv(3), Erf(), Conv(3), Erf(), GlobalAveragePool(), Dense()]),
-    "pooled": convolutional([Conv(3), ReLU(), AveragePool(2), Conv(3), ReLU(), Flatten(), Dense()]),
-    "overlapping": convolutional(
+    "same": convolutional_kernel([Conv(3), ReLU(), Conv(3, padding=1), ReLU(), Flatten(), Dense()]),
+    "valid": convolutional_kernel([Conv(3, padding="valid"), ReLU(), Conv(2, padding=0), ReLU(), Flatten(), Dense()]),
+    "strided": convolutional_kernel([Conv(3, 2), ReLU(), Conv(3, 2, "valid", **BIASED), ReLU(), Flatten(), Dense()]),
+    "even": convolutional_kernel([Conv(4, 3), ReLU(), Conv(2), ReLU(), Flatten(), Dense()]),
+    "erf": convolutional_kernel([Conv(3), Erf(), Conv(3), Erf(), GlobalAveragePool(), Dense()]),
+    "pooled": convolutional_kernel([Conv(3), ReLU(), AveragePool(2), Conv(3), ReLU(), Flatten(), Dense()]),
+    "overlapping": convolutional_kernel(
         [Conv(3, **BIASED), ReLU(), AveragePool(3, 2), Conv(2, 2, "valid"), ReLU(), GlobalAveragePool(), Dense()]
     ),
-    "global": convolutional([Conv(3, 2), ReLU(), Conv(3, 1, "valid", **BIASED), ReLU(), GlobalAveragePool(), Dense()]),
-    "hidden dense layer": convolutional([Conv(3, **BIASED), ReLU(), Flatten(), Dense(1.5, 0.3), ReLU(), Dense()]),
-    "residual": convolutional([Conv(3), *[Residual((ReLU(), Conv(3)))] * 2, ReLU(), Flatten(), Dense()]),
-    "conv4 flatten": conv4(),
-    "conv4 global": conv4("global", **BIASED),
+    "global": convolutional_kernel(
+        [Conv(3, 2), ReLU(), Conv(3, 1, "valid", **BIASED), ReLU(), GlobalAveragePool(), Dense()]
+    ),
+    "hidden dense layer": convolutional_kernel(
+        [Conv(3, **BIASED), ReLU(), Flatten(), Dense(1.5, 0.3), ReLU(), Dense()]
+    ),
+    "residual": convolutional_kernel([Conv(3), *[Residual((ReLU(), Conv(3)))] * 2, ReLU(), Flatten(), Dense()]),
+    "conv4 flatten": conv4_kernel(),
+    "conv4 global": conv4_kernel("global", **BIASED),
 }
 SOME = {
-    "relu": fully_connected(4),
-    "erf with bias": fully_connected(3, "erf", 1.5, 0.3),
-    "residual": residual(5),
-    "residual with LayerNorm": residual(5, layer_norm=True),
+    "relu": fully_connected_kernel(4),
+    "erf with bias": fully_connected_kernel(3, "erf", 1.5, 0.3),
+    "residual": residual_kernel(5),
+    "residual with LayerNorm": residual_kernel(5, layer_norm=True),
     "strided": IMAGE_KERNELS["strided"],
     "pooled": IMAGE_KERNELS["pooled"],
 }
@@ -67,8 +71,8 @@ def vector_kernel(name: str) -> AnalyticKernel:
     kind, depth, detail, variances = name.split()
     weight, bias = VARIANCES[variances]
     if kind == "residual":
-        return residual(int(depth), layer_norm=detail == "norm", weight_variance=weight, bias_variance=bias)
-    return fully_connected(int(depth), detail, weight, bias)
+        return residual_kernel(int(depth), layer_norm=detail == "norm", weight_variance=weight, bias_variance=bias)
+    return fully_connected_kernel(int(depth), detail, weight, bias)
 
 
 def points(kernel: AnalyticKernel, count: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -141,7 +145,7 @@ def mean_errors(found: list[tuple[Tensor, Tensor]], wanted: tuple[Tensor, Tensor
 @pytest.mark.parametrize("architecture", ["plain", "residual", "residual with LayerNorm"])
 def test_ntk_of_finite_nets_approaches_the_kernel_as_one_over_the_root_of_the_width(architecture: str) -> None:
     depth, skip, norm = 4, architecture != "plain", "LayerNorm" in architecture
-    kernel = residual(depth, layer_norm=norm, **BIASED) if skip else fully_connected(depth, **BIASED)
+    kernel = residual_kernel(depth, layer_norm=norm, **BIASED) if skip else fully_connected_kernel(depth, **BIASED)
     x = points(kernel, 4)
     wanted = kernel.both(x)
     errors = {}
@@ -163,7 +167,7 @@ def test_ntk_of_finite_nets_approaches_the_kernel_as_one_over_the_root_of_the_wi
 
 
 def test_ntk_of_a_finite_convolutional_net_approaches_the_kernel() -> None:
-    kernel = convolutional([Conv(3), ReLU(), AveragePool(2), Conv(2, padding=0), ReLU(), Flatten(), Dense()])
+    kernel = convolutional_kernel([Conv(3), ReLU(), AveragePool(2), Conv(2, padding=0), ReLU(), Flatten(), Dense()])
     x = points(kernel, 3)[:, :, :6, :7]
     wanted = kernel.both(x)
 
@@ -213,7 +217,7 @@ def test_kernels_of_twenty_layers_are_accurate_at_every_angle(dtype: torch.dtype
     angles = [0, 1e-9, 1e-8, 3e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1, 2, 3, 3.14, 3.1415, 3.14159265, math.pi]
     z = torch.stack([x * math.cos(angle) + other * math.sin(angle) for angle in angles]).to(dtype)
     x = x.to(dtype)
-    ntk, nngp = fully_connected(20).both(x[None], z)
+    ntk, nngp = fully_connected_kernel(20).both(x[None], z)
     for column, point in enumerate(z):
         exact_ntk, exact_nngp = exact_relu_kernels(x, point, 20)
         assert ntk[0, column].item() == pytest.approx(exact_ntk, rel=tolerance)
@@ -221,7 +225,12 @@ def test_kernels_of_twenty_layers_are_accurate_at_every_angle(dtype: torch.dtype
 
 
 def test_single_precision_agrees_with_double_precision_at_twenty_layers() -> None:
-    for kernel in (fully_connected(20), fully_connected(20, "erf"), residual(20), residual(20, layer_norm=True)):
+    for kernel in (
+        fully_connected_kernel(20),
+        fully_connected_kernel(20, "erf"),
+        residual_kernel(20),
+        residual_kernel(20, layer_norm=True),
+    ):
         x = points(kernel, 20, dtype=torch.float32)
         x = torch.cat([x, x[:3] * (1 + 1e-4), -x[3:6], x[6:9] + 1e-4 * x[9:12]])
         for single, double in zip(kernel.both(x), kernel.both(x.double())):
@@ -230,7 +239,7 @@ def test_single_precision_agrees_with_double_precision_at_twenty_layers() -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kernel_of_equal_points_is_that_of_a_point_with_itself(dtype: torch.dtype) -> None:
-    kernel = fully_connected(20)
+    kernel = fully_connected_kernel(20)
     x = torch.randn(30, 784, generator=torch.Generator().manual_seed(0)).to(dtype)
     same = kernel.ntk(x, x.clone()).diagonal()
     torch.testing.assert_close(same, kernel.ntk(x).diagonal(), rtol=1e-13 if dtype == torch.float64 else 1e-6, atol=0)
@@ -301,18 +310,18 @@ def test_kernel_stays_within_its_memory(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 10, 100])
 def test_he_normalised_relu_nets_keep_the_variance(depth: int) -> None:
-    x = points(fully_connected(depth), 5)
-    ntk, nngp = fully_connected(depth).both(x)
+    x = points(fully_connected_kernel(depth), 5)
+    ntk, nngp = fully_connected_kernel(depth).both(x)
     torch.testing.assert_close(nngp.diagonal(), 2 * x.square().mean(1), rtol=1e-12, atol=0)
     torch.testing.assert_close(ntk.diagonal(), depth * nngp.diagonal(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("depth", [2, 5, 20])
 def test_residual_nets_double_per_layer_and_with_layer_norm_grow_as_the_depth(depth: int) -> None:
-    x = points(fully_connected(depth), 5)
-    nngp = residual(depth).nngp(x).diagonal()
+    x = points(fully_connected_kernel(depth), 5)
+    nngp = residual_kernel(depth).nngp(x).diagonal()
     torch.testing.assert_close(nngp, 2.0 ** (depth - 2) * 2 * x.square().mean(1), rtol=1e-12, atol=0)
-    ntk, nngp = residual(depth, layer_norm=True).both(x)
+    ntk, nngp = residual_kernel(depth, layer_norm=True).both(x)
     torch.testing.assert_close(nngp.diagonal(), torch.ones_like(nngp.diagonal()), rtol=1e-12, atol=0)
     torch.testing.assert_close(ntk.diagonal(), (depth / 2 + 1) * torch.ones(5, dtype=x.dtype), rtol=1e-12, atol=0)
 
@@ -334,19 +343,19 @@ def test_nngp_alone_is_the_nngp_of_both(name: str) -> None:
 
 def test_no_points_give_an_empty_kernel() -> None:
     x = torch.ones(3, 4)
-    assert fully_connected(3).ntk(x, x[:0]).shape == (3, 0)
-    assert fully_connected(3).ntk(x[:0]).shape == (0, 0)
+    assert fully_connected_kernel(3).ntk(x, x[:0]).shape == (3, 0)
+    assert fully_connected_kernel(3).ntk(x[:0]).shape == (0, 0)
 
 
 def test_pooling_of_one_pixel_changes_nothing() -> None:
-    plain = convolutional([Conv(3), ReLU(), Flatten(), Dense()])
-    pooled = convolutional([Conv(3), ReLU(), AveragePool(1), Flatten(), Dense()])
+    plain = convolutional_kernel([Conv(3), ReLU(), Flatten(), Dense()])
+    pooled = convolutional_kernel([Conv(3), ReLU(), AveragePool(1), Flatten(), Dense()])
     x = points(plain, 3)
     torch.testing.assert_close(plain.ntk(x), pooled.ntk(x))
 
 
 def test_zero_points_have_a_kernel_where_there_is_a_bias() -> None:
-    kernel = fully_connected(3, bias_variance=0.1)
+    kernel = fully_connected_kernel(3, bias_variance=0.1)
     assert kernel.ntk(torch.zeros(1, 4)).item() == pytest.approx(0.6)  # 0.1 + (0.1 + 0.1) + (0.1 + 0.1 + 0.1)
 
 
@@ -358,36 +367,36 @@ ONES = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("compute", "words"),
     [
-        (lambda: fully_connected(3).ntk(NAN), "rows 1, 2 of x holding NaN"),
-        (lambda: fully_connected(3).ntk(ZERO[:1], NAN), "rows 1, 2 of z holding NaN"),
-        (lambda: fully_connected(3).ntk(ZERO), "row 1 of x: zero"),
-        (lambda: residual(3, layer_norm=True).ntk(ZERO), "row 1 of x: zero"),
-        (lambda: conv4().ntk(torch.zeros(1, 1, 16, 16)), "row 0 of x: zero"),
-        (lambda: fully_connected(3).ntk(ONES.long()), "Use x.double()"),
-        (lambda: fully_connected(3).ntk(ONES.half()), "Use x.double()"),
-        (lambda: fully_connected(3).ntk(ONES, ONES.double()), "one dtype"),
-        (lambda: fully_connected(3).ntk(ONES, ONES[:, :2]), "the same shape"),
-        (lambda: fully_connected(3).ntk(ONES, torch.ones(2, 3, device="meta")), "Use z.to"),
-        (lambda: fully_connected(3).ntk(torch.ones(2, 3, 4, 4)), r"x.flatten\(1\)"),
-        (lambda: conv4().ntk(ONES), "must be images"),
-        (lambda: conv4().ntk(torch.ones(1, 1, 15, 16)), "15×16 pixels are too small"),
-        (lambda: conv4(memory=2**20).ntk(torch.ones(1, 1, 28, 28)), "memory is 1048576 bytes"),
-        (lambda: residual(200).ntk(ONES), "beyond torch.float32"),
-        (lambda: fully_connected(0), "depth is 0"),
-        (lambda: residual(0), "depth is 0"),
-        (lambda: fully_connected(2, "tanh"), "must be one of relu"),
-        (lambda: fully_connected(2, weight_variance=0.0), "weight_variance is 0.0"),
-        (lambda: fully_connected(2, bias_variance=-1.0), "bias_variance is -1.0"),
-        (lambda: conv4("max"), "pooling is 'max'"),
+        (lambda: fully_connected_kernel(3).ntk(NAN), "rows 1, 2 of x holding NaN"),
+        (lambda: fully_connected_kernel(3).ntk(ZERO[:1], NAN), "rows 1, 2 of z holding NaN"),
+        (lambda: fully_connected_kernel(3).ntk(ZERO), "row 1 of x: zero"),
+        (lambda: residual_kernel(3, layer_norm=True).ntk(ZERO), "row 1 of x: zero"),
+        (lambda: conv4_kernel().ntk(torch.zeros(1, 1, 16, 16)), "row 0 of x: zero"),
+        (lambda: fully_connected_kernel(3).ntk(ONES.long()), "Use x.double()"),
+        (lambda: fully_connected_kernel(3).ntk(ONES.half()), "Use x.double()"),
+        (lambda: fully_connected_kernel(3).ntk(ONES, ONES.double()), "one dtype"),
+        (lambda: fully_connected_kernel(3).ntk(ONES, ONES[:, :2]), "the same shape"),
+        (lambda: fully_connected_kernel(3).ntk(ONES, torch.ones(2, 3, device="meta")), "Use z.to"),
+        (lambda: fully_connected_kernel(3).ntk(torch.ones(2, 3, 4, 4)), r"x.flatten\(1\)"),
+        (lambda: conv4_kernel().ntk(ONES), "must be images"),
+        (lambda: conv4_kernel().ntk(torch.ones(1, 1, 15, 16)), "15×16 pixels are too small"),
+        (lambda: conv4_kernel(memory=2**20).ntk(torch.ones(1, 1, 28, 28)), "memory is 1048576 bytes"),
+        (lambda: residual_kernel(200).ntk(ONES), "beyond torch.float32"),
+        (lambda: fully_connected_kernel(0), "depth is 0"),
+        (lambda: residual_kernel(0), "depth is 0"),
+        (lambda: fully_connected_kernel(2, "tanh"), "must be one of relu"),
+        (lambda: fully_connected_kernel(2, weight_variance=0.0), "weight_variance is 0.0"),
+        (lambda: fully_connected_kernel(2, bias_variance=-1.0), "bias_variance is -1.0"),
+        (lambda: conv4_kernel("max"), "pooling is 'max'"),
         (lambda: Conv(0), "size is 0"),
         (lambda: Conv(3, padding="full"), "padding is 'full'"),
-        (lambda: convolutional([Conv(3), Dense()]), "one Flatten or GlobalAveragePool"),
-        (lambda: convolutional([Flatten(), Conv(3), Dense()]), "one Flatten or GlobalAveragePool"),
+        (lambda: convolutional_kernel([Conv(3), Dense()]), "one Flatten or GlobalAveragePool"),
+        (lambda: convolutional_kernel([Flatten(), Conv(3), Dense()]), "one Flatten or GlobalAveragePool"),
         (lambda: AnalyticKernel((Residual((ReLU(), Conv(3))), Dense())), "one Flatten or GlobalAveragePool"),
-        (lambda: convolutional([Dense()]), "needs a Flatten"),
+        (lambda: convolutional_kernel([Dense()]), "needs a Flatten"),
         (lambda: AnalyticKernel((Dense(), ReLU())), "last layer must be Dense"),
         (
-            lambda: convolutional([Conv(3), Residual((ReLU(), Conv(3, 2))), Flatten(), Dense()]).ntk(
+            lambda: convolutional_kernel([Conv(3), Residual((ReLU(), Conv(3, 2))), Flatten(), Dense()]).ntk(
                 torch.ones(1, 1, 8, 8)
             ),
             "changes the images' size",
@@ -402,7 +411,7 @@ def test_what_has_no_kernel_is_refused_in_words(compute: Callable[[], Tensor], w
 def test_pooling_in_a_residual_branch_sees_every_pair_of_pixels() -> None:
     """Means over windows of one pixel change nothing, but are only defined between all pixels."""
     plain, pooled = (
-        convolutional([Conv(3), Residual((ReLU(), *pool, Conv(3))), ReLU(), Flatten(), Dense()])
+        convolutional_kernel([Conv(3), Residual((ReLU(), *pool, Conv(3))), ReLU(), Flatten(), Dense()])
         for pool in ((), (AveragePool(1),))
     )
     x = points(plain, 3)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from metabridge import Episodes, InputError
-from metabridge.kernels import KernelLearner, conv4, fully_connected
+from metabridge.kernels import KernelLearner, conv4_kernel, fully_connected_kernel
 
-KERNEL = fully_connected(depth=3)
+KERNEL = fully_connected_kernel(depth=3)
 TWINS = [
     KernelLearner(KERNEL, "mtl"),
     KernelLearner(KERNEL, "anil", 0.3),
@@ -55,7 +55,7 @@ def test_zero_points_are_named_unless_the_kernel_has_a_bias(learner):
     for refused in (lambda: learner.fit(blank), lambda: learner.fit(tasks()).predict(blank)):
         with pytest.raises(InputError, match=r"support points of \w+ tasks are zero.*: 0 of \w+ task 3.*bias_variance"):
             refused()
-    biased = replace(learner, kernel=fully_connected(depth=3, bias_variance=0.1))
+    biased = replace(learner, kernel=fully_connected_kernel(depth=3, bias_variance=0.1))
     assert biased.fit(blank).predict(blank).isfinite().all()
 
 
@@ -86,7 +86,7 @@ def test_a_task_whose_points_the_kernel_cannot_tell_apart_is_named_where_no_matr
     first, second = torch.eye(4).double()[:3], torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 2, 1, 0]]).double()
     x = torch.stack([first, second])
     train = Episodes(x[:, :2], torch.ones(2, 2, 1).double(), x[:, 2:], torch.ones(2, 1, 1).double())
-    linear = KernelLearner(fully_connected(depth=1, weight_variance=4.0), "mtl", memory=1)
+    linear = KernelLearner(fully_connected_kernel(depth=1, weight_variance=4.0), "mtl", memory=1)
     with pytest.raises(InputError, match=r"training task 1 has a singular kernel matrix.*give a ridge"):
         linear.fit(train)
     assert replace(linear, ridge=0.1).fit(train).predict(train).isfinite().all()
@@ -128,4 +128,4 @@ def test_images_are_flattened_for_a_kernel_of_vectors_as_a_fully_connected_net_d
 
 def test_vectors_given_to_a_kernel_of_images_are_refused():
     with pytest.raises(InputError, match="but must be images"):
-        KernelLearner(conv4(), "mtl").fit(tasks())
+        KernelLearner(conv4_kernel(), "mtl").fit(tasks())

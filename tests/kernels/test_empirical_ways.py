@@ -15,13 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 from finite_nets import NETS, WAYS, error, explicit, least, seeded, seen
 from metabridge.errors import InputError
 from metabridge.kernels import empirical, layer_overrides
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.strategy import Plan, Problem
 from metabridge.models import conv4, mlp
 from metabridge.models.network import with_group_norm
 
 
-def plan_of(kernel: Empirical, x: Tensor, samples: int) -> Plan:
+def plan_of(kernel: EmpiricalKernel, x: Tensor, samples: int) -> Plan:
     """How the kernel of some samples like x's would be computed."""
     survey = kernel._survey(kernel.part, x, None)[1].survey
     problem = Problem(survey, kernel.outputs, kernel.memory, samples, samples, True, layer_overrides.cached(x))
@@ -37,7 +37,7 @@ def test_memory_stays_within_the_bound_as_computed_on_a_gpu(outputs: str, as_on_
 @pytest.mark.parametrize("outputs", ["sum", "full"])
 def test_memory_stays_within_the_bound(outputs: str, way: str) -> None:
     net, x = with_group_norm(conv4(3, 16, 4, filters=16, statistics="batch")), seen(1, 8, 3, 16, 16).float()
-    kernel = Empirical(net, outputs=outputs, way=way)  # type: ignore[arg-type]
+    kernel = EmpiricalKernel(net, outputs=outputs, way=way)  # type: ignore[arg-type]
     for memory in (least(kernel, x), 2 * least(kernel, x), 2**24):
         kernel = replace(kernel, memory=memory)
         kernel.ntk(x)
@@ -74,7 +74,7 @@ def test_a_network_is_looked_at_once_and_again_when_it_has_changed() -> None:
     net, x = seeded(Gated).eval(), seen(1, 4, 40)
     passes: list[nn.Module] = []
     net.register_forward_hook(lambda layer, inputs, output: passes.append(layer))
-    kernel = Empirical(net, outputs="full", way="gradients")
+    kernel = EmpiricalKernel(net, outputs="full", way="gradients")
     kernel.ntk(x)
     looks = len(passes)
     kernel.ntk(x)
@@ -94,7 +94,7 @@ def test_a_network_is_looked_at_once_and_again_when_it_has_changed() -> None:
 def test_a_recorded_kernel_follows_samples_and_parameters(name: str) -> None:
     make, shape = NETS[name]
     net, x, z = make().cuda(), seen(1, 4, *shape).cuda(), seen(2, 4, *shape).cuda()
-    kernel = Empirical(net, outputs="full")
+    kernel = EmpiricalKernel(net, outputs="full")
     first = [kernel.ntk(x) for _ in range(3)][-1]
     assert error(first, explicit(net, x, x, "full", lambda name: True)) < 1e-9
     assert error(kernel.ntk(z), explicit(net, z, z, "full", lambda name: True)) < 1e-9
@@ -120,22 +120,22 @@ def test_a_computation_asked_for_again_is_replayed_until_something_changes(monke
 
     monkeypatch.setattr(empirical, "_Replayed", Recorded)
     net, x, z = mlp(5, 3).double(), seen(1, 4, 5), seen(2, 4, 5)
-    kernel = Empirical(net)
+    kernel = EmpiricalKernel(net)
     for points in (x, x, z):
         kernel._survey("all", points, None)[1].recordable = True  # as on a GPU
-        assert error(kernel.ntk(points), Empirical(net).ntk(points)) < 1e-12
+        assert error(kernel.ntk(points), EmpiricalKernel(net).ntk(points)) < 1e-12
     assert [recording.replays for recording in made] == [2]
-    assert error(kernel.ntk(x[:3]), Empirical(net).ntk(x[:3])) < 1e-12  # other sizes
+    assert error(kernel.ntk(x[:3]), EmpiricalKernel(net).ntk(x[:3])) < 1e-12  # other sizes
     assert [recording.replays for recording in made] == [2]
     with torch.no_grad():
         net.head.weight.mul_(2.0)
-    assert error(kernel.ntk(x), Empirical(net).ntk(x)) < 1e-12
+    assert error(kernel.ntk(x), EmpiricalKernel(net).ntk(x)) < 1e-12
     assert [recording.replays for recording in made] == [2]
 
 
 def test_linear_layers_are_factored_and_early_convolutions_formed() -> None:
     net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), seen(1, 2, 3, 84, 84).float()
-    kernel = Empirical(net, outputs="full")
+    kernel = EmpiricalKernel(net, outputs="full")
     plan = plan_of(kernel, x, 100)
     assert plan.way == "gradients"
     assert plan.tile == 100
@@ -144,7 +144,7 @@ def test_linear_layers_are_factored_and_early_convolutions_formed() -> None:
 
 def test_a_gpu_takes_all_samples_at_once_where_memory_allows(as_on_gpu: None) -> None:
     net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), seen(1, 2, 3, 84, 84).float()
-    ample = Empirical(net, outputs="full")
+    ample = EmpiricalKernel(net, outputs="full")
     plan = plan_of(ample, x, 100)
     assert (plan.tile, plan.chunk) == (100, 100)
     plan = plan_of(replace(ample, memory=2**28), x, 100)
@@ -155,7 +155,7 @@ def test_a_gpu_takes_all_samples_at_once_where_memory_allows(as_on_gpu: None) ->
 @pytest.mark.parametrize("name", ["conv4, evaluation mode", "conv4, group norm", "branching"])
 def test_first_convolutions_are_taken_together_with_their_norms_and_pools(name: str) -> None:
     make, shape = NETS[name]
-    gradients, found = Empirical(make())._survey("all", seen(1, 2, *shape), None)
+    gradients, found = EmpiricalKernel(make())._survey("all", seen(1, 2, *shape), None)
     picks = [call.picks for call in gradients.trace(seen(1, 2, *shape))[2] if call.picks]
     assert len(picks) == (2 if name == "branching" else 1)
     assert not found.survey.others
@@ -174,5 +174,5 @@ class Wide(nn.Module):
 
 def test_a_wide_net_of_many_outputs_on_few_samples_is_taken_by_the_cheaper_way() -> None:
     net, x = Wide(), seen(1, 2, 8).float()
-    kernel = Empirical(net, outputs="full")
+    kernel = EmpiricalKernel(net, outputs="full")
     assert plan_of(kernel, x, 2).way == "products"

@@ -13,10 +13,10 @@ import torch
 
 from metabridge import Episodes, method, parameters
 from metabridge.experiments.meta_ntk_descent import meta_ntk, squared
-from metabridge.kernels import Empirical, anil_kernel, fully_connected, mtl_kernel, split_kernel
+from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, mtl_kernel, split_kernel
 from metabridge.models import wide
 
-KERNEL = fully_connected(depth=3)
+KERNEL = fully_connected_kernel(depth=3)
 WIDTHS = (32, 128, 512)
 NETS = 6
 TIME, STEPS = 0.1, 10  # of the inner loop, whose steps are so small that it follows gradient flow
@@ -50,7 +50,7 @@ def test_the_composed_metantk_approaches_its_definition_by_second_order_gradient
     maml = method("maml", **INNER)
 
     def compare(net):
-        composed = split_kernel(Empirical(net), episodes.query_x, episodes.support_x, adapts="all", time=TIME)
+        composed = split_kernel(EmpiricalKernel(net), episodes.query_x, episodes.support_x, adapts="all", time=TIME)
         return meta_ntk(maml, net, parameters(maml, net), episodes), composed
 
     means = errors(compare)

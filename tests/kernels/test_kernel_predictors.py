@@ -11,14 +11,14 @@ from metabridge import Episodes, InputError, Quadratic, evaluate
 from metabridge.kernels import (
     AnalyticKernel,
     KernelLearner,
-    fully_connected,
+    fully_connected_kernel,
     mtl_kernel,
     predict_anil,
     predict_maml,
     predict_mtl,
 )
 
-KERNEL = fully_connected(depth=3)
+KERNEL = fully_connected_kernel(depth=3)
 TWINS = [("mtl", {}), ("anil", {"inner_time": 0.3}), ("maml", {"inner_time": 0.3}), ("anil-split", {"inner_time": 0.3})]
 
 
@@ -112,7 +112,7 @@ def test_the_gap_between_anil_and_mtl_falls_like_one_over_the_depth():
     """Fact 3: the mean over 5 seeds and 20 test tasks; other seeds differ by a tenth."""
     measured = {2: 1.19, 3: 0.78, 5: 0.44, 7: 0.32, 10: 0.23, 15: 0.15, 20: 0.11}
     for depth, wanted in measured.items():
-        kernel, gaps = fully_connected(depth=depth), []
+        kernel, gaps = fully_connected_kernel(depth=depth), []
         for seed in range(5):
             train, test = quadratics(seed)
             anil = predict_anil(kernel, train, test, inner_time=0.0, test_time=math.inf)
@@ -210,7 +210,7 @@ class Counted:
 def test_many_test_tasks_are_predicted_in_few_calls_of_the_kernel(name):
     generator = torch.Generator().manual_seed(0)
     train, test = Quadratic().sample(10, generator), Quadratic().sample(300, generator)
-    kernel = Counted(fully_connected(depth=3))
+    kernel = Counted(fully_connected_kernel(depth=3))
     fitted = KernelLearner(kernel, name, inner_time=0.3).fit(train)
     kernel.calls = 0
     together = fitted.predict(test)

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from metabridge import InputError
-from metabridge.kernels import fully_connected
-from metabridge.kernels.kernel_systems import cholesky_solve, condition_number, conjugate_gradient, refuse_duplicates
+from metabridge.kernels import fully_connected_kernel
+from metabridge.kernels.kernel_systems import (
+    cholesky_solve,
+    condition_number,
+    conjugate_gradient_solve,
+    refuse_duplicates,
+)
 
 
 def positive(size, least=1.0, seed=0):
@@ -46,21 +51,21 @@ def test_the_condition_number_is_that_of_the_eigenvalues_and_infinite_where_the_
 def test_conjugate_gradient_equals_a_direct_solve():
     matrix = positive(40, least=1e-3)
     target = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = conjugate_gradient(lambda v: matrix @ v, target, lambda v: v / matrix.diagonal()[:, None])
+    found = conjugate_gradient_solve(lambda v: matrix @ v, target, lambda v: v / matrix.diagonal()[:, None])
     assert torch.allclose(found.values, torch.linalg.solve(matrix, target), rtol=1e-6)
 
 
 def test_conjugate_gradient_says_where_it_stopped_short(caplog):
     matrix = positive(40, least=1e-6)
     with caplog.at_level(logging.WARNING, "metabridge"):
-        conjugate_gradient(lambda v: matrix @ v, torch.ones(40, 1).double(), lambda v: v, most_steps=2)
+        conjugate_gradient_solve(lambda v: matrix @ v, torch.ones(40, 1).double(), lambda v: v, max_steps=2)
     assert "stopped after 2 steps with a relative residual" in caplog.text
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_points_that_are_the_same_up_to_length_are_named(factor):
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    plain, biased = fully_connected(depth=3), fully_connected(depth=3, bias_variance=0.1)
+    plain, biased = fully_connected_kernel(depth=3), fully_connected_kernel(depth=3, bias_variance=0.1)
     refuse_duplicates(plain, x, "the training tasks")
     x[4] = factor * x[1]
     words = "points 1 and 4 of the training tasks are the same, or the same up to length"

@@ -7,20 +7,20 @@ import torch
 from scipy.linalg import expm
 
 from metabridge import InputError
-from metabridge.kernels import fully_connected
+from metabridge.kernels import fully_connected_kernel
 from metabridge.kernels.meta_kernels import (
-    adaptation,
+    adaptation_operator,
     anil_kernel,
-    blocks,
-    decay,
+    diagonal_blocks,
     mtl_kernel,
-    residual,
+    residual_decay,
+    residual_operator,
     sandwich,
     split_kernel,
 )
 from metabridge.models import wide
 
-KERNEL = fully_connected(depth=3)
+KERNEL = fully_connected_kernel(depth=3)
 
 
 @pytest.fixture
@@ -39,17 +39,17 @@ def semi_definite(matrix):
 def test_adaptation_and_decay_are_those_of_gradient_flow(tasks, time):
     gram = KERNEL.ntk(tasks[0][0])
     left = torch.zeros_like(gram) if math.isinf(time) else torch.from_numpy(expm(-time * gram.numpy()))
-    assert torch.allclose(decay(gram, time), left, atol=1e-12)
+    assert torch.allclose(residual_decay(gram, time), left, atol=1e-12)
     wanted = torch.linalg.solve(gram, torch.eye(4, dtype=gram.dtype) - left)
-    assert torch.allclose(adaptation(gram, time), wanted, rtol=1e-6 if time == 1e-9 else 1e-10, atol=1e-16)
+    assert torch.allclose(adaptation_operator(gram, time), wanted, rtol=1e-6 if time == 1e-9 else 1e-10, atol=1e-16)
 
 
 def test_adaptation_for_a_short_time_is_that_time_however_singular_the_matrix():
     ones = torch.ones(2, 2, dtype=torch.float64)
-    assert torch.allclose(adaptation(ones, 1e-12), 1e-12 * torch.eye(2, dtype=torch.float64), rtol=1e-9)
+    assert torch.allclose(adaptation_operator(ones, 1e-12), 1e-12 * torch.eye(2, dtype=torch.float64), rtol=1e-9)
     with pytest.raises(InputError, match="a support set of 2 points has a Gram matrix that cannot be inverted"):
-        adaptation(ones, math.inf)
-    assert torch.isfinite(adaptation(ones, math.inf, ridge=0.1)).all()
+        adaptation_operator(ones, math.inf)
+    assert torch.isfinite(adaptation_operator(ones, math.inf, ridge=0.1)).all()
 
 
 def test_the_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_them(tasks):
@@ -68,11 +68,11 @@ def test_the_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_them(t
 def test_the_anil_kernel_has_each_tasks_decay_on_either_side(tasks):
     x, time = tasks[0], 0.2
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
-    left = torch.block_diag(*(torch.from_numpy(expm(-time * block.numpy())) for block in blocks(nngp, 4)))
+    left = torch.block_diag(*(torch.from_numpy(expm(-time * block.numpy())) for block in diagonal_blocks(nngp, 4)))
     kernel = anil_kernel(KERNEL, x, time)
     assert torch.allclose(kernel, left @ ntk @ left, atol=1e-12)
     assert semi_definite(kernel)
-    own = torch.block_diag(*blocks(ntk, 4))
+    own = torch.block_diag(*diagonal_blocks(ntk, 4))
     assert torch.allclose(anil_kernel(KERNEL, x, time, "independent"), left @ own @ left, atol=1e-12)
 
 
@@ -85,8 +85,8 @@ def test_the_split_kernel_equals_its_four_terms(tasks, adapts, time):
     found = split_kernel(KERNEL, x, support, adapts=adapts, time=time)
     for i in range(3):
         for j in range(3):
-            a = inner(x[i], support[i]) @ adaptation(inner(support[i]), time)
-            b = inner(x[j], support[j]) @ adaptation(inner(support[j]), time)
+            a = inner(x[i], support[i]) @ adaptation_operator(inner(support[i]), time)
+            b = inner(x[j], support[j]) @ adaptation_operator(inner(support[j]), time)
             terms = (
                 ntk(x[i], x[j])
                 + a @ ntk(support[i], support[j]) @ b.mT
@@ -141,12 +141,12 @@ def test_the_bodys_part_stands_between_tasks_whose_heads_start_alike_and_vanishe
 
 def test_what_a_support_explains_of_its_own_points_is_everything_at_infinite_time(tasks):
     support = tasks[1]
-    left = residual(KERNEL, support, support, "all", math.inf)
+    left = residual_operator(KERNEL, support, support, "all", math.inf)
     assert torch.allclose(left[..., :2] + left[..., 2:], torch.zeros(3, 2, 2, dtype=torch.float64), atol=1e-10)
 
 
 @pytest.mark.parametrize("time", [0.0, 0.3, 5.0, math.inf])
 def test_with_a_ridge_too_what_is_left_is_what_adaptation_does_not_explain(tasks, time):
     gram = KERNEL.ntk(tasks[0][0])
-    left = torch.eye(len(gram), dtype=gram.dtype) - gram @ adaptation(gram, time, ridge=0.2)
-    assert torch.allclose(decay(gram, time, ridge=0.2), left, atol=1e-12)
+    left = torch.eye(len(gram), dtype=gram.dtype) - gram @ adaptation_operator(gram, time, ridge=0.2)
+    assert torch.allclose(residual_decay(gram, time, ridge=0.2), left, atol=1e-12)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from finite_nets import WAYS, error, explicit, seeded, seen
 from metabridge import InputError
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 
 
 class Odd(nn.Module):
@@ -124,7 +124,7 @@ def test_the_kernel_equals_the_product_of_explicit_jacobians(name: str, gpu: boo
     before = x.clone()
     exact = explicit(net, x.clone(), x.clone(), "full", lambda name: True)
     with torch.no_grad():
-        assert error(Empirical(net, outputs="full", way="gradients").ntk(x), exact) < 1e-9
+        assert error(EmpiricalKernel(net, outputs="full", way="gradients").ntk(x), exact) < 1e-9
     assert torch.equal(x, before)
 
 
@@ -167,7 +167,7 @@ def test_operations_that_cannot_be_pushed_forward_are_pulled_back(name: str, tra
     for outputs in ("full", "sum"):
         exact = explicit(net, x[:2], x, outputs, lambda name: True)
         for way in ("auto", "gradients"):
-            kernel = Empirical(net, outputs=outputs, way=way)  # type: ignore[arg-type]
+            kernel = EmpiricalKernel(net, outputs=outputs, way=way)  # type: ignore[arg-type]
             for _ in range(2):
                 assert error(kernel.ntk(x[:2], x), exact) < 1e-9
 
@@ -175,7 +175,7 @@ def test_operations_that_cannot_be_pushed_forward_are_pulled_back(name: str, tra
 @pytest.mark.parametrize("name", ["GRU", "weight norm"])
 def test_products_that_pytorch_cannot_compute_are_refused_with_the_way_out(name: str) -> None:
     with pytest.raises(InputError, match=r"way is 'products', but .*Use way='gradients' or way='auto'"):
-        Empirical(seeded(SEQUENCES[name]), way="products").ntk(seen(1, 2, 5, 6))
+        EmpiricalKernel(seeded(SEQUENCES[name]), way="products").ntk(seen(1, 2, 5, 6))
 
 
 def embedded(kind: type[nn.Module]) -> nn.Module:
@@ -190,7 +190,7 @@ def embedded(kind: type[nn.Module]) -> nn.Module:
 def test_tokens_need_not_take_noise(kind: type[nn.Module]) -> None:
     net, x = seeded(lambda: embedded(kind)), torch.tensor([[0, 8, 0, 8, 8], [1, 2, 3, 4, 5], [5, 5, 0, 7, 2]]).double()
     exact = explicit(net, x, x, "full", lambda name: True)
-    assert error(Empirical(net, outputs="full").ntk(x), exact) < 1e-9
+    assert error(EmpiricalKernel(net, outputs="full").ntk(x), exact) < 1e-9
 
 
 def test_a_network_that_moves_its_buffers_is_refused_and_left_as_it_was() -> None:
@@ -199,10 +199,10 @@ def test_a_network_that_moves_its_buffers_is_refused_and_left_as_it_was() -> Non
     before = {name: value.clone() for name, value in net.named_buffers()}
     for _ in range(2):
         with pytest.raises(InputError, match=r"changes its buffer '0\.parametrizations.* Use net\.eval\(\)"):
-            Empirical(net).ntk(x)
+            EmpiricalKernel(net).ntk(x)
     assert all(torch.equal(value, before[name]) for name, value in net.named_buffers())
     exact = explicit(net.eval(), x, x, "full", lambda name: True)
-    assert error(Empirical(net, outputs="full").ntk(x), exact) < 1e-9
+    assert error(EmpiricalKernel(net, outputs="full").ntk(x), exact) < 1e-9
 
 
 def pooled() -> nn.Module:
@@ -210,7 +210,7 @@ def pooled() -> nn.Module:
     return nn.Sequential(nn.Sequential(*first), nn.Flatten(), nn.Linear(36, 4), nn.Tanh(), head(4))
 
 
-def jacobian(kernel: Empirical, x: Tensor) -> Tensor:
+def jacobian(kernel: EmpiricalKernel, x: Tensor) -> Tensor:
     return torch.cat(list(kernel.jacobian(x)))
 
 
@@ -218,7 +218,7 @@ def jacobian(kernel: Empirical, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("frozen", ["0.0.weight", "0.1.weight", "0.0", "0.1", "0", "2.bias", "4.weight"])
 def test_parameters_that_need_no_gradient_do_not_count(frozen: str, way: str, gpu: bool) -> None:
     net, x = seeded(pooled), seen(1, 3, 2, 8, 8)
-    kernel = Empirical(net, outputs="full", way=way)  # type: ignore[arg-type]
+    kernel = EmpiricalKernel(net, outputs="full", way=way)  # type: ignore[arg-type]
     every = kernel.ntk(x)
     for name, value in net.named_parameters():
         value.requires_grad_(not f"{name}.".startswith(f"{frozen}."))
@@ -228,7 +228,7 @@ def test_parameters_that_need_no_gradient_do_not_count(frozen: str, way: str, gp
     rows = jacobian(kernel, x)
     assert rows.shape[2] == sum(value.numel() for value in net.parameters() if value.requires_grad)
     assert error(torch.einsum("iop,jup->ijou", rows, rows), exact) < 1e-9
-    body = Empirical(net, outputs="full", part="body", way=way).ntk(x)  # type: ignore[arg-type]
+    body = EmpiricalKernel(net, outputs="full", part="body", way=way).ntk(x)  # type: ignore[arg-type]
     assert error(body + kernel.nngp(x), exact) < 1e-9
 
 
@@ -236,10 +236,10 @@ def test_a_network_without_parameters_that_count_is_refused() -> None:
     net, x = seeded(pooled), seen(1, 2, 2, 8, 8)
     net[4].requires_grad_(False)
     with pytest.raises(InputError, match="no parameters in its head that count: those with requires_grad=False do not"):
-        Empirical(net).nngp(x)
+        EmpiricalKernel(net).nngp(x)
     net.requires_grad_(False)
     with pytest.raises(InputError, match="has no parameters that count"):
-        Empirical(net).ntk(x)
+        EmpiricalKernel(net).ntk(x)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -254,7 +254,7 @@ def test_a_layer_with_two_names_keeps_its_parameters(way: str) -> None:
     own = list(net.parameters())
     exact = explicit(copy.deepcopy(net), x, x, "full", lambda name: True)
     for _ in range(2):
-        assert error(Empirical(net, outputs="full", way=way).ntk(x), exact) < 1e-9  # type: ignore[arg-type]
+        assert error(EmpiricalKernel(net, outputs="full", way=way).ntk(x), exact) < 1e-9  # type: ignore[arg-type]
     assert all(value is before for value, before in zip(net.parameters(), own, strict=True))
 
 
@@ -263,7 +263,7 @@ def test_a_network_that_changes_its_input_leaves_the_callers_alone(way: str) -> 
     x, layers = seen(1, 4, 2, 8, 8), (nn.Flatten(), head(128).double())
     before = x.clone()
     inside, outside = (
-        Empirical(nn.Sequential(nn.ReLU(inplace=inplace), *layers), outputs="full", way=way).ntk(x)  # type: ignore[arg-type]
+        EmpiricalKernel(nn.Sequential(nn.ReLU(inplace=inplace), *layers), outputs="full", way=way).ntk(x)  # type: ignore[arg-type]
         for inplace in (True, False)
     )
     assert torch.equal(x, before)
@@ -274,7 +274,7 @@ def test_a_network_that_changes_its_input_leaves_the_callers_alone(way: str) -> 
 def test_channels_may_be_last(way: str) -> None:
     net, x = seeded(lambda: normed(nn.Tanh())), seen(1, 4, 2, 8, 8)
     last = x.contiguous(memory_format=torch.channels_last)
-    kernel = Empirical(net, outputs="full", way=way)  # type: ignore[arg-type]
+    kernel = EmpiricalKernel(net, outputs="full", way=way)  # type: ignore[arg-type]
     assert error(kernel.ntk(last, last), kernel.ntk(x, x)) < 1e-12
 
 
@@ -282,16 +282,16 @@ def test_a_layer_that_sees_some_samples_only_is_refused() -> None:
     net, x = seeded(lambda: Odd(routed, a=nn.Linear(128, 5), b=nn.Linear(128, 5), head=head(5))), seen(1, 4, 2, 8, 8)
     x[:, 0, 0, 0] = torch.tensor([9.0, 9.0, 9.0, -9.0])
     with pytest.raises(InputError, match=r"of 4 samples Linear\(.*\) sees 3 rows.* needs layers that see every sample"):
-        Empirical(net).ntk(x)
+        EmpiricalKernel(net).ntk(x)
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
     net = Odd(lambda net, x: net.head(x.sqrt()), head=head(4))
     with pytest.raises(InputError, match="output for the first sample of x is not finite"):
-        Empirical(net).ntk(torch.full((2, 4), -9.0))
+        EmpiricalKernel(net).ntk(torch.full((2, 4), -9.0))
 
 
 def test_inference_mode_is_refused() -> None:
-    kernel = Empirical(nn.Linear(3, 2))
+    kernel = EmpiricalKernel(nn.Linear(3, 2))
     with torch.inference_mode(), pytest.raises(InputError, match=r"under torch.inference_mode\(\). Use torch.no_grad"):
         kernel.ntk(torch.ones(2, 3))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from cases import relative
 from metabridge import InputError
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.models import BatchNorm, DropPath, Network, build, cell_triton_layers, cells, fused_layers, mlp
 from metabridge.models.cells import Cells, mask, network, supernet
 from metabridge.nas import OPERATORS, Alive, Architecture, random_architecture
@@ -120,7 +120,7 @@ def test_a_masked_supernet_is_the_network_of_what_is_left(norm):
 def test_the_kernel_of_a_masked_supernet_is_that_of_the_network():
     whole, made = twins(norm="group")
     x = images(4)
-    first, second = (Empirical(net.double(), outputs="sum").ntk(x.double()) for net in (whole, made))
+    first, second = (EmpiricalKernel(net.double(), outputs="sum").ntk(x.double()) for net in (whole, made))
     assert relative(first, second) < 1e-12
     assert torch.linalg.cond(second) < 1e6  # four images that the network tells apart
 

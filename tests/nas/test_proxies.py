@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.meta_kernels import split_kernel
 from metabridge.models import mlp
 from metabridge.models.cells import mask, supernet
@@ -40,7 +40,12 @@ def test_condition_number_is_that_of_the_kernel_between_tasks(
 ) -> None:
     net, tasks = mlp(6, 5, width=64).double(), sampled(*form, 6)
     exact = split_kernel(
-        Empirical(net, outputs="sum"), tasks.query_x, tasks.support_x, adapts=ADAPTS[kernel], time=time, ridge=ridge
+        EmpiricalKernel(net, outputs="sum"),
+        tasks.query_x,
+        tasks.support_x,
+        adapts=ADAPTS[kernel],
+        time=time,
+        ridge=ridge,
     )
     values = torch.linalg.eigvalsh(exact)
     found = Conditioning(kernel, time, ridge)(net, tasks)
@@ -51,7 +56,7 @@ def test_condition_number_is_that_of_the_kernel_between_tasks(
 def test_plain_ntk_is_over_all_images_of_all_tasks() -> None:
     net, tasks = mlp(6, 5, width=64).double(), sampled(3, 2, 1, 2, 6)
     x = torch.cat([tasks.query_x, tasks.support_x], 1).flatten(0, 1)
-    values = torch.linalg.eigvalsh(Empirical(net, outputs="sum").ntk(x))
+    values = torch.linalg.eigvalsh(EmpiricalKernel(net, outputs="sum").ntk(x))
     assert Conditioning("ntk")(net, tasks).value == pytest.approx(float(values[-1] / values[0]), rel=1e-9)
 
 
@@ -68,7 +73,7 @@ def test_fast_candidates_equal_the_reference(size: int) -> None:
     removals = [None, ("normal", 0, "avg_pool_3x3"), ("reduction", 5, "dil_conv_3x3")]
     for removal, fast in Candidates(net, alive, points(tasks)).grams(removals):
         mask(net, alive if removal is None else alive.without(*removal))
-        exact = Grams(*Empirical(net, outputs="sum").both(points(tasks)))
+        exact = Grams(*EmpiricalKernel(net, outputs="sum").both(points(tasks)))
         torch.testing.assert_close(fast.ntk, exact.ntk, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(fast.nngp, exact.nngp, rtol=1e-6, atol=1e-9)
         for kernel in ("maml", "anil", "ntk"):

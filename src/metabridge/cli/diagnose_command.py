@@ -53,7 +53,7 @@ def diagnose(
     from metabridge.diagnosis import diagnose as diagnosed
     from metabridge.diagnosis import untrained
     from metabridge.files import make_folder
-    from metabridge.kernels import fully_connected
+    from metabridge.kernels import fully_connected_kernel
     from metabridge.models import builder
     from metabridge.report import diagnosis_page as report
     from metabridge.training import load as load_run
@@ -76,7 +76,7 @@ def diagnose(
     found = diagnosed(
         images.tasks(split, ways=ways, shots=shots, queries=queries),
         run or untrained(images, model, seed=seed),
-        kernel=fully_connected(depth=3, bias_variance=0.1) if twins else None,
+        kernel=fully_connected_kernel(depth=3, bias_variance=0.1) if twins else None,
         groups=groups.value,
         tasks=tasks,
         alpha=alpha,

@@ -16,8 +16,8 @@ import torch
 from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, ridge_risk, row, trained
 from metabridge.experiments.linear_anil import Setting
 from metabridge.experiments.result import Result, Row, Work
-from metabridge.theory.adaptation import error_bound, one_step
-from metabridge.theory.anil import limit
+from metabridge.theory.adaptation import error_bound, one_step_estimate
+from metabridge.theory.anil import limiting_gram
 
 ID = "anil-table1"
 
@@ -90,7 +90,7 @@ def bound_rows(setting: Setting, seed: int) -> list[Row]:
     It is the quantile of the probability with which the bound holds: the least constant that would do.
     """
     covariance = setting.covariance()
-    root = torch.linalg.cholesky(limit(covariance, setting.noise, setting.rates))
+    root = torch.linalg.cholesky(limiting_gram(covariance, setting.noise, setting.rates))
     rank = len(covariance)
     share = 1 - 4 * math.exp(-rank / 2)
     made = []
@@ -103,7 +103,7 @@ def bound_rows(setting: Setting, seed: int) -> list[Row]:
             w = torch.randn(setting.designs, rank, generator=generator, dtype=torch.float64) @ covariance.sqrt()
             z = math.sqrt(setting.noise) * torch.randn(x.shape[:2], generator=generator, dtype=torch.float64)
             y = (x @ w[..., None])[..., 0] + z
-            errors = (one_step(root, w.new_zeros(rank), x, y, setting.alpha) - w).norm(dim=-1)
+            errors = (one_step_estimate(root, w.new_zeros(rank), x, y, setting.alpha) - w).norm(dim=-1)
             bounds = error_bound(w.norm(dim=-1), covariance, setting.noise, setting.rates, points)
             ratios.append(float((errors / bounds).quantile(share)))
         made.append(

@@ -22,7 +22,7 @@ from metabridge.experiments.record_files import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
 from metabridge.files import FolderLock
 from metabridge.theory.adaptation import one_step_risk, ridge_risks
-from metabridge.theory.anil import Moments
+from metabridge.theory.anil import TaskMoments
 from metabridge.training.checkpoint import RunFolder
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _risks(setting: Setting, worlds: list[SharedRepresentation], done: Trained) 
     found: dict[str, list[float]] = {}
     for points in setting.m_test:
         if done.w is not None:
-            tasks = (Moments.of(world) for world in worlds)
+            tasks = (TaskMoments.from_environment(world) for world in worlds)
             found[f"1-GD, {points} points"] = [
                 float(one_step_risk(B, w, own, setting.alpha, points)) for B, w, own in zip(done.B, done.w, tasks)
             ]
@@ -113,7 +113,7 @@ def ridge_risk(setting: Setting, world: SharedRepresentation, B: Tensor, points:
     generator = torch.Generator().manual_seed(world.seed)
     shape = (setting.designs, points, setting.dimension)
     choosing, judging = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    tasks = Moments.of(world)
+    tasks = TaskMoments.from_environment(world)
     penalty = PENALTIES[ridge_risks(B, tasks, choosing, PENALTIES).argmin()]
     return float(ridge_risks(B, tasks, judging, penalty[None]))
 

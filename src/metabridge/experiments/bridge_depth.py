@@ -34,13 +34,13 @@ from metabridge.experiments.bridge_fig1 import (
 )
 from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Result, Row, Work, environment
-from metabridge.kernels import Kernel, fully_connected, residual
+from metabridge.kernels import Kernel, fully_connected_kernel, residual_kernel
 
 ID = "bridge-depth"
 NETS: dict[str, Callable[[int], Kernel]] = {
-    "plain": fully_connected,
-    "residual": residual,
-    "residual with LayerNorm": partial(residual, layer_norm=True),
+    "plain": fully_connected_kernel,
+    "residual": residual_kernel,
+    "residual with LayerNorm": partial(residual_kernel, layer_norm=True),
 }
 TOLERANCE = 0.1  # of a limit in the depth, for what is measured on its way there
 SAME = 1e-4  # of the gap: the most that LayerNorm may change where it changes nothing but the kernels' scale

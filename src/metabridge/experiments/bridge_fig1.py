@@ -22,7 +22,7 @@ from metabridge.environments.regression_functions import Quadratic
 from metabridge.episodes import Episodes
 from metabridge.experiments.power_law import PowerLaw, mean
 from metabridge.experiments.result import Result, Row, Work, environment
-from metabridge.kernels import Empirical, FittedKernel, Kernel, KernelLearner, fully_connected
+from metabridge.kernels import EmpiricalKernel, FittedKernelLearner, Kernel, KernelLearner, fully_connected_kernel
 from metabridge.models import wide
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ def run(work: Work) -> Outcome:
         found = []
         for seed, (train, test) in drawn.items():
             net = None if width is None else wide(test.query_x.shape[-1], width=width, depth=depth, seed=seed)
-            kernel = fully_connected(depth) if net is None else Empirical(net.to(work.device, torch.float64))
+            kernel = (
+                fully_connected_kernel(depth) if net is None else EmpiricalKernel(net.to(work.device, torch.float64))
+            )
             anil, mtl = twins(kernel, train, **training)
             found.append(gap(anil, mtl, test))
         return found
@@ -129,13 +131,13 @@ def tasks(seed: int, training: int, test: int, device: str) -> tuple[Episodes, E
 
 def twins(
     kernel: Kernel, train: Episodes, *, inner_time: float = 0.0, ridge: float = 0.0, outer_time: float = math.inf
-) -> tuple[FittedKernel, FittedKernel]:
+) -> tuple[FittedKernelLearner, FittedKernelLearner]:
     """Return the twins of ANIL and of MTL, whose heads adapt to the end at test (A lemma 1)."""
     anil = KernelLearner(kernel, "anil", inner_time, test_time=math.inf, outer_time=outer_time, ridge=ridge)
     return anil.fit(train), replace(anil, method="mtl").fit(train)
 
 
-def gap(anil: FittedKernel, mtl: FittedKernel, test: Episodes) -> float:
+def gap(anil: FittedKernelLearner, mtl: FittedKernelLearner, test: Episodes) -> float:
     """‖F_ANIL − F_MTL‖ over the queries of a test task, the mean over test tasks."""
     return float((anil.predict(test) - mtl.predict(test)).flatten(1).norm(dim=1).mean())
 

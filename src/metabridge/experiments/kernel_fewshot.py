@@ -25,16 +25,19 @@ from metabridge.environments.image_tasks import Drawn, ImageTasks, LabelledImage
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.experiments.result import Result, Row, Work, environment
-from metabridge.kernels import AnalyticKernel, Kernel, KernelLearner, conv4, fully_connected
-from metabridge.kernels.kernel_predictors import FittedKernel, Twin
+from metabridge.kernels import AnalyticKernel, Kernel, KernelLearner, conv4_kernel, fully_connected_kernel
+from metabridge.kernels.kernel_predictors import FittedKernelLearner, KernelMethod
 from metabridge.training import Score, evaluate
 from metabridge.training.config import Plan
 
 ID = "kernel-fewshot"
 SIZE = 16  # pixels, the fewest that conv4's kernel takes: its cost grows with the fourth power
-KERNELS: dict[str, AnalyticKernel] = {"fully connected": fully_connected(depth=3), "conv4": conv4()}
-TWINS: tuple[Twin, ...] = ("mtl", "anil", "maml")
-ALONE: dict[str, Twin] = {"NNGP": "anil-split", "NTK": "maml"}  # trained for no time, only their inner loop is left
+KERNELS: dict[str, AnalyticKernel] = {"fully connected": fully_connected_kernel(depth=3), "conv4": conv4_kernel()}
+TWINS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
+ALONE: dict[str, KernelMethod] = {
+    "NNGP": "anil-split",
+    "NTK": "maml",
+}  # trained for no time, only their inner loop is left
 INNER_TIMES, RIDGES = (10.0, math.inf), (0.01, 1.0, 100.0)  # where the mean of Θ's diagonal is 1
 ANIL_TIME = 1.0  # in training
 UNTRAINED, FRESH = "support alone", "fresh tasks"  # what learners learnt from
@@ -280,13 +283,13 @@ class Case:
         drawn = Numbered(self.pool.tasks("train", shots=self.shots, queries=QUERIES[self.shots]), self.order)
         return drawn.sample(tasks, torch.Generator().manual_seed(self.seed))
 
-    def _score(self, fitted: FittedKernel, split: str) -> Score:
+    def _score(self, fitted: FittedKernelLearner, split: str) -> Score:
         tasks = self.scale.test_tasks if split == "test" else self.scale.validation_tasks
         judging = Numbered(self.scale.judging(self.pool, split, self.shots), self.order)
         return evaluate(fitted, judging, tasks=tasks, seed=self.seed)
 
 
-def choices(kernel: Kernel, twin: Twin) -> list[KernelLearner]:
+def choices(kernel: Kernel, twin: KernelMethod) -> list[KernelLearner]:
     """The twin with every inner time at test, and every ridge.
 
     MTL has no inner loop in training, and ANIL's must not fit a task exactly, since it trains without a split.

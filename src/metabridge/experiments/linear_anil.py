@@ -18,8 +18,16 @@ from torch import Tensor
 
 from metabridge.environments.shared_representation import VARIANCES, SharedRepresentation
 from metabridge.models.network import Params
-from metabridge.theory.anil import Moments, Rates, initial, limit, population_step, spectrum, stacked
-from metabridge.theory.finite_tasks import Iteration, Points, State, factorisation_loss, first_order_step
+from metabridge.theory.anil import (
+    AnilSettings,
+    TaskMoments,
+    initial_parameters,
+    limiting_gram,
+    population_step,
+    spectrum,
+    stack_moments,
+)
+from metabridge.theory.finite_tasks import NetParams, RepeatedStep, TaskPoints, factorisation_loss, first_order_step
 from metabridge.training.checkpoint import RunFolder
 
 CHUNK = 100  # steps between looks at the clock
@@ -47,14 +55,14 @@ class Setting:
     beta: float = 0.025
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> AnilSettings:
         """The step sizes."""
-        return Rates(self.alpha, self.beta, self.m_in)
+        return AnilSettings(self.alpha, self.beta, self.m_in)
 
     @property
-    def unlimited(self) -> Rates:
+    def unlimited(self) -> AnilSettings:
         """The step sizes, with infinitely many points in every task."""
-        return Rates(self.alpha, self.beta, math.inf)
+        return AnilSettings(self.alpha, self.beta, math.inf)
 
     def worlds(self, seed: int) -> list[SharedRepresentation]:
         """Return the environment of every run."""
@@ -69,9 +77,9 @@ class Setting:
         """Return Σ*."""
         return torch.diag(torch.tensor(self.variances, dtype=torch.float64))
 
-    def limit(self, rates: Rates) -> tuple[float, float]:
+    def limit(self, rates: AnilSettings) -> tuple[float, float]:
         """Return the least and the largest eigenvalue of Λ* (D eq. 8)."""
-        values = torch.linalg.eigvalsh(limit(self.covariance(), self.noise, rates))
+        values = torch.linalg.eigvalsh(limiting_gram(self.covariance(), self.noise, rates))
         return float(values[0]), float(values[-1])
 
 
@@ -90,7 +98,7 @@ class Curves:
         B = B.double().cpu()
         measured: dict[str, Tensor] = spectrum(B, torch.stack([world.representation for world in worlds]))._asdict()
         if w is not None:
-            centre = torch.stack([Moments.of(world).mean for world in worlds])
+            centre = torch.stack([TaskMoments.from_environment(world).mean for world in worlds])
             measured["start"] = ((B @ w.double().cpu()[..., None])[..., 0] - centre).square().sum(-1)
         self.steps.append(step)
         for quantity, values in measured.items():
@@ -117,10 +125,10 @@ def descend(
 ) -> Trained | None:
     """Train a method by gradient descent from where it stopped; None if the clock passed `until` before the end."""
     starts = [
-        initial(setting.dimension, setting.width, setting.alpha, torch.Generator().manual_seed(world.seed))
+        initial_parameters(setting.dimension, setting.width, setting.alpha, torch.Generator().manual_seed(world.seed))
         for world in worlds
     ]
-    state: State = (torch.stack([B for B, _ in starts]), torch.stack([w for _, w in starts]))
+    state: NetParams = (torch.stack([B for B, _ in starts]), torch.stack([w for _, w in starts]))
     done, seconds, curves = 0, 0.0, Curves()
     stored = folder.read("state")
     if stored is not None:
@@ -130,7 +138,7 @@ def descend(
     else:
         curves.add(0, worlds, *state)
     step, dtype = step_of(name, setting, worlds, device)
-    iteration = Iteration(step, (state[0].to(device, dtype), state[1].to(device, dtype)))
+    iteration = RepeatedStep(step, (state[0].to(device, dtype), state[1].to(device, dtype)))
     marks = marked(setting.steps)
     while done < setting.steps and time.perf_counter() < until:
         began = time.perf_counter()
@@ -148,15 +156,15 @@ def descend(
 
 def step_of(
     name: str, setting: Setting, worlds: list[SharedRepresentation], device: str
-) -> tuple[Callable[[Tensor, Tensor], State], torch.dtype]:
+) -> tuple[Callable[[Tensor, Tensor], NetParams], torch.dtype]:
     """Return the step of a method for all runs at once, and what it is computed in."""
     if name == "infinite-tasks":
-        tasks = stacked([Moments.of(world) for world in worlds]).to(device)
+        tasks = stack_moments([TaskMoments.from_environment(world) for world in worlds]).to(device)
         return partial(population_step, tasks=tasks, rates=setting.rates), torch.float64
     if name == "infinite-samples":
-        tasks = stacked([Moments.sampled(world.slopes, world.noise) for world in worlds]).to(device)
+        tasks = stack_moments([TaskMoments.from_tasks(world.slopes, world.noise) for world in worlds]).to(device)
         return partial(population_step, tasks=tasks, rates=setting.unlimited), torch.float64
-    points = Points.of([world.tasks for world in worlds]).to(device, torch.float32)
+    points = TaskPoints.from_episodes([world.tasks for world in worlds]).to(device, torch.float32)
     adapts: Literal["head", "all"] = "all" if name == "fo-maml" else "head"
     return partial(first_order_step, points=points, rates=setting.rates, adapts=adapts), torch.float32
 
@@ -186,7 +194,7 @@ def factorise(
 def burer_monteiro(setting: Setting, world: SharedRepresentation, device: str) -> tuple[Tensor, Curves]:
     """Return the B that L-BFGS finds from B₀ᵀB₀ = I/100 and heads of squared norm k'/100, and its curves."""
     generator = torch.Generator().manual_seed(world.seed)
-    B, _ = initial(world.dimension, setting.width, 25.0, generator)  # I/4α with α = 25
+    B, _ = initial_parameters(world.dimension, setting.width, 25.0, generator)  # I/4α with α = 25
     heads = torch.randn(setting.tasks, setting.width, generator=generator, dtype=torch.float64)
     heads *= math.sqrt(0.01 * setting.width) / heads.norm(dim=1, keepdim=True)
     tasks = world.tasks.without_split().to(device, torch.float64)

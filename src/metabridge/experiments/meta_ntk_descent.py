@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metabridge.environments.regression_functions import Quadratic
 from metabridge.episodes import Episodes
-from metabridge.kernels import fully_connected
+from metabridge.kernels import fully_connected_kernel
 from metabridge.learners.engine import Engine
 from metabridge.learners.inner_solvers import Problem
 from metabridge.learners.method import Method
@@ -23,7 +23,7 @@ from metabridge.learners.parameters import moving, starting_heads, trainable
 from metabridge.models.network import Network, Params, apply_features, apply_head
 
 DEPTH = 3
-KERNEL = fully_connected(depth=DEPTH)
+KERNEL = fully_connected_kernel(depth=DEPTH)
 TASKS = Quadratic(shots=4, queries=4)
 
 

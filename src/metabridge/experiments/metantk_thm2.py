@@ -22,7 +22,7 @@ from metabridge.episodes import Episodes
 from metabridge.experiments.meta_ntk_descent import DEPTH, KERNEL, TASKS, descend, initialisations, sample, squared
 from metabridge.experiments.power_law import PowerLaw, draw_laws, mean
 from metabridge.experiments.result import Result, Row, Work, environment
-from metabridge.kernels.kernel_predictors import KernelLearner, Twin
+from metabridge.kernels.kernel_predictors import KernelLearner, KernelMethod
 from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import Method, method
@@ -31,7 +31,7 @@ from metabridge.models import wide
 from metabridge.models.network import Network
 
 ID = "metantk-thm2"
-METHODS: tuple[Twin, ...] = ("mtl", "anil", "maml")
+METHODS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Stage:
     predicted: Tensor
 
 
-Errors = dict[str, dict[Twin, dict[int, list[float]]]]  # at the end of a stage, of a method, by width
+Errors = dict[str, dict[KernelMethod, dict[int, list[float]]]]  # at the end of a stage, of a method, by width
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def run(work: Work) -> Outcome:
     return Outcome(result, errors)
 
 
-def _stages(scale: Scale, name: Twin, train: Episodes, test: Episodes) -> tuple[Stage, Stage]:
+def _stages(scale: Scale, name: KernelMethod, train: Episodes, test: Episodes) -> tuple[Stage, Stage]:
     """Small steps up to the finite time, then larger ones to the end."""
     twin = KernelLearner(
         KERNEL, name, inner_time=0.0 if name == "mtl" else scale.inner_time, test_time=scale.inner_time
@@ -122,7 +122,7 @@ def _stages(scale: Scale, name: Twin, train: Episodes, test: Episodes) -> tuple[
 
 
 def trained(
-    scale: Scale, name: Twin, net: Network, train: Episodes, test: Episodes, stages: tuple[Stage, ...]
+    scale: Scale, name: KernelMethod, net: Network, train: Episodes, test: Episodes, stages: tuple[Stage, ...]
 ) -> Iterator[Tensor]:
     """Train a net, and yield what it has learnt to predict for the test tasks at the end of each stage."""
     chosen, at_test = _methods(scale, name)
@@ -139,7 +139,7 @@ def trained(
         yield predict(at_test, net, weights, shifted) - (shifted.query_y - test.query_y)
 
 
-def _methods(scale: Scale, name: Twin) -> tuple[Method, Method]:
+def _methods(scale: Scale, name: KernelMethod) -> tuple[Method, Method]:
     """The method that trains, and the one that adapts at test."""
     inner = {"steps": scale.inner_steps, "lr": scale.inner_time / scale.inner_steps, "loss": squared}
     if name == "maml":

@@ -16,14 +16,14 @@ from metabridge.environments import LabelledImages
 from metabridge.experiments.kernel_fewshot import SIZE
 from metabridge.experiments.landscape_table1 import TARGETS
 from metabridge.experiments.result import Result, Row
-from metabridge.kernels import fully_connected
+from metabridge.kernels import fully_connected_kernel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLAIN = ("rfs", "mtl")  # methods that do not adapt in training; of two of a kind the formulas say nothing
 METHODS = (*PLAIN, "anil", "maml")
-KERNEL = fully_connected(depth=3, bias_variance=0.1)
+KERNEL = fully_connected_kernel(depth=3, bias_variance=0.1)
 
 
 @dataclass(frozen=True)

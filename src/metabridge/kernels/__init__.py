@@ -2,11 +2,17 @@
 
 from metabridge.kernels.activations import Cosine, Erf, Gelu, ReLU, Sine
 from metabridge.kernels.analytic_kernel import AnalyticKernel
-from metabridge.kernels.architectures import conv4, convolutional, fully_connected, residual
+from metabridge.kernels.architectures import conv4_kernel, convolutional_kernel, fully_connected_kernel, residual_kernel
 from metabridge.kernels.conv_layers import AveragePool, Conv, Flatten, GlobalAveragePool
-from metabridge.kernels.empirical import Empirical
+from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.kernel import Kernel
-from metabridge.kernels.kernel_predictors import FittedKernel, KernelLearner, predict_anil, predict_maml, predict_mtl
+from metabridge.kernels.kernel_predictors import (
+    FittedKernelLearner,
+    KernelLearner,
+    predict_anil,
+    predict_maml,
+    predict_mtl,
+)
 from metabridge.kernels.layers import Dense, LayerNorm, Residual
 from metabridge.kernels.meta_kernels import anil_kernel, mtl_kernel, split_kernel
 
@@ -16,9 +22,9 @@ __all__ = [
     "Conv",
     "Cosine",
     "Dense",
-    "Empirical",
+    "EmpiricalKernel",
     "Erf",
-    "FittedKernel",
+    "FittedKernelLearner",
     "Flatten",
     "Gelu",
     "GlobalAveragePool",
@@ -29,13 +35,13 @@ __all__ = [
     "Residual",
     "Sine",
     "anil_kernel",
-    "conv4",
-    "convolutional",
-    "fully_connected",
+    "conv4_kernel",
+    "convolutional_kernel",
+    "fully_connected_kernel",
     "mtl_kernel",
     "predict_anil",
     "predict_maml",
     "predict_mtl",
-    "residual",
+    "residual_kernel",
     "split_kernel",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.errors import InputError
-from metabridge.kernels.layers import State
+from metabridge.kernels.layers import KernelState
 
 # Pairs whose angle is below √(2⁵ε) ≈ 8e-8, the resolution of a covariance in double precision, count as parallel.
 _PARALLEL = 2**5 * torch.finfo(torch.float64).eps
@@ -20,7 +20,7 @@ _PARALLEL = 2**5 * torch.finfo(torch.float64).eps
 class Activation(ABC):
     """A function φ between layers: Σ ← E[φ(u)φ(v)] and Θ ← Θ·E[φ'(u)φ'(v)] for (u, v) ~ N(0, Σ)."""
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Replace the covariances of u and v by those of φ(u) and φ(v)."""
         state.cov, slope = self.moments(state.cov, *state.variances(state))
         if state.ntk is not None:

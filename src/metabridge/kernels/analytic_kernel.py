@@ -17,7 +17,7 @@ from torch import Tensor
 
 from metabridge.errors import InputError, describe
 from metabridge.kernels.conv_layers import AveragePool, Flatten, GlobalAveragePool, Spatial, same_pixels
-from metabridge.kernels.layers import Dense, Layer, Residual, State
+from metabridge.kernels.layers import Dense, KernelState, Layer, Residual
 
 MEMORY = 2**30
 _COPIES = 8  # of a tile, at most, that its computation holds at a time
@@ -81,7 +81,7 @@ class AnalyticKernel:
         for i, j in _tiles(len(x), None if z is None else len(z), pairs):
             variances = iter([(p[i], q[j]) for p, q in zip(left, right)])
             cov = _inner(x[i].double(), columns[j].double(), self.space)
-            state = State(cov, torch.zeros_like(cov) if results == 2 else None, self.space, _Between(variances))
+            state = KernelState(cov, torch.zeros_like(cov) if results == 2 else None, self.space, _Between(variances))
             self._propagate(state)
             for whole, tile in zip(out, (state.cov, state.ntk)):
                 assert tile is not None
@@ -98,7 +98,7 @@ class AnalyticKernel:
         for i in _spans(len(x), pairs):
             alone = _Alone([])
             cov = _squares(x[i].double(), self.space)
-            state = State(cov, torch.zeros_like(cov), self.space, alone)
+            state = KernelState(cov, torch.zeros_like(cov), self.space, alone)
             self._propagate(state)
             blocks.append(alone.variances)
             assert state.ntk is not None
@@ -107,7 +107,7 @@ class AnalyticKernel:
             self._check_diagonal(torch.cat(ends, 1).to(x.dtype), name)
         return [torch.cat(block) for block in zip(*blocks)]
 
-    def _propagate(self, state: State) -> None:
+    def _propagate(self, state: KernelState) -> None:
         for index, layer in enumerate(self.layers):
             if state.space == 4 and not _pools(self.layers[index:]):
                 state.map(same_pixels)
@@ -179,7 +179,7 @@ class _Alone:
 
     variances: list[Tensor]
 
-    def __call__(self, state: State) -> tuple[Tensor, Tensor]:
+    def __call__(self, state: KernelState) -> tuple[Tensor, Tensor]:
         if state.space == 4:
             variance = same_pixels(state.cov).clone()
             self.variances.append(variance)
@@ -194,7 +194,7 @@ class _Between:
 
     variances: Iterator[tuple[Tensor, Tensor]]
 
-    def __call__(self, state: State) -> tuple[Tensor, Tensor]:
+    def __call__(self, state: KernelState) -> tuple[Tensor, Tensor]:
         left, right = next(self.variances)
         if state.space == 4:
             return left[:, None, :, :, None, None], right[None, :, None, None]

@@ -12,7 +12,7 @@ from metabridge.kernels.conv_layers import AveragePool, Conv, Flatten, GlobalAve
 from metabridge.kernels.layers import Dense, Layer, LayerNorm, Residual
 
 
-def fully_connected(
+def fully_connected_kernel(
     depth: int,
     activation: str | Activation = "relu",
     weight_variance: float = 2.0,
@@ -26,7 +26,7 @@ def fully_connected(
     relu, leaky-relu, erf, gelu, sine, cosine and identity, or an instance with settings of its own.
 
     >>> import torch
-    >>> fully_connected(depth=2).ntk(torch.eye(2))
+    >>> fully_connected_kernel(depth=2).ntk(torch.eye(2))
     tensor([[2.0000, 0.3183],
             [0.3183, 2.0000]])
     """
@@ -36,7 +36,7 @@ def fully_connected(
     return AnalyticKernel((dense, *hidden * (depth - 1)), memory)
 
 
-def residual(
+def residual_kernel(
     depth: int,
     *,
     layer_norm: bool = False,
@@ -54,9 +54,9 @@ def residual(
     residual connections.
 
     >>> import torch
-    >>> residual(depth=3).nngp(torch.eye(2)).diagonal()
+    >>> residual_kernel(depth=3).nngp(torch.eye(2)).diagonal()
     tensor([2., 2.])
-    >>> residual(depth=30, layer_norm=True).nngp(torch.eye(2)).diagonal()
+    >>> residual_kernel(depth=30, layer_norm=True).nngp(torch.eye(2)).diagonal()
     tensor([1., 1.])
     """
     _check_depth(depth)
@@ -68,7 +68,7 @@ def residual(
     return AnalyticKernel((dense, *norm, *blocks, *between, dense), memory)
 
 
-def convolutional(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticKernel:
+def convolutional_kernel(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticKernel:
     """Return the kernels of a stack of layers on images.
 
     Without pooling a pair of images costs one covariance per pixel. With pooling it costs one for each pair of pixels,
@@ -76,7 +76,7 @@ def convolutional(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticK
 
     >>> import torch
     >>> from metabridge.kernels import Conv, Dense, Flatten, ReLU
-    >>> kernel = convolutional([Conv(3), ReLU(), Conv(3, stride=2), ReLU(), Flatten(), Dense()])
+    >>> kernel = convolutional_kernel([Conv(3), ReLU(), Conv(3, stride=2), ReLU(), Flatten(), Dense()])
     >>> kernel.ntk(torch.ones(1, 3, 8, 8))
     tensor([[4.4491]])
     """
@@ -86,7 +86,7 @@ def convolutional(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticK
     return kernel
 
 
-def conv4(
+def conv4_kernel(
     pooling: Literal["flatten", "global"] = "flatten",
     *,
     weight_variance: float = 2.0,
@@ -99,7 +99,7 @@ def conv4(
     left, or their mean, and a dense readout. Images may have any size from 16×16 pixels.
 
     >>> import torch
-    >>> conv4().nngp(torch.ones(1, 1, 16, 16))
+    >>> conv4_kernel().nngp(torch.ones(1, 1, 16, 16))
     tensor([[0.2551]])
     """
     if pooling not in ("flatten", "global"):
@@ -107,7 +107,7 @@ def conv4(
     convolution = Conv(3, padding=1, weight_variance=weight_variance, bias_variance=bias_variance)
     block: tuple[Layer, ...] = (convolution, *activation_layers("relu"), AveragePool(2))
     end = Flatten() if pooling == "flatten" else GlobalAveragePool()
-    return convolutional((*block * 4, end, Dense(weight_variance, bias_variance)), memory=memory)
+    return convolutional_kernel((*block * 4, end, Dense(weight_variance, bias_variance)), memory=memory)
 
 
 def _check_depth(depth: int) -> None:

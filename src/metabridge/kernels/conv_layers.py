@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.errors import InputError
-from metabridge.kernels.layers import State, check_variances
+from metabridge.kernels.layers import KernelState, check_variances
 
 # Where height and width are among the dimensions of a tensor, for the two ways to hold pixels against each other.
 _AXES = {2: ((-2,), (-1,)), 4: ((-4, -2), (-3, -1))}
@@ -49,7 +49,7 @@ class Conv:
         if self.padding not in ("same", "valid") and not (isinstance(self.padding, int) and self.padding >= 0):
             raise InputError(f"padding is {self.padding!r}, but must be 'same', 'valid' or a number of pixels.")
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Average each pair of patches, pixel by pixel, and put the parameters on top."""
         axes = _AXES[state.space]
         state.map(lambda values: self._patches(values, axes))
@@ -92,7 +92,7 @@ class AveragePool:
     def __post_init__(self) -> None:
         _check_window(self.size, self._stride)
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Average over one side after the other."""
 
         def pool(values: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class AveragePool:
 class GlobalAveragePool:
     """The mean over the image: Σ' = mean_ab Σ(a, b). It needs the covariance of every pixel with every other."""
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Average over all pairs of pixels."""
         state.map(lambda values: values.mean((-4, -3, -2, -1)))
         state.space = 0
@@ -129,7 +129,7 @@ class GlobalAveragePool:
 class Flatten:
     """All pixels as features of a dense layer: Σ' = mean_a Σ(a, a)."""
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Average over the pixels, each with itself."""
         state.map(lambda values: values.mean((-2, -1)))
         state.space = 0

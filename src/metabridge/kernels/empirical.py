@@ -68,7 +68,7 @@ class _Replayed:
 
 
 @dataclass(frozen=True, eq=False)
-class Empirical:
+class EmpiricalKernel:
     """The empirical kernels of `net` at `params` (its own unless given), with k outputs reduced in one of three ways.
 
     - outputs="mean": Θ(x, z) = (1/k) Σ_o J_o(x)·J_o(z), the kernel per output, (n, m)
@@ -88,7 +88,7 @@ class Empirical:
     precision (TF32 or not) is that of the recording.
 
     >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
-    >>> Empirical(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+    >>> EmpiricalKernel(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
     tensor([[5., 2.],
             [2., 1.]])
     """
@@ -117,7 +117,7 @@ class Empirical:
         """Θ(x, z), or Θ(x, x), which is exactly symmetric; its shape is as `outputs` says.
 
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
-        >>> Empirical(net, outputs="full").ntk(torch.randn(4, 2), torch.randn(5, 2)).shape
+        >>> EmpiricalKernel(net, outputs="full").ntk(torch.randn(4, 2), torch.randn(5, 2)).shape
         torch.Size([4, 5, 3, 3])
         """
         return self._ntk(self.part, x, z)
@@ -180,7 +180,7 @@ class Empirical:
         """K(x, z), the part of Θ that the head's weights and bias make: φ(x)·φ(z), + 1 with a bias, per output.
 
         >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
-        >>> Empirical(net).nngp(torch.tensor([[1.0, 2.0]]))
+        >>> EmpiricalKernel(net).nngp(torch.tensor([[1.0, 2.0]]))
         tensor([[5.]])
         """
         return self._ntk("head", x, z)
@@ -196,7 +196,7 @@ class Empirical:
         Θ(x, z) = J(x)J(z)ᵀ: (samples, k · parameters), divided by √k, for "mean", and (samples, parameters) for "sum".
 
         >>> net = nn.Sequential(nn.Linear(2, 3))
-        >>> [chunk.shape for chunk in Empirical(net, outputs="sum").jacobian(torch.randn(4, 2))]
+        >>> [chunk.shape for chunk in EmpiricalKernel(net, outputs="sum").jacobian(torch.randn(4, 2))]
         [torch.Size([4, 9])]
         """
         gradients, seen = self._survey(self.part, x, None)

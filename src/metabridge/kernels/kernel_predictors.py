@@ -24,11 +24,11 @@ from metabridge.kernels.kernel_systems import (
     Solution,
     cholesky_solve,
     condition_number,
-    conjugate_gradient,
+    conjugate_gradient_solve,
     refuse_duplicates,
 )
 
-Twin = Literal["mtl", "anil", "maml", "anil-split"]
+KernelMethod = Literal["mtl", "anil", "maml", "anil-split"]
 
 _PART = 2**26  # bytes at a time on a CPU, where larger tensors cost more to get from the system than to fill
 
@@ -47,15 +47,15 @@ class KernelLearner:
     would take more than `memory` bytes it is never formed, if `outer_time` is infinite.
 
     >>> from metabridge.environments import Quadratic
-    >>> from metabridge.kernels import fully_connected
+    >>> from metabridge.kernels import fully_connected_kernel
     >>> generator = torch.Generator().manual_seed(0)
     >>> train, test = (Quadratic().sample(tasks, generator) for tasks in (20, 3))
-    >>> KernelLearner(fully_connected(depth=3), "mtl").fit(train).predict(test).shape
+    >>> KernelLearner(fully_connected_kernel(depth=3), "mtl").fit(train).predict(test).shape
     torch.Size([3, 10, 1])
     """
 
     kernel: Kernel
-    method: Twin
+    method: KernelMethod
     inner_time: float = math.inf
     test_time: float | None = None
     outer_time: float = math.inf
@@ -86,10 +86,10 @@ class KernelLearner:
         """Whether training judges a task on other points than it adapts to."""
         return self.method in ("maml", "anil-split")
 
-    def fit(self, episodes: Episodes) -> FittedKernel:
+    def fit(self, episodes: Episodes) -> FittedKernelLearner:
         """Solve for what training on these tasks would learn."""
         episodes = self.prepared(episodes, "training task")
-        return FittedKernel(self, episodes if self.splits else episodes.without_split())
+        return FittedKernelLearner(self, episodes if self.splits else episodes.without_split())
 
     def prepared(self, episodes: Episodes, of: str) -> Episodes:
         """Return the tasks in float64, images flattened for a kernel of vectors; refuse points without a kernel."""
@@ -113,7 +113,7 @@ class KernelLearner:
         return True
 
 
-class FittedKernel:
+class FittedKernelLearner:
     """A twin that has seen its training tasks.
 
     Both lemmas have one form. With R_i taking from the gradients of task i's points what its inner loop explains,
@@ -133,8 +133,8 @@ class FittedKernel:
         else:
             self.points = episodes.support_x
             time = learner.inner_time if learner.method == "anil" else 0.0
-            self.left = meta_kernels.decay(
-                meta_kernels.own_grams(self.kernel, self.points, "head"), time, learner.inner_ridge
+            self.left = meta_kernels.residual_decay(
+                meta_kernels.task_grams(self.kernel, self.points, "head"), time, learner.inner_ridge
             )
             target = self.left @ _targets(episodes, episodes.support_y)  # Y − G_s(X, X, Y)
         self.solution = self._solve(target.flatten(0, 1))
@@ -205,7 +205,7 @@ class FittedKernel:
         """R of every task with a split, and G(X, X', Y'), what the inner loop alone predicts."""
         adapts: meta_kernels.Adapts = "all" if self.learner.method == "maml" else "head"
         x, support = episodes.query_x, episodes.support_x
-        left = meta_kernels.residual(self.kernel, x, support, adapts, time, self.learner.inner_ridge)
+        left = meta_kernels.residual_operator(self.kernel, x, support, adapts, time, self.learner.inner_ridge)
         return left, -left[..., x.shape[1] :] @ _targets(episodes, episodes.support_y)
 
     def _middle(self, tasks: slice) -> Tensor:
@@ -214,19 +214,21 @@ class FittedKernel:
         everything = self.points.flatten(0, 1)
         whole = tasks == slice(0, count)
         ntk, nngp = self.kernel.both(*((everything,) if whole else (self.points[tasks].flatten(0, 1), everything)))
-        own = meta_kernels.own_task(count, points, ntk)[tasks.start * points : tasks.stop * points]
-        return meta_kernels.between_tasks(ntk, nngp, own, self.learner.method, self.learner.heads)
+        own = meta_kernels.same_task(count, points, ntk)[tasks.start * points : tasks.stop * points]
+        return meta_kernels.shared_parameter_kernel(ntk, nngp, own, self.learner.method, self.learner.heads)
 
     def _solve(self, target: Tensor) -> Solution:
         """T_Φ target: Φ⁻¹ at the end of training, or what `outer_time` of it does."""
         learner = self.learner
         if learner.outer_time < math.inf:
-            return Solution(meta_kernels.adaptation(self.matrix, learner.outer_time, learner.ridge) @ target, 0.0)
+            return Solution(
+                meta_kernels.adaptation_operator(self.matrix, learner.outer_time, learner.ridge) @ target, 0.0
+            )
         if learner.ridge == 0:
             self._refuse_duplicates()
         if 3 * 8 * (self.points.shape[0] * self.points.shape[1]) ** 2 <= learner.memory:
             return cholesky_solve(self.matrix, target, learner.ridge)
-        own = self.left @ meta_kernels.own_grams(self.kernel, self.points, "all") @ self.left.mT
+        own = self.left @ meta_kernels.task_grams(self.kernel, self.points, "all") @ self.left.mT
         own.diagonal(dim1=-2, dim2=-1).add_(learner.ridge)
         factor, failed = torch.linalg.cholesky_ex(own)  # of each task's own block, which is most of Φ
         if failed.any():
@@ -238,7 +240,7 @@ class FittedKernel:
         def precondition(v: Tensor) -> Tensor:
             return torch.cholesky_solve(v.unflatten(0, own.shape[:2]), factor).flatten(0, 1)
 
-        return conjugate_gradient(self._product, target, precondition)
+        return conjugate_gradient_solve(self._product, target, precondition)
 
     def _refuse_duplicates(self) -> None:
         try:

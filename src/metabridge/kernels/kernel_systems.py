@@ -64,23 +64,23 @@ def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = Non
     return most / least if least > most * len(matrix) * eps else float("inf")
 
 
-def conjugate_gradient(
+def conjugate_gradient_solve(
     product: Product,
     target: Tensor,
     precondition: Product,
     *,
     tolerance: float = 1e-10,
-    most_steps: int = 1000,
+    max_steps: int = 1000,
 ) -> Solution:
     """Solve Mv = target, columns side by side, where only products with M can be had.
 
-    >>> conjugate_gradient(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
+    >>> conjugate_gradient_solve(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
     tensor([[0.5000]])
     """
-    values, solved = conjugate_gradients(product, target, precondition, over=0, fall=tolerance**2, steps=most_steps)
+    values, solved = conjugate_gradients(product, target, precondition, over=0, fall=tolerance**2, steps=max_steps)
     if not solved.all():
         worst = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).nan_to_num().max())
-        log.warning("conjugate gradient stopped after %d steps with a relative residual of %.1e.", most_steps, worst)
+        log.warning("conjugate gradient stopped after %d steps with a relative residual of %.1e.", max_steps, worst)
     return Solution(values, 0.0)
 
 

@@ -16,7 +16,7 @@ from metabridge.errors import InputError, check_not_negative, check_positive
 
 
 @dataclass
-class State:
+class KernelState:
     """Covariances between points somewhere in the network; layers change it, in place where they can.
 
     `cov` and `ntk` are (rows, columns, *pixels), or (points, *pixels) for points with themselves. `space` counts the
@@ -27,7 +27,7 @@ class State:
     cov: Tensor
     ntk: Tensor | None
     space: Literal[0, 2, 4]
-    variances: Callable[[State], tuple[Tensor, Tensor]]  # the variances of rows and columns, to be broadcast
+    variances: Callable[[KernelState], tuple[Tensor, Tensor]]  # the variances of rows and columns, to be broadcast
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a linear map to the covariances and to the NTK."""
@@ -47,7 +47,7 @@ class State:
 class Layer(Protocol):
     """One layer of a network."""
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Turn the state below the layer into the state above it."""
         ...
 
@@ -62,7 +62,7 @@ class Dense:
     def __post_init__(self) -> None:
         check_variances(self.weight_variance, self.bias_variance)
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Take the mean over the inputs' features, as `state` holds it, to that of the outputs."""
         state.add_parameters(self.weight_variance, self.bias_variance)
 
@@ -74,7 +74,7 @@ class LayerNorm:
     Among infinitely many units the mean is 0 and the variance a constant, through which no gradient flows.
     """
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Scale each point to variance 1."""
         left, right = (variance.rsqrt() for variance in state.variances(state))
         state.map(lambda values: values.mul_(left).mul_(right))
@@ -86,9 +86,9 @@ class Residual:
 
     layers: tuple[Layer, ...]
 
-    def propagate(self, state: State) -> None:
+    def propagate(self, state: KernelState) -> None:
         """Send a copy through the branch and add it."""
-        branch = State(
+        branch = KernelState(
             state.cov.clone(), None if state.ntk is None else state.ntk.clone(), state.space, state.variances
         )
         for layer in self.layers:

@@ -21,14 +21,14 @@ Adapts = Literal["all", "head"]
 _SHARED = 128  # points of tasks that share a call of the kernel: more are wasted on pairs of different tasks
 
 
-def adaptation(gram: Tensor, time: float, ridge: float = 0.0, eps: float | None = None) -> Tensor:
+def adaptation_operator(gram: Tensor, time: float, ridge: float = 0.0, eps: float | None = None) -> Tensor:
     """T = M⁻¹(I − e^{−sM}), what `time` s = λτ of gradient flow on a support with the Gram matrix M does (A eq. 17).
 
     In the eigenbasis each mode is −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞: no inverse
     of a near-singular matrix is ever formed. `ridge` is added to M, whose entries are right to `eps`, relative to the
     largest: to the precision of their dtype unless given.
 
-    >>> adaptation(2 * torch.eye(1), time=math.inf)
+    >>> adaptation_operator(2 * torch.eye(1), time=math.inf)
     tensor([[0.5000]])
     """
     values, vectors = _modes(gram, ridge)
@@ -47,10 +47,10 @@ def adaptation(gram: Tensor, time: float, ridge: float = 0.0, eps: float | None 
     return (vectors * modes[..., None, :]) @ vectors.mT
 
 
-def decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
+def residual_decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
     """I − M T, what is left of a residual after `time` s of gradient flow: e^{−sM} without a ridge.
 
-    >>> decay(torch.eye(1), time=math.log(2))
+    >>> residual_decay(torch.eye(1), time=math.log(2))
     tensor([[0.5000]])
     """
     values, vectors = _modes(gram, ridge)
@@ -68,18 +68,18 @@ def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
     matrices, so positive semi-definite itself.
     """
     ntk, nngp = kernel.both(x.flatten(0, 1))
-    return between_tasks(ntk, nngp, own_task(len(x), x.shape[1], ntk), "mtl", heads)
+    return shared_parameter_kernel(ntk, nngp, same_task(len(x), x.shape[1], ntk), "mtl", heads)
 
 
 def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared") -> Tensor:
     """Φ_ANIL[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j}, K_i = K(X_i, X_i), without a query-support split (A lemma 1)."""
     tasks, points = x.shape[:2]
     ntk, nngp = kernel.both(x.flatten(0, 1))
-    left = decay(blocks(nngp, points), time)
-    return sandwich(left, between_tasks(ntk, nngp, own_task(tasks, points, ntk), "anil", heads), left)
+    left = residual_decay(diagonal_blocks(nngp, points), time)
+    return sandwich(left, shared_parameter_kernel(ntk, nngp, same_task(tasks, points, ntk), "anil", heads), left)
 
 
-def between_tasks(ntk: Tensor, nngp: Tensor, own: Tensor, method: str, heads: Heads) -> Tensor:
+def shared_parameter_kernel(ntk: Tensor, nngp: Tensor, own: Tensor, method: str, heads: Heads) -> Tensor:
     """What the parameters that tasks share put between their points; `own` says where points are of one task."""
     if heads == "independent":
         return torch.where(own, ntk, 0)
@@ -103,15 +103,15 @@ def split_kernel(
     the queries and supports of other tasks for the columns. Positive semi-definite by construction.
     """
     points = torch.cat([query, support], 1)
-    rows = residual(kernel, query, support, adapts, time, ridge)
+    rows = residual_operator(kernel, query, support, adapts, time, ridge)
     if others is None:
         return sandwich(rows, kernel.ntk(points.flatten(0, 1)), rows)
-    columns = residual(kernel, *others, adapts, time, ridge)
+    columns = residual_operator(kernel, *others, adapts, time, ridge)
     middle = kernel.ntk(points.flatten(0, 1), torch.cat(others, 1).flatten(0, 1))
     return sandwich(rows, middle, columns)
 
 
-def residual(
+def residual_operator(
     kernel: Kernel,
     query: Tensor,
     support: Tensor,
@@ -120,25 +120,25 @@ def residual(
     ridge: float = 0.0,
     eps: float | None = None,
 ) -> Tensor:
-    """R = [I, −M(X, X')T_M(X')] of every task, (tasks, queries, queries + supports); `eps` is that of `adaptation`."""
-    own = own_grams(kernel, torch.cat([query, support], 1), adapts)
+    """R = [I, −M(X, X')T_M(X')] of every task, (tasks, queries, queries + supports)."""
+    own = task_grams(kernel, torch.cat([query, support], 1), adapts)
     queries = query.shape[1]
-    explained = own[:, :queries, queries:] @ adaptation(own[:, queries:, queries:], time, ridge, eps)
+    explained = own[:, :queries, queries:] @ adaptation_operator(own[:, queries:, queries:], time, ridge, eps)
     identity = torch.eye(queries, dtype=own.dtype, device=own.device).expand(len(query), -1, -1)
     return torch.cat([identity, -explained], -1)
 
 
-def own_grams(kernel: Kernel, x: Tensor, adapts: Adapts) -> Tensor:
+def task_grams(kernel: Kernel, x: Tensor, adapts: Adapts) -> Tensor:
     """The Gram matrix of every task's own points, (tasks, points, points): of Θ, or of K where the head adapts."""
     choose = kernel.ntk if adapts == "all" else kernel.nngp
     tasks, points = x.shape[:2]
     # Between vectors a call costs more than its pairs, so some tasks share one; between images every pair is dear.
     together = max(1, _SHARED // points) if x.ndim == 3 else 1
     parts = [x[first : first + together] for first in range(0, tasks, together)]
-    return torch.cat([blocks(choose(part.flatten(0, 1)), points) for part in parts])
+    return torch.cat([diagonal_blocks(choose(part.flatten(0, 1)), points) for part in parts])
 
 
-def blocks(matrix: Tensor, points: int) -> Tensor:
+def diagonal_blocks(matrix: Tensor, points: int) -> Tensor:
     """The diagonal blocks of a matrix over the points of tasks, (tasks, points, points)."""
     tasks = len(matrix) // points
     return matrix.reshape(tasks, points, tasks, points).diagonal(dim1=0, dim2=2).movedim(-1, 0)
@@ -151,7 +151,7 @@ def sandwich(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     return torch.einsum("nkd,kcd->nkc", wide, right).flatten(1)
 
 
-def own_task(tasks: int, points: int, like: Tensor) -> Tensor:
+def same_task(tasks: int, points: int, like: Tensor) -> Tensor:
     """Where row and column belong to the same task."""
     task = torch.arange(tasks, device=like.device).repeat_interleave(points)
     return task[:, None] == task

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.kernels import kernel_systems
-from metabridge.kernels.empirical import Empirical
-from metabridge.kernels.meta_kernels import Adapts, residual, sandwich
+from metabridge.kernels.empirical import EmpiricalKernel
+from metabridge.kernels.meta_kernels import Adapts, residual_operator, sandwich
 
 KernelName = Literal["maml", "anil", "ntk"]
 
@@ -102,7 +102,7 @@ class Conditioning:
 
     def grams(self, net: nn.Module, x: Tensor) -> Grams:
         """The kernels of `net` that the condition number is made of."""
-        kernel = Empirical(net, outputs="sum")
+        kernel = EmpiricalKernel(net, outputs="sum")
         return Grams(kernel.ntk(x), kernel.nngp(x) if self.kernel == "anil" else None)
 
     def of_grams(self, grams: Grams, tasks: int, queries: int) -> Score:
@@ -119,13 +119,13 @@ class Conditioning:
             return condition_number(table.theta, eps)
         try:
             return self._between_tasks(table, torch.arange(len(table.theta)).view(tasks, -1), queries, eps)
-        except InputError as error:  # of `adaptation`, which names the points that cannot be told apart
+        except InputError as error:  # `adaptation_operator` names the points that cannot be told apart
             return Score(math.inf, str(error))
 
     def _between_tasks(self, table: _Table, places: Tensor, queries: int, eps: float) -> Score:
         """The condition number of Φ = RΘRᵀ, to which Θ brings errors of eps σ_max(Θ) ‖R‖², however small Φ is."""
         ends = places[:, :queries], places[:, queries:]
-        left = residual(table, *ends, _ADAPTS[self.kernel], self.time, self.ridge, eps)
+        left = residual_operator(table, *ends, _ADAPTS[self.kernel], self.time, self.ridge, eps)
         matrix = sandwich(left, table.theta, left)
         theta, phi = (float(torch.linalg.matrix_norm(each, 2)) for each in (table.theta, matrix))
         error = eps * theta * float(torch.linalg.matrix_norm(left, 2).max()) ** 2

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from metabridge.errors import InputError, check_count, check_positive
 from metabridge.learners.ridge_regression import ridge_weight
-from metabridge.theory.anil import Moments, Rates
+from metabridge.theory.anil import AnilSettings, TaskMoments
 
 
-def one_step(B: Tensor, w: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
+def one_step_estimate(B: Tensor, w: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
     """θ̂ = B(w − α∇ℓ(w)), one step of gradient descent on each task's points (D eq. 11): (tasks, d).
 
     `x` is (tasks, points, d) and `y` (tasks, points).
 
     >>> eye = torch.eye(2)
-    >>> one_step(eye, torch.zeros(2), eye[None], torch.tensor([[4.0, 6.0]]), alpha=0.5)
+    >>> one_step_estimate(eye, torch.zeros(2), eye[None], torch.tensor([[4.0, 6.0]]), alpha=0.5)
     tensor([[1.0000, 1.5000]])
     """
     errors = x @ (B @ w) - y
@@ -39,8 +39,8 @@ def ridge(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
     return weight[:, 0] @ B.mT
 
 
-def one_step_risk(B: Tensor, w: Tensor, tasks: Moments, alpha: float, points: float) -> Tensor:
-    """Return the risk of `one_step`, exactly; with `points` = m_in it is the objective of ANIL (D eq. 1).
+def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points: float) -> Tensor:
+    """Return the risk of `one_step_estimate`, exactly; with `points` = m_in it is the objective of ANIL (D eq. 1).
 
     With P = BBᵀ and E = E[eeᵀ] of e = Bw − θ it is
     ½(tr E − 2α tr PE + α²(1 + 1/m) tr P²E + (α²/m) tr P² (tr E + σ²)).
@@ -53,7 +53,7 @@ def one_step_risk(B: Tensor, w: Tensor, tasks: Moments, alpha: float, points: fl
     return (total - 2 * alpha * (P * errors).sum((-2, -1)) + alpha**2 * spread) / 2
 
 
-def least_risk(tasks: Moments, points: float) -> Tensor:
+def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
     """Return the least that `one_step_risk` can be over all B, w and α: theorem 1's limit attains it (D app. F).
 
     The risk is convex in P, and at P = (1/α)((1 + 1/m)E + (tr E + σ²)/m I)⁻¹E it is least: for each eigenvalue e of
@@ -68,7 +68,7 @@ def least_risk(tasks: Moments, points: float) -> Tensor:
     return (values - kept).sum(-1) / 2
 
 
-def ridge_risks(B: Tensor, tasks: Moments, x: Tensor, penalties: Tensor) -> Tensor:
+def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> Tensor:
     """Return the risk of `ridge` for each penalty, over tasks and noise exactly and over the designs `x` on average.
 
     With XBBᵀXᵀ = QΛQᵀ, D = (Λ + penalty)⁻¹, A = BBᵀXᵀQ and E[θθᵀ] = LLᵀ, the estimate is ADQᵀ(Xθ + z), and its
@@ -91,7 +91,7 @@ def ridge_risks(B: Tensor, tasks: Moments, x: Tensor, penalties: Tensor) -> Tens
     return risks
 
 
-def error_bound(norm: Tensor, covariance: Tensor, noise: float, rates: Rates, points: int) -> Tensor:
+def error_bound(norm: Tensor, covariance: Tensor, noise: float, rates: AnilSettings, points: int) -> Tensor:
     """Return proposition 1's bound on ‖θ̂ − θ‖ after one step at theorem 1's limit, up to its universal constant.
 
     (1 + σ̄²/λ_min(Σ*))/m_in ‖w*‖ + (‖w*‖ + σ)√(k/m_test), σ̄² = tr Σ* + σ², for a task of norm ‖w*‖. It holds

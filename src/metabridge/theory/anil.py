@@ -18,7 +18,7 @@ from metabridge.errors import InputError, check_positive
 
 
 @dataclass(frozen=True)
-class Rates:
+class AnilSettings:
     """The step sizes α of the inner and β of the outer loop, and the points of a task that adapt, possibly ∞."""
 
     alpha: float = 0.025
@@ -32,7 +32,7 @@ class Rates:
             raise InputError(f"m_in is {self.m_in}, but adaptation needs at least one point. Use m_in=1 or more.")
 
 
-class Moments(NamedTuple):
+class TaskMoments(NamedTuple):
     """What the limit of many tasks knows of them: E[θ] (..., d), E[θθᵀ] (..., d, d), and the noise's σ²."""
 
     mean: Tensor
@@ -40,7 +40,7 @@ class Moments(NamedTuple):
     noise: float
 
     @classmethod
-    def of(cls, world: SharedRepresentation) -> Moments:
+    def from_environment(cls, world: SharedRepresentation) -> TaskMoments:
         """Return the moments of infinitely many tasks of an environment."""
         mean = torch.zeros(world.rank, dtype=torch.float64)
         if world.mean is not None:
@@ -50,7 +50,7 @@ class Moments(NamedTuple):
         return cls(basis @ mean, basis @ second @ basis.mT, world.noise)
 
     @classmethod
-    def sampled(cls, slopes: Tensor, noise: float) -> Moments:
+    def from_tasks(cls, slopes: Tensor, noise: float) -> TaskMoments:
         """Return the moments of the tasks with these slopes, (..., tasks, d)."""
         slopes = slopes.double()
         return cls(slopes.mean(-2), slopes.mT @ slopes / slopes.shape[-2], noise)
@@ -61,19 +61,19 @@ class Moments(NamedTuple):
         cross = _outer(u, self.mean)
         return mean, _outer(u, u) - cross - cross.mT + self.second
 
-    def to(self, device: torch.device | str) -> Moments:
+    def to(self, device: torch.device | str) -> TaskMoments:
         """Move to a device."""
-        return Moments(self.mean.to(device), self.second.to(device), self.noise)
+        return TaskMoments(self.mean.to(device), self.second.to(device), self.noise)
 
 
-def stacked(moments: list[Moments]) -> Moments:
+def stack_moments(moments: list[TaskMoments]) -> TaskMoments:
     """Put the moments of runs with the same noise side by side."""
-    return Moments(
+    return TaskMoments(
         torch.stack([each.mean for each in moments]), torch.stack([each.second for each in moments]), moments[0].noise
     )
 
 
-def initial(dimension: int, width: int, alpha: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def initial_parameters(dimension: int, width: int, alpha: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return B₀ with B₀ᵀB₀ = I/4α, in a random direction, and w₀ on the sphere of squared radius α k'/100 (D §5)."""
     if width > dimension:
         raise InputError(f"width is {width}, but D's layers are no wider than the inputs. Use width={dimension}.")
@@ -83,7 +83,7 @@ def initial(dimension: int, width: int, alpha: float, generator: torch.Generator
     return B, math.sqrt(0.01 * width * alpha) * direction / direction.norm()
 
 
-def adapted_moments(B: Tensor, w: Tensor, tasks: Moments, rates: Rates) -> tuple[Tensor, Tensor]:
+def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, rates: AnilSettings) -> tuple[Tensor, Tensor]:
     """Return E[wᵢ] and E[wᵢwᵢᵀ] of the heads after the inner step, over tasks and their points (D eq. 7, lemma 15).
 
     wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m, for which E[S] = I and
@@ -98,18 +98,18 @@ def adapted_moments(B: Tensor, w: Tensor, tasks: Moments, rates: Rates) -> tuple
     return w - step, _outer(w, w) - cross - cross.mT + spread
 
 
-def population_step(B: Tensor, w: Tensor, tasks: Moments, rates: Rates) -> tuple[Tensor, Tensor]:
+def population_step(B: Tensor, w: Tensor, tasks: TaskMoments, rates: AnilSettings) -> tuple[Tensor, Tensor]:
     """Take one outer step of FO-ANIL on infinitely many tasks (D eq. 5–7).
 
     With m_in = ∞ and the moments of sampled tasks, this is FO-ANIL with infinitely many points a task.
 
     >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0))
-    >>> B, w = initial(8, 8, 0.025, torch.Generator().manual_seed(0))
-    >>> B, w = population_step(B, w, Moments.of(world), Rates())
+    >>> B, w = initial_parameters(8, 8, 0.025, torch.Generator().manual_seed(0))
+    >>> B, w = population_step(B, w, TaskMoments.from_environment(world), AnilSettings())
     >>> B.shape, w.shape
     (torch.Size([8, 8]), torch.Size([8]))
     """
-    head, heads = adapted_moments(B, w, tasks, rates)
+    head, heads = adapted_head_moments(B, w, tasks, rates)
     # E[θwᵢᵀ] = E[θ](w − αBᵀBw)ᵀ + αE[θθᵀ]B
     start = w - rates.alpha * _times(B.mT, _times(B, w))
     slopes = _outer(tasks.mean, start) + rates.alpha * tasks.second @ B
@@ -117,16 +117,16 @@ def population_step(B: Tensor, w: Tensor, tasks: Moments, rates: Rates) -> tuple
     return B - rates.beta * (B @ heads - slopes), w - rates.beta * descent
 
 
-def limit(covariance: Tensor, noise: float, rates: Rates) -> Tensor:
+def limiting_gram(covariance: Tensor, noise: float, rates: AnilSettings) -> Tensor:
     """Λ* = (1/α)(m/(m+1))(I − ((m+1)/σ̄² Σ* + I)⁻¹), σ̄² = tr Σ* + σ²: where B*ᵀBBᵀB* goes (D eq. 8).
 
     Written as (1/α)((1 + 1/m)Σ* + (σ̄²/m) I)⁻¹Σ*, which also holds for m = ∞. `covariance` is Σ*, (..., k, k),
     about the mean of the tasks.
 
-    >>> limit(torch.eye(1), 0.0, Rates(alpha=0.5, m_in=2))
+    >>> limiting_gram(torch.eye(1), 0.0, AnilSettings(alpha=0.5, m_in=2))
     tensor([[1.]])
     """
-    check_limit(covariance, rates)
+    check_convergence(covariance, rates)
     share = 1 / rates.m_in
     total = share * (_trace(covariance) + noise)
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
@@ -134,7 +134,7 @@ def limit(covariance: Tensor, noise: float, rates: Rates) -> Tensor:
     return solved / rates.alpha
 
 
-def check_limit(covariance: Tensor, rates: Rates, width: int | None = None) -> None:
+def check_convergence(covariance: Tensor, rates: AnilSettings, width: int | None = None) -> None:
     """Refuse a setting in which FO-ANIL does not go to theorem 1's limit.
 
     Along an eigenvector of Σ* of eigenvalue s, a step multiplies what is left to the limit by 1 − 2αβs.
@@ -163,13 +163,13 @@ def check_limit(covariance: Tensor, rates: Rates, width: int | None = None) -> N
         )
 
 
-def unlearning_bound(start: float, steps: Tensor, total: float, rates: Rates) -> Tensor:
+def unlearning_bound(start: float, steps: Tensor, total: float, rates: AnilSettings) -> Tensor:
     """Bound the largest squared singular value of B*⊥ᵀB after `steps`, from `start`: 1/(1/start + ct) (D app. H).
 
     c = βα²σ̄²/m, with `total` σ̄²: E[wᵢwᵢᵀ] is at least (α²σ̄²/m) BᵀB, so a step takes s² to at most s²(1 − cs²),
     as long as βE[wᵢwᵢᵀ] stays below I. Nothing is unlearned where m = ∞.
 
-    >>> unlearning_bound(10.0, torch.tensor([0, 1000]), 8.0, Rates(alpha=0.1, beta=0.1, m_in=20))
+    >>> unlearning_bound(10.0, torch.tensor([0, 1000]), 8.0, AnilSettings(alpha=0.1, beta=0.1, m_in=20))
     tensor([10.0000,  2.0000])
     """
     return 1 / (1 / start + rates.beta * rates.alpha**2 * total / rates.m_in * steps)

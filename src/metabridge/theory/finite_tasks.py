@@ -16,12 +16,12 @@ from metabridge.cuda_graph import Recording
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.method import balance
-from metabridge.theory.anil import Rates
+from metabridge.theory.anil import AnilSettings
 
-State = tuple[Tensor, Tensor]  # B (runs, d, k') and w (runs, k')
+NetParams = tuple[Tensor, Tensor]  # B (runs, d, k') and w (runs, k')
 
 
-class Points(NamedTuple):
+class TaskPoints(NamedTuple):
     """The points that every task adapts on and is judged on: x (runs, tasks, points, d), y (runs, tasks, points)."""
 
     x_in: Tensor
@@ -30,21 +30,21 @@ class Points(NamedTuple):
     y_out: Tensor
 
     @classmethod
-    def of(cls, runs: list[Episodes]) -> Points:
+    def from_episodes(cls, runs: list[Episodes]) -> TaskPoints:
         """Put the tasks of several runs side by side."""
         if any(run.support_y.shape[-1] != 1 for run in runs):
             raise InputError("targets have several values, but a linear net of this kind has one output.")
         x_in, y_in, x_out, y_out = (torch.stack(part) for part in zip(*(run.tensors()[:4] for run in runs)))
         return cls(x_in, y_in[..., 0], x_out, y_out[..., 0])
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Points:
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TaskPoints:
         """Move to a device and a dtype."""
-        return Points(*(tensor.to(device, dtype).contiguous() for tensor in self))
+        return TaskPoints(*(tensor.to(device, dtype).contiguous() for tensor in self))
 
 
 def first_order_step(
-    B: Tensor, w: Tensor, points: Points, rates: Rates, adapts: Literal["head", "all"] = "head"
-) -> State:
+    B: Tensor, w: Tensor, points: TaskPoints, rates: AnilSettings, adapts: Literal["head", "all"] = "head"
+) -> NetParams:
     """Take one outer step of FO-ANIL, or of FO-MAML where all layers adapt, on all tasks (D eq. 2, 3).
 
     With g the slope of a task's loss in θ = Bw, the inner step is wᵢ = w − αBᵀg, and Bᵢ = B − αgwᵀ if it adapts.
@@ -82,18 +82,18 @@ def factorisation_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return errors.square().mean() / 2 + balance({"features.weight": B.mT, "heads.weight": W})
 
 
-class Iteration:
+class RepeatedStep:
     """A step taken again and again, which on a GPU is recorded once as a CUDA graph and replayed.
 
-    >>> halved = Iteration(lambda B, w: (B / 2, w / 2), (torch.ones(1, 1, 1), torch.ones(1, 1)))
+    >>> halved = RepeatedStep(lambda B, w: (B / 2, w / 2), (torch.ones(1, 1, 1), torch.ones(1, 1)))
     >>> halved.advance(3)
     >>> halved.state[0].item()
     0.125
     """
 
-    def __init__(self, step: Callable[[Tensor, Tensor], State], start: State) -> None:
+    def __init__(self, step: Callable[[Tensor, Tensor], NetParams], start: NetParams) -> None:
         self.step = step
-        self.state: State = (start[0].clone(), start[1].clone())
+        self.state: NetParams = (start[0].clone(), start[1].clone())
         self._recording: Recording[None] | None = None
 
     def advance(self, steps: int) -> None:
