@@ -39,10 +39,10 @@ from metabridge.episodes import Episodes
 from metabridge.experiments.result import environment
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.meta_kernels import split_kernel
-from metabridge.models.architecture import Choice
+from metabridge.models.architecture import EdgeOperator
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network
-from metabridge.nas import EDGES, NODES, OPERATORS, Alive
+from metabridge.nas import EDGES, NODES, OPERATORS, ActiveOperators
 from metabridge.nas.proxies import Conditioning, Grams, condition_number, points
 from metabridge.nas.pruning import evaluations
 from metabridge.nas.supernet_ntk import Candidates
@@ -54,34 +54,34 @@ REPEATS = 3
 CONDITION = Conditioning("maml")
 PROGRESS = Console(stderr=True)
 
-Values = dict[Choice, float]
+Values = dict[EdgeOperator, float]
 
 
-def by_search(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
+def by_search(net: Network, active: ActiveOperators, tasks: Episodes, removals: Sequence[EdgeOperator]) -> Values:
     """Return the condition numbers as a search finds them."""
-    candidates = Candidates(net, alive, points(tasks))
+    candidates = Candidates(net, active, points(tasks))
 
-    def part(share: Sequence[Choice]) -> Iterator[tuple[Any, float]]:
+    def part(share: Sequence[EdgeOperator]) -> Iterator[tuple[Any, float]]:
         for removal, grams in candidates.grams(share):
             yield removal, CONDITION.of_grams(grams, len(tasks), tasks.query_x.shape[1]).value
 
     return dict(part(removals) if tasks.device.type == "cuda" else over_threads(part, removals))
 
 
-def by_grams(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
+def by_grams(net: Network, active: ActiveOperators, tasks: Episodes, removals: Sequence[EdgeOperator]) -> Values:
     """Return them from one Gram matrix of each candidate."""
     found: Values = {}
     for removal in removals:
-        mask(net, alive.without(*removal))
+        mask(net, active.without(removal))
         found[removal] = CONDITION(net, tasks).value
     return found
 
 
-def by_kernels(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
+def by_kernels(net: Network, active: ActiveOperators, tasks: Episodes, removals: Sequence[EdgeOperator]) -> Values:
     """Return them from the kernel between tasks of the empirical NTK."""
     found: Values = {}
     for removal in removals:
-        mask(net, alive.without(*removal))
+        mask(net, active.without(removal))
         kernel = EmpiricalKernel(net, outputs="sum")
         ends = tasks.query_x, tasks.support_x
         matrix = split_kernel(kernel, *ends, adapts="all", time=CONDITION.time, ridge=CONDITION.ridge)
@@ -89,24 +89,24 @@ def by_kernels(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[C
     return found
 
 
-def by_gradients(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
+def by_gradients(net: Network, active: ActiveOperators, tasks: Episodes, removals: Sequence[EdgeOperator]) -> Values:
     """Return them from the gradients of each image by itself, of a network made for each candidate."""
 
     def rows(pruned: Network, x: Tensor) -> Iterator[Tensor]:
         for image in x.split(1):
             yield _gradient(pruned, pruned(image).sum())
 
-    return _by_rows(rows, net, alive, tasks, removals)
+    return _by_rows(rows, net, active, tasks, removals)
 
 
-def by_batches(net: Network, alive: Alive, tasks: Episodes, removals: Sequence[Choice]) -> Values:
+def by_batches(net: Network, active: ActiveOperators, tasks: Episodes, removals: Sequence[EdgeOperator]) -> Values:
     """Return them from the gradients of each image of a batch, of a network made for each candidate."""
 
     def rows(pruned: Network, x: Tensor) -> Iterator[Tensor]:
         for output in pruned(x).sum(1):
             yield _gradient(pruned, output)
 
-    return _by_rows(rows, net, alive, tasks, removals)
+    return _by_rows(rows, net, active, tasks, removals)
 
 
 def _gradient(net: Network, output: Tensor) -> Tensor:
@@ -117,15 +117,15 @@ def _gradient(net: Network, output: Tensor) -> Tensor:
 def _by_rows(
     rows: Callable[[Network, Tensor], Iterator[Tensor]],
     net: Network,
-    alive: Alive,
+    active: ActiveOperators,
     tasks: Episodes,
-    removals: Sequence[Choice],
+    removals: Sequence[EdgeOperator],
 ) -> Values:
     found: Values = {}
     x, weights, features = points(tasks), net.state_dict(), cast(Any, net.features)
     cells, channels = len(features.cells), features.stem[0].out_channels // NODES
     for removal in removals:
-        pruned = supernet(alive.without(*removal), cells=cells, channels=channels, size=x.shape[-1]).to(x.device)
+        pruned = supernet(active.without(removal), cells=cells, channels=channels, size=x.shape[-1]).to(x.device)
         pruned.load_state_dict({name: weights[name] for name in pruned.state_dict()})
         jacobian = torch.stack(list(rows(pruned, x)))
         grams = Grams(jacobian @ jacobian.mT, None)
@@ -133,7 +133,7 @@ def _by_rows(
     return found
 
 
-WAYS: dict[str, Callable[[Network, Alive, Episodes, Sequence[Choice]], Values]] = {
+WAYS: dict[str, Callable[[Network, ActiveOperators, Episodes, Sequence[EdgeOperator]], Values]] = {
     "search": by_search,
     "one Gram": by_grams,
     "kernel": by_kernels,
@@ -148,13 +148,13 @@ def compare(left: int, options: argparse.Namespace) -> dict[str, Any]:
     """Let the ways take turns, and return seconds a candidate, ratios and how far the condition numbers differ."""
     ways = ("search", *options.ways)
     edges = tuple(frozenset(OPERATORS[(edge + k) % len(OPERATORS)] for k in range(left)) for edge in range(len(EDGES)))
-    alive = Alive(edges, edges)
-    net = supernet(alive, cells=options.cells, channels=options.channels, size=options.size).to(options.device)
+    active = ActiveOperators(edges, edges)
+    net = supernet(active, cells=options.cells, channels=options.channels, size=options.size).to(options.device)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(2, options.tasks, 5, 3, options.size, options.size, generator=generator)
     labels = torch.zeros(options.tasks, 5, dtype=torch.int64)
     tasks = Episodes(drawn[0], labels, drawn[1], labels).to(options.device)
-    choices = list(alive.choices)
+    choices = list(active)
     chosen = choices[1 :: len(choices) // options.candidates][: options.candidates]  # from both cells and all edges
     few = chosen[:: len(chosen) // options.plain][: options.plain]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -163,7 +163,7 @@ def compare(left: int, options: argparse.Namespace) -> dict[str, Any]:
         for way in ways:
             removals = chosen if way == "search" else few
             start = time.perf_counter()
-            values[way] = WAYS[way](net, alive, tasks, removals)
+            values[way] = WAYS[way](net, active, tasks, removals)
             seconds[way].append((time.perf_counter() - start) / len(removals))
             told = f"operators an edge: {left}, turn {turn}, {way}"
             PROGRESS.print(f"{told}: {1e3 * seconds[way][-1]:.0f} ms a candidate, of {len(removals)}")
@@ -183,7 +183,7 @@ def _gaps(found: Values, exact: Values) -> list[float]:
 def in_all(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Extrapolate to all rounds of a search: those measured stand in order of falling numbers of operators."""
     counts = [REPEATS * (2 * len(EDGES) * left + 1) for left in ROUNDS]
-    assert sum(counts) == evaluations(Alive.full(), REPEATS)
+    assert sum(counts) == evaluations(ActiveOperators.full(), REPEATS)
     known = [row["operators"] for row in rows[::-1]]
     each = {way: [row["seconds"][way] for row in rows[::-1]] for way in rows[0]["seconds"]}
     took = {way: float(np.interp(ROUNDS, known, times) @ counts) for way, times in each.items()}

@@ -11,7 +11,7 @@ from metabridge.experiments import nas_trainings, training_runs
 from metabridge.experiments.nas_trainings import Scale
 from metabridge.experiments.result import Environment
 from metabridge.experiments.training_runs import Measured, Record
-from metabridge.nas import EDGES, OPERATORS, Alive
+from metabridge.nas import EDGES, OPERATORS, ActiveOperators
 from metabridge.nas.architecture_search import Search
 
 MACHINE = Environment("abacus", "0", "0", None)
@@ -23,10 +23,10 @@ def small_search(kernel: str = "maml", **options: object) -> Search:
     return Search(kernel, **{**small, **options})  # type: ignore[arg-type]
 
 
-def thinned() -> Alive:
+def thinned() -> ActiveOperators:
     """Two operators on every edge."""
     edges = tuple(frozenset(OPERATORS[place % 7] for place in (edge, edge + 1)) for edge in range(len(EDGES)))
-    return Alive(edges, edges)
+    return ActiveOperators(edges, edges)
 
 
 def on_first_edge(operator: str) -> tuple[str, int, str]:

@@ -79,7 +79,7 @@ def test_what_is_trained_is_what_was_found(small, out):
         finding = outcome.findings[label]
         assert trained.parameters == finding.parameters
         assert (
-            nas_trainings.Architecture.from_plain(trained.plan["model_options"]["architecture"]) == finding.architecture
+            nas_trainings.Architecture.from_dict(trained.plan["model_options"]["architecture"]) == finding.architecture
         )
     for seed in (0, 1):
         drawn = random_architecture(torch.Generator().manual_seed(seed), SEARCH.operators)
@@ -122,8 +122,8 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_cells(small, monkeypatch,
     measured = []
     original = Proxies.__call__
 
-    def counted(self, number, repeat, alive, removals):
-        for found in original(self, number, repeat, alive, removals):
+    def counted(self, number, repeat, active, removals):
+        for found in original(self, number, repeat, active, removals):
             measured.append((number, found[0]))
             yield found
 

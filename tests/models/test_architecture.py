@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from metabridge import InputError
-from metabridge.nas import CELLS, EDGES, OPERATORS, Alive, Architecture, random_architecture
+from metabridge.nas import CELLS, EDGES, OPERATORS, ActiveOperators, Architecture, random_architecture
 
 CELL = (
     ((0, "sep_conv_3x3"), (1, "skip")),
@@ -83,45 +83,45 @@ def test_a_file_without_an_architecture_is_named(tmp_path):
 
 
 def test_an_operator_is_taken_from_one_edge_alone():
-    full = Alive.full()
-    less = full.without("reduction", 4, "skip")
-    assert set(full.choices) - set(less.choices) == {("reduction", 4, "skip")}
-    assert len(list(full.choices)) == 2 * 9 * 7
-    assert list(less.choices) == [choice for choice in full.choices if choice != ("reduction", 4, "skip")]
-    with pytest.raises(InputError, match="'skip' is not alive on edge 4 of the reduction cell"):
-        less.without("reduction", 4, "skip")
-    with pytest.raises(InputError, match="'skip' is not alive on edge 9 of the normal cell"):
-        full.without("normal", 9, "skip")
+    full = ActiveOperators.full()
+    less = full.without(("reduction", 4, "skip"))
+    assert set(full) - set(less) == {("reduction", 4, "skip")}
+    assert len(list(full)) == 2 * 9 * 7
+    assert list(less) == [choice for choice in full if choice != ("reduction", 4, "skip")]
+    with pytest.raises(InputError, match="'skip' is not active on edge 4 of the reduction cell"):
+        less.without(("reduction", 4, "skip"))
+    with pytest.raises(InputError, match="'skip' is not active on edge 9 of the normal cell"):
+        full.without(("normal", 9, "skip"))
 
 
 def test_a_state_is_single_when_no_edge_has_a_choice_left():
-    state = Alive.full()
-    for kind, edge, operator in list(state.choices):
+    state = ActiveOperators.full()
+    for kind, edge, operator in list(state):
         if operator != OPERATORS[edge % 7]:
-            assert not state.single
-            state = state.without(kind, edge, operator)
-    assert state.single
+            assert not state.at_most_one_per_edge
+            state = state.without((kind, edge, operator))
+    assert state.at_most_one_per_edge
     assert [set(operators) for operators in state.normal] == [{OPERATORS[edge % 7]} for edge in range(9)]
 
 
 def test_states_that_no_network_can_have_are_refused():
-    edges = Alive.full().normal
+    edges = ActiveOperators.full().normal
     with pytest.raises(InputError, match="the normal cell has 8 edges, but must have 9"):
-        Alive(edges[:8], edges)
+        ActiveOperators(edges[:8], edges)
     with pytest.raises(InputError, match="there is no operator 'conv_9x9'"):
-        Alive((frozenset({"conv_9x9"}), *edges[1:]), edges)
-    with pytest.raises(InputError, match="no operator is alive on any edge of node 0 of the reduction cell"):
-        Alive(edges, (frozenset(), frozenset(), *edges[2:]))
+        ActiveOperators((frozenset({"conv_9x9"}), *edges[1:]), edges)
+    with pytest.raises(InputError, match="no operator is active on any edge of node 0 of the reduction cell"):
+        ActiveOperators(edges, (frozenset(), frozenset(), *edges[2:]))
 
 
 def test_the_best_operator_of_the_two_best_edges_stays():
     """Node 1 has the edges 2, 3 and 4, and node 2 the edges 5 to 8."""
-    scores = dict.fromkeys(Alive.full().choices, 0.0)
+    scores = dict.fromkeys(ActiveOperators.full(), 0.0)
     kept = {(0, "skip"): 2.0, (1, "conv_3x3"): -0.0, (2, "skip"): 1.0, (4, "conv_3x3"): 3.0}
     kept |= {(6, "dil_conv_3x3"): 1.0, (5, "skip"): math.inf}
     scores |= {("normal", *choice): score for choice, score in kept.items()}
     scores["normal", 3, "skip"] = 0.5  # the third of its node
-    found = Alive.full().architecture(scores)
+    found = ActiveOperators.full().best_architecture(scores)
     assert found.normal == (
         ((0, "skip"), (1, OPERATORS[0])),
         ((0, "skip"), (2, "conv_3x3")),
@@ -132,27 +132,27 @@ def test_the_best_operator_of_the_two_best_edges_stays():
 
 
 def test_what_is_dead_is_never_chosen_however_good():
-    scores = {choice: float(choice[2] == "skip") for choice in Alive.full().choices}
-    state = Alive.full().without("normal", 0, "skip")
-    assert state.architecture(scores).normal[0] == ((0, OPERATORS[0]), (1, "skip"))
+    scores = {choice: float(choice[2] == "skip") for choice in ActiveOperators.full()}
+    state = ActiveOperators.full().without(("normal", 0, "skip"))
+    assert state.best_architecture(scores).normal[0] == ((0, OPERATORS[0]), (1, "skip"))
 
 
 def test_the_operators_of_an_architecture_alone_give_it_back():
     for architecture in drawn(20):
-        alive = architecture.alive
-        assert alive.single
-        assert len(list(alive.choices)) == 12
-        assert alive.architecture(dict.fromkeys(alive.choices, 0.0)) == architecture
+        active = architecture.active_operators
+        assert active.at_most_one_per_edge
+        assert len(list(active)) == 12
+        assert active.best_architecture(dict.fromkeys(active, 0.0)) == architecture
 
 
 @pytest.mark.parametrize("score", [None, math.nan])
 def test_a_choice_without_a_score_is_refused(score):
-    scores = dict.fromkeys(Alive.full().choices, 1.0)
+    scores = dict.fromkeys(ActiveOperators.full(), 1.0)
     scores["reduction", 8, "skip"] = score
     if score is None:
         del scores["reduction", 8, "skip"]
     with pytest.raises(InputError, match="scores has no number for 'skip' on edge 8 of the reduction cell"):
-        Alive.full().architecture(scores)
+        ActiveOperators.full().best_architecture(scores)
 
 
 def test_random_architectures_use_all_operators_and_sources_alike():

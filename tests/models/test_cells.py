@@ -13,7 +13,7 @@ from metabridge import InputError
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.models import BatchNorm, DropPath, Network, build, cell_triton_layers, cells, fused_layers, mlp
 from metabridge.models.cells import Cells, mask, network, supernet
-from metabridge.nas import OPERATORS, Alive, Architecture, random_architecture
+from metabridge.nas import OPERATORS, ActiveOperators, Architecture, random_architecture
 from metabridge.training import load
 from metabridge.use.image_input import image_shape
 
@@ -42,15 +42,17 @@ def count(module: nn.Module) -> int:
 def twins(**options) -> tuple[Network, Network]:
     """A supernet masked by an architecture, and that architecture's network with the same weights."""
     made = network(ARCHITECTURE, **SMALL, drop_rate=0, seed=1, **options)
-    whole = supernet(Alive.full(), **SMALL, **options)
+    whole = supernet(ActiveOperators.full(), **SMALL, **options)
     missing, surplus = made.load_state_dict(whole.state_dict(), strict=False)
     assert (missing, bool(surplus)) == ([], True)
-    mask(whole, ARCHITECTURE.alive)
+    mask(whole, ARCHITECTURE.active_operators)
     return whole, made
 
 
 @pytest.mark.parametrize("size", [32, 84, 28, 21])
-@pytest.mark.parametrize("make", [lambda **o: supernet(Alive.full(), **o), lambda **o: network(ARCHITECTURE, **o)])
+@pytest.mark.parametrize(
+    "make", [lambda **o: supernet(ActiveOperators.full(), **o), lambda **o: network(ARCHITECTURE, **o)]
+)
 def test_images_of_any_size_become_as_many_outputs_as_asked_for(make, size):
     net = make(**SMALL, image_channels=1, size=size, outputs=7)
     x = images(2, size, channels=1)
@@ -113,7 +115,7 @@ def test_a_masked_supernet_is_the_network_of_what_is_left(norm):
     x = images(4)
     with torch.no_grad():
         assert torch.equal(whole(x), made(x))
-        mask(whole, Alive.full())
+        mask(whole, ActiveOperators.full())
         assert relative(whole(x), made(x)) > 0.1
 
 
@@ -126,16 +128,16 @@ def test_the_kernel_of_a_masked_supernet_is_that_of_the_network():
 
 
 def test_gradients_reach_all_that_is_alive_and_nothing_that_is_dead():
-    generator, alive = torch.Generator().manual_seed(0), Alive.full()
-    for choice in list(alive.choices):
+    generator, active = torch.Generator().manual_seed(0), ActiveOperators.full()
+    for choice in list(active):
         if torch.rand((), generator=generator) < 0.4:
-            alive = alive.without(*choice)
-    net = supernet(Alive.full(), **SMALL)
-    mask(net, alive)
+            active = active.without(choice)
+    net = supernet(ActiveOperators.full(), **SMALL)
+    mask(net, active)
     net(images(3)).square().sum().backward()
     cells = net.features.cells
     for cell in cells:
-        left = alive.reduction if cell.reduction else alive.normal
+        left = active.reduction if cell.reduction else active.normal
         for operators, edge in zip(left, cell.edges):
             assert set(edge) == set(OPERATORS)
             for name, operator in edge.items():
@@ -149,7 +151,7 @@ def test_gradients_reach_all_that_is_alive_and_nothing_that_is_dead():
 
 
 def test_every_edge_adds_up_its_operators():
-    net = supernet(Alive.full(), **SMALL)
+    net = supernet(ActiveOperators.full(), **SMALL)
     cell = net.features.cells[0]
     before, last = images(2, channels=12), images(2, channels=12, seed=1)
     one = frozenset({"conv_3x3"})
@@ -163,8 +165,8 @@ def test_every_edge_adds_up_its_operators():
 def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked, monkeypatch):
     """With plain operations in place of the kernels, which have tests of their own."""
     if masked:
-        net = supernet(Alive.full(), **SMALL, norm="batch", statistics="batch")
-        mask(net, ARCHITECTURE.alive)
+        net = supernet(ActiveOperators.full(), **SMALL, norm="batch", statistics="batch")
+        mask(net, ARCHITECTURE.active_operators)
     else:
         net = network(ARCHITECTURE, cells=5, channels=4, drop_rate=0.2)
     net, x = net.double(), images(6, 13).double()
@@ -207,7 +209,7 @@ def test_means_pull_gradients_back_to_their_own_pixels_on_a_gpu_with_channels_la
 
 
 def test_with_group_norm_no_image_depends_on_the_others_and_none_is_like_another():
-    net = supernet(Alive.full(), **SMALL)
+    net = supernet(ActiveOperators.full(), **SMALL)
     x = images(6)
     together, alone = net(x), torch.cat([net(image[None]) for image in x])
     assert torch.allclose(together, alone, atol=1e-4)
@@ -227,7 +229,7 @@ def test_batch_norms_keep_the_statistics_asked_for(statistics):
 
 def test_the_same_seed_gives_the_same_weights_of_kaimings_variance():
     before = torch.get_rng_state()
-    first, again, other = (supernet(Alive.full(), cells=3, channels=16, seed=seed) for seed in (3, 3, 4))
+    first, again, other = (supernet(ActiveOperators.full(), cells=3, channels=16, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(before, torch.get_rng_state())
     x = images(2)
     assert torch.equal(first(x), again(x))
@@ -254,10 +256,10 @@ def test_all_is_dropped_in_training_but_plain_skips():
     cell = network(ARCHITECTURE, **SMALL, drop_rate=0.5).features.cells[0]
     cell.drop.rate.fill_(1 - 1e-7)
     inputs = images(3, channels=12), images(3, channels=12, seed=1)
-    nodes = cell(*inputs, ARCHITECTURE.alive.normal).split(4, 1)
+    nodes = cell(*inputs, ARCHITECTURE.active_operators.normal).split(4, 1)
     assert torch.equal(nodes[0], cell.last(inputs[1]))  # its skip
     assert not nodes[1].any()
-    assert all(node.any() for node in cell.eval()(*inputs, ARCHITECTURE.alive.normal).split(4, 1))
+    assert all(node.any() for node in cell.eval()(*inputs, ARCHITECTURE.active_operators.normal).split(4, 1))
 
 
 def test_a_path_builds_the_network_of_the_architecture_there(tmp_path):
@@ -282,7 +284,7 @@ def test_an_architecture_is_trained_and_loaded_by_the_command_line(metabridge, t
     file.unlink()  # the run knows its architecture
     run = load(out)
     assert isinstance(run.net.features, Cells)
-    assert Architecture.from_plain(run.net.recipe["architecture"]) == ARCHITECTURE
+    assert Architecture.from_dict(run.net.recipe["architecture"]) == ARCHITECTURE
     assert (run.net.recipe["image_channels"], run.net.recipe["size"]) == (1, 28)
     drops = [layer for layer in run.net.modules() if isinstance(layer, DropPath)]
     assert [(layer.full_rate, float(layer.rate)) for layer in drops] == [(0.2, 0.0)] * 3  # the rate begins at 0
@@ -301,15 +303,15 @@ def test_random_architectures_can_all_be_built_and_trained():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: supernet(Alive.full(), cells=2), "cells is 2, but must be at least 3"),
-        (lambda: supernet(Alive.full(), channels=0), "channels is 0, but must be a positive number"),
-        (lambda: supernet(Alive.full(), norm="layer"), "norm is 'layer', but must be 'batch' or 'group'"),
+        (lambda: supernet(ActiveOperators.full(), cells=2), "cells is 2, but must be at least 3"),
+        (lambda: supernet(ActiveOperators.full(), channels=0), "channels is 0, but must be a positive number"),
+        (lambda: supernet(ActiveOperators.full(), norm="layer"), "norm is 'layer', but must be 'batch' or 'group'"),
         (lambda: network(ARCHITECTURE, statistics="layer"), "statistics is 'layer', but must be"),
         (lambda: network(ARCHITECTURE, drop_rate=1.0), "drop_rate is 1.0, but must be at least 0"),
         (lambda: network({"normal": MIXED}), "an architecture has a 'normal' and a 'reduction' cell"),
-        (lambda: mask(mlp(4, 2), Alive.full()), "net is no stack of cells, so it cannot be masked"),
+        (lambda: mask(mlp(4, 2), ActiveOperators.full()), "net is no stack of cells, so it cannot be masked"),
         (
-            lambda: mask(network(ARCHITECTURE, **SMALL), Alive.full()),
+            lambda: mask(network(ARCHITECTURE, **SMALL), ActiveOperators.full()),
             "the supernet was made without 'avg_pool_3x3' on edge 0 of the normal cell. Make another.",
         ),
     ],

@@ -13,7 +13,7 @@ from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.meta_kernels import split_kernel
 from metabridge.models import mlp
 from metabridge.models.cells import mask, supernet
-from metabridge.nas import EDGES, OPERATORS, Alive, Choice
+from metabridge.nas import EDGES, OPERATORS, ActiveOperators, EdgeOperator
 from metabridge.nas.cached_forward import Memory, Walker
 from metabridge.nas.linear_regions import ThinRegions, thin
 from metabridge.nas.proxies import Conditioning, Grams, Score, condition_number, mean, points, regions
@@ -60,19 +60,19 @@ def test_plain_ntk_is_over_all_images_of_all_tasks() -> None:
     assert Conditioning("ntk")(net, tasks).value == pytest.approx(float(values[-1] / values[0]), rel=1e-9)
 
 
-def thinned(each: int) -> Alive:
+def thinned(each: int) -> ActiveOperators:
     """So many operators an edge, all of them somewhere in either cell."""
     edges = tuple(frozenset(OPERATORS[(edge + place) % len(OPERATORS)] for place in range(each)) for edge in range(9))
-    return Alive(edges, edges)
+    return ActiveOperators(edges, edges)
 
 
 @pytest.mark.parametrize("size", [8, 9])  # with an odd side there are more even pixels than odd ones
 def test_fast_candidates_equal_the_reference(size: int) -> None:
-    alive = thinned(2)
-    net, tasks = supernet(alive, cells=3, channels=2, size=size).double(), sampled(2, 2, 1, 1, 3, size, size)
+    active = thinned(2)
+    net, tasks = supernet(active, cells=3, channels=2, size=size).double(), sampled(2, 2, 1, 1, 3, size, size)
     removals = [None, ("normal", 0, "avg_pool_3x3"), ("reduction", 5, "dil_conv_3x3")]
-    for removal, fast in Candidates(net, alive, points(tasks)).grams(removals):
-        mask(net, alive if removal is None else alive.without(*removal))
+    for removal, fast in Candidates(net, active, points(tasks)).grams(removals):
+        mask(net, active.without(removal))
         exact = Grams(*EmpiricalKernel(net, outputs="sum").both(points(tasks)))
         torch.testing.assert_close(fast.ntk, exact.ntk, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(fast.nngp, exact.nngp, rtol=1e-6, atol=1e-9)
@@ -91,30 +91,30 @@ def gradients_of_each(net: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("side_by_side", [1, 3])
 def test_candidates_equal_products_of_the_gradients_of_each_image(side_by_side: int) -> None:
-    alive = Alive.full()
-    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    active = ActiveOperators.full()
+    net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
     removals = [("normal", 0, "skip"), None, ("normal", 8, "conv_3x3"), ("reduction", 4, "dil_conv_3x3")]
-    for removal, fast in Candidates(net, alive, x, side_by_side).grams(removals):
-        mask(net, alive if removal is None else alive.without(*removal))
+    for removal, fast in Candidates(net, active, x, side_by_side).grams(removals):
+        mask(net, active.without(removal))
         rows = gradients_of_each(net, x)
         torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
 
 def test_where_memory_ends_fewer_candidates_go_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive = thinned(1)
-    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(2, 3, 8, 8, dtype=torch.float64)
-    removals = [None, *alive.choices][:9]
-    exact = dict(Candidates(net, alive, x, 8).grams(removals))
+    active = thinned(1)
+    net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(2, 3, 8, 8, dtype=torch.float64)
+    removals = [None, *active][:9]
+    exact = dict(Candidates(net, active, x, 8).grams(removals))
     whole, tried = Candidates._together, []
 
-    def small(self: Candidates, chosen: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:
+    def small(self: Candidates, chosen: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
         tried.append(len(chosen))
         if len(chosen) > 2:
             raise torch.OutOfMemoryError
         return whole(self, chosen)
 
     monkeypatch.setattr(Candidates, "_together", small)
-    found = dict(Candidates(net, alive, x, 8).grams(removals))
+    found = dict(Candidates(net, active, x, 8).grams(removals))
     assert tried == [8, 4, 2, 2, 2, 2, 1]
     assert list(found) == removals
     for removal, grams in found.items():
@@ -123,9 +123,9 @@ def test_where_memory_ends_fewer_candidates_go_side_by_side(monkeypatch: pytest.
 
 def test_a_source_that_no_operator_takes_up_has_no_part() -> None:
     edges = tuple(frozenset() if source in (0, 3) else {"conv_3x3"} for _, source in EDGES)
-    alive = Alive(edges, edges)
-    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
-    ((_, fast),) = Candidates(net, alive, x).grams([None])
+    active = ActiveOperators(edges, edges)
+    net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    ((_, fast),) = Candidates(net, active, x).grams([None])
     rows = gradients_of_each(net, x)
     torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
@@ -141,12 +141,12 @@ def test_what_a_missing_operator_does_not_reach_is_not_run_again() -> None:
 
         return step
 
-    count, alive, memory, x = [0], thinned(3), Memory(), torch.rand(2, 3, 8, 8)
-    walker = Walker(supernet(alive, cells=3, channels=2, size=8).features, run)
+    count, active, memory, x = [0], thinned(3), Memory(), torch.rand(2, 3, 8, 8)
+    walker = Walker(supernet(active, cells=3, channels=2, size=8).features, run)
 
-    def ran(removal: Choice | None, known: Memory) -> int:
+    def ran(removal: EdgeOperator | None, known: Memory) -> int:
         count[0] = 0
-        walker(x, alive if removal is None else alive.without(*removal), known)
+        walker(x, active.without(removal), known)
         return count[0]
 
     whole = ran(None, memory)
@@ -216,13 +216,13 @@ def test_regions_do_not_depend_on_how_inputs_are_split(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("side_by_side", [1, 5])
 @pytest.mark.parametrize("each", [1, 2])  # with one an edge, the first ReLU of a source may have no other reader
 def test_regions_of_the_thin_network_are_those_of_what_is_left(side_by_side: int, each: int) -> None:
-    alive = thinned(each)
+    active = thinned(each)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.linspace(0, 1, 300).view(-1, 1, 1, 1) * torch.randn(1, 1, 3, 3, generator=generator)
-    net = thin(alive, seed=0, inputs=len(inputs))
+    net = thin(active, seed=0, inputs=len(inputs))
     counts = set()
-    for removal, found in ThinRegions(alive, inputs, 0, side_by_side).scores([None, *alive.choices]):
-        mask(net, alive if removal is None else alive.without(*removal))
+    for removal, found in ThinRegions(active, inputs, 0, side_by_side).scores([None, *active]):
+        mask(net, active.without(removal))
         assert found == regions(net, inputs)
         counts.add(found.value)
     assert len(counts) > 1

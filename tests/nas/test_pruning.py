@@ -16,7 +16,7 @@ import torch
 from damage import damaged_json
 from metabridge.environments import LabelledImages
 from metabridge.errors import InputError
-from metabridge.nas import CELLS, EDGES, OPERATORS, Alive, Architecture
+from metabridge.nas import CELLS, EDGES, OPERATORS, ActiveOperators, Architecture
 from metabridge.nas.architecture_search import Proxies, Search, TimeUpError
 from metabridge.nas.proxies import Score
 from metabridge.nas.pruning import Journal, Removal, Scores, evaluations, importance, prune
@@ -37,15 +37,15 @@ class Toy:
         return 1 + (OPERATORS.index(operator) + edge * (1 + CELLS.index(cell))) % len(OPERATORS) + edge / 100
 
     def __call__(
-        self, number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
+        self, number: int, repeat: int, active: ActiveOperators, removals: Sequence[Removal]
     ) -> Iterator[tuple[Removal, Scores]]:
         for removal in removals:
             if self.left <= 0:
                 raise KeyboardInterrupt
             self.left -= 1
             self.asked.append((number, repeat, removal))
-            left = alive.after(removal)
-            total = sum(self.worth(*choice) for choice in left.choices)
+            left = active.without(removal)
+            total = sum(self.worth(*choice) for choice in left)
             yield removal, Scores(Score((1 + repeat) * (2000 - total)), Score(1000 + total))
 
 
@@ -55,7 +55,7 @@ def gone(file: Path) -> list[list[list[object]]]:
 
 def test_each_round_takes_the_operator_of_least_worth_from_every_edge(tmp_path: Path) -> None:
     toy, file = Toy(), tmp_path / "search.jsonl"
-    architecture = prune(Alive.full(), toy, repeats=2, journal=Journal(file, {}))
+    architecture = prune(ActiveOperators.full(), toy, repeats=2, journal=Journal(file, {}))
     rounds = gone(file)
     assert len(rounds) == len(OPERATORS)  # six for operators, and one for edges
     for number, taken in enumerate(rounds[:-1]):
@@ -78,22 +78,22 @@ def test_each_round_takes_the_operator_of_least_worth_from_every_edge(tmp_path: 
 
 def test_as_many_networks_are_measured_as_foretold() -> None:
     toy = Toy()
-    prune(Alive.full(), toy, repeats=2)
-    assert len(toy.asked) == len(set(toy.asked)) == evaluations(Alive.full(), 2) == 2 * (18 * 27 + 6 + 18 + 1)
+    prune(ActiveOperators.full(), toy, repeats=2)
+    assert len(toy.asked) == len(set(toy.asked)) == evaluations(ActiveOperators.full(), 2) == 2 * (18 * 27 + 6 + 18 + 1)
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 128, 300, 510])
 def test_a_search_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, stop_after: int) -> None:
     whole = tmp_path / "whole.jsonl"
-    wanted = prune(Alive.full(), Toy(), repeats=1, journal=Journal(whole, {}))
+    wanted = prune(ActiveOperators.full(), Toy(), repeats=1, journal=Journal(whole, {}))
     file = tmp_path / "search.jsonl"
     killed = Toy(stop_after)
     with pytest.raises(KeyboardInterrupt):
-        prune(Alive.full(), killed, repeats=1, journal=Journal(file, {}))
+        prune(ActiveOperators.full(), killed, repeats=1, journal=Journal(file, {}))
     with file.open("a") as stream:
         stream.write('{"round": 0, "repe')  # cut off in the middle of a line
     resumed = Toy()
-    assert prune(Alive.full(), resumed, repeats=1, journal=Journal(file, {})) == wanted
+    assert prune(ActiveOperators.full(), resumed, repeats=1, journal=Journal(file, {})) == wanted
     assert not set(killed.asked) & set(resumed.asked)
     assert without_times(file) == without_times(whole)
 
@@ -107,9 +107,9 @@ def without_times(file: Path) -> list[str]:
 
 def test_a_finished_search_measures_nothing_again(tmp_path: Path) -> None:
     file = tmp_path / "search.jsonl"
-    wanted = prune(Alive.full(), Toy(), repeats=1, journal=Journal(file, {}))
+    wanted = prune(ActiveOperators.full(), Toy(), repeats=1, journal=Journal(file, {}))
     before, again = file.read_text(), Toy(stop_after=0)
-    assert prune(Alive.full(), again, repeats=1, journal=Journal(file, {})) == wanted
+    assert prune(ActiveOperators.full(), again, repeats=1, journal=Journal(file, {})) == wanted
     assert file.read_text() == before
 
 
@@ -151,14 +151,14 @@ def test_what_follows_a_damaged_line_is_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
 ) -> None:
     file = tmp_path / "search.jsonl"
-    wanted = prune(Alive.full(), Toy(), repeats=1, journal=Journal(file, {}))
+    wanted = prune(ActiveOperators.full(), Toy(), repeats=1, journal=Journal(file, {}))
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([*lines[:100], line.encode("latin1"), *lines[100:]]))
     again = Toy()
     with caplog.at_level(logging.WARNING, "metabridge"):
-        assert prune(Alive.full(), again, repeats=1, journal=Journal(file, {})) == wanted
+        assert prune(ActiveOperators.full(), again, repeats=1, journal=Journal(file, {})) == wanted
     assert f"line 101 of {file} is damaged" in caplog.text
-    assert len(again.asked) == evaluations(Alive.full(), 1) - 99
+    assert len(again.asked) == evaluations(ActiveOperators.full(), 1) - 99
 
 
 @pytest.mark.parametrize("first", ["garbage", "[1]", "{}", '{"settings": 5}'])
@@ -188,12 +188,12 @@ def test_importance_is_the_sum_of_two_ranks() -> None:
 
 def test_equals_share_a_rank_and_the_first_of_them_goes() -> None:
     def constant(
-        number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
+        number: int, repeat: int, active: ActiveOperators, removals: Sequence[Removal]
     ) -> Iterator[tuple[Removal, Scores]]:
         yield from ((removal, Scores(Score(2.0), Score(3.0))) for removal in removals)
 
-    left = prune(Alive.full(), constant, repeats=1)
-    assert {operator for _, _, operator in left.alive.choices} == {OPERATORS[-1]}
+    left = prune(ActiveOperators.full(), constant, repeats=1)
+    assert {operator for _, _, operator in left.active_operators} == {OPERATORS[-1]}
     assert all([source for source, _ in pairs] == [0, 1] for pairs in (*left.normal, *left.reduction))
 
 
@@ -242,9 +242,9 @@ def test_troubles_survive_the_journal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernel", ["maml", "none"])
 def test_fast_and_reference_proxies_are_the_same(glyphs: LabelledImages, kernel: str) -> None:
-    alive, removals = thinned(), [None, ("normal", 2, "skip"), ("reduction", 0, "avg_pool_3x3")]
+    active, removals = thinned(), [None, ("normal", 2, "skip"), ("reduction", 0, "avg_pool_3x3")]
     fast, reference = (
-        dict(Proxies(small_search(kernel), glyphs, way=way)(1, 0, alive, removals)) for way in ("fast", "reference")
+        dict(Proxies(small_search(kernel), glyphs, way=way)(1, 0, active, removals)) for way in ("fast", "reference")
     )
     assert fast.keys() == reference.keys() == set(removals)
     for removal in removals:
@@ -288,8 +288,8 @@ def test_a_search_leaves_its_architecture_and_log_and_goes_on_when_its_time_was_
     assert not (tmp_path / "architecture.json").exists()
     found = search.run(glyphs, out=tmp_path, progress=False)
     assert Architecture.load(tmp_path / "architecture.json") == found.architecture
-    assert {operator for _, _, operator in found.architecture.alive.choices} <= set(search.operators)
-    assert found.measured == evaluations(Alive.full(search.operators), 1)
+    assert {operator for _, _, operator in found.architecture.active_operators} <= set(search.operators)
+    assert found.measured == evaluations(ActiveOperators.full(search.operators), 1)
     again = search.run(glyphs, out=tmp_path, progress=False)
     assert again.architecture == found.architecture
     assert again.seconds > found.seconds
@@ -355,7 +355,7 @@ def test_two_searches_do_not_write_into_one_log_and_a_killed_one_goes_on(
         other.kill()
     found = search.run(glyphs, out=out, progress=False)
     assert found.architecture == search.run(glyphs, progress=False).architecture
-    assert found.measured == evaluations(Alive.full(search.operators), 1)
+    assert found.measured == evaluations(ActiveOperators.full(search.operators), 1)
     assert {file.name for file in out.iterdir()} == {"search.jsonl", "architecture.json"}
 
 

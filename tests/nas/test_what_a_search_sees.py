@@ -11,7 +11,7 @@ from metabridge.environments import LabelledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.models.cells import supernet
-from metabridge.nas import OPERATORS, Alive, supernet_ntk
+from metabridge.nas import OPERATORS, ActiveOperators, supernet_ntk
 from metabridge.nas.architecture_search import Proxies, Search, TimeUpError, score_model
 from metabridge.nas.linear_regions import thin
 from metabridge.nas.proxies import Conditioning, Score
@@ -183,9 +183,9 @@ def test_a_whole_that_cannot_be_told_counts_as_the_median() -> None:
 
 
 def test_a_kernel_summed_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive, removals = Alive.full(("skip", "conv_3x3")), [None, ("normal", 0, "skip")]
-    net, x = supernet(alive, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
-    whole = dict(Candidates(net, alive, x, side_by_side=2).grams(removals))
+    active, removals = ActiveOperators.full(("skip", "conv_3x3")), [None, ("normal", 0, "skip")]
+    net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    whole = dict(Candidates(net, active, x, side_by_side=2).grams(removals))
     monkeypatch.setattr(supernet_ntk, "AT_ONCE", 100)
-    for removal, parts in Candidates(net, alive, x, side_by_side=2).grams(removals):
+    for removal, parts in Candidates(net, active, x, side_by_side=2).grams(removals):
         torch.testing.assert_close(parts.ntk, whole[removal].ntk, rtol=1e-9, atol=1e-12)

@@ -14,7 +14,7 @@ from pathlib import Path
 from metabridge.experiments import nas_trainings
 from metabridge.experiments.nas_trainings import DEEP, METANTK, NTK, RANDOM, REGIONS, Finding, Outcome
 from metabridge.experiments.result import Row, Work
-from metabridge.models.architecture import CELLS, KEPT, NODES, Architecture
+from metabridge.models.architecture import CELLS, INPUTS_PER_NODE, NODES, Architecture
 
 ID = "nas-fig2"
 DRAWN = {"5 cells, MAML kernel": METANTK, "8 cells, ANIL kernel": DEEP}
@@ -37,7 +37,8 @@ def _rows(name: str, found: Sequence[Finding], operators: int) -> list[Row]:
         shares = zip(*(in_common(*pair) for pair in pairs))
         for what, each, chance in zip(("edges", "operators"), shares, by_chance(operators)):
             share = statistics.mean(each)
-            apart = f"{(1 - share / 100) * len(CELLS) * NODES * KEPT:.1f} of {len(CELLS) * NODES * KEPT} differ"
+            edges = len(CELLS) * NODES * INPUTS_PER_NODE
+            apart = f"{(1 - share / 100) * edges:.1f} of {edges} differ"
             note = f"{apart}, mean over pairs of {len(found)} searches; random cells have {chance:.0f} % in common"
             rows.append(Row(f"{name}, {what} in common", "% of edges", ours=share, note=note))
     return rows + nas_trainings.cost_rows(name, found, [])
@@ -51,7 +52,7 @@ def in_common(first: Architecture, second: Architecture) -> tuple[float, float]:
     >>> in_common(Architecture(cell, cell), Architecture(cell, other))
     (91.66..., 83.33...)
     """
-    ours, theirs = (set(each.alive.choices) for each in (first, second))
+    ours, theirs = (set(each.active_operators) for each in (first, second))
     edges = {choice[:2] for choice in ours} & {choice[:2] for choice in theirs}
     return 100 * len(edges) / len(ours), 100 * len(ours & theirs) / len(ours)
 
@@ -59,12 +60,12 @@ def in_common(first: Architecture, second: Architecture) -> tuple[float, float]:
 def by_chance(operators: int) -> tuple[float, float]:
     """Return what `in_common` gives on average for cells drawn at random out of so many operators.
 
-    Of a node's n sources, each kept with the chance KEPT/n, two cells have KEPT²/n in common.
+    Each of a node's n sources is kept with probability k/n, k = INPUTS_PER_NODE, so two cells share k²/n on average.
 
     >>> by_chance(7)
     (72.22..., 10.31...)
     """
-    edges = 100 * sum(KEPT**2 / (node + 2) for node in range(NODES)) / (NODES * KEPT)
+    edges = 100 * sum(INPUTS_PER_NODE**2 / (node + 2) for node in range(NODES)) / (NODES * INPUTS_PER_NODE)
     return edges, edges / operators
 
 

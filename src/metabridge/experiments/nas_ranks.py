@@ -170,7 +170,7 @@ def judge(
     promised: dict[str, Score] = {}
     for proxy, kernel in CONDITIONS.items():
         measure = Proxies(replace(search, kernel=kernel), images, work.device)
-        repeats = (measure(0, repeat, architecture.alive, [None]) for repeat in range(search.repeats))
+        repeats = (measure(0, repeat, architecture.active_operators, [None]) for repeat in range(search.repeats))
         each = [scores for measured in repeats for _, scores in measured]
         promised[proxy] = mean([scores.condition for scores in each if scores.condition is not None])
         promised["linear regions"] = mean([scores.regions for scores in each if scores.regions is not None])
@@ -235,7 +235,7 @@ def _rows(judged: Sequence[Judged], found: Mapping[str, Mapping[str, Interval]])
 
 
 def _made(held: dict[str, Any]) -> Record:
-    judged = (Judged(**{**one, "architecture": Architecture.from_plain(one["architecture"])}) for one in held["judged"])
+    judged = (Judged(**{**one, "architecture": Architecture.from_dict(one["architecture"])}) for one in held["judged"])
     return Record(**{**held, "judged": tuple(judged)})
 
 

@@ -307,4 +307,4 @@ def gain_rows(
 
 
 def _made(held: dict[str, Any]) -> Finding:
-    return Finding(**{**held, "architecture": Architecture.from_plain(held["architecture"])})
+    return Finding(**{**held, "architecture": Architecture.from_dict(held["architecture"])})

@@ -31,11 +31,11 @@ OPERATORS = (
 NODES = 3
 EDGES = tuple((node, source) for node in range(NODES) for source in range(node + 2))
 SOURCES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))  # their names
-KEPT = 2  # edges of a node in the end
+INPUTS_PER_NODE = 2  # edges that a node of an architecture keeps
 
 CellKind = Literal["normal", "reduction"]
 CELLS: tuple[CellKind, ...] = get_args(CellKind)
-Choice: TypeAlias = tuple[CellKind, int, str]  # an operator on an edge of a cell, the edge by its place in EDGES
+EdgeOperator: TypeAlias = tuple[CellKind, int, str]  # cell, index of the edge in EDGES, operator
 Cell: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]  # for each node its pairs (source, operator)
 Edges: TypeAlias = tuple[frozenset[str], ...]
 
@@ -45,7 +45,7 @@ class Architecture:
     """A normal and a reduction cell: for each node two pairs (source, operator), in the order of their sources.
 
     >>> cell = [[[0, "conv_3x3"], [1, "skip"]], [[0, "skip"], [2, "skip"]], [[1, "max_pool_3x3"], [3, "skip"]]]
-    >>> architecture = Architecture.from_plain({"normal": cell, "reduction": cell})
+    >>> architecture = Architecture.from_dict({"normal": cell, "reduction": cell})
     >>> print(architecture)
     normal     0: conv_3x3(c_{k-2}) + skip(c_{k-1})
                1: skip(c_{k-2}) + skip(0)
@@ -63,7 +63,7 @@ class Architecture:
             _check_cell(kind, getattr(self, kind))
 
     @classmethod
-    def from_plain(cls, data: object) -> Architecture:
+    def from_dict(cls, data: object) -> Architecture:
         """Return the architecture of what JSON holds: nested lists of pairs under "normal" and "reduction"."""
         if not isinstance(data, Mapping) or set(data) != set(CELLS):
             found = ", ".join(map(repr, data)) or "none" if isinstance(data, Mapping) else type(data).__name__
@@ -77,7 +77,7 @@ class Architecture:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InputError(f"the architecture is not JSON ({error}).") from error
-        return cls.from_plain(data)
+        return cls.from_dict(data)
 
     @classmethod
     def load(cls, file: str | Path) -> Architecture:
@@ -108,10 +108,10 @@ class Architecture:
         return draw(self, file)
 
     @property
-    def alive(self) -> Alive:
+    def active_operators(self) -> ActiveOperators:
         """The operators of this architecture alone, with nothing on the other edges."""
         cells = ({(node, *pair) for node, pairs in enumerate(getattr(self, kind)) for pair in pairs} for kind in CELLS)
-        return Alive(
+        return ActiveOperators(
             *(
                 tuple(frozenset(operator for operator in OPERATORS if (*edge, operator) in cell) for edge in EDGES)
                 for cell in cells
@@ -128,10 +128,12 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Alive:
-    """The operators that are left on each of the nine edges of either cell: the state of a search by pruning.
+class ActiveOperators:
+    """The operators that are still candidates on each of the nine edges of either cell.
 
-    >>> Alive.full().without("normal", 8, "skip").normal[8] == set(OPERATORS) - {"skip"}
+    A search by pruning starts with all operators on every edge and removes them round by round.
+
+    >>> ActiveOperators.full().without(("normal", 8, "skip")).normal[8] == set(OPERATORS) - {"skip"}
     True
     """
 
@@ -147,56 +149,54 @@ class Alive:
                 _check_operator(operator)
             for node in range(NODES):
                 if not any(edges[edge] for edge in edges_of(node)):
-                    raise InputError(f"no operator is alive on any edge of node {node} of the {kind} cell. Keep one.")
+                    raise InputError(f"no operator is active on any edge of node {node} of the {kind} cell. Keep one.")
 
     @classmethod
-    def full(cls, operators: Iterable[str] = OPERATORS) -> Alive:
+    def full(cls, operators: Iterable[str] = OPERATORS) -> ActiveOperators:
         """Return the state before any pruning, with these operators on every edge."""
         edges = (frozenset(operators),) * len(EDGES)
         return cls(edges, edges)
 
-    @property
-    def choices(self) -> Iterator[Choice]:
-        """All that is alive, in a fixed order: by cell, by edge, by operator."""
+    def __iter__(self) -> Iterator[EdgeOperator]:
+        """Iterate over all active operators, ordered by cell, edge and operator."""
         for kind in CELLS:
             for edge, operators in enumerate(getattr(self, kind)):
                 yield from ((kind, edge, operator) for operator in OPERATORS if operator in operators)
 
     @property
-    def single(self) -> bool:
+    def at_most_one_per_edge(self) -> bool:
         """Whether no edge has more than one operator."""
         return all(len(operators) <= 1 for operators in (*self.normal, *self.reduction))
 
-    def after(self, removal: Choice | None) -> Alive:
-        """Return the state without the operator that goes, if any does."""
-        return self if removal is None else self.without(*removal)
-
-    def without(self, cell: CellKind, edge: int, operator: str) -> Alive:
-        """Return the state with one operator less."""
-        if (cell, edge, operator) not in self.choices:
-            raise InputError(f"{operator!r} is not alive on edge {edge} of the {cell} cell, so it cannot be removed.")
+    def without(self, removed: EdgeOperator | None) -> ActiveOperators:
+        """Return the operators without one of them, or all of them if `removed` is None."""
+        if removed is None:
+            return self
+        cell, edge, operator = removed
+        if removed not in self:
+            raise InputError(f"{operator!r} is not active on edge {edge} of the {cell} cell, so it cannot be removed.")
         edges = list(getattr(self, cell))
         edges[edge] -= {operator}
         return replace(self, **{cell: tuple(edges)})
 
-    def architecture(self, scores: Mapping[Choice, float]) -> Architecture:
+    def best_architecture(self, scores: Mapping[EdgeOperator, float]) -> Architecture:
         """Keep the best operator of each edge, and the two best edges of each node, as DARTS does.
 
-        The highest score is the best, and the first of equals. Every choice that is alive has a score.
+        The highest score is the best, and the first of equals. Every active operator must have a score.
         """
-        for choice in self.choices:
+        for choice in self:
             if math.isnan(scores.get(choice, math.nan)):
                 cell, edge, operator = choice
                 raise InputError(f"scores has no number for {operator!r} on edge {edge} of the {cell} cell.")
         return Architecture(*(self._cell(kind, scores) for kind in CELLS))
 
-    def _cell(self, kind: CellKind, scores: Mapping[Choice, float]) -> Cell:
-        best: list[list[Choice]] = [[] for _ in range(NODES)]
+    def _cell(self, kind: CellKind, scores: Mapping[EdgeOperator, float]) -> Cell:
+        best: list[list[EdgeOperator]] = [[] for _ in range(NODES)]
         for edge, (node, _) in enumerate(EDGES):
-            own = [choice for choice in self.choices if choice[:2] == (kind, edge)]
+            own = [choice for choice in self if choice[:2] == (kind, edge)]
             if own:
                 best[node].append(max(own, key=scores.__getitem__))
-        kept = (sorted(node, key=scores.__getitem__, reverse=True)[:KEPT] for node in best)
+        kept = (sorted(node, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for node in best)
         return tuple(
             tuple((EDGES[edge][1], operator) for _, edge, operator in sorted(node, key=lambda choice: choice[1]))
             for node in kept
@@ -214,8 +214,8 @@ def random_architecture(generator: torch.Generator, operators: Sequence[str] = O
     def cell() -> Cell:
         nodes = []
         for node in range(NODES):
-            sources = sorted(torch.randperm(node + 2, generator=generator)[:KEPT].tolist())
-            drawn = torch.randint(len(operators), (KEPT,), generator=generator).tolist()
+            sources = sorted(torch.randperm(node + 2, generator=generator)[:INPUTS_PER_NODE].tolist())
+            drawn = torch.randint(len(operators), (INPUTS_PER_NODE,), generator=generator).tolist()
             nodes.append(tuple((source, operators[index]) for source, index in zip(sources, drawn)))
         return tuple(nodes)
 
@@ -236,7 +236,8 @@ def _read_cell(kind: str, data: Any) -> Cell:
         return tuple(tuple((source, operator) for source, operator in node) for node in data)
     except (TypeError, ValueError):
         raise InputError(
-            f"the {kind} cell must be a list of {NODES} nodes, each a list of {KEPT} pairs such as [0, 'skip']."
+            f"the {kind} cell must be a list of {NODES} nodes, each a list of {INPUTS_PER_NODE} pairs "
+            "such as [0, 'skip']."
         ) from None
 
 
@@ -246,9 +247,11 @@ def _check_cell(kind: str, cell: Cell) -> None:
     for node, pairs in enumerate(cell):
         sources = [source for source, _ in pairs]
         allowed = range(node + 2)
-        if len(sources) != KEPT or any(type(source) is not int or source not in allowed for source in sources):
+        valid = all(type(source) is int and source in allowed for source in sources)
+        if len(sources) != INPUTS_PER_NODE or not valid:
             raise InputError(
-                f"node {node} of the {kind} cell has the sources {sources}, but must have {KEPT} of {list(allowed)}."
+                f"node {node} of the {kind} cell has the sources {sources}, "
+                f"but must have {INPUTS_PER_NODE} of {list(allowed)}."
             )
         if sources != sorted(set(sources)):
             raise InputError(

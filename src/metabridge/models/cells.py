@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.errors import InputError, check_positive
-from metabridge.models.architecture import EDGES, NODES, OPERATORS, Alive, Architecture, Edges, edges_of
+from metabridge.models.architecture import EDGES, NODES, OPERATORS, ActiveOperators, Architecture, Edges, edges_of
 from metabridge.models.batch_norm import BatchNorm, Statistics, group_count
 from metabridge.models.drop_path import DropPath
 from metabridge.models.network import Network, recorded, seeded
@@ -26,7 +26,7 @@ MakeNorm = Callable[[int], nn.Module]  # from the number of channels
 
 
 def supernet(
-    alive: Alive,
+    active: ActiveOperators,
     *,
     cells: int = 5,
     channels: int = 48,
@@ -37,15 +37,15 @@ def supernet(
     statistics: Statistics = "batch",
     seed: int = 0,
 ) -> Network:
-    """A stack of cells whose edges add up all their operators that are `alive`; `mask` makes them fewer.
+    """A stack of cells whose edges add up all their operators that are `active`; `mask` makes them fewer.
 
     With group norm every image is normalised by itself, and so has a gradient of its own (B app. E).
 
-    >>> net = supernet(Alive.full(), channels=4)
+    >>> net = supernet(ActiveOperators.full(), channels=4)
     >>> net.head
     Linear(in_features=48, out_features=5, bias=True)
     """
-    return _stacked(alive, cells, channels, image_channels, size, outputs, norm, statistics, 0.0, seed)
+    return _stacked(active, cells, channels, image_channels, size, outputs, norm, statistics, 0.0, seed)
 
 
 @recorded
@@ -74,24 +74,24 @@ def network(
     torch.Size([2, 7])
     """
     if not isinstance(architecture, Architecture):
-        architecture = Architecture.from_plain(architecture)
-    alive = architecture.alive
-    return _stacked(alive, cells, channels, image_channels, size, outputs, norm, statistics, drop_rate, seed)
+        architecture = Architecture.from_dict(architecture)
+    active = architecture.active_operators
+    return _stacked(active, cells, channels, image_channels, size, outputs, norm, statistics, drop_rate, seed)
 
 
-def mask(net: Network, alive: Alive) -> None:
-    """Let only what is `alive` take part from now on, among the operators that the supernet was made with.
+def mask(net: Network, active: ActiveOperators) -> None:
+    """Let only what is `active` take part from now on, among the operators that the supernet was made with.
 
-    >>> net = supernet(Alive.full(), channels=4)
-    >>> mask(net, Alive.full().without("normal", 0, "skip"))
+    >>> net = supernet(ActiveOperators.full(), channels=4)
+    >>> mask(net, ActiveOperators.full().without(("normal", 0, "skip")))
     """
     if not isinstance(net.features, Cells):
         raise InputError("net is no stack of cells, so it cannot be masked. Use metabridge.models.cells.supernet.")
-    missing = set(alive.choices) - set(net.features.made.choices)
+    missing = set(active) - set(net.features.made)
     if missing:
         cell, edge, operator = min(missing)
         raise InputError(f"the supernet was made without {operator!r} on edge {edge} of the {cell} cell. Make another.")
-    net.features.alive = alive
+    net.features.active = active
 
 
 class Cells(nn.Module):
@@ -103,7 +103,7 @@ class Cells(nn.Module):
 
     def __init__(
         self,
-        alive: Alive,
+        active: ActiveOperators,
         cells: int,
         channels: int,
         image_channels: int,
@@ -112,7 +112,7 @@ class Cells(nn.Module):
         drop_rate: float,
     ) -> None:
         super().__init__()
-        self.made = self.alive = alive
+        self.made = self.active = active
         self.kind, self.channels = kind, channels
         norm = _norm(kind, statistics)
         width = NODES * channels
@@ -122,7 +122,7 @@ class Cells(nn.Module):
         for index in range(cells):
             reduction = index in (cells // 3, 2 * cells // 3)
             channels *= 2 if reduction else 1
-            self.cells.append(Cell(alive, inputs, channels, reduction, halved, norm, drop_rate))
+            self.cells.append(Cell(active, inputs, channels, reduction, halved, norm, drop_rate))
             inputs, halved = (inputs[1], NODES * channels), reduction
         self.dimension = inputs[1]
         self.end = nn.Sequential(norm(self.dimension), nn.ReLU()) if kind == "group" else nn.Identity()
@@ -134,14 +134,14 @@ class Cells(nn.Module):
 
             return features(self, x)
         before = last = self.stem(x)
-        for cell, alive in self.parts():
-            before, last = last, cell(before, last, alive)
+        for cell, active in self.parts():
+            before, last = last, cell(before, last, active)
         return self.end(last).mean((-2, -1))  # type: ignore[no-any-return]
 
     def parts(self) -> Iterator[tuple[Cell, Edges]]:
-        """Go through the cells, each with what is alive on its edges."""
+        """Go through the cells, each with what is active on its edges."""
         for cell in cast(Iterable[Cell], self.cells):
-            yield cell, self.alive.reduction if cell.reduction else self.alive.normal
+            yield cell, self.active.reduction if cell.reduction else self.active.normal
 
 
 class Cell(nn.Module):
@@ -149,7 +149,7 @@ class Cell(nn.Module):
 
     def __init__(
         self,
-        alive: Alive,
+        active: ActiveOperators,
         inputs: tuple[int, int],
         channels: int,
         reduction: bool,
@@ -162,25 +162,25 @@ class Cell(nn.Module):
         self.before = (Halving if halved else _pointwise)(inputs[0], channels, norm)
         self.last = _pointwise(inputs[1], channels, norm)
         self.edges = nn.ModuleList()
-        for (_, source), operators in zip(EDGES, alive.reduction if reduction else alive.normal):
+        for (_, source), operators in zip(EDGES, active.reduction if reduction else active.normal):
             stride = 2 if reduction and source < 2 else 1
             made = {name: _OPERATORS[name](channels, stride, norm) for name in OPERATORS if name in operators}
             self.edges.append(nn.ModuleDict(made))
         self.drop = DropPath(drop_rate) if drop_rate else nn.Identity()
 
-    def forward(self, before: Tensor, last: Tensor, alive: Edges) -> Tensor:
+    def forward(self, before: Tensor, last: Tensor, active: Edges) -> Tensor:
         """Return the nodes side by side."""
         states = [self.before(before), self.last(last)]
         for node in range(NODES):
-            arriving = [self._sent(operator, states[source]) for operator, source in self.arriving(node, alive)]
+            arriving = [self._sent(operator, states[source]) for operator, source in self.arriving(node, active)]
             states.append(functools.reduce(torch.add, arriving))
         return torch.cat(states[2:], 1)
 
-    def arriving(self, node: int, alive: Edges) -> Iterator[tuple[nn.Module, int]]:
+    def arriving(self, node: int, active: Edges) -> Iterator[tuple[nn.Module, int]]:
         """Go through the operators that send to a node, each with the source that it sends from."""
         for edge in edges_of(node):
             for name, operator in cast(nn.ModuleDict, self.edges[edge]).items():
-                if name in alive[edge]:
+                if name in active[edge]:
                     yield operator, EDGES[edge][1]
 
     def _sent(self, operator: nn.Module, x: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def _norm(kind: Norm, statistics: Statistics) -> MakeNorm:
 
 
 def _stacked(
-    alive: Alive,
+    active: ActiveOperators,
     cells: int,
     channels: int,
     image_channels: int,
@@ -304,7 +304,7 @@ def _stacked(
     if cells < 3:
         raise InputError(f"cells is {cells}, but must be at least 3, for one normal and two reduction cells.")
     with seeded(seed):
-        features = Cells(alive, cells, channels, image_channels, norm, statistics, drop_rate)
+        features = Cells(active, cells, channels, image_channels, norm, statistics, drop_rate)
         head = nn.Linear(features.dimension, outputs)
         nn.init.kaiming_normal_(head.weight, nonlinearity="relu")
         nn.init.zeros_(head.bias)

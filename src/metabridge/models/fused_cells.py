@@ -25,10 +25,10 @@ def features(stack: Cells, x: Tensor) -> Tensor:
     convolution, norm = layers
     before = last = _Source(_rectified(norm, convolution(x)), rectified=True)
     nodes: list[_Source] = []
-    for cell, alive in stack.parts():
+    for cell, active in stack.parts():
         if nodes:
             before, last = last, _Source(cell_triton_layers.joined(*(node.x for node in nodes)), rectified=True)
-        nodes = _nodes(cell, before, last, alive)
+        nodes = _nodes(cell, before, last, active)
     return torch.cat([node.x.mean((-2, -1)) for node in nodes], 1)
 
 
@@ -45,16 +45,16 @@ class _Source:
         return y
 
 
-def _nodes(cell: Cell, before: _Source, last: _Source, alive: Edges) -> list[_Source]:
+def _nodes(cell: Cell, before: _Source, last: _Source, active: Edges) -> list[_Source]:
     sources = [_Source(_added(None, entry, source)) for entry, source in ((cell.before, before), (cell.last, last))]
     for node in range(NODES):
-        arriving = [(operator, sources[source]) for operator, source in cell.arriving(node, alive)]
+        arriving = [(operator, sources[source]) for operator, source in cell.arriving(node, active)]
         skipped = [source.x for operator, source in arriving if isinstance(operator, nn.Identity)]
         total = functools.reduce(torch.add, skipped) if skipped else None
         for operator, source in arriving:
             if not isinstance(operator, nn.Identity):
                 total = _added(total, operator, source, cell.drop)
-        assert total is not None  # as something is alive
+        assert total is not None  # as something is active
         sources.append(_Source(total))
     return sources[2:]
 

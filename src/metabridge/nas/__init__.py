@@ -8,10 +8,10 @@ from metabridge.models.architecture import (
     EDGES,
     NODES,
     OPERATORS,
-    Alive,
+    ActiveOperators,
     Architecture,
     CellKind,
-    Choice,
+    EdgeOperator,
     random_architecture,
 )
 
@@ -20,9 +20,9 @@ __all__ = [
     "EDGES",
     "NODES",
     "OPERATORS",
-    "Alive",
+    "ActiveOperators",
     "Architecture",
     "CellKind",
-    "Choice",
+    "EdgeOperator",
     "random_architecture",
 ]

@@ -20,7 +20,7 @@ from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count
 from metabridge.files import FolderLock
 from metabridge.models import ARCHITECTURE
-from metabridge.models.architecture import OPERATORS, Alive, Architecture, random_architecture
+from metabridge.models.architecture import OPERATORS, ActiveOperators, Architecture, random_architecture
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network, with_group_norm
 from metabridge.models.size_limit import SizeLimit
@@ -98,7 +98,7 @@ class Search:
         self.conditioning  # noqa: B018  (checks time and ridge)
         if not self.operators:
             raise InputError(f"operators is empty, but a search needs some. Use some of {', '.join(OPERATORS)}.")
-        Alive.full(self.operators)
+        ActiveOperators.full(self.operators)
 
     @property
     def conditioning(self) -> Conditioning | None:
@@ -154,7 +154,7 @@ class Search:
                 if time.perf_counter() > until:
                     raise TimeUpError("The time is up. The same search goes on where it stopped.")
 
-        full = Alive.full(self.operators)
+        full = ActiveOperators.full(self.operators)
         with progress_bar(progress) as bar:
             task = bar.add_task("search", total=evaluations(full, self.repeats), told="")
             journal.on_score = lambda number, count: bar.update(task, completed=count, told=f"round {number + 1}")
@@ -186,18 +186,18 @@ class Proxies:
         self.search, self.images, self.device, self.way = search, images, device, way
         self.environment = images.tasks("train", ways=search.ways, shots=search.shots, queries=search.queries)
         with SizeLimit(tensors=2**15), torch.device("meta"):
-            self._supernet(Alive.full(search.operators), 0)
+            self._supernet(ActiveOperators.full(search.operators), 0)
 
     def __call__(
-        self, number: int, repeat: int, alive: Alive, removals: Sequence[Removal]
+        self, number: int, repeat: int, active: ActiveOperators, removals: Sequence[Removal]
     ) -> Iterator[tuple[Removal, Scores]]:
         """Score the networks without each of some operators, with weights and images of this repeat's own."""
         seed = (self.search.seed * 1000 + number) * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
         tasks = self.environment.sample(self.search.tasks, generator).to(self.device)
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-            thin = ThinRegions(alive, self._patches(generator), seed)
-            conditions = self._conditions(alive, self._supernet(alive, seed).to(self.device), tasks)
+            thin = ThinRegions(active, self._patches(generator), seed)
+            conditions = self._conditions(active, self._supernet(active, seed).to(self.device), tasks)
 
             def part(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Scores]]:
                 for (removal, condition), (_, regions) in zip(conditions(removals), thin.scores(removals)):
@@ -205,10 +205,10 @@ class Proxies:
 
             yield from part(removals) if self.device != "cpu" else over_threads(part, removals)
 
-    def _supernet(self, alive: Alive, seed: int) -> Network:
+    def _supernet(self, active: ActiveOperators, seed: int) -> Network:
         channels, size = self.images.images.shape[1], self.images.images.shape[-1]
         return supernet(
-            alive,
+            active,
             cells=self.search.cells,
             channels=self.search.channels,
             image_channels=channels,
@@ -218,14 +218,14 @@ class Proxies:
         )
 
     def _conditions(
-        self, alive: Alive, net: Network, tasks: Episodes
+        self, active: ActiveOperators, net: Network, tasks: Episodes
     ) -> Callable[[Sequence[Removal]], Iterator[tuple[Removal, Score | None]]]:
         """Return what yields condition numbers; on a CPU several threads may call it."""
         proxy = self.search.conditioning
         if proxy is None:
             return lambda removals: ((removal, None) for removal in removals)
         if self.way == "fast":
-            candidates, form = Candidates(net, alive, points(tasks)), (len(tasks), tasks.query_x.shape[1])
+            candidates, form = Candidates(net, active, points(tasks)), (len(tasks), tasks.query_x.shape[1])
             return lambda removals: (
                 (removal, proxy.of_grams(grams, *form)) for removal, grams in candidates.grams(removals)
             )
@@ -233,7 +233,7 @@ class Proxies:
         def reference(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Score]]:
             own = copy.deepcopy(net)
             for removal in removals:
-                mask(own, alive.after(removal))
+                mask(own, active.without(removal))
                 yield removal, proxy(own, tasks)
 
         return reference
@@ -271,8 +271,8 @@ def score_model(search: Search, model: str, images: LabelledImages, *, device: s
     each = []
     for repeat in range(search.repeats):
         if model.endswith(ARCHITECTURE):
-            alive = Architecture.load(model).alive
-            ((_, both),) = proxies(0, repeat, alive, [None])
+            active = Architecture.load(model).active_operators
+            ((_, both),) = proxies(0, repeat, active, [None])
             each.append(both.regions if search.conditioning is None else both.condition)
             continue
         seed = search.seed * 1000 + repeat

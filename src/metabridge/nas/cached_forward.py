@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from metabridge.models.architecture import CELLS, EDGES, NODES, Alive, Choice, edges_of
+from metabridge.models.architecture import CELLS, EDGES, NODES, ActiveOperators, EdgeOperator, edges_of
 from metabridge.models.cells import Cells
 
 
@@ -96,19 +96,19 @@ class Walker(Generic[S]):
         self,
         stack: Cells,
         run: Callable[[Sequence[nn.Module]], Layer[S]],
-        sent: Callable[[Choice, Layer[S]], Layer[S]] = lambda choice, layer: layer,
+        sent: Callable[[EdgeOperator, Layer[S]], Layer[S]] = lambda choice, layer: layer,
     ) -> None:
         self._stem, self._end = run(_layers(stack.stem)), run(_layers(stack.end))
         relu = run([nn.ReLU()])
         self._cells = [_Cell(cell, run, relu, sent) for cell in stack.cells]
 
-    def __call__(self, x: Tensor, alive: Alive, memory: Memory) -> Walk[S]:
-        """Walk through what is alive."""
+    def __call__(self, x: Tensor, active: ActiveOperators, memory: Memory) -> Walk[S]:
+        """Walk through what is active."""
         stem = memory(self._stem, x)
         before = last = stem.output
         cells = []
         for cell in self._cells:
-            walk, output = cell(before, last, alive, memory)
+            walk, output = cell(before, last, active, memory)
             cells.append(walk)
             before, last = last, output
         return Walk(stem, cells, memory(self._end, last))
@@ -120,7 +120,7 @@ class _Cell(Generic[S]):
         cell: Any,
         run: Callable[[Sequence[nn.Module]], Layer[S]],
         relu: Layer[S],
-        sent: Callable[[Choice, Layer[S]], Layer[S]],
+        sent: Callable[[EdgeOperator, Layer[S]], Layer[S]],
     ) -> None:
         self._kind = CELLS[bool(cell.reduction)]
         self._entries = [(relu, run(_rectified(entry))) for entry in (cell.before, cell.last)]
@@ -140,7 +140,9 @@ class _Cell(Generic[S]):
                     first, rest = relu, _rectified(operator)
                 self._operators[edge][name] = (source, first), sent((self._kind, edge, name), run(rest))
 
-    def __call__(self, before: Tensor, last: Tensor, alive: Alive, memory: Memory) -> tuple[CellWalk[S], Tensor]:
+    def __call__(
+        self, before: Tensor, last: Tensor, active: ActiveOperators, memory: Memory
+    ) -> tuple[CellWalk[S], Tensor]:
         walk: CellWalk[S] = CellWalk([], {}, [])
         states = []
         for (relu, layer), x in zip(self._entries, (before, last)):
@@ -151,7 +153,7 @@ class _Cell(Generic[S]):
             arriving = []
             for edge in edges_of(node):
                 for name, (place, layer) in self._operators[edge].items():
-                    if name in getattr(alive, self._kind)[edge]:
+                    if name in getattr(active, self._kind)[edge]:
                         source, begin = place
                         first = walk.begun.setdefault(place, memory(begin, states[source]))
                         arriving.append((place, memory(layer, first.output)))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from metabridge.models.architecture import Alive, Choice
+from metabridge.models.architecture import ActiveOperators, EdgeOperator
 from metabridge.models.batch_norm import BatchNorm, change_layers
 from metabridge.models.cells import Cells, supernet
 from metabridge.models.network import Network
@@ -46,40 +46,40 @@ class ThinRegions:
     same sum once in 2⁶³ draws. Candidates go through the net `side_by_side` on a GPU, and one by one on a CPU, where
     threads may ask for different ones of them.
 
-    >>> thin = ThinRegions(Alive.full(), torch.rand(50, 1, 3, 3), seed=0)
+    >>> thin = ThinRegions(ActiveOperators.full(), torch.rand(50, 1, 3, 3), seed=0)
     >>> dict(thin.scores([("normal", 0, "skip")]))
     {('normal', 0, 'skip'): Score(value=50.0, trouble=None)}
     """
 
-    def __init__(self, alive: Alive, inputs: Tensor, seed: int, side_by_side: int | None = None) -> None:
-        self.alive, self._inputs = alive, inputs
+    def __init__(self, active: ActiveOperators, inputs: Tensor, seed: int, side_by_side: int | None = None) -> None:
+        self.active, self._inputs = active, inputs
         self._copies = side_by_side or (SIDE_BY_SIDE if inputs.is_cuda else 1)
         self._generator = torch.Generator(inputs.device).manual_seed(seed)
-        self._present: dict[Choice, Tensor] = {}
-        net = thin(alive, seed, len(inputs)).to(inputs.device)
+        self._present: dict[EdgeOperator, Tensor] = {}
+        net = thin(active, seed, len(inputs)).to(inputs.device)
         self._walker = Walker(cast(Cells, net.features), self._run, self._sent)
         self._whole = Memory()
         if self._copies == 1:
-            self._walker(inputs, alive, self._whole)
+            self._walker(inputs, active, self._whole)
 
-    def scores(self, removals: Sequence[Choice | None]) -> Iterator[tuple[Choice | None, Score]]:
+    def scores(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, Score]]:
         """Yield the number of regions without each of the operators, or with all of them for None."""
         for start in range(0, len(removals), self._copies):
             chosen = removals[start : start + self._copies]
             walk = self._alone(chosen[0]) if self._copies == 1 else self._together(chosen)
             yield from zip(chosen, _counted(walk, len(chosen)))
 
-    def _alone(self, removal: Choice | None) -> Walk[_Signed]:
-        alive = self.alive.after(removal)
-        return self._walker(self._inputs, alive, Memory(self._whole))
+    def _alone(self, removal: EdgeOperator | None) -> Walk[_Signed]:
+        active = self.active.without(removal)
+        return self._walker(self._inputs, active, Memory(self._whole))
 
-    def _together(self, removals: Sequence[Choice | None]) -> Walk[_Signed]:
+    def _together(self, removals: Sequence[EdgeOperator | None]) -> Walk[_Signed]:
         """Give each of some copies of the inputs a mask, and walk with all of them."""
         choices = [choice for choice in removals if choice is not None]
         present = torch.tensor([[removal != choice for removal in removals] for choice in choices])
         self._present = dict(zip(choices, present.to(self._inputs.device).repeat(1, len(self._inputs))))
         copies = self._inputs.repeat_interleave(len(removals), 0)  # those of an input stand together
-        return self._walker(copies, self.alive, Memory())
+        return self._walker(copies, self.active, Memory())
 
     def _run(self, layers: Sequence[nn.Module]) -> Layer[_Signed]:
         return functools.partial(self._signed, layers)
@@ -95,7 +95,7 @@ class ThinRegions:
             x = layer(x)
         return _Signed(x, signs)
 
-    def _sent(self, choice: Choice, layer: Layer[_Signed]) -> Layer[_Signed]:
+    def _sent(self, choice: EdgeOperator, layer: Layer[_Signed]) -> Layer[_Signed]:
         """What an operator sends, nothing where copies are without it."""
 
         def run(x: Tensor) -> _Signed:
@@ -133,12 +133,12 @@ def _signs(walk: Walk[_Signed]) -> Tensor:
     ).sum(0)
 
 
-def thin(alive: Alive, seed: int, inputs: int) -> Network:
+def thin(active: ActiveOperators, seed: int, inputs: int) -> Network:
     """The network that regions are counted in, of one channel in the first cell, for any number of copies of `inputs`.
 
     Copies of one input follow each other.
     """
-    net = supernet(alive, cells=3, channels=1, image_channels=1, size=PATCH, norm="batch", seed=seed)
+    net = supernet(active, cells=3, channels=1, image_channels=1, size=PATCH, norm="batch", seed=seed)
     change_layers(net, nn.Conv2d, _Dense)
     change_layers(net, BatchNorm, lambda layer: _NormOfEach(layer, inputs))
     return net.requires_grad_(False)

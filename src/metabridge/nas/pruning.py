@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from metabridge.errors import UNREADABLE, InputError
 from metabridge.files import FolderLock, read_regular, write_whole
-from metabridge.models.architecture import Alive, Architecture, Choice
+from metabridge.models.architecture import ActiveOperators, Architecture, EdgeOperator
 from metabridge.nas.proxies import Score, mean
 
 log = logging.getLogger("metabridge")
 
 CHECKSUM = "crc32"  # of a line of the log
-Removal = Choice | None  # an operator to be taken away, or none
+Removal = EdgeOperator | None  # an operator to be taken away, or none
 
 
 class Scores(NamedTuple):
@@ -31,54 +31,54 @@ class Scores(NamedTuple):
 
 
 # Score a network as it is (None) and without each of some operators, in a repeat of a round, in any order.
-Measure = Callable[[int, int, Alive, Sequence[Removal]], Iterable[tuple[Removal, Scores]]]
+Measure = Callable[[int, int, ActiveOperators, Sequence[Removal]], Iterable[tuple[Removal, Scores]]]
 Measurements = Mapping[Removal, Sequence[Scores]]  # of every repeat
 
 
-def prune(alive: Alive, measure: Measure, *, repeats: int, journal: Journal | None = None) -> Architecture:
+def prune(active: ActiveOperators, measure: Measure, *, repeats: int, journal: Journal | None = None) -> Architecture:
     """Take the least important operator from every edge, round by round, until there is one on each.
 
     The first of equally important operators goes. A last round measures the network without each of the edges
     that are left, of which every node keeps the two most important.
 
     >>> best = {"conv_3x3", "skip"}
-    >>> def measure(number, repeat, alive, removals):
+    >>> def measure(number, repeat, active, removals):
     ...     for removal in removals:  # whatever is not among the best makes the kernel worse
-    ...         state = alive.after(removal)
-    ...         worse = sum(operator not in best for _, _, operator in state.choices)
+    ...         state = active.without(removal)
+    ...         worse = sum(operator not in best for _, _, operator in state)
     ...         yield removal, Scores(Score(1.0 + worse), None)
-    >>> {operator for _, _, operator in prune(Alive.full(), measure, repeats=1).alive.choices}
+    >>> {operator for _, _, operator in prune(ActiveOperators.full(), measure, repeats=1).active_operators}
     {'conv_3x3'}
     """
     journal = journal or Journal()
     number = 0
-    while not alive.single:
-        choices = removable(alive)
-        ranks = _ranks(number, alive, choices, measure, repeats, journal)
+    while not active.at_most_one_per_edge:
+        choices = removable(active)
+        ranks = _ranks(number, active, choices, measure, repeats, journal)
         gone = [min(group, key=ranks.__getitem__) for group in _by_edge(choices)]
         for choice in gone:
-            alive = alive.without(*choice)
+            active = active.without(choice)
         journal.close_round(number, gone)
         number += 1
-    choices = list(alive.choices)
-    architecture = alive.architecture(_ranks(number, alive, choices, measure, repeats, journal))
-    journal.close_round(number, [choice for choice in choices if choice not in set(architecture.alive.choices)])
+    choices = list(active)
+    architecture = active.best_architecture(_ranks(number, active, choices, measure, repeats, journal))
+    journal.close_round(number, [choice for choice in choices if choice not in set(architecture.active_operators)])
     return architecture
 
 
-def evaluations(alive: Alive, repeats: int) -> int:
+def evaluations(active: ActiveOperators, repeats: int) -> int:
     """How many networks a search will measure."""
-    counts = [len(group) for group in _by_edge(list(alive.choices))]
+    counts = [len(group) for group in _by_edge(list(active))]
     rounds = [sum(count - gone for count in counts if count - gone > 1) + 1 for gone in range(max(counts) - 1)]
     return repeats * (sum(rounds) + len(counts) + 1)
 
 
-def removable(alive: Alive) -> list[Choice]:
+def removable(active: ActiveOperators) -> list[EdgeOperator]:
     """Return the operators on edges that have more than one."""
-    return [choice for group in _by_edge(list(alive.choices)) if len(group) > 1 for choice in group]
+    return [choice for group in _by_edge(list(active)) if len(group) > 1 for choice in group]
 
 
-def importance(found: Measurements) -> dict[Choice, int]:
+def importance(found: Measurements) -> dict[EdgeOperator, int]:
     """Return the rank sum of every operator (B algorithm 1, lines 8-10): the lower, the sooner it goes.
 
     Operators stand by ΔC, the highest first, as the kernel is better conditioned without it, and by ΔR, the
@@ -96,7 +96,7 @@ def importance(found: Measurements) -> dict[Choice, int]:
     return ranks
 
 
-def _change(found: Measurements, choice: Choice, proxy: str) -> Score:
+def _change(found: Measurements, choice: EdgeOperator, proxy: str) -> Score:
     """The mean over repeats of (whole − rest)/whole, where the whole is the network with all operators."""
     rests = [getattr(scores, proxy) for scores in found[choice]]
     if rests[0] is None:
@@ -112,19 +112,24 @@ def _whole(found: Measurements, repeat: int, proxy: str) -> float:
     return values[None].value if values[None].trouble is None else statistics.median(told or [1.0])
 
 
-def _by_edge(choices: Sequence[Choice]) -> list[list[Choice]]:
+def _by_edge(choices: Sequence[EdgeOperator]) -> list[list[EdgeOperator]]:
     edges = dict.fromkeys(choice[:2] for choice in choices)
     return [[choice for choice in choices if choice[:2] == edge] for edge in edges]
 
 
 def _ranks(
-    number: int, alive: Alive, choices: Sequence[Choice], measure: Measure, repeats: int, journal: Journal
-) -> dict[Choice, int]:
+    number: int,
+    active: ActiveOperators,
+    choices: Sequence[EdgeOperator],
+    measure: Measure,
+    repeats: int,
+    journal: Journal,
+) -> dict[EdgeOperator, int]:
     """Measure what the journal does not know yet, and rank."""
     for repeat in range(repeats):
         missing = [removal for removal in (None, *choices) if (number, repeat, removal) not in journal.known]
         if missing:
-            for removal, scores in measure(number, repeat, alive, missing):
+            for removal, scores in measure(number, repeat, active, missing):
                 journal.add(number, repeat, removal, scores)
     known = journal.known
     return importance({r: [known[number, repeat, r] for repeat in range(repeats)] for r in (None, *choices)})
@@ -160,7 +165,7 @@ class Journal:
         )
         self.on_score(number, len(self.known))
 
-    def close_round(self, number: int, gone: Sequence[Choice]) -> None:
+    def close_round(self, number: int, gone: Sequence[EdgeOperator]) -> None:
         """Note what a round took away."""
         if number not in self._closed:
             self._closed.add(number)

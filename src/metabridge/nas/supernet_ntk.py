@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from metabridge.errors import InputError
 from metabridge.kernels.layer_calls import patches
-from metabridge.models.architecture import Alive, Choice
+from metabridge.models.architecture import ActiveOperators, EdgeOperator
 from metabridge.models.cells import Cells, mask
 from metabridge.models.network import Network
 from metabridge.nas.cached_forward import CellWalk, Layer, Memory, Place, Walk, Walker
@@ -79,28 +79,28 @@ class Candidates:
     threads may ask for different ones of them.
 
     >>> from metabridge.models.cells import supernet
-    >>> alive = Alive.full()
-    >>> candidates = Candidates(supernet(alive, cells=3, channels=2, size=8), alive, torch.rand(4, 3, 8, 8))
+    >>> active = ActiveOperators.full()
+    >>> candidates = Candidates(supernet(active, cells=3, channels=2, size=8), active, torch.rand(4, 3, 8, 8))
     >>> [grams.ntk.shape for _, grams in candidates.grams([None, ("normal", 0, "skip")])]
     [torch.Size([4, 4]), torch.Size([4, 4])]
     """
 
-    def __init__(self, net: Network, alive: Alive, x: Tensor, side_by_side: int | None = None) -> None:
-        mask(net, alive)  # refuses what is no supernet, or lacks an operator
+    def __init__(self, net: Network, active: ActiveOperators, x: Tensor, side_by_side: int | None = None) -> None:
+        mask(net, active)  # refuses what is no supernet, or lacks an operator
         if not all(isinstance(layer, nn.GroupNorm) for layer in net.modules() if "Norm" in type(layer).__name__):
             raise InputError("the supernet has batch norms, which mix images. Make it with norm='group'.")
-        self.alive, self._x, self._head = alive, x.contiguous(), net.head
+        self.active, self._x, self._head = active, x.contiguous(), net.head
         self._copies = side_by_side or (SIDE_BY_SIDE if x.is_cuda else 1)
         self._apart = self._copies == 1
-        self._masks: dict[Choice, Tensor] = {}
+        self._masks: dict[EdgeOperator, Tensor] = {}
         self._walker = Walker(cast(Cells, net.features), _chain, self._sent)
         self._whole = Memory()
         if self._apart:
             with torch.no_grad():
-                self._walker(self._x, alive, self._whole)
+                self._walker(self._x, active, self._whole)
 
     @torch.no_grad()
-    def grams(self, removals: Sequence[Choice | None]) -> Iterator[tuple[Choice | None, Grams]]:
+    def grams(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, Grams]]:
         """Yield Θ and K without each of the operators, or with all of them for None, on the CPU."""
         start = 0
         while start < len(removals):
@@ -117,17 +117,17 @@ class Candidates:
                 yield removal, Grams(ntk[place], nngp[place])
             start += len(chosen)
 
-    def _alone(self, removal: Choice | None) -> tuple[Tensor, Tensor]:
-        alive = self.alive.after(removal)
-        return self._run(self._x[None], self._walker(self._x, alive, Memory(self._whole)))
+    def _alone(self, removal: EdgeOperator | None) -> tuple[Tensor, Tensor]:
+        active = self.active.without(removal)
+        return self._run(self._x[None], self._walker(self._x, active, Memory(self._whole)))
 
-    def _together(self, removals: Sequence[Choice | None]) -> tuple[Tensor, Tensor]:
+    def _together(self, removals: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
         """Give each of some copies of the images a mask, and run all of them."""
         copies = self._x.expand(len(removals), *self._x.shape).contiguous()
         choices = [choice for choice in removals if choice is not None]
         without = torch.tensor([[removal == choice for removal in removals] for choice in choices]).to(self._x.device)
         self._masks = dict(zip(choices, without.repeat_interleave(len(self._x), -1)[..., None, None, None]))
-        return self._run(copies, self._walker(copies.flatten(0, 1), self.alive, Memory()))
+        return self._run(copies, self._walker(copies.flatten(0, 1), self.active, Memory()))
 
     def _run(self, x: Tensor, walk: Walk[_Sent]) -> tuple[Tensor, Tensor]:
         """Θ and K of each copy of the images: the way back from the summed outputs."""
@@ -145,7 +145,7 @@ class Candidates:
         nngp = self._head.out_features * (rows @ rows.mT + (self._head.bias is not None))
         return parts.total() + nngp, nngp
 
-    def _sent(self, choice: Choice, layer: Layer[_Sent]) -> Layer[_Sent]:
+    def _sent(self, choice: EdgeOperator, layer: Layer[_Sent]) -> Layer[_Sent]:
         """What an operator sends, masked where copies are without it."""
         if self._apart:
             return layer
