@@ -17,7 +17,7 @@ from fuzz.campaign import Campaign, Tally
 from fuzz.readers import READERS
 from fuzz.worker import Worker
 from metabridge.experiments.result import environment
-from metabridge.files import write_whole
+from metabridge.files import write_atomically
 
 READERS_AT = "fuzz.readers:READERS"
 INPUTS = 10_000
@@ -55,7 +55,7 @@ def main() -> int:
             "environment": asdict(environment("cpu")),
             "readers": [tally.row() for tally in tallies],
         }
-        write_whole(options.json, f"{json.dumps(result, indent=1)}\n".encode())
+        write_atomically(options.json, f"{json.dumps(result, indent=1)}\n".encode())
     return int(any(tally.failed for tally in tallies))
 
 

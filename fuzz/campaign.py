@@ -13,7 +13,7 @@ from typing import Any
 
 from fuzz.sandbox import FAILURES, ROOT, Outcome
 from fuzz.worker import Worker
-from metabridge.files import make_folder, write_whole
+from metabridge.files import make_folder, write_atomically
 
 CHUNK = 200  # cases between two writes of what was found
 
@@ -108,7 +108,7 @@ class Campaign:
             for outcome in worker.run(tally.reader, tally.inputs, min(tally.inputs + CHUNK, self.inputs)):
                 tally.add(outcome)
                 on_case(tally)
-            write_whole(self._file(tally.reader), json.dumps({"key": self.key, **vars(tally)}).encode())
+            write_atomically(self._file(tally.reader), json.dumps({"key": self.key, **vars(tally)}).encode())
 
     def _restored(self, name: str) -> Tally:
         file = self._file(name)

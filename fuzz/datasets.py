@@ -26,9 +26,8 @@ import torch
 from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
 from fuzz.images import SIZE, encoded, loaded
-from metabridge.datasets import glyphs
-from metabridge.environments import image_cache
-from metabridge.environments.data_check import check
+from metabridge.datasets import glyphs, image_cache
+from metabridge.datasets.data_check import check_dataset
 from metabridge.environments.image_tasks import LabelledImages
 
 Change = Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]
@@ -511,7 +510,7 @@ def _drawn(folder: Path) -> list[Files]:
 
 
 def _entries(*names: str, size: int | None = None) -> tuple[Callable[[Path], object], ...]:
-    return (*(partial(loaded, name, size=size) for name in names), lambda folder: check(folder / "data"))
+    return (*(partial(loaded, name, size=size) for name in names), lambda folder: check_dataset(folder / "data"))
 
 
 PICKLE: dict[str, mutate.Change] = {
@@ -580,7 +579,7 @@ DATASET_READERS = (
         (
             partial(loaded, "parquet", size=SIZE),
             partial(loaded, "mini-imagenet", size=SIZE),
-            lambda folder: check(folder / "data"),
+            lambda folder: check_dataset(folder / "data"),
         ),
         _parquets,
         changer({".parquet": change_parquet}, 0.7),

@@ -21,8 +21,8 @@ from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader
 from metabridge import cli
 from metabridge.datasets import load
-from metabridge.environments.data_check import check
-from metabridge.environments.image_decoding import Form
+from metabridge.datasets.data_check import check_dataset
+from metabridge.datasets.image_decoding import Form
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.use.image_input import pixels
@@ -102,7 +102,7 @@ def image_reader(
 
     return Reader(
         f"image-{ending}",
-        (one_image, partial(loaded, "folder", size=SIZE), lambda folder: check(folder / "data")),
+        (one_image, partial(loaded, "folder", size=SIZE), lambda folder: check_dataset(folder / "data")),
         lambda folder: [_around(ending, content) for content in contents()],
         change,
         lambda inputs: [Hostile(_around(ending, content)) for content in hostile()],
@@ -376,7 +376,7 @@ FOLDER_READER = Reader(
     "folder",
     (
         lambda folder: load(folder / "data", size=SIZE),
-        lambda folder: check(folder / "data"),
+        lambda folder: check_dataset(folder / "data"),
         lambda folder: command("data", "check", str(folder / "data"), "--ways", "2", "--queries", "1"),
     ),
     lambda folder: FOLDERS,

@@ -520,7 +520,7 @@ SPIKED = 0.075 * 10.25**2 + 0.925 * 0.25**2  # 7.9
 
 def test_the_ratio_of_heavy_tailed_inputs_is_that_of_their_own_fourth_moments():
     """Their covariance is that of `WORLD`, whose normal inputs have a ratio of 1.8."""
-    normal, covariance = hard_easy_risks(WORLD, 0.9, 100).ratio, WORLD.landscape.law.covariance
+    normal, covariance = hard_easy_risks(WORLD, 0.9, 100).ratio, WORLD.landscape.distribution.covariance
     trace = covariance.square().sum((-2, -1))[:, None, None]
     fourth = SPIKED * (trace * covariance + 2 * covariance @ covariance @ covariance)
     solutions = nal_solution(WORLD.landscape), maml_solution(WORLD.landscape, 0.9, 100, fourth=fourth)
@@ -537,7 +537,7 @@ def test_solutions_are_weighed_by_what_heavy_tailed_inputs_leave_after_a_step():
     whole = Changed(points=spiked).sample(200, torch.Generator().manual_seed(0)).without_split()
     moments = regression_moments(whole.support_x.double(), whole.support_y)
     geography = Geography(moments, hard_tasks(moments), 100)
-    covariance = WORLD.landscape.law.covariance[1]
+    covariance = WORLD.landscape.distribution.covariance[1]
     fourth = SPIKED * (covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance)
     exact = adapted_covariance(covariance, 0.9, 100, fourth)
     torch.testing.assert_close(geography.adapted(0.9)[1], exact, rtol=0.15, atol=0.1)
@@ -550,7 +550,7 @@ def test_fourth_moments_of_normal_inputs_are_found_normal(found):
 
 def test_fourth_moments_are_without_bias_however_few_the_points_are():
     moments, hard = moments_of(WORLD, 4000, 3)
-    covariance = WORLD.landscape.law.covariance[1]
+    covariance = WORLD.landscape.distribution.covariance[1]
     expected = covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance
     torch.testing.assert_close(moments.fourth[~hard].mean((0, 1)), expected, rtol=0.1, atol=0.3)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from metabridge import InputError, files
-from metabridge.files import FolderLock, make_way, write_output, write_whole
+from metabridge.files import FolderLock, make_parent_folder, write_atomically, write_output
 
 POSIX = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX files")
 
@@ -33,13 +33,13 @@ def test_a_link_is_written_through_and_stays_a_link(tmp_path):
         link.symlink_to(target)
         if name == "old":
             target.write_bytes(b"old")
-        write_whole(link, b"content")
+        write_atomically(link, b"content")
         assert link.is_symlink()
         assert target.read_bytes() == b"content"
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     with pytest.raises(InputError, match="loop cannot be written"):
-        write_whole(loop, b"content")
+        write_atomically(loop, b"content")
     assert loop.is_symlink()
 
 
@@ -49,21 +49,21 @@ def test_what_is_no_regular_file_is_streamed_to_or_refused_and_never_replaced(tm
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
-    write_whole(pipe, b"content")
+    write_atomically(pipe, b"content")
     reader.join()
     assert read == [b"content"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     master, slave = os.openpty()
     link = tmp_path / "terminal"
     link.symlink_to(os.ttyname(slave))
-    write_whole(link, b"content")
+    write_atomically(link, b"content")
     assert os.read(master, 100) == b"content"
     assert link.is_symlink()
     assert stat.S_ISCHR(link.stat().st_mode)
     os.close(master)
     os.close(slave)
     with pytest.raises(InputError, match=r"is neither a regular file nor a pipe\. Name a file\."):
-        write_whole(tmp_path, b"content")
+        write_atomically(tmp_path, b"content")
 
 
 STDOUT = """
@@ -97,9 +97,9 @@ def test_a_named_output_is_a_file(tmp_path, capsys):
     assert (tmp_path / "table.csv").read_bytes() == b"a,b\n"
     write_output("-", "ü\n".encode())
     assert capsys.readouterr().out == "ü\n"
-    make_way(Path("-"))
-    make_way(Path("/dev/stdout"))
-    make_way(tmp_path / "new" / "table.csv")
+    make_parent_folder(Path("-"))
+    make_parent_folder(Path("/dev/stdout"))
+    make_parent_folder(tmp_path / "new" / "table.csv")
     assert (tmp_path / "new").is_dir()
 
 
@@ -118,7 +118,7 @@ def test_a_planted_part_file_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", plant)
     for _ in range(2):
         with pytest.raises(InputError, match=r"cannot be written \(File exists\)"):
-            write_whole(tmp_path / "file", b"content")
+            write_atomically(tmp_path / "file", b"content")
     assert victim.read_bytes() == b"precious"
     assert len(names) == 2  # nobody can tell the name before
 
@@ -129,11 +129,11 @@ def test_an_existing_file_keeps_its_mode_and_a_new_one_obeys_the_umask(tmp_path)
         file = tmp_path / f"{mode:o}"
         file.write_bytes(b"old")
         file.chmod(mode)
-        write_whole(file, b"new")
+        write_atomically(file, b"new")
         assert stat.S_IMODE(file.stat().st_mode) == mode
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "new", b"new")
+        write_atomically(tmp_path / "new", b"new")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
@@ -141,13 +141,13 @@ def test_an_existing_file_keeps_its_mode_and_a_new_one_obeys_the_umask(tmp_path)
 
 def test_readers_see_whole_files_while_several_threads_write(tmp_path):
     file, contents = tmp_path / "file", [bytes([65 + each]) * 200_000 for each in range(4)]
-    write_whole(file, contents[0])
+    write_atomically(file, contents[0])
     failed: list[BaseException] = []
 
     def write(content: bytes) -> None:
         try:
             for _ in range(25):
-                write_whole(file, content)
+                write_atomically(file, content)
         except BaseException as error:
             failed.append(error)
 
@@ -167,7 +167,7 @@ def test_content_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda number: (done.append("sync"), sync(number)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
-    write_whole(tmp_path / "file", b"content")
+    write_atomically(tmp_path / "file", b"content")
     assert done[:2] == ["sync", "replace"]
 
 
@@ -292,9 +292,9 @@ def test_a_planted_lock_file_is_not_followed(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from metabridge.files import write_whole
+from metabridge.files import write_atomically
 os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-write_whole(Path(sys.argv[1]), b"content")
+write_atomically(Path(sys.argv[1]), b"content")
 """
 
 
@@ -354,7 +354,7 @@ def test_what_a_stranger_put_into_a_folder_is_replaced_and_not_followed(tmp_path
         file.symlink_to(victim)
     else:
         os.mkfifo(file)
-    write_whole(file, b"written", follow=False)
+    write_atomically(file, b"written", follow=False)
     assert victim.read_bytes() == b"mine"
     assert stat.S_ISREG(file.lstat().st_mode)
     assert file.read_bytes() == b"written"
@@ -365,7 +365,7 @@ def test_a_pipe_is_not_even_opened_for_reading(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "settings.json")
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(OSError, match="Not a regular file"):
-        files.read_regular(tmp_path / "settings.json")
+        files.read_regular_file(tmp_path / "settings.json")
 
 
 @POSIX
@@ -374,4 +374,4 @@ def test_a_pipe_that_takes_the_place_of_a_file_while_it_is_opened_is_not_waited_
     os.mkfifo(file)
     monkeypatch.setattr(os, "stat", lambda *_, **__: regular)
     with pytest.raises(OSError, match="Not a regular file"):
-        files.read_regular(file)
+        files.read_regular_file(file)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from metabridge import datasets, kernels, models, nas, theory
 from metabridge.diagnosis import Diagnosis, diagnose
 from metabridge.environments import (
-    GivenNeurons,
+    FixedNeurons,
+    GaussianNeurons,
     HardEasy,
     ImageBatches,
     ImageTasks,
@@ -14,12 +15,11 @@ from metabridge.environments import (
     LinearTasks,
     LogisticTasks,
     Mixture,
-    NormalNeurons,
     Quadratic,
     SharedRepresentation,
     Sinusoid,
     TaskGroup,
-    Teachers,
+    TeacherTasks,
 )
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
@@ -63,7 +63,8 @@ __all__ = [
     "Engine",
     "Episodes",
     "FewShotClassifier",
-    "GivenNeurons",
+    "FixedNeurons",
+    "GaussianNeurons",
     "GradientDescent",
     "HardEasy",
     "ImageBatches",
@@ -79,7 +80,6 @@ __all__ = [
     "Mixture",
     "Model",
     "NearestCentroid",
-    "NormalNeurons",
     "Plateau",
     "Proximal",
     "Quadratic",
@@ -93,7 +93,7 @@ __all__ = [
     "Step",
     "SupportVectors",
     "TaskGroup",
-    "Teachers",
+    "TeacherTasks",
     "Views",
     "adapt",
     "datasets",

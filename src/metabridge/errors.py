@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 # What plain data that was damaged or made up can raise where it is read.
-UNREADABLE = (
+PARSING_ERRORS = (
     ValueError,
     TypeError,
     LookupError,

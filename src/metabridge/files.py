@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
-from metabridge.errors import UNREADABLE, InputError
+from metabridge.errors import PARSING_ERRORS, InputError
 
 if sys.platform == "win32":
     import msvcrt
@@ -45,12 +45,12 @@ def make_folder(folder: str | Path) -> Path:
     return folder
 
 
-def make_way(file: Path) -> None:
+def make_parent_folder(file: Path) -> None:
     """Make the folder of a file, before the work whose result it is, and see that it is no folder itself.
 
     Standard output (`-`), devices and pipes need no folder.
 
-    >>> make_way(Path("."))
+    >>> make_parent_folder(Path("."))
     Traceback (most recent call last):
     metabridge.errors.InputError: . is a folder. Name a file.
     """
@@ -60,10 +60,10 @@ def make_way(file: Path) -> None:
         make_folder(Path(os.path.realpath(file)).parent)
 
 
-def read_regular(file: Path) -> bytes:
+def read_regular_file(file: Path) -> bytes:
     """Return what a regular file holds; an `OSError` if it is a pipe or a device, which might never end.
 
-    >>> read_regular(Path("/dev/null"))
+    >>> read_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
     OSError: [Errno 22] Not a regular file: '/dev/null'
     """
@@ -85,7 +85,7 @@ def _check_regular(file: Path, mode: int) -> None:
         raise OSError(errno.EINVAL, "Not a regular file", str(file))
 
 
-def write_whole(file: Path, content: bytes, *, follow: bool = True) -> Path:
+def write_atomically(file: Path, content: bytes, *, follow: bool = True) -> Path:
     """Write a file under another name first, so that no reader ever sees half of it, and return it.
 
     The target of a symbolic link is replaced, not the link. What is not a regular file, such as a pipe or
@@ -96,7 +96,7 @@ def write_whole(file: Path, content: bytes, *, follow: bool = True) -> Path:
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     write_whole(Path(folder, "note.txt"), b"whole").read_bytes()
+    ...     write_atomically(Path(folder, "note.txt"), b"whole").read_bytes()
     b'whole'
     """
     try:
@@ -117,7 +117,7 @@ def write_whole(file: Path, content: bytes, *, follow: bool = True) -> Path:
 def write_output(destination: str | Path, content: bytes) -> None:
     """Write the one file that a command was asked for: to standard output if `destination` is "-"."""
     if str(destination) != STDOUT:
-        write_whole(Path(destination), content)
+        write_atomically(Path(destination), content)
         return
     try:
         _write_stdout(content)
@@ -259,7 +259,7 @@ class FolderLock:
         try:
             told = json.loads(os.read(descriptor, 100_000))
             holder = f"process {told['pid']} on {told['host']} since {told['since']} ({told['command']!r})"
-        except (OSError, *UNREADABLE):  # it has not yet written who it is
+        except (OSError, *PARSING_ERRORS):  # it has not yet written who it is
             holder = "another process"
         raise InputError(f"the folder {self.folder} is in use by {holder}. Wait for its end, or name another folder.")
 

@@ -97,7 +97,7 @@ def test_warnings_are_notes_without_escape_codes(metabridge, monkeypatch):
         warnings.warn("left out: \x1b[31m", stacklevel=1)
         raise InputError("no image is left.")
 
-    monkeypatch.setattr("metabridge.environments.data_check.check", warn)
+    monkeypatch.setattr("metabridge.datasets.check_dataset", warn)
     complained = metabridge("data", "check", ".")[2]
     assert complained == "Note: left out: \\x1b[31m\nmetabridge data check: no image is left.\n"
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from metabridge.datasets import detect, load
-from metabridge.environments import image_cache
+from metabridge.datasets import detect, image_cache, load
 from metabridge.errors import InputError
 from pictures import encoded, names_in, shared
 

@@ -243,7 +243,7 @@ def square() -> LabelledImages:
 
 @pytest.mark.parametrize("splits", [("train",), ("train", "test"), None])
 def test_turning_adds_every_class_of_the_named_splits_in_three_turns(square, splits):
-    turned = square.turned(splits)
+    turned = square.with_rotations(splits)
     chosen = set(square.splits if splits is None else splits)
     for split, members in square.splits.items():
         old = {square.class_names[member] for member in members.tolist()}
@@ -266,32 +266,32 @@ def test_turning_adds_every_class_of_the_named_splits_in_three_turns(square, spl
 
 def test_what_cannot_be_turned_is_refused(square, data):
     with pytest.raises(InputError, match="splits is 'trian', but these images have 'train', 'validation', 'test'"):
-        square.turned(("trian",))
+        square.with_rotations(("trian",))
     with pytest.raises(InputError, match="images are 1×2 pixels, but only squares keep their shape when turned"):
-        data.turned()
+        data.with_rotations()
 
 
 def test_a_draw_filled_from_a_table_of_pixels_is_the_sample(data):
     environment = data.tasks("train", ways=3, shots=2, queries=2)
     table = data.images.float() / 255
-    drawn = environment.draw(20, seeded())
-    found, expected = drawn.episodes(lambda rows: table[rows]), environment.sample(20, seeded())
+    drawn = environment.sample_indices(20, seeded())
+    found, expected = drawn.to_episodes(lambda rows: table[rows]), environment.sample(20, seeded())
     assert len(found.tensors()) == 5
     assert all(torch.equal(one, two) for one, two in zip(found.tensors(), expected.tensors()))
     features = torch.randn(len(data.labels), 7, generator=seeded())
-    mapped = drawn.episodes(lambda rows: features[rows])
+    mapped = drawn.to_episodes(lambda rows: features[rows])
     assert torch.equal(mapped.query_x, features[pixels(expected.query_x)[1]])
 
 
 def test_the_rows_of_tasks_are_the_images_of_the_split(data):
-    rows = data.tasks("test", ways=2, shots=1, queries=1).rows
+    rows = data.tasks("test", ways=2, shots=1, queries=1).image_indices
     expected = torch.isin(data.labels, torch.tensor(SPLITS["test"])).nonzero().squeeze(1)
     assert torch.equal(rows.sort().values, expected)
 
 
 def test_looking_up_gives_the_pixels_from_zero_to_one_in_the_shape_asked(data):
     rows = torch.tensor([[4, 0, 7], [2, 2, 1]])
-    found = data.look_up(rows)
+    found = data.float_images(rows)
     assert found.shape == (2, 3, 1, 1, 2)
     assert found.dtype == torch.float32
     assert torch.equal(found, data.images[rows].float() / 255)

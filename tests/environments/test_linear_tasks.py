@@ -55,7 +55,7 @@ def test_inputs_and_solutions_of_every_group_have_its_law():
     w = solved(episodes)
     for place in range(2):
         mine = episodes.classes[:, 0] == place
-        law = [part[place] for part in landscape.law]
+        law = [part[place] for part in landscape.distribution]
         check_covariance(episodes.query_x[mine].double().flatten(0, 1), law[1])
         assert same(w[mine].mean(0), law[2], (law[3].diagonal() / mine.sum()).sqrt())
         check_covariance(w[mine] - law[2], law[3])
@@ -83,23 +83,25 @@ def test_support_and_query_of_a_task_have_one_solution():
 
 
 def test_hard_and_easy_tasks_are_groups_of_scaled_identities():
-    law, identity = WORLD.landscape.law, torch.eye(3, dtype=torch.float64)
+    law, identity = WORLD.landscape.distribution, torch.eye(3, dtype=torch.float64)
     torch.testing.assert_close(law.covariance, torch.stack([0.2 * identity, identity]))
     torch.testing.assert_close(law.centre, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=torch.float64))
     torch.testing.assert_close(law.spread, torch.stack([0.5 * identity, 0.1 * identity]))
 
 
 def test_drawn_tasks_are_fixed_and_every_one_of_them_has_its_episodes():
-    few = random_landscape().drawn(5, seeded())
-    torch.testing.assert_close(few.law.probability, torch.full((5,), 0.2, dtype=torch.float64))
+    few = random_landscape().sample_finite(5, seeded())
+    torch.testing.assert_close(few.distribution.probability, torch.full((5,), 0.2, dtype=torch.float64))
     for seed in (1, 2):
-        episodes = LinearTasks(few, 6, 4).every(3, seeded(seed))
+        episodes = LinearTasks(few, 6, 4).sample_every_group(3, seeded(seed))
         assert episodes.classes[:, 0].tolist() == [task for task in range(5) for _ in range(3)]
-        torch.testing.assert_close(solved(episodes), few.law.centre.repeat_interleave(3, 0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            solved(episodes), few.distribution.centre.repeat_interleave(3, 0), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_episodes_of_one_drawn_task_share_its_solution_even_where_the_group_has_a_spread():
-    w = solved(LinearTasks(random_landscape(), 6, 4).every(2, seeded()))
+    w = solved(LinearTasks(random_landscape(), 6, 4).sample_every_group(2, seeded()))
     torch.testing.assert_close(w[0::2], w[1::2], atol=1e-4, rtol=1e-4)
 
 
@@ -171,8 +173,8 @@ SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
         (lambda: LogisticTasks(WORLD.landscape, 1, 0), "queries is 0, but must be"),
         (lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape), "noise is 0.1, but labels are random"),
         (lambda: ENVIRONMENTS[0].sample(0, seeded()), "tasks is 0, but must be"),
-        (lambda: ENVIRONMENTS[0].every(0, seeded()), "episodes is 0, but must be"),
-        (lambda: WORLD.landscape.drawn(0, seeded()), "tasks is 0, but must be"),
+        (lambda: ENVIRONMENTS[0].sample_every_group(0, seeded()), "episodes is 0, but must be"),
+        (lambda: WORLD.landscape.sample_finite(0, seeded()), "tasks is 0, but must be"),
     ],
 )
 def test_impossible_settings_are_refused_in_a_sentence(make, sentence):

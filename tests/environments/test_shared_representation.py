@@ -38,7 +38,7 @@ def test_slopes_lie_in_the_representation_with_the_mean_and_variances_asked_for(
 def test_targets_differ_from_the_linear_function_by_noise_of_the_variance_asked_for():
     world = SharedRepresentation(4, (1.0,), noise=2.5, pool=2000)
     tasks = world.tasks.without_split()
-    noise = tasks.support_y[..., 0] - (tasks.support_x @ world.slopes[..., None])[..., 0]
+    noise = tasks.support_y[..., 0] - (tasks.support_x @ world.task_parameters[..., None])[..., 0]
     assert noise.var().item() == pytest.approx(2.5, rel=4 * math.sqrt(2 / noise.numel()))
     assert tasks.support_x.var().item() == pytest.approx(1, rel=0.02)
 
@@ -99,7 +99,7 @@ def test_training_on_a_pool_lowers_the_loss():
         (lambda: SharedRepresentation(pool=0), "pool is 0, but must be"),
         (lambda: SharedRepresentation(pool=3).sample(4, seeded()), "tasks is 4, but the pool has 3."),
         (lambda: SharedRepresentation().tasks, "there is no end of tasks without a pool."),
-        (lambda: SharedRepresentation().slopes, "the slopes of tasks are known only in a pool."),
+        (lambda: SharedRepresentation().task_parameters, "the slopes of tasks are known only in a pool."),
     ],
 )
 def test_impossible_worlds_are_refused_in_a_sentence(make, sentence):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from metabridge import method, parameters
-from metabridge.environments import GivenNeurons, Mixture, NormalNeurons, Teachers
+from metabridge.environments import FixedNeurons, GaussianNeurons, Mixture, TeacherTasks
 from metabridge.environments.teacher_networks import ACTIVATIONS, neuron_sum
 from metabridge.errors import InputError
 from metabridge.learners import meta_gradient
@@ -21,7 +21,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_student_with_the_teachers_neurons_and_a_head_of_ones_makes_no_error(activation):
     """The student is the library's own network, so that the activations mean the same in both."""
-    tasks = Teachers(GivenNeurons(NEURONS[:1]), activation, covariance=0.5).sample(3, seeded()).without_split()
+    tasks = TeacherTasks(FixedNeurons(NEURONS[:1]), activation, covariance=0.5).sample(3, seeded()).without_split()
     net = mlp(2, 1, width=2, depth=1, activation=activation, bias=False).double()
     with torch.no_grad():
         net.features[1].weight.copy_(NEURONS[0])
@@ -30,7 +30,7 @@ def test_a_student_with_the_teachers_neurons_and_a_head_of_ones_makes_no_error(a
 
 
 def test_each_task_has_one_of_the_given_teachers_and_all_are_as_frequent():
-    tasks = Teachers(GivenNeurons(NEURONS), "tanh").sample(2000, seeded()).without_split()
+    tasks = TeacherTasks(FixedNeurons(NEURONS), "tanh").sample(2000, seeded()).without_split()
     answers = torch.stack([neuron_sum("tanh", own, tasks.support_x) for own in NEURONS])
     matches = (answers - tasks.support_y).abs().amax((-2, -1)) < 1e-12
     assert matches.sum(0).eq(1).all()
@@ -38,7 +38,7 @@ def test_each_task_has_one_of_the_given_teachers_and_all_are_as_frequent():
 
 
 def test_inputs_and_noise_have_their_variances():
-    quiet, noisy = (Teachers(GivenNeurons(NEURONS[:1]), covariance=0.5, noise=noise) for noise in (0.0, 0.09))
+    quiet, noisy = (TeacherTasks(FixedNeurons(NEURONS[:1]), covariance=0.5, noise=noise) for noise in (0.0, 0.09))
     tasks = noisy.sample(4000, seeded())
     inputs = tasks.support_x.flatten(0, 1)
     torch.testing.assert_close(inputs.T.cov(), 0.5 * torch.eye(2, dtype=torch.float64), atol=0.02, rtol=0)
@@ -49,15 +49,15 @@ def test_inputs_and_noise_have_their_variances():
 
 
 def test_neurons_of_a_law_have_its_mean_and_variance():
-    drawn = NormalNeurons(dimension=3, width=2, mean=2.0, variance=0.25).draw(20_000, seeded())
+    drawn = GaussianNeurons(dimension=3, width=2, mean=2.0, variance=0.25).sample(20_000, seeded())
     assert drawn.shape == (20_000, 2, 3)
     torch.testing.assert_close(drawn.mean(0), torch.full((2, 3), 2.0), atol=0.02, rtol=0)
     torch.testing.assert_close(drawn.flatten(1).T.cov(), 0.25 * torch.eye(6), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("neurons", [GivenNeurons(NEURONS), NormalNeurons(2)], ids=["given", "drawn"])
+@pytest.mark.parametrize("neurons", [FixedNeurons(NEURONS), GaussianNeurons(2)], ids=["given", "drawn"])
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(neurons):
-    first, again, other = (Teachers(neurons, noise=0.1).sample(3, seeded(seed)) for seed in (1, 1, 2))
+    first, again, other = (TeacherTasks(neurons, noise=0.1).sample(3, seeded(seed)) for seed in (1, 1, 2))
     for one, two, three in zip(first.tensors(), again.tensors(), other.tensors()):
         assert torch.equal(one, two)
         assert not torch.equal(one, three)
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(neurons):
 
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "minibatch-prox", "r2d2", "nal"])
 def test_every_learner_of_values_trains_on_hard_and_easy_teachers(name):
-    easy, hard = Teachers(NormalNeurons(2)), Teachers(NormalNeurons(2, mean=2.0), covariance=0.5)
+    easy, hard = TeacherTasks(GaussianNeurons(2)), TeacherTasks(GaussianNeurons(2, mean=2.0), covariance=0.5)
     environment = Mixture((easy, hard), (0.5, 0.5))
     chosen, net = method(name), mlp(2, environment.outputs, width=8)
     params = parameters(chosen, net)
@@ -75,7 +75,7 @@ def test_every_learner_of_values_trains_on_hard_and_easy_teachers(name):
 
 
 def test_training_on_teachers_helps_with_new_ones():
-    environment = Teachers(NormalNeurons(2, mean=1.0, variance=0.2), "tanh")
+    environment = TeacherTasks(GaussianNeurons(2, mean=1.0, variance=0.2), "tanh")
     maml, net = method("maml", steps=1, lr=0.1), mlp(2, 1, width=16, depth=1, activation="tanh")
     before, after = (
         evaluate(fit(net, maml, environment, iterations=count, tasks=4, lr=3e-2, progress=False), environment, tasks=30)
@@ -87,15 +87,18 @@ def test_training_on_teachers_helps_with_new_ones():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Teachers(NormalNeurons(2), "gelu"), "activation is 'gelu', but must be one of softplus, sigmoid"),
-        (lambda: Teachers(NormalNeurons(2), covariance=0.0), "covariance is 0.0, but must be a positive number"),
-        (lambda: Teachers(NormalNeurons(2), noise=-1.0), "noise is -1.0, but must be a finite number, 0 or more"),
-        (lambda: Teachers(NormalNeurons(2), shots=0), "shots is 0, but must be"),
-        (lambda: Teachers(NormalNeurons(2)).sample(0, seeded()), "tasks is 0, but must be"),
-        (lambda: NormalNeurons(0), "dimension is 0, but must be"),
-        (lambda: NormalNeurons(2, variance=math.nan), "variance is nan, but must be a finite number"),
-        (lambda: GivenNeurons(torch.ones(2)), "neurons is float32 of shape (2,), but must be floating point of shape"),
-        (lambda: GivenNeurons(torch.ones(0, 1, 2)), "neurons is float32 of shape (0, 1, 2), but must be"),
+        (
+            lambda: TeacherTasks(GaussianNeurons(2), "gelu"),
+            "activation is 'gelu', but must be one of softplus, sigmoid",
+        ),
+        (lambda: TeacherTasks(GaussianNeurons(2), covariance=0.0), "covariance is 0.0, but must be a positive number"),
+        (lambda: TeacherTasks(GaussianNeurons(2), noise=-1.0), "noise is -1.0, but must be a finite number, 0 or more"),
+        (lambda: TeacherTasks(GaussianNeurons(2), shots=0), "shots is 0, but must be"),
+        (lambda: TeacherTasks(GaussianNeurons(2)).sample(0, seeded()), "tasks is 0, but must be"),
+        (lambda: GaussianNeurons(0), "dimension is 0, but must be"),
+        (lambda: GaussianNeurons(2, variance=math.nan), "variance is nan, but must be a finite number"),
+        (lambda: FixedNeurons(torch.ones(2)), "neurons is float32 of shape (2,), but must be floating point of shape"),
+        (lambda: FixedNeurons(torch.ones(0, 1, 2)), "neurons is float32 of shape (0, 1, 2), but must be"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(make, sentence):

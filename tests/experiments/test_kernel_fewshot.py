@@ -113,7 +113,7 @@ def test_a_twin_trained_for_no_time_is_regression_on_the_support(name, twin):
 def test_a_table_holds_the_kernel_of_the_pictures_and_no_pair_of_validation_and_test(images):
     pool = pooled(images, TINY, "fully connected", 0)
     table = Table.of(CHEAP["fully connected"], pool)
-    rows = {split: pool.tasks(split, shots=1, queries=1).rows[:, None].double() for split in pool.splits}
+    rows = {split: pool.tasks(split, shots=1, queries=1).image_indices[:, None].double() for split in pool.splits}
     x = standardised(pool).flatten(1)
     scale = CHEAP["fully connected"].ntk(x).diagonal().mean()
     for one, other in (("train", "train"), ("train", "test"), ("validation", "train"), ("test", "test")):
@@ -130,7 +130,7 @@ def test_kernels_and_nets_are_judged_on_the_same_pictures(images):
         tasks = TINY.judging(pool, "test", 1)
         drawn.append(tasks.sample(5, torch.Generator().manual_seed(1)))
         numbers = Numbered(tasks).sample(5, torch.Generator().manual_seed(1)).query_x[..., 0].long()
-        assert torch.equal(pool.look_up(numbers), drawn[-1].query_x)
+        assert torch.equal(pool.float_images(numbers), drawn[-1].query_x)
     assert torch.equal(drawn[0].query_x, drawn[1].query_x)
     assert torch.equal(drawn[0].support_x, drawn[1].support_x)
 

@@ -149,7 +149,7 @@ def test_the_loss_of_every_tasks_own_solution_is_the_floor_of_labels():
     groups = TaskGroup(0.5, torch.tensor([1.0, 2.0]), probability=0.3), TaskGroup(1.0, -1.0, probability=0.7)
     landscape = Landscape(groups, 2)
     episodes = LogisticTasks(landscape, 50, 50).sample(4000, seeded()).without_split()
-    w = landscape.law.centre.float()[episodes.classes[:, 0] // 2]
+    w = landscape.distribution.centre.float()[episodes.classes[:, 0] // 2]
     scores = (episodes.support_x @ w[..., None]).squeeze(-1)
     losses = CrossEntropy.value(scores, episodes.support_y.float()).mean(1).double()
     assert abs(float(losses.mean()) - fig7.label_floor(landscape)) < 4.5 * float(losses.std()) / math.sqrt(4000)
@@ -199,6 +199,6 @@ def test_the_exponents_of_the_rates_agree_if_they_are_minus_a_half():
 
 
 def test_the_covariances_of_the_rates_do_not_commute():
-    first, second, third = rates.world().law.covariance
+    first, second, third = rates.world().distribution.covariance
     for one, other in ((first, second), (second, third)):
         assert float((one @ other - other @ one).norm()) > 0.01

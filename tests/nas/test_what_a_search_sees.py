@@ -63,7 +63,7 @@ def test_seeds_rounds_and_repeats_have_tasks_of_their_own(glyphs: LabelledImages
         """Tasks of the glyphs, of which the supports are kept."""
 
         def __init__(self, proxies: Proxies) -> None:
-            self.environment, self.rows = proxies.environment, proxies.environment.rows
+            self.environment, self.image_indices = proxies.environment, proxies.environment.image_indices
 
         def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
             drawn = self.environment.sample(tasks, generator)
@@ -82,9 +82,9 @@ def test_seeds_rounds_and_repeats_have_tasks_of_their_own(glyphs: LabelledImages
 def test_a_search_of_other_images_is_refused(glyphs: LabelledImages, tmp_path: Path) -> None:
     search = small_search("none", operators=("skip",))
     with pytest.raises(TimeUpError):
-        search.run(replace(glyphs, source={"name": "one"}), out=tmp_path, minutes=0, progress=False)
+        search.run(replace(glyphs, load_arguments={"name": "one"}), out=tmp_path, minutes=0, progress=False)
     with pytest.raises(InputError, match="a search with data="):
-        search.run(replace(glyphs, source={"name": "another"}), out=tmp_path, progress=False)
+        search.run(replace(glyphs, load_arguments={"name": "another"}), out=tmp_path, progress=False)
 
 
 def test_a_search_of_other_images_is_refused_though_they_come_from_nowhere(tmp_path: Path) -> None:

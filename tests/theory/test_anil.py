@@ -111,7 +111,7 @@ def test_equations_5_to_7_are_what_they_are_in_the_paper():
 
 def test_infinite_samples_are_the_limit_of_many_points_on_the_same_tasks():
     B, w = net()
-    tasks = TaskMoments.from_tasks(world(pool=30).slopes, NOISE)
+    tasks = TaskMoments.from_tasks(world(pool=30).task_parameters, NOISE)
     many, unlimited = (population_step(B, w, tasks, AnilSettings(0.1, 0.1, m)) for m in (1e9, math.inf))
     for near, exact in zip(many, unlimited):
         torch.testing.assert_close(near, exact)

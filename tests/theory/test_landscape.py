@@ -121,8 +121,8 @@ def test_maml_without_a_step_is_nal():
 @pytest.mark.parametrize("name", ["nal", "maml"])
 def test_risks_at_the_solutions_are_those_of_proposition_1(name):
     """Eq. 6 and 7 as printed: ½ E_i‖E_i'[W_i']⁻¹E_i'[W_i'(w_i'* − w_i*)]‖² in the norm of Q_i, over given tasks."""
-    tasks = random_landscape().drawn(5, seeded())
-    Sigma, w = tasks.law.covariance, tasks.law.centre
+    tasks = random_landscape().sample_finite(5, seeded())
+    Sigma, w = tasks.distribution.covariance, tasks.distribution.centre
     Q = theory.adapted_covariance(Sigma, ALPHA, M)
     W = Sigma if name == "nal" else theory.adapted_covariance(Sigma, ALPHA, 3)
     inverse = torch.linalg.inv(W.mean(0))
@@ -198,14 +198,14 @@ def test_no_stable_step_is_better_than_the_best_one(name):
         return float(theory.risk_above_floor(landscape, w, alpha, M)) + theory.noise_floor(landscape, alpha, M)
 
     best = theory.best_alpha(name, landscape, M)
-    most = 2 / float(torch.linalg.eigvalsh(landscape.law.covariance).max())
+    most = 2 / float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
     assert all(loss(best) <= loss(share * most) + 1e-12 for share in torch.linspace(0, 0.999, 77).tolist())
 
 
 def test_the_best_step_of_nal_is_the_vertex_of_its_parabola():
     """½E[‖g‖²_Σ − 2α‖g‖²_Σ² + α²((1 + 1/m)‖g‖²_Σ³ + tr(Σ²)(‖g‖²_Σ + σ²)/m)], g = w − w*."""
     landscape = random_landscape()
-    law, w = landscape.law, theory.nal_solution(landscape)
+    law, w = landscape.distribution, theory.nal_solution(landscape)
     spread = torch.einsum("gi,gj->gij", w - law.centre, w - law.centre) + law.spread
 
     def norm(power: int) -> torch.Tensor:
@@ -220,8 +220,8 @@ def test_the_best_step_of_nal_is_the_vertex_of_its_parabola():
 @pytest.mark.parametrize(("inner", "outer", "tau", "tasks"), [(7, 5, 1, 6), (2, 9, 4, 3), (30, 1, 5, 2)])
 def test_gradients_of_the_learners_vanish_at_the_empirical_solutions(inner, outer, tau, tasks):
     episodes = (
-        LinearTasks(random_landscape().drawn(tasks, seeded()), inner, outer)
-        .every(tau, seeded())
+        LinearTasks(random_landscape().sample_finite(tasks, seeded()), inner, outer)
+        .sample_every_group(tau, seeded())
         .to(dtype=torch.float64)
     )
     maml = method("maml", steps=1, lr=ALPHA)

@@ -8,7 +8,7 @@ from scipy import integrate
 from torch import Tensor
 from torch.func import vmap
 
-from metabridge.environments import GivenNeurons, Teachers
+from metabridge.environments import FixedNeurons, TeacherTasks
 from metabridge.environments.teacher_networks import ACTIVATIONS, neuron_sum
 from metabridge.errors import InputError
 from metabridge.theory.teachers import Preference, TeacherTask, maml_loss, nal_loss, stationary_points
@@ -33,7 +33,7 @@ def differences(function, at: Tensor) -> Tensor:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_population_loss_and_its_gradient_are_the_means_of_samples(activation):
     task = TeacherTask(TEACHER, activation, 0.5)
-    points = Teachers(GivenNeurons(TEACHER[None]), activation, covariance=0.5, shots=1, queries=400_000)
+    points = TeacherTasks(FixedNeurons(TEACHER[None]), activation, covariance=0.5, shots=1, queries=400_000)
     sample = points.sample(1, torch.Generator().manual_seed(0))
     x, y = sample.query_x[0], sample.query_y[0]
     student = STUDENT.clone().requires_grad_()
@@ -128,7 +128,7 @@ def test_gradients_balance_where_nal_is_stationary():
 
 def test_a_full_step_is_the_limit_of_steps_on_many_samples():
     task = TeacherTask(TEACHER[:1], "softplus", 0.5)
-    sample = Teachers(GivenNeurons(TEACHER[None, :1]), covariance=0.5, shots=400_000, queries=1)
+    sample = TeacherTasks(FixedNeurons(TEACHER[None, :1]), covariance=0.5, shots=400_000, queries=1)
     x, y = (part[0] for part in sample.sample(1, torch.Generator().manual_seed(0)).tensors()[:2])
     student = STUDENT[:1].clone().requires_grad_()
     (slope,) = torch.autograd.grad((neuron_sum("softplus", student, x) - y).square().mean() / 2, student)

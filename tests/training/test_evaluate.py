@@ -62,7 +62,7 @@ def test_every_task_is_scored_by_itself():
 def inductive(glyphs, name: str, **options) -> Model:
     """A model whose features depend on neither the task nor the other images."""
     chosen, net = method(name, **options), conv4(1, 28, statistics="running")
-    images = glyphs.look_up(torch.arange(0, len(glyphs.labels), 97))
+    images = glyphs.float_images(torch.arange(0, len(glyphs.labels), 97))
     estimate_statistics(net.features, [images])
     return Model(chosen, net, parameters(chosen, net, classes=glyphs.tasks("train").classes))
 
@@ -141,8 +141,8 @@ def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_
     assert not torch.allclose(kept, first, atol=1e-3)
     assert not torch.allclose(first, second, atol=1e-3)
     generator = torch.Generator().manual_seed(5)
-    rows = test_tasks.rows[:64]
-    expected = model.features(augment(glyphs.look_up(rows), generator))
+    rows = test_tasks.image_indices[:64]
+    expected = model.features(augment(glyphs.float_images(rows), generator))
     assert torch.allclose(table.features[1, table.places[rows]], expected, atol=1e-4)
 
 
@@ -157,8 +157,8 @@ def test_a_table_scores_another_head_on_the_tasks_that_evaluate_draws(glyphs, te
 def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     table = FeatureTable.of(model, test_tasks, Views(mirrored=True))
-    rows = test_tasks.rows[100:130]
-    images = glyphs.look_up(rows)
+    rows = test_tasks.image_indices[100:130]
+    images = glyphs.float_images(rows)
     mean = (model.features(images) + model.features(images.flip(-1))) / 2
     assert torch.allclose(table.features[0, table.places[rows]], mean, atol=1e-4)
     episodes = table.episodes(test_tasks, 16, torch.Generator().manual_seed(2))
@@ -169,8 +169,8 @@ def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyph
 def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     table = FeatureTable.of(model, test_tasks, Views(turned=True))
-    rows = test_tasks.rows[5:20]
-    images = glyphs.look_up(rows)
+    rows = test_tasks.image_indices[5:20]
+    images = glyphs.float_images(rows)
     quarter = images.transpose(-2, -1).flip(-2)
     turns = [images, quarter, images.flip(-2, -1), quarter.flip(-2, -1)]
     expected = torch.cat([model.features(turn) for turn in turns], -1)
@@ -179,7 +179,7 @@ def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, te
 
 def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_centre(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
-    images = glyphs.look_up(test_tasks.rows[:6])
+    images = glyphs.float_images(test_tasks.image_indices[:6])
     corners = [images[:, :, :21, :21], images[:, :, :21, 7:], images[:, :, 7:, :21], images[:, :, 7:, 7:]]
     parts = [*corners, images[:, :, 3:24, 3:24]]
     stretched = [torch.nn.functional.interpolate(part, size=28, mode="bilinear") for part in parts]

@@ -283,7 +283,7 @@ def test_a_run_does_not_go_on_with_other_tasks_of_the_same_kind(tmp_path, first,
 def test_turned_classes_are_another_setting(tmp_path):
     data = colours()
     options = {"out": tmp_path, "iterations": 1, "progress": False}
-    for images in (data, data.turned(("train",))):
+    for images in (data, data.with_rotations(("train",))):
         net, tasks = mlp(3 * 18 * 18, 3), images.tasks("train", ways=3, shots=1, queries=1)
         if images is data:
             fit(net, method("anil"), tasks, **options)

@@ -8,7 +8,7 @@ from PIL import Image
 
 import metabridge as mb
 from metabridge import InputError
-from metabridge.environments.image_decoding import Form, Unreadable
+from metabridge.datasets.image_decoding import Form, Unreadable
 from metabridge.use.image_input import form_of, image_shape, pixels, read
 
 

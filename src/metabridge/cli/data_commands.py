@@ -11,7 +11,7 @@ from metabridge.cli.options import MOST, app
 from metabridge.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
-    from metabridge.environments.data_check import Report
+    from metabridge.datasets import DatasetReport
 
 data = typer.Typer()
 app.add_typer(data, name="data")
@@ -40,15 +40,15 @@ def check(
 
     Example: **metabridge data check photographs --ways 5 --shots 1**
     """
-    from metabridge.environments.data_check import check as checked
+    from metabridge.datasets import check_dataset
 
-    report = checked(path, data=data, ways=ways, shots=shots, queries=queries)
+    report = check_dataset(path, data=data, ways=ways, shots=shots, queries=queries)
     _print_report(report, f"{ways}-way {shots}-shot")
     if not report.fine:
         raise typer.Exit(2 if strict else 1)
 
 
-def _print_report(report: Report, tasks: str) -> None:
+def _print_report(report: DatasetReport, tasks: str) -> None:
     say(f"{report.data}: {report.form}")
     rows = []
     for split in report.splits:

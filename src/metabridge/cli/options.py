@@ -48,11 +48,12 @@ MinImagesOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Leav
 
 def images_for(model: Model, data: str, min_images: int | None) -> LabelledImages:
     """Load a data set in the form in which a trained network takes images."""
-    from metabridge.datasets import load, named
+    from metabridge.datasets import load
+    from metabridge.datasets.loading import parse_name
     from metabridge.use.image_input import image_shape
 
     channels, size = image_shape(model.net)
-    if named(data)[0] != "glyphs":  # which have one form
+    if parse_name(data)[0] != "glyphs":  # which have one form
         return load(data, size=size, channels=channels, min_images=min_images)
     images = load(data, min_images=min_images)
     if images.images.shape[1:] != (channels, size, size):

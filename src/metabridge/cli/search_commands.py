@@ -166,13 +166,13 @@ def score(
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
     from metabridge.datasets import load
-    from metabridge.files import STDOUT, json_bytes, make_way, write_output
+    from metabridge.files import STDOUT, json_bytes, make_parent_folder, write_output
     from metabridge.models import builder
     from metabridge.nas.architecture_search import Search, score_model
 
     builder(model)
     if json_file is not None:
-        make_way(json_file)
+        make_parent_folder(json_file)
     images, where = load(data, size=size, min_images=min_images), device_name(device)
     rows: list[list[str]] = []
     report: list[dict[str, object]] = []

@@ -228,7 +228,7 @@ def evaluate(
     from dataclasses import replace
 
     from metabridge.datasets import load as load_images
-    from metabridge.files import STDOUT, json_bytes, make_way, write_output
+    from metabridge.files import STDOUT, json_bytes, make_parent_folder, write_output
     from metabridge.learners.heads import SVM, NearestCentroid, Ridge  # whose scores only rank
     from metabridge.learners.method import named_head
     from metabridge.training import Views, load
@@ -239,7 +239,7 @@ def evaluate(
     if penalty is not None and head is None:
         raise InputError("penalty is given without the head that it is of. Name it with --head.")
     if json_file is not None:
-        make_way(json_file)
+        make_parent_folder(json_file)
     ways = ways or _ways(runs[0])
     where = device_name(device)
     rows: list[list[str]] = []
@@ -294,7 +294,7 @@ def _check_new(folder: Path, images: LabelledImages, split: str, *, own: bool) -
     if split == "train" or split not in images.splits:
         return
     trained = _trained_on(folder, "class_names", list) or []
-    members = images.names(split)
+    members = images.split_class_names(split)
     known = [name for name in members if name in trained]
     if not known:
         return
@@ -426,7 +426,7 @@ def _next(out: Path, images: LabelledImages, ways: int) -> str:
 
 
 def _draw_curve(run: Run, folder: Path, name: str) -> None:
-    from metabridge.files import write_whole
+    from metabridge.files import write_atomically
 
     if run.best is None:
         return  # there was no validation, or none yet
@@ -435,4 +435,4 @@ def _draw_curve(run: Run, folder: Path, name: str) -> None:
     except ModuleNotFoundError:
         return  # without matplotlib there is no picture, but metrics.jsonl has the numbers
     picture = figures.png(figures.learning_curves({name: run}, "iterations"))
-    write_whole(folder / "curves.png", picture, follow=False)
+    write_atomically(folder / "curves.png", picture, follow=False)

@@ -48,10 +48,10 @@ def adapt(
 
     Example: **metabridge adapt runs/photos --support new/labelled --query new/unlabelled --out told.csv**
     """
-    from metabridge.files import STDOUT, make_folder, make_way
+    from metabridge.files import STDOUT, make_folder, make_parent_folder
 
     queries = _queries(query)
-    make_way(out)
+    make_parent_folder(out)
     if save is not None:
         make_folder(save)
     classifier = _adapted(run, support, head, device)
@@ -73,11 +73,11 @@ def predict(
 
     Example: **metabridge predict adapted --query new/unlabelled --out told.csv**
     """
-    from metabridge.files import make_way
+    from metabridge.files import make_parent_folder
     from metabridge.use import FewShotClassifier
 
     queries = _queries(query)
-    make_way(out)
+    make_parent_folder(out)
     _tell(FewShotClassifier.load(model, device=device_name(device)), query, queries, out)
 
 
@@ -102,14 +102,14 @@ def export(
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """
-    from metabridge.files import STDOUT, make_way
+    from metabridge.files import STDOUT, make_parent_folder
     from metabridge.models.batch_norm import normalises_each_set
     from metabridge.training import load
     from metabridge.use import export_onnx, write_head
 
     if head is not None and support is None:
         raise InputError(f"--head is {head.value}, but a head is solved on labelled images. Give --support too.")
-    make_way(out)
+    make_parent_folder(out)
     printed = str(out) == STDOUT
     if support is not None and printed:
         raise InputError("--out is -, but the head goes beside the graph. Name a file, such as features.onnx.")
@@ -133,7 +133,7 @@ def export(
 
 def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> FewShotClassifier:
     """Return a classifier adapted to a folder of class folders."""
-    from metabridge.environments.image_files import class_folders
+    from metabridge.datasets.image_files import class_folders
     from metabridge.use import FewShotClassifier
 
     _require_folder("support", support)
@@ -155,7 +155,7 @@ def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> Few
 
 
 def _queries(query: Path) -> list[Path]:
-    from metabridge.environments.image_files import IMAGES, READ, tree
+    from metabridge.datasets.image_files import IMAGES, READ, tree
 
     _require_folder("query", query)
     files = [file for file in tree(query) if file.suffix.lower() in IMAGES]
@@ -174,8 +174,8 @@ def _tell(classifier: FewShotClassifier, query: Path, files: list[Path], out: Pa
     """Predict, write and print; end with status 1 if some images could not be read."""
     import numpy as np
 
-    from metabridge.environments.image_decoding import Unreadable
-    from metabridge.environments.image_files import image_bytes, named
+    from metabridge.datasets.image_decoding import Unreadable
+    from metabridge.datasets.image_files import image_bytes, named
     from metabridge.files import STDOUT, write_output
     from metabridge.use.image_input import read
 

@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from metabridge.datasets.splits import table
-from metabridge.environments.image_decoding import Form
-from metabridge.environments.image_files import (
+from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_files import (
     Category,
     Picture,
     Source,
@@ -40,7 +39,8 @@ from metabridge.environments.image_files import (
     shortened,
     texts,
 )
-from metabridge.environments.safe_unpickle import unpickle
+from metabridge.datasets.safe_unpickle import unpickle
+from metabridge.datasets.splits import table
 from metabridge.errors import InputError
 
 FORM = Form(size=32, channels=3)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, conv2d, grid_sample, interpolate
 
-from metabridge.environments.image_cache import cache_folder, written_whole
-from metabridge.environments.image_files import open_regular
+from metabridge.datasets.image_cache import cache_folder, written_whole
+from metabridge.datasets.image_files import open_regular
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 

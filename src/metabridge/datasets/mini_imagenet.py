@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metabridge.datasets import parquet
-from metabridge.environments.image_decoding import Form
-from metabridge.environments.image_files import (
+from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_files import (
     Category,
     Picture,
     Source,
@@ -31,7 +31,7 @@ from metabridge.environments.image_files import (
     shortened,
     tree,
 )
-from metabridge.environments.safe_unpickle import unpickle
+from metabridge.datasets.safe_unpickle import unpickle
 from metabridge.errors import InputError
 
 FORM = Form(size=84, channels=3)

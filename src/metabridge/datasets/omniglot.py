@@ -13,8 +13,8 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from metabridge.environments.image_decoding import Form
-from metabridge.environments.image_files import (
+from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_files import (
     Category,
     Source,
     check_regular,

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metabridge.environments.image_decoding import Form
-from metabridge.environments.image_files import (
+from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_files import (
     SPLITS,
     Category,
     Picture,

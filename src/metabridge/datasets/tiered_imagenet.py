@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from metabridge.datasets.splits import table
-from metabridge.environments.image_decoding import Form
-from metabridge.environments.image_files import (
+from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_files import (
     Category,
     Content,
     Picture,
@@ -37,7 +36,8 @@ from metabridge.environments.image_files import (
     texts,
     tree,
 )
-from metabridge.environments.safe_unpickle import unpickle
+from metabridge.datasets.safe_unpickle import unpickle
+from metabridge.datasets.splits import table
 from metabridge.errors import InputError
 
 FORM = Form(size=84, channels=3)

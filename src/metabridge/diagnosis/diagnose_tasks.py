@@ -259,7 +259,7 @@ def untrained(images: LabelledImages, model: str = "conv4", *, seed: int = 0) ->
     net = Plan("nal", model=model, statistics="running", seed=seed).network(images)
     some = torch.randperm(len(images.images), generator=torch.Generator().manual_seed(seed))[:STATISTICS_FROM]
     net = net.to(images.images.device)
-    estimate_statistics(net, [images.look_up(some)])
+    estimate_statistics(net, [images.float_images(some)])
     return net
 
 

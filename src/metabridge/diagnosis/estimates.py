@@ -190,7 +190,7 @@ class Geography:
 
         With Q a multiple of I and centres 0 and R·1 it is C's R.
         """
-        law, Q = landscape.law, self.adapted(alpha)[0]
+        law, Q = landscape.distribution, self.adapted(alpha)[0]
         gap = law.centre[0] - law.centre[1]
         noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.members]
         squared = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()

@@ -6,11 +6,12 @@ from metabridge.environments.linear_tasks import HardEasy, Landscape, LinearTask
 from metabridge.environments.mixture import Mixture
 from metabridge.environments.regression_functions import Quadratic, Sinusoid
 from metabridge.environments.shared_representation import SharedRepresentation
-from metabridge.environments.teacher_networks import GivenNeurons, NormalNeurons, Teachers
+from metabridge.environments.teacher_networks import FixedNeurons, GaussianNeurons, TeacherTasks
 
 __all__ = [
     "Environment",
-    "GivenNeurons",
+    "FixedNeurons",
+    "GaussianNeurons",
     "HardEasy",
     "ImageBatches",
     "ImageTasks",
@@ -19,10 +20,9 @@ __all__ = [
     "LinearTasks",
     "LogisticTasks",
     "Mixture",
-    "NormalNeurons",
     "Quadratic",
     "SharedRepresentation",
     "Sinusoid",
     "TaskGroup",
-    "Teachers",
+    "TeacherTasks",
 ]

@@ -45,7 +45,7 @@ class LabelledImages:
     superclasses: Tensor
     superclass_names: tuple[str, ...]
     splits: dict[str, Tensor]
-    source: dict[str, object] | None = None  # what `datasets.load` was given, so that a saved run can find them
+    load_arguments: dict[str, object] | None = None  # what `datasets.load` was given, so that a saved run can find them
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
@@ -78,7 +78,7 @@ class LabelledImages:
         """Return the environment of plain batches over all classes of one split."""
         return ImageBatches(self, split, size=size)
 
-    def turned(self, splits: Collection[str] | None = None) -> LabelledImages:
+    def with_rotations(self, splits: Collection[str] | None = None) -> LabelledImages:
         """Add every class of the splits, or of all, turned by 90°, 180° and 270° as a class of its own.
 
         A turned class is in the superclass and the split of the one it was made of.
@@ -109,13 +109,13 @@ class LabelledImages:
             },
         )
 
-    def names(self, split: str) -> tuple[str, ...]:
+    def split_class_names(self, split: str) -> tuple[str, ...]:
         """Names of a split's classes, in its order."""
         return tuple(self.class_names[index] for index in self.splits[split].tolist())
 
-    def look_up(self, rows: Tensor) -> Tensor:
+    def float_images(self, rows: Tensor) -> Tensor:
         """Return the images at the indices `rows`, of any shape, with values from 0 to 1."""
-        return self.images[send(rows, self.images.device)].float() / 255
+        return self.images[copy_to_device(rows, self.images.device)].float() / 255
 
     def to(self, device: torch.device | str) -> LabelledImages:
         """Put the images on a device if they fit; labels and splits stay on the CPU, where tasks are drawn.
@@ -186,24 +186,24 @@ class ImageTasks:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the split's classes, in the order that `Episodes.classes` counts them."""
-        return self.data.names(self.split)
+        return self.data.split_class_names(self.split)
 
     @property
-    def rows(self) -> Tensor:
+    def image_indices(self) -> Tensor:
         """Indices of the split's images, int64."""
         return self._rows[self._filled]
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator; a task's points are ordered class by class."""
-        return self.draw(tasks, generator).episodes(self.data.look_up)
+        return self.sample_indices(tasks, generator).to_episodes(self.data.float_images)
 
-    def draw(self, tasks: int, generator: torch.Generator) -> Drawn:
+    def sample_indices(self, tasks: int, generator: torch.Generator) -> TaskIndices:
         """Draw tasks as `sample` does, but say only which images they are made of."""
         check_count("tasks", tasks)
         classes = self._draw_classes(tasks, generator)
         places = _draw(self._filled[classes], self.shots + self.queries, generator)
         rows = self._rows[classes].gather(-1, places)
-        return Drawn(classes, rows[..., : self.shots], rows[..., self.shots :])
+        return TaskIndices(classes, rows[..., : self.shots], rows[..., self.shots :])
 
     def _draw_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
         """Indices within the split, (tasks, ways), in random order."""
@@ -279,22 +279,22 @@ class ImageTasks:
             )
 
 
-class Drawn(NamedTuple):
+class TaskIndices(NamedTuple):
     """Tasks as indices: the classes of each, counted within the split, and the images of each class."""
 
     classes: Tensor  # (tasks, ways)
     support: Tensor  # (tasks, ways, shots)
     query: Tensor  # (tasks, ways, queries)
 
-    def episodes(self, look_up: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the tasks with what `look_up` finds at the images' indices, (points,) -> (points, ...)."""
+    def to_episodes(self, float_images: Callable[[Tensor], Tensor]) -> Episodes:
+        """Return the tasks with what `float_images` finds at the images' indices, (points,) -> (points, ...)."""
         tasks, ways = self.classes.shape
         sets = (self.support, self.query)
-        found = look_up(torch.cat([rows.flatten() for rows in sets]))  # one copy to a GPU instead of two
+        found = float_images(torch.cat([rows.flatten() for rows in sets]))  # one copy to a GPU instead of two
         support_x, query_x = (each.unflatten(0, (tasks, -1)) for each in found.split([rows.numel() for rows in sets]))
         own = torch.arange(ways, device=found.device)
         support_y, query_y = (own.repeat_interleave(rows.shape[-1]).expand(tasks, -1).clone() for rows in sets)
-        return Episodes(support_x, support_y, query_x, query_y, send(self.classes, found.device))
+        return Episodes(support_x, support_y, query_x, query_y, copy_to_device(self.classes, found.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,15 +330,15 @@ class ImageBatches:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the split's classes, in the order of the outputs."""
-        return self.data.names(self.split)
+        return self.data.split_class_names(self.split)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw batches with the (CPU) generator, each image as likely as any other."""
         check_count("tasks", tasks)
         rows, labels = self._members
         chosen = torch.randint(len(rows), (tasks, self.size), generator=generator)
-        x = self.data.look_up(rows[chosen])
-        y = send(labels[chosen], x.device)
+        x = self.data.float_images(rows[chosen])
+        y = copy_to_device(labels[chosen], x.device)
         return Episodes(x, y, x, y, torch.arange(self.classes, device=x.device).expand(tasks, -1))
 
     @cached_property
@@ -351,7 +351,7 @@ class ImageBatches:
         return rows, labels[rows]
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a CPU tensor's copy on `device`, without waiting for what a GPU still has to do."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

@@ -32,7 +32,7 @@ class TaskGroup:
     probability: float = 1.0
 
 
-class Law(NamedTuple):
+class TaskDistribution(NamedTuple):
     """What tasks are drawn from, in float64, a row for each group."""
 
     probability: Tensor
@@ -47,7 +47,7 @@ class Landscape:
     """Groups of tasks in one space, each drawn with its probability. `HardEasy` is the shortest way to make one.
 
     >>> groups = TaskGroup(1.0, probability=0.75), TaskGroup(torch.eye(3), 2.0, probability=0.25)
-    >>> Landscape(groups, dimension=3).law.probability
+    >>> Landscape(groups, dimension=3).distribution.probability
     tensor([0.7500, 0.2500], dtype=torch.float64)
     """
 
@@ -65,10 +65,10 @@ class Landscape:
             raise InputError(f"the probabilities of the groups add up to {total:g}, but must add up to 1.")
 
     @cached_property
-    def law(self) -> Law:
+    def distribution(self) -> TaskDistribution:
         """The groups as tensors."""
         identity = torch.eye(self.dimension, dtype=torch.float64)
-        return Law(
+        return TaskDistribution(
             torch.tensor([group.probability for group in self.groups], dtype=torch.float64),
             torch.stack([_matrix(group.covariance, identity) for group in self.groups]),
             torch.stack([_as_double(group.centre).expand(self.dimension) for group in self.groups]),
@@ -76,16 +76,16 @@ class Landscape:
             torch.tensor([group.noise for group in self.groups], dtype=torch.float64),
         )
 
-    def drawn(self, tasks: int, generator: torch.Generator) -> Landscape:
+    def sample_finite(self, tasks: int, generator: torch.Generator) -> Landscape:
         """Return so many tasks of this landscape as one of their own, each a group with a fixed w*.
 
-        >>> few = HardEasy(rho_hard=0.1, rho_easy=1.0).landscape.drawn(4, torch.Generator().manual_seed(0))
-        >>> len(few.groups), float(few.law.spread.abs().max())
+        >>> few = HardEasy(rho_hard=0.1, rho_easy=1.0).landscape.sample_finite(4, torch.Generator().manual_seed(0))
+        >>> len(few.groups), float(few.distribution.spread.abs().max())
         (4, 0.0)
         """
         check_count("tasks", tasks)
         kinds, w = self._tasks(tasks, generator)
-        law = self.law
+        law = self.distribution
         groups = (
             TaskGroup(law.covariance[kind], centre, 0.0, float(law.noise[kind]), 1 / tasks)
             for kind, centre in zip(kinds, w)
@@ -94,12 +94,12 @@ class Landscape:
 
     def _tasks(self, tasks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw the groups of tasks and their w*."""
-        kinds = torch.multinomial(self.law.probability, tasks, replacement=True, generator=generator)
+        kinds = torch.multinomial(self.distribution.probability, tasks, replacement=True, generator=generator)
         return kinds, self._solutions(kinds, generator)
 
     def _solutions(self, kinds: Tensor, generator: torch.Generator) -> Tensor:
         normal = torch.randn(len(kinds), self.dimension, generator=generator)
-        return self.law.centre[kinds] + (self._spreads[kinds] @ normal.double()[..., None]).squeeze(-1)
+        return self.distribution.centre[kinds] + (self._spreads[kinds] @ normal.double()[..., None]).squeeze(-1)
 
     def _points(self, kinds: Tensor, w: Tensor, points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw the inputs of tasks of these groups, with ⟨w*, x⟩."""
@@ -109,11 +109,11 @@ class Landscape:
 
     @cached_property
     def _roots(self) -> Tensor:
-        return _root(self.law.covariance)
+        return _root(self.distribution.covariance)
 
     @cached_property
     def _spreads(self) -> Tensor:
-        return _root(self.law.spread)
+        return _root(self.distribution.spread)
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,10 @@ class LinearTasks:
         check_count("tasks", tasks)
         return self._episodes(*self.landscape._tasks(tasks, generator), generator)
 
-    def every(self, episodes: int, generator: torch.Generator) -> Episodes:
+    def sample_every_group(self, episodes: int, generator: torch.Generator) -> Episodes:
         """Draw one task of every group, whatever its probability, and so many episodes of it, side by side.
 
-        Of a landscape that `Landscape.drawn` made, these are τ episodes of each of T given tasks (C eq. 4).
+        Of a landscape that `Landscape.sample_finite` made, these are τ episodes of each of T given tasks (C eq. 4).
         """
         check_count("episodes", episodes)
         kinds = torch.arange(self.classes)
@@ -193,7 +193,7 @@ class LinearTasks:
 
     def _episodes(self, kinds: Tensor, w: Tensor, generator: torch.Generator) -> Episodes:
         x, y = self.landscape._points(kinds, w, self.shots + self.queries, generator)
-        deviation = self.landscape.law.noise.sqrt().to(y.dtype)[kinds, None, None]
+        deviation = self.landscape.distribution.noise.sqrt().to(y.dtype)[kinds, None, None]
         y = y + deviation * torch.randn(y.shape, generator=generator)
         return Episodes.cut(x, y, self.shots, kinds[:, None])
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.image_tasks import Drawn, ImageTasks
+from metabridge.environments.image_tasks import ImageTasks, TaskIndices
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count
 
@@ -70,9 +70,11 @@ class Mixture:
         kinds = torch.multinomial(weights, tasks, replacement=True, generator=generator)
         counts = kinds.bincount(minlength=len(weights)).tolist()
         if alike := self._of_the_same_images:
-            drawn = [environment.draw(count, generator) for environment, count in zip(alike, counts) if count]
-            joined = Drawn(*(torch.cat(parts) for parts in zip(*drawn)))
-            return self._kept(joined.episodes(alike[0].data.look_up))  # all at once: launches take longer than work
+            drawn = [environment.sample_indices(count, generator) for environment, count in zip(alike, counts) if count]
+            joined = TaskIndices(*(torch.cat(parts) for parts in zip(*drawn)))
+            return self._kept(
+                joined.to_episodes(alike[0].data.float_images)
+            )  # all at once: launches take longer than work
         return Episodes.joined(
             [
                 self._kept(environment.sample(count, generator))

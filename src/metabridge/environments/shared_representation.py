@@ -93,7 +93,7 @@ class SharedRepresentation:
         return replace(self._draw(self.pool, self._generator(1)), classes=torch.arange(self.pool)[:, None])
 
     @cached_property
-    def slopes(self) -> Tensor:
+    def task_parameters(self) -> Tensor:
         """θ = B*w* of every task of the pool, (tasks, dimension)."""
         if self.pool is None:
             raise InputError("the slopes of tasks are known only in a pool. Use pool=5000.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,8 +35,10 @@ def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NormalNeurons:
-    """Teachers of `width` neurons, each drawn from N(mean·1, variance·I) for every task."""
+class GaussianNeurons:
+    """TeacherTasks of `width` neurons, each drawn from N(mean·1, variance·I) for every task."""
+
+    stored_name: ClassVar[str] = "GaussianNeurons"  # in the settings of runs since version 0.1.0
 
     dimension: int
     width: int = 1
@@ -48,15 +50,17 @@ class NormalNeurons:
         check_count("width", self.width)
         check_not_negative("variance", self.variance)
 
-    def draw(self, tasks: int, generator: torch.Generator) -> Tensor:
+    def sample(self, tasks: int, generator: torch.Generator) -> Tensor:
         """Return the neurons of every task, (tasks, width, dimension)."""
         normal = torch.randn(tasks, self.width, self.dimension, generator=generator)
         return self.mean + math.sqrt(self.variance) * normal
 
 
 @dataclass(frozen=True, eq=False)
-class GivenNeurons:
+class FixedNeurons:
     """Given teachers (teachers, width, dimension); every task has one of them, each with the same probability."""
+
+    stored_name: ClassVar[str] = "FixedNeurons"  # in the settings of runs since version 0.1.0
 
     neurons: Tensor
 
@@ -67,27 +71,29 @@ class GivenNeurons:
                 "(teachers, width, dimension). For a single teacher of one neuron use neurons[None, None]."
             )
 
-    def draw(self, tasks: int, generator: torch.Generator) -> Tensor:
+    def sample(self, tasks: int, generator: torch.Generator) -> Tensor:
         """Return the neurons of every task, (tasks, width, dimension)."""
         return self.neurons[torch.randint(len(self.neurons), (tasks,), generator=generator)]
 
 
 @dataclass(frozen=True, eq=False)
-class Teachers:
+class TeacherTasks:
     """y = Σ_k σ(⟨w^k, x⟩) + z with x ~ N(0, ρI), z ~ N(0, σ²) and neurons w of a teacher for each task (C §4).
 
     `covariance` is ρ and `noise` is σ². The smaller ρ is, the slower gradient descent is on the task: easy and
     hard tasks differ in it, and a `Mixture` has both.
 
     >>> from metabridge.environments import Mixture
-    >>> easy = Teachers(NormalNeurons(dimension=2))
-    >>> hard = Teachers(GivenNeurons(torch.tensor([[[1.0, 1.0]]])), covariance=0.5)
+    >>> easy = TeacherTasks(GaussianNeurons(dimension=2))
+    >>> hard = TeacherTasks(FixedNeurons(torch.tensor([[[1.0, 1.0]]])), covariance=0.5)
     >>> tasks = Mixture((easy, hard), (0.5, 0.5)).sample(6, torch.Generator().manual_seed(0))
     >>> tasks.support_x.shape, tasks.query_y.shape
     (torch.Size([6, 10, 2]), torch.Size([6, 10, 1]))
     """
 
-    neurons: NormalNeurons | GivenNeurons
+    stored_name: ClassVar[str] = "TeacherTasks"  # in the settings of runs since version 0.1.0
+
+    neurons: GaussianNeurons | FixedNeurons
     activation: Activation = "softplus"
     covariance: float = 1.0
     noise: float = 0.0
@@ -110,7 +116,7 @@ class Teachers:
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks with the (CPU) generator, in the precision of the neurons."""
         check_count("tasks", tasks)
-        neurons = self.neurons.draw(tasks, generator)
+        neurons = self.neurons.sample(tasks, generator)
         shape = (tasks, self.shots + self.queries, neurons.shape[-1])
         x = math.sqrt(self.covariance) * torch.randn(shape, generator=generator, dtype=neurons.dtype)
         y = neuron_sum(self.activation, neurons, x)

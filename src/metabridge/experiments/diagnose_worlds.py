@@ -81,7 +81,7 @@ class World:
             TaskGroup(easy * _covariance(d, generator), 0.0, r_easy, noise, 0.5),
         )
         landscape = Landscape(groups, d)
-        steepest = float(torch.linalg.eigvalsh(landscape.law.covariance).max())
+        steepest = float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
         return cls(landscape, min(alpha, STEEPEST / steepest), m)
 
     def diagnosed(self, tasks: int, seed: int) -> Diagnosis:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, layer_norm
 
 from metabridge.datasets import load
-from metabridge.environments.image_tasks import Drawn, ImageTasks, LabelledImages
+from metabridge.environments.image_tasks import ImageTasks, LabelledImages, TaskIndices
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.experiments.result import Result, Row, Work, environment
@@ -125,7 +125,9 @@ class Table:
         if not kernel.space:
             x = x.flatten(1)
         values = [torch.full((len(x), len(x)), math.nan, dtype=torch.float64) for _ in range(2)]
-        train, *others = (pool.tasks(split, shots=1, queries=1).rows for split in ("train", "validation", "test"))
+        train, *others = (
+            pool.tasks(split, shots=1, queries=1).image_indices for split in ("train", "validation", "test")
+        )
         for own in (train, *others):
             for table, among in zip(values, kernel.both(x[own])):
                 table[own[:, None], own] = among.cpu()
@@ -168,11 +170,11 @@ class Numbered:
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw tasks."""
-        drawn = self.tasks.draw(tasks, generator)
+        drawn = self.tasks.sample_indices(tasks, generator)
         if self.order is not None:
             ranks = self.order[drawn.support].mean(-1).argsort(-1)
-            drawn = Drawn(*(values.gather(1, _like(ranks, values)) for values in drawn))
-        return drawn.episodes(lambda rows: rows[..., None].double())
+            drawn = TaskIndices(*(values.gather(1, _like(ranks, values)) for values in drawn))
+        return drawn.to_episodes(lambda rows: rows[..., None].double())
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +321,7 @@ def pooled(images: LabelledImages, scale: Scale, kernel: str, seed: int) -> Labe
     rows, splits = [], {}
     for split, pool in {"train": scale.train[kernel], "validation": scale.validation, "test": scale.test}.items():
         tasks = images.tasks(split, ways=pool.classes, shots=1, queries=pool.pictures - 1)
-        drawn = tasks.draw(1, torch.Generator().manual_seed(seed))
+        drawn = tasks.sample_indices(1, torch.Generator().manual_seed(seed))
         splits[split] = images.splits[split][drawn.classes[0]]
         rows.append(torch.cat([drawn.support[0], drawn.query[0]], 1).flatten())
     chosen = torch.cat(rows)

@@ -88,7 +88,7 @@ def figure(outcome: Outcome, file: Path) -> None:
         for place, (name, world), above, below in zip("abcd", WORLDS.items(), *grid):
             for group, (label, colour, marker) in zip(world.landscape.groups, KINDS):
                 one = Landscape((replace(group, probability=1.0),), world.dimension)
-                first, second = one.drawn(50, torch.Generator().manual_seed(0)).law.centre.T[:2]
+                first, second = one.sample_finite(50, torch.Generator().manual_seed(0)).distribution.centre.T[:2]
                 above.plot(first, second, marker, color=colour, markersize=4, label=f"w* of {label} tasks")
             for (each, label), colour, marker in zip(NAMES.items(), (orange, blue), "sD"):
                 w = solution(each, world.landscape, 1 / world.rho_easy, M)

@@ -65,7 +65,7 @@ def label_floor(landscape: Landscape) -> float:
     ⟨w*, x⟩ is normal with variance w*ᵀΣw*, so the mean over x is an integral over a line: 200 nodes of Gauss and
     Hermite.
     """
-    law = landscape.law
+    law = landscape.distribution
     variance = torch.einsum("gi,gij,gj->g", law.centre, law.covariance, law.centre)
     nodes, weights = (torch.from_numpy(each) for each in np.polynomial.hermite_e.hermegauss(200))
     logits = variance.sqrt()[:, None] * nodes

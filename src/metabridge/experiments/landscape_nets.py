@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from metabridge.environments.teacher_networks import Activation, GivenNeurons, Teachers, neuron_sum
+from metabridge.environments.teacher_networks import Activation, FixedNeurons, TeacherTasks, neuron_sum
 from metabridge.episodes import Episodes
 from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Row
@@ -81,8 +81,8 @@ class World:
     def sample(self, episodes: int, queries: int, generator: torch.Generator) -> Episodes:
         """Draw as many episodes of every task."""
         parts = [
-            Teachers(
-                GivenNeurons(task.neurons[None]),
+            TeacherTasks(
+                FixedNeurons(task.neurons[None]),
                 task.activation,
                 covariance=task.covariance,
                 shots=self.support,

@@ -83,12 +83,12 @@ def run(work: Work) -> Outcome:
     landscape = world()
 
     def in_points(n: int) -> Tensor:
-        few = landscape.drawn(scale.fixed, generator)
-        return empirical_nal(LinearTasks(few, n // 2, n - n // 2).every(1, generator)) - nal_solution(few)
+        few = landscape.sample_finite(scale.fixed, generator)
+        return empirical_nal(LinearTasks(few, n // 2, n - n // 2).sample_every_group(1, generator)) - nal_solution(few)
 
     def in_episodes(tau: int) -> Tensor:
-        few = landscape.drawn(scale.fixed, generator)
-        episodes = LinearTasks(few, INNER, OUTER).every(tau, generator)
+        few = landscape.sample_finite(scale.fixed, generator)
+        episodes = LinearTasks(few, INNER, OUTER).sample_every_group(tau, generator)
         return empirical_maml(episodes, ALPHA) - maml_solution(few, ALPHA, INNER)
 
     tasks = LinearTasks(landscape, INNER, OUTER)

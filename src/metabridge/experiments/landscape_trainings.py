@@ -98,7 +98,9 @@ class Asked:
 
     def plan(self, images: LabelledImages) -> dict[str, Any]:
         """Return all that it depends on."""
-        source = f"{images.source['name'] if images.source else 'images'} at {images.images.shape[-1]} px"
+        source = (
+            f"{images.load_arguments['name'] if images.load_arguments else 'images'} at {images.images.shape[-1]} px"
+        )
         return plain({"images": source, **self.about, **asdict(self.how)})
 
 

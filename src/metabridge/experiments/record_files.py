@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from metabridge.errors import UNREADABLE, InputError
+from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.experiments.result import Environment, Trained, Work
-from metabridge.files import make_folder, read_regular, write_whole
+from metabridge.files import make_folder, read_regular_file, write_atomically
 
 R = TypeVar("R", bound=Trained)
 
@@ -35,13 +35,13 @@ def stored(work: Work, name: str, plan: Mapping[str, Any], make: Callable[[dict[
     if not file.exists():
         return None
     try:
-        content = read_regular(file)
+        content = read_regular_file(file)
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}). Check who may read it.") from error
     try:
         held = json.loads(content)
         record = make({**held, "environment": Environment(**held["environment"])})
-    except UNREADABLE as error:
+    except PARSING_ERRORS as error:
         raise InputError(f"{file} is not a record of this version ({error}). Delete it to measure again.") from error
     return record if record.plan == plan else None
 
@@ -50,7 +50,7 @@ def keep(work: Work, name: str, record: Any) -> None:
     """Write a record, a dataclass, for `stored` to find."""
     file = _file(work, name)
     make_folder(file.parent)
-    write_whole(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
+    write_atomically(file, f"{json.dumps(asdict(record), indent=1)}\n".encode())
 
 
 def run_folder(work: Work, name: str, plan: Mapping[str, Any]) -> Path:

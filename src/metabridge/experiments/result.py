@@ -12,8 +12,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from metabridge.errors import UNREADABLE, InputError
-from metabridge.files import make_folder, read_regular, write_whole
+from metabridge.errors import PARSING_ERRORS, InputError
+from metabridge.files import make_folder, read_regular_file, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -132,16 +132,16 @@ class Result:
     def write(self, folder: str | Path) -> Path:
         """Write `ID.json` into the folder and return its path."""
         text = json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
-        return write_whole(make_folder(folder) / f"{self.id}.json", f"{text}\n".encode())
+        return write_atomically(make_folder(folder) / f"{self.id}.json", f"{text}\n".encode())
 
     @classmethod
     def read(cls, path: str | Path) -> Result:
         """Return the result that `write` left at `path`."""
         try:
-            stored = json.loads(read_regular(Path(path)))
+            stored = json.loads(read_regular_file(Path(path)))
         except OSError as error:
             raise InputError(f"the result {path} cannot be read ({error.strerror}).") from error
-        except UNREADABLE as error:
+        except PARSING_ERRORS as error:
             raise InputError(f"{path} is not a result: it is not JSON ({error}).") from error
         wanted = {field.name for field in fields(cls)}
         if not isinstance(stored, dict) or set(stored) != wanted:
@@ -149,7 +149,7 @@ class Result:
         try:
             rows = tuple(Row(**row) for row in stored["rows"])
             return cls(**stored | {"environment": Environment(**stored["environment"]), "rows": rows})
-        except UNREADABLE as error:
+        except PARSING_ERRORS as error:
             raise InputError(
                 f"{path} is not a result: its rows or environment are of another form ({error})."
             ) from error

@@ -102,7 +102,7 @@ def trial(
     record = Record(
         name,
         _plain(plan),
-        f"{images.source['name'] if images.source else 'images'} at {images.images.shape[-1]} px",
+        f"{images.load_arguments['name'] if images.load_arguments else 'images'} at {images.images.shape[-1]} px",
         environment(work.device),
         run.seconds / 60,
         run.curve[-1].iteration,

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from metabridge.errors import InputError
-from metabridge.files import read_regular, write_whole
+from metabridge.files import read_regular_file, write_atomically
 
 OPERATORS = (
     "max_pool_3x3",
@@ -83,7 +83,7 @@ class Architecture:
     def load(cls, file: str | Path) -> Architecture:
         """Read an architecture from a file."""
         try:
-            return cls.from_json(read_regular(Path(file)).decode())
+            return cls.from_json(read_regular_file(Path(file)).decode())
         except OSError as error:
             raise InputError(f"the architecture {file} cannot be read ({error.strerror}).") from error
         except ValueError as error:
@@ -99,7 +99,7 @@ class Architecture:
 
     def save(self, file: str | Path) -> Path:
         """Write it to a file, for `metabridge train --model FILE`."""
-        return write_whole(Path(file), self.to_json().encode())
+        return write_atomically(Path(file), self.to_json().encode())
 
     def draw(self, file: str | Path) -> Path:
         """Draw both cells as graphs, into a PNG or an SVG by the file's ending."""

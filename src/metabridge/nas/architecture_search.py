@@ -128,7 +128,7 @@ class Search:
         if out is None:
             return self._found(proxies, Journal(), until, progress)
         with FolderLock(out) as lock:
-            seen = {"data": images.source, "images": _fingerprint(images, proxies.environment.rows)}
+            seen = {"data": images.load_arguments, "images": _fingerprint(images, proxies.environment.image_indices)}
             journal = Journal(lock.folder / "search.jsonl", {**self.plain(), **seen}, lock)
             found = self._found(proxies, journal, until, progress)
             found.architecture.save(lock.folder / "architecture.json")
@@ -241,7 +241,7 @@ class Proxies:
     def _patches(self, generator: torch.Generator) -> Tensor:
         """Random patches of random training images, of one channel each, (inputs, 1, 3, 3)."""
         images, count = self.images.images, self.search.inputs
-        rows = self.environment.rows
+        rows = self.environment.image_indices
         sizes = (len(rows), images.shape[1], *(side - PATCH + 1 for side in images.shape[2:]))
         image, channel, top, left = (torch.randint(size, (count, 1, 1), generator=generator) for size in sizes)
         steps = torch.arange(PATCH)
@@ -282,9 +282,9 @@ def score_model(search: Search, model: str, images: LabelledImages, *, device: s
         if search.conditioning is not None:
             each.append(search.conditioning(net, tasks))
         else:
-            rows = proxies.environment.rows
+            rows = proxies.environment.image_indices
             drawn = rows[torch.randperm(len(rows), generator=generator)[: search.inputs]]
-            found = regions(net, images.look_up(drawn).to(device))
+            found = regions(net, images.float_images(drawn).to(device))
             full = found.value == len(drawn)
             each.append(Score(found.value, f"each of {len(drawn)} images has a region of its own") if full else found)
     scores = tuple(score for score in each if score is not None)

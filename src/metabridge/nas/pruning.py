@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metabridge.errors import UNREADABLE, InputError
-from metabridge.files import FolderLock, read_regular, write_whole
+from metabridge.errors import PARSING_ERRORS, InputError
+from metabridge.files import FolderLock, read_regular_file, write_atomically
 from metabridge.models.architecture import ActiveOperators, Architecture, EdgeOperator
 from metabridge.nas.proxies import Score, mean
 
@@ -191,12 +191,12 @@ class Journal:
                 f"{file} is of a search with {other}={before.get(other)!r}, not {settings.get(other)!r}. "
                 "Name another folder, or remove the file."
             )
-        write_whole(file, "".join(map(_sealed, lines or [{"settings": settings}])).encode(), follow=False)
+        write_atomically(file, "".join(map(_sealed, lines or [{"settings": settings}])).encode(), follow=False)
 
     def _read(self, file: Path) -> list[dict[str, Any]]:
         """Take up what lines say, but for one that was cut off or damaged and what follows it."""
         try:
-            texts = read_regular(file).splitlines()
+            texts = read_regular_file(file).splitlines()
         except OSError as error:
             raise InputError(f"{file} cannot be read ({error.strerror}). Name another folder.") from error
         lines: list[dict[str, Any]] = []
@@ -204,7 +204,7 @@ class Journal:
             try:
                 line = _unsealed(json.loads(text))
                 self._take_up(line) if lines else line["settings"].keys()
-            except UNREADABLE as error:
+            except PARSING_ERRORS as error:
                 if not lines:  # which is never cut off
                     raise InputError(
                         f"{file} is not the log of a search. Name another folder, or remove it."

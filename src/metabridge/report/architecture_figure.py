@@ -23,7 +23,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as Curve
 
 from metabridge.errors import InputError
-from metabridge.files import write_whole
+from metabridge.files import write_atomically
 from metabridge.models.architecture import CELLS, NODES, OPERATORS, SOURCES, Architecture, Cell
 from metabridge.report.figures import COLOURS, LIGHT, Theme
 
@@ -62,7 +62,7 @@ def draw(architecture: Architecture, file: str | Path) -> Path:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "metabridge"}):
         metadata = {"Date": None} if file.suffix == ".svg" else None
         figure(architecture).savefig(stream, format=file.suffix[1:], dpi=150, metadata=metadata)
-    return write_whole(file, stream.getvalue())
+    return write_atomically(file, stream.getvalue())
 
 
 def figure(architecture: Architecture, theme: Theme = LIGHT) -> Figure:

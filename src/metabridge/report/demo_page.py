@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from metabridge.experiments.glyph_methods import Outcome, Trial
-from metabridge.files import make_folder, write_whole
+from metabridge.files import make_folder, write_atomically
 from metabridge.report import figures, task_pictures
 from metabridge.report.figures import DARK, LIGHT, Theme
 from metabridge.report.method_table import described
@@ -72,7 +72,7 @@ def write(outcome: Outcome, folder: str | Path) -> Path:
         for trial in outcome.trials
     ]
     for picture in (*curves, dots, *shown):
-        write_whole(folder / f"{picture.name}.png", picture.light)
+        write_atomically(folder / f"{picture.name}.png", picture.light)
     html = rendered(
         "page.html.jinja",
         result=outcome.result,
@@ -83,7 +83,7 @@ def write(outcome: Outcome, folder: str | Path) -> Path:
         dots=dots,
         shown=shown,
     )
-    return write_whole(folder / "index.html", html)
+    return write_atomically(folder / "index.html", html)
 
 
 def rendered(template: str, **values: object) -> bytes:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from metabridge.diagnosis import Diagnosis
-from metabridge.files import make_folder, write_whole
+from metabridge.files import make_folder, write_atomically
 from metabridge.report.demo_page import Picture, rendered
 from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme, plain_numbers
 
@@ -29,9 +29,9 @@ def write(diagnosis: Diagnosis, folder: str | Path) -> Path:
     text = f"{diagnosis.to_json()}\n".encode(errors="backslashreplace")
     html = rendered("diagnosis.html.jinja", found=diagnosis, pictures={picture.name: picture for picture in pictures})
     for picture in pictures:
-        write_whole(folder / f"{picture.name}.png", picture.light)
-    write_whole(folder / "diagnosis.json", text)
-    return write_whole(folder / "index.html", html)
+        write_atomically(folder / f"{picture.name}.png", picture.light)
+    write_atomically(folder / "diagnosis.json", text)
+    return write_atomically(folder / "index.html", html)
 
 
 def hardness(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:

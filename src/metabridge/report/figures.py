@@ -18,7 +18,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from metabridge.files import write_whole
+from metabridge.files import write_atomically
 from metabridge.training.evaluate import Score
 from metabridge.training.fitting import Run
 
@@ -76,7 +76,7 @@ def png(figure: Figure) -> bytes:
 
 def save(figure: Figure, file: Path) -> None:
     """Write the figure as a PNG file, whole or not at all."""
-    write_whole(file, png(figure))
+    write_atomically(file, png(figure))
 
 
 def plain_numbers(axis: Axis) -> None:

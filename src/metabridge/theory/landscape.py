@@ -49,7 +49,7 @@ def nal_solution(landscape: Landscape) -> Tensor:
     >>> nal_solution(HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape)
     tensor([0.2000, 0.2000], dtype=torch.float64)
     """
-    return _weighted_centre(landscape, landscape.law.covariance)
+    return _weighted_centre(landscape, landscape.distribution.covariance)
 
 
 def maml_solution(landscape: Landscape, alpha: float, n2: float, *, fourth: Tensor | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def maml_solution(landscape: Landscape, alpha: float, n2: float, *, fourth: Tens
     """
     _check_alpha(landscape, alpha)
     _check_samples("n2", n2)
-    return _weighted_centre(landscape, adapted_covariance(landscape.law.covariance, alpha, n2, fourth))
+    return _weighted_centre(landscape, adapted_covariance(landscape.distribution.covariance, alpha, n2, fourth))
 
 
 def solution(name: Solution, landscape: Landscape, alpha: float, n2: float) -> Tensor:
@@ -84,7 +84,7 @@ def risk_above_floor(
     """
     _check_alpha(landscape, alpha)
     _check_samples("m", m)
-    law = landscape.law
+    law = landscape.distribution
     if not w.ndim or w.shape[-1] != landscape.dimension:
         raise InputError(f"w is {describe(w)}, but tasks are in {landscape.dimension} dimensions.")
     Q = adapted_covariance(law.covariance, alpha, m, fourth)
@@ -102,7 +102,7 @@ def noise_floor(landscape: Landscape, alpha: float, m: float) -> float:
     """
     _check_alpha(landscape, alpha)
     _check_samples("m", m)
-    law = landscape.law
+    law = landscape.distribution
     through_step = alpha**2 / m * law.covariance.square().sum((-2, -1))
     return float(law.probability @ (law.noise * (1 + through_step))) / 2
 
@@ -223,7 +223,7 @@ def asymptotic_ratio(world: HardEasy) -> float:
 
 def _weighted_centre(landscape: Landscape, weights: Tensor) -> Tensor:
     """E[W]⁻¹E[Ww*] for a weight matrix W of each group, of which w* is independent within the group."""
-    law = landscape.law
+    law = landscape.distribution
     total = torch.einsum("g,gij->ij", law.probability, weights)
     pull = torch.einsum("g,gij,gj->i", law.probability, weights, law.centre)
     solved, singular = torch.linalg.solve_ex(total, pull)
@@ -255,7 +255,7 @@ def _solved(matrix: Tensor, pull: Tensor) -> Tensor:
 
 
 def _largest_alpha(landscape: Landscape) -> float:
-    return 2 / float(torch.linalg.eigvalsh(landscape.law.covariance).max())
+    return 2 / float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
 
 
 def _check_alpha(landscape: Landscape, alpha: float) -> None:

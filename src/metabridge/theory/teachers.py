@@ -1,4 +1,4 @@
-"""Teachers of one hidden layer: population losses without sampling, and which task MAML prefers (C theorem 1).
+"""TeacherTasks of one hidden layer: population losses without sampling, and which task MAML prefers (C theorem 1).
 
 W are the neurons of a student and V those of a teacher, both (M, d), in double precision.
 """
@@ -51,7 +51,7 @@ class TeacherTask:
         if W.shape[-1] > 3:
             raise InputError(
                 f"neurons have {W.shape[-1]} dimensions, but the quadrature for {self.activation} covers 3 at most. "
-                "Use activation='relu', or sample from environments.Teachers."
+                "Use activation='relu', or sample from environments.TeacherTasks."
             )
         points, weights = map(torch.from_numpy, _normal_points(W.shape[-1]))
         x = math.sqrt(self.covariance) * points

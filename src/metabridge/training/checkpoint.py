@@ -23,8 +23,8 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from metabridge.errors import UNREADABLE, InputError
-from metabridge.files import json_bytes, read_regular, write_whole
+from metabridge.errors import PARSING_ERRORS, InputError
+from metabridge.files import json_bytes, read_regular_file, write_atomically
 from metabridge.learners import heads, inner_solvers
 from metabridge.learners.inner_solvers import task_loss
 from metabridge.learners.method import Method, balance
@@ -79,7 +79,7 @@ class RunFolder:
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write the settings."""
-        write_whole(self.path / "settings.json", json_bytes(plain(settings), indent=2), follow=False)
+        write_atomically(self.path / "settings.json", json_bytes(plain(settings), indent=2), follow=False)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run."""
@@ -87,7 +87,7 @@ class RunFolder:
         if not self.path.is_dir():
             raise InputError(f"there is no run at {self.path}. Name the folder that was given to train as --out.")
         try:
-            content = read_regular(file)
+            content = read_regular_file(file)
         except OSError as error:
             raise InputError(
                 f"{self.path} is not a run: {file.name} cannot be read ({error.strerror}). "
@@ -95,7 +95,7 @@ class RunFolder:
             ) from error
         try:
             settings = json.loads(content)
-        except UNREADABLE as error:
+        except PARSING_ERRORS as error:
             raise InputError(f"{file} is damaged: it is not JSON ({error}).") from error
         if not isinstance(settings, dict) or "version" not in settings:
             raise InputError(f"{self.path} is not a run: its {file.name} is not of metabridge. Name another folder.")
@@ -118,7 +118,7 @@ class RunFolder:
         whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         header, values = _split(save(whole, {"metabridge": json.dumps(notes), CHECKSUM: _NONE}))
         header = header.replace(_mark(_NONE), _mark(_checksum(header, values, _NONE)), 1)
-        write_whole(self.path / f"{name}.safetensors", b"".join((header, values)), follow=False)
+        write_atomically(self.path / f"{name}.safetensors", b"".join((header, values)), follow=False)
 
     def read(self, name: str) -> tuple[Params, dict[str, Any]] | None:
         """Return what `write` left as `name`, or None if there is nothing."""
@@ -127,7 +127,7 @@ class RunFolder:
 
         file = self.path / f"{name}.safetensors"
         try:
-            content = read_regular(file)
+            content = read_regular_file(file)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -144,7 +144,7 @@ class RunFolder:
             if not isinstance(notes, dict):
                 raise InputError("its notes are not of a run")
             return load(content), notes
-        except (SafetensorError, *UNREADABLE) as error:
+        except (SafetensorError, *PARSING_ERRORS) as error:
             raise InputError(
                 f"{file} is damaged or not of a run ({error}). Delete it, or restore it from a copy."
             ) from error
@@ -152,7 +152,7 @@ class RunFolder:
     def write_metrics(self, lines: list[dict[str, object]]) -> None:
         """Write the learning curve, a line a point."""
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        write_whole(self.path / "metrics.jsonl", text.encode(), follow=False)
+        write_atomically(self.path / "metrics.jsonl", text.encode(), follow=False)
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,13 +268,14 @@ def part(tensors: Params, group: str) -> Params:
 
 def describe_environment(environment: object) -> dict[str, object]:
     """Return what is known of a source of tasks: its own settings, and where its images come from."""
-    known: dict[str, object] = {"environment": type(environment).__name__}
+    name = getattr(type(environment), "stored_name", type(environment).__name__)
+    known: dict[str, object] = {"environment": name}
     if not is_dataclass(environment):
         return known
     for field in fields(environment):
         value = getattr(environment, field.name)
         if field.name == "data":
-            known["data"] = getattr(value, "source", None)
+            known["data"] = getattr(value, "load_arguments", None)
             known["classes"] = getattr(environment, "classes", None)  # quarter turns make more of the same source
             known["class_names"] = list(getattr(environment, "class_names", ()))
         else:

@@ -87,7 +87,7 @@ class Plan:
         chosen = self.chosen()
         images = images.to(device)
         if self.turns:
-            images = images.turned(("train",))
+            images = images.with_rotations(("train",))
         validate = self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None
         net, tasks = self.network(images), self.training_tasks(images)
         settings = self.settings(self.changes(images))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.image_tasks import Drawn, ImageTasks, send
+from metabridge.environments.image_tasks import ImageTasks, TaskIndices, copy_to_device
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.intervals import half_width
@@ -296,7 +296,7 @@ class FeatureTable:
         progress: bool = False,
     ) -> FeatureTable:
         """Compute the features of the environment's split."""
-        rows, device = environment.rows, model.device
+        rows, device = environment.image_indices, model.device
         places = torch.full((len(environment.data.images),), -1)
         places[rows] = torch.arange(len(rows))
         generator = torch.Generator(device).manual_seed(seed)
@@ -304,7 +304,7 @@ class FeatureTable:
         chunks = rows.split(64 if device.type == "cpu" else 1000)
         found: list[list[Tensor]] = [[] for _ in range(1 + views.copies)]
         for chunk in tracked(chunks, "features", progress):
-            images = environment.data.look_up(chunk).to(device)
+            images = environment.data.float_images(chunk).to(device)
             for copy, parts in enumerate(found):
                 parts.append(views.features(model, images if copy == 0 else augment(images, generator)))
         return cls(torch.stack([torch.cat(parts) for parts in found]), places.to(device))
@@ -333,9 +333,9 @@ class FeatureTable:
 
     def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
         """Draw the tasks that the environment would, made of features; the copies enlarge the support."""
-        blocks = [environment.draw(size, generator) for size in _batches(tasks, BLOCK)]
-        drawn = Drawn(*(torch.cat(parts) for parts in zip(*blocks)))
-        episodes = drawn.episodes(lambda rows: self.features[0, self._at(rows)])
+        blocks = [environment.sample_indices(size, generator) for size in _batches(tasks, BLOCK)]
+        drawn = TaskIndices(*(torch.cat(parts) for parts in zip(*blocks)))
+        episodes = drawn.to_episodes(lambda rows: self.features[0, self._at(rows)])
         copies = [features[self._at(drawn.support.flatten(1))] for features in self.features[1:]]
         return replace(
             episodes,
@@ -344,7 +344,7 @@ class FeatureTable:
         )
 
     def _at(self, rows: Tensor) -> Tensor:
-        return self.places[send(rows, self.places.device)]
+        return self.places[copy_to_device(rows, self.places.device)]
 
 
 def _sampled(environment: Environment, tasks: int, generator: torch.Generator, device: torch.device) -> Episodes:

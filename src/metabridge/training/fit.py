@@ -8,7 +8,7 @@ import torch
 
 from metabridge.device import as_device
 from metabridge.environments.environment import Environment
-from metabridge.errors import UNREADABLE, InputError, check_not_negative
+from metabridge.errors import PARSING_ERRORS, InputError, check_not_negative
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
 from metabridge.models.network import Network
@@ -133,7 +133,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
     try:
         net, method = read_network(settings, net, tensors), read_method(settings["method"])
         low = settings["training"]["precision"] == "bfloat16" and device.type != "cpu"
-    except UNREADABLE as error:
+    except PARSING_ERRORS as error:
         raise damaged(kept.path / "settings.json", f"its settings cannot be read ({error})") from error
     if notes.get("settings", fingerprint(settings)) != fingerprint(settings):
         raise damaged(kept.path / "settings.json", "its model or method is not what the weights were trained with")
@@ -144,7 +144,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         latest = notes if state is None else state[1]
         curve, seconds = tuple(point_of(line) for line in latest["curve"]), float(latest["seconds"])
         finished = state is not None and bool(latest["finished"])
-    except UNREADABLE as error:
+    except PARSING_ERRORS as error:
         name = "weights" if state is None else "state"
         raise damaged(kept.path / f"{name}.safetensors", f"its notes cannot be read ({error!r})") from error
     return Run(

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import ImageBatches
-from metabridge.errors import UNREADABLE, InputError, check_count, check_not_negative, check_positive
+from metabridge.errors import PARSING_ERRORS, InputError, check_count, check_not_negative, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import extras, parameters
@@ -404,7 +404,7 @@ class Loop:
             self._restore(folder, *state)
         except InputError:
             raise
-        except UNREADABLE as error:
+        except PARSING_ERRORS as error:
             raise damaged(folder.path / "state.safetensors", f"its state cannot be read ({error!r})") from error
         if weights is None and self.curve:
             raise InputError(

@@ -17,9 +17,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor
 
+from metabridge.datasets.image_decoding import Form
 from metabridge.device import as_device
-from metabridge.environments.image_decoding import Form
-from metabridge.errors import UNREADABLE, InputError
+from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder
 from metabridge.learners.adapt import Adapted, adapt
 from metabridge.learners.heads import LinearHead, PairwiseHead
@@ -182,7 +182,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise InputError(f"its network does not take images of {form}")
             head = _read_head(notes["head"], part(tensors, "head"), params["head.weight"], len(classes))
             classifier = cls(**notes["arguments"], device=device)
-        except UNREADABLE as error:
+        except PARSING_ERRORS as error:
             raise damaged(kept.path / "adapted.safetensors", str(error).rstrip(".")) from error
         check_finite(params | part(tensors, "head"), buffers)
         fill(net, params, buffers)

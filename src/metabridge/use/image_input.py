@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metabridge.datasets import DATASETS
-from metabridge.environments.image_decoding import Form, Unreadable, decoded, each, plain
-from metabridge.environments.image_files import Content, Picture, Source, image_bytes
+from metabridge.datasets.image_decoding import Form, Unreadable, decoded, each, plain
+from metabridge.datasets.image_files import Content, Picture, Source, image_bytes
 from metabridge.errors import InputError
 from metabridge.models.network import Network
 

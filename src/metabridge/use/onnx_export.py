@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from metabridge.errors import InputError
-from metabridge.files import json_bytes, make_way, write_output, write_whole
+from metabridge.files import json_bytes, make_parent_folder, write_atomically, write_output
 from metabridge.learners.adapt import Adapted
 from metabridge.learners.heads import LinearHead, PairwiseHead
 from metabridge.training.evaluate import Model, check_finite
@@ -66,7 +66,7 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
                 f"largest, {largest:.3g}, so {file} is not written. Other versions of onnxruntime or onnxscript may "
                 "agree."
             )
-    make_way(Path(file))
+    make_parent_folder(Path(file))
     write_output(file, content)
     return difference
 
@@ -104,7 +104,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
         "weight": head.weight.tolist(),
         "bias": head.bias.tolist(),
     }
-    return write_whole(Path(file), json_bytes(content))
+    return write_atomically(Path(file), json_bytes(content))
 
 
 def _filled(model: Model | Adapted) -> nn.Module:

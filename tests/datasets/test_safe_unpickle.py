@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metabridge.environments.safe_unpickle import unpickle
+from metabridge.datasets.safe_unpickle import unpickle
 from metabridge.errors import InputError
 
 

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from metabridge.datasets import load
-from metabridge.environments.data_check import check
+from metabridge.datasets.data_check import check_dataset
 from metabridge.errors import InputError
 from pictures import encoded, flat, write_tree
 
@@ -17,7 +17,7 @@ def root(tmp_path) -> Path:
 
 
 def test_sound_data_is_counted_and_found_fine(root):
-    report = check(root, ways=1, shots=1, queries=2)
+    report = check_dataset(root, ways=1, shots=1, queries=2)
     assert report.fine
     assert (report.data, report.form) == ("folder", "folders of images, split into train, validation, test")
     assert [split[:6] for split in report.splits] == [
@@ -30,7 +30,7 @@ def test_sound_data_is_counted_and_found_fine(root):
 
 
 def test_too_few_classes_or_images_are_told_for_each_split(root):
-    report = check(root, ways=2, shots=1, queries=3)
+    report = check_dataset(root, ways=2, shots=1, queries=3)
     assert not report.fine
     assert [split.obstacle for split in report.splits] == [
         "1-shot tasks with 3 queries need 4 images a class, but 1 class has fewer: 'cat' has 3; "
@@ -38,7 +38,9 @@ def test_too_few_classes_or_images_are_told_for_each_split(root):
         "2 ways need 2 classes, but there is 1: add some",
         "2 ways need 2 classes, but there is 1: add some",
     ]
-    assert check(root, ways=2, shots=4, queries=1).splits[0].obstacle.endswith("2 classes have fewer: 'cat' has 3")
+    assert (
+        check_dataset(root, ways=2, shots=4, queries=1).splits[0].obstacle.endswith("2 classes have fewer: 'cat' has 3")
+    )
 
 
 @pytest.mark.parametrize(("classes", "fine"), [(2, True), (1, False)])
@@ -47,7 +49,7 @@ def test_validation_does_with_fewer_ways_but_not_with_one_class(tmp_path, classe
     root = write_tree(
         tmp_path, {f"{split}/{split}{place}": 4 for split, count in sizes.items() for place in range(count)}
     )
-    report = check(root, ways=3, shots=1, queries=3)
+    report = check_dataset(root, ways=3, shots=1, queries=3)
     assert [bool(split.obstacle) for split in report.splits] == [False, True, False]
     assert report.fine is fine
 
@@ -56,7 +58,7 @@ def test_the_same_picture_in_two_splits_is_found_whatever_its_file(root):
     picture = Image.open(root / "train" / "cat" / "1.png")
     picture.save(root / "test" / "oak" / "copy.bmp")
     picture.save(root / "train" / "dog" / "copy.png")
-    report = check(root, ways=1, queries=1)
+    report = check_dataset(root, ways=1, queries=1)
     assert report.duplicates == (
         (("train", "train/cat/1.png"), ("train", "train/dog/copy.png"), ("test", "test/oak/copy.bmp")),
     )
@@ -65,19 +67,19 @@ def test_the_same_picture_in_two_splits_is_found_whatever_its_file(root):
 
 def test_a_copy_within_one_split_is_no_leak(root):
     Image.open(root / "train" / "cat" / "1.png").save(root / "train" / "dog" / "copy.png")
-    assert check(root, ways=1, queries=1).duplicates == ()
+    assert check_dataset(root, ways=1, queries=1).duplicates == ()
 
 
 def test_pictures_of_another_shape_with_the_same_bytes_are_not_the_same(root):
     Image.new("RGB", (4, 16), (200, 200, 200)).save(root / "train" / "cat" / "tall.png")
     Image.new("RGB", (16, 4), (200, 200, 200)).save(root / "test" / "oak" / "wide.png")
-    assert check(root, ways=1, queries=1).duplicates == ()
+    assert check_dataset(root, ways=1, queries=1).duplicates == ()
 
 
 def test_unreadable_files_and_empty_classes_are_named(root):
     (root / "train" / "cat" / "bad.png").write_bytes(encoded(flat(3))[:40])
     (root / "train" / "yeti").mkdir()
-    report = check(root, ways=1, queries=1)
+    report = check_dataset(root, ways=1, queries=1)
     assert [name for name, _ in report.unreadable] == ["train/cat/bad.png"]
     assert report.empty == ("yeti",)
     assert not report.fine
@@ -85,29 +87,29 @@ def test_unreadable_files_and_empty_classes_are_named(root):
 
 def test_sizes_and_modes_are_those_of_the_files(root):
     (root / "test" / "oak" / "big.jpg").write_bytes(encoded(Image.new("L", (40, 30), 9), "jpeg"))
-    report = check(root, ways=1, queries=1)
+    report = check_dataset(root, ways=1, queries=1)
     assert report.sizes == {(8, 8): 27, (40, 30): 1}
     assert report.modes == {"RGB": 27, "L": 1}
 
 
 def test_the_name_of_the_data_set_can_be_given(tmp_path):
     root = write_tree(tmp_path / "data", {"train/n01530575": 1, "test/n03314780": 1})
-    assert check(root, ways=1).data == "tiered-imagenet"
-    assert check(root, data="folder", ways=1).data == "folder"
+    assert check_dataset(root, ways=1).data == "tiered-imagenet"
+    assert check_dataset(root, data="folder", ways=1).data == "folder"
     with pytest.raises(InputError, match="data is 'photos', but the data sets on disk are 'omniglot', "):
-        check(root, data="photos")
+        check_dataset(root, data="photos")
 
 
 def test_data_without_a_readable_image_is_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").write_bytes(b"no")
     with pytest.raises(InputError, match=r"has no image that can be read \(1 tried\)"):
-        check(tmp_path)
+        check_dataset(tmp_path)
 
 
 def test_nothing_is_written(root, tmp_path, monkeypatch):
     monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path / "cache"))
-    check(root)
+    check_dataset(root)
     assert not (tmp_path / "cache").exists()
 
 
@@ -118,7 +120,7 @@ def test_the_classes_that_are_left_are_those_of_a_new_split(tmp_path):
             place = tmp_path / "all" / f"class {label}" / f"{index}.png"
             place.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((8, 8), 10 * label + index, dtype=np.uint8)).save(place)
-    train = check(tmp_path / "all", ways=2, shots=1, queries=3).splits[0]
+    train = check_dataset(tmp_path / "all", ways=2, shots=1, queries=3).splits[0]
     left = load(tmp_path / "all", size=8, min_images=4).splits["train"]
     assert train.obstacle.endswith(f"--min-images 4 leaves {len(left)} classes")
 
@@ -132,7 +134,7 @@ def test_a_class_folder_without_permission_does_not_disappear(root, monkeypatch)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", denied)
-    for function in (check, load):
+    for function in (check_dataset, load):
         with pytest.raises(InputError, match=r"train/dog cannot be read \(Permission denied\)\. Fix or remove it\.$"):
             function(root)
 
@@ -140,7 +142,7 @@ def test_a_class_folder_without_permission_does_not_disappear(root, monkeypatch)
 def test_pipes_and_links_to_devices_are_unreadable_images(root):
     os.mkfifo(root / "train" / "cat" / "pipe.png")
     (root / "train" / "cat" / "zero.png").symlink_to("/dev/zero")
-    report = check(root, ways=1, queries=1)
+    report = check_dataset(root, ways=1, queries=1)
     assert report.unreadable == (
         ("train/cat/pipe.png", "it is not a regular file"),
         ("train/cat/zero.png", "it is not a regular file"),
@@ -151,7 +153,7 @@ def test_pipes_and_links_to_devices_are_unreadable_images(root):
 def test_links_between_folders_make_no_classes(root):
     (root / "train" / "cat" / "loop").symlink_to(root)
     (root / "test" / "cat").symlink_to(root / "train" / "cat")
-    report = check(root, ways=1, queries=1)
+    report = check_dataset(root, ways=1, queries=1)
     assert [split.classes for split in report.splits] == [3, 1, 1]
     assert "test/cat (the same folder as train/cat)" in report.notes[0]
     assert len(load(root, size=8).class_names) == 5
@@ -163,4 +165,4 @@ def test_a_place_without_permission_is_not_said_to_be_empty(tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "exists", denied)
     with pytest.raises(InputError, match=r"photographs cannot be read \(Permission denied\)"):
-        check("photographs")
+        check_dataset("photographs")

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from metabridge.environments import image_cache
-from metabridge.environments.image_cache import Stored, fingerprint, stored
-from metabridge.environments.image_decoding import Form
-from metabridge.environments.image_files import Category, Picture, Source
+from metabridge.datasets import image_cache
+from metabridge.datasets.image_cache import Stored, fingerprint, stored
+from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_files import Category, Picture, Source
 from metabridge.errors import InputError
 from pictures import encoded, flat
 
@@ -89,9 +89,9 @@ def test_a_damaged_entry_is_decoded_again(folder, end, how):
 def test_a_process_killed_while_decoding_leaves_nothing_that_is_believed(folder):
     script = textwrap.dedent("""
         import os, signal
-        from metabridge.environments.image_decoding import Form
-        from metabridge.environments.image_files import Category, Picture, Source
-        from metabridge.environments.image_cache import stored
+        from metabridge.datasets.image_decoding import Form
+        from metabridge.datasets.image_files import Category, Picture, Source
+        from metabridge.datasets.image_cache import stored
         import numpy as np
 
         def pictures():

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metabridge.environments import image_files as module
-from metabridge.environments.image_files import (
+from metabridge.datasets import image_files as module
+from metabridge.datasets.image_files import (
     Category,
     Picture,
     Source,

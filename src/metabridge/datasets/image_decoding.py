@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from metabridge.environments.image_files import Content, Picture, Source, readable
+from metabridge.datasets.image_files import Content, Picture, Source, readable
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from metabridge.datasets import DATASETS, detect, existing
-from metabridge.environments.image_decoding import Unreadable, each, opened, plain
-from metabridge.environments.image_files import Content, readable, split_by_class
+from metabridge.datasets.image_decoding import Unreadable, each, opened, plain
+from metabridge.datasets.image_files import Content, readable, split_by_class
+from metabridge.datasets.loading import DATASETS, detect, existing
 from metabridge.errors import InputError, check_count
 
 
-class Split(NamedTuple):
+class SplitReport(NamedTuple):
     """Classes and images of one split, and what stands against the tasks asked for, if anything does."""
 
     name: str
@@ -37,12 +37,12 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class DatasetReport:
     """What was found. `duplicates` has groups of the same picture in more than one split, by split and name."""
 
     data: str
     form: str
-    splits: tuple[Split, ...]
+    splits: tuple[SplitReport, ...]
     sizes: dict[tuple[int, int], int]
     modes: dict[str, int]
     unreadable: tuple[tuple[str, str], ...]
@@ -74,9 +74,9 @@ def look(content: Content) -> Look:
     return Look(width, height, mode, digest)
 
 
-def check(
+def check_dataset(
     path: str | Path, *, data: str | None = None, ways: int = 5, shots: int = 1, queries: int = 15, seed: int = 0
-) -> Report:
+) -> DatasetReport:
     """Read every image of a data set and report; `data` is its name, detected if left out.
 
     Two pictures count as the same if their pixels do, at full size and in RGB, whatever their files.
@@ -89,7 +89,7 @@ def check(
     ...     for split, name in [("train", "cat"), ("test", "oak")]:
     ...         Path(root, split, name).mkdir(parents=True)
     ...         Image.fromarray(np.zeros((8, 8), dtype=np.uint8)).save(Path(root, split, name, "1.png"))
-    ...     check(root, ways=1, shots=1, queries=1).duplicates
+    ...     check_dataset(root, ways=1, shots=1, queries=1).duplicates
     ((('train', 'train/cat/1.png'), ('test', 'test/oak/1.png')),)
     """
     for option, value in (("ways", ways), ("shots", shots), ("queries", queries)):
@@ -130,11 +130,11 @@ def check(
     smallest: dict[str, str] = {}
     for label in sorted(present, key=counts.__getitem__):
         smallest.setdefault(split_of[label], source.classes[label].name)
-    return Report(
+    return DatasetReport(
         data=name,
         form=source.form,
         splits=tuple(
-            Split(
+            SplitReport(
                 split,
                 classes=len(images),
                 images=sum(images),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from metabridge.environments import image_decoding as module
-from metabridge.environments.image_decoding import Form, Unreadable, decoded, each, opened
-from metabridge.environments.image_files import Category, Picture, Source
+from metabridge.datasets import image_decoding as module
+from metabridge.datasets.image_decoding import Form, Unreadable, decoded, each, opened
+from metabridge.datasets.image_files import Category, Picture, Source
 from pictures import encoded, flat, png16
 
 ORANGE = (255, 128, 0)

@@ -31,8 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metabridge.environments.image_decoding import CHUNK, Form, Unreadable, decoded, each, workers
-from metabridge.environments.image_files import (
+from metabridge.datasets.image_decoding import CHUNK, Form, Unreadable, decoded, each, workers
+from metabridge.datasets.image_files import (
     SPLITS,
     Category,
     Content,
@@ -186,7 +186,7 @@ def stored(name: str, key: str, form: Form, gather: Callable[[], Source]) -> Sto
     `key` stands for the files, and `gather` reads what they hold; it is called on first use alone.
 
     >>> import numpy as np
-    >>> from metabridge.environments.image_files import Picture
+    >>> from metabridge.datasets.image_files import Picture
     >>> picture = Picture("dot", 0, np.zeros((9, 9), dtype=np.uint8))
     >>> toy = Source("a toy", (Category("dots", "all", "train"),), 1, lambda: iter([picture]))
     >>> stored("toy", "key", Form(size=4, channels=1), lambda: toy).images.shape
