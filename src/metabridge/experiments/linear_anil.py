@@ -162,7 +162,9 @@ def step_of(
         tasks = stack_moments([TaskMoments.from_environment(world) for world in worlds]).to(device)
         return partial(population_step, tasks=tasks, rates=setting.rates), torch.float64
     if name == "infinite-samples":
-        tasks = stack_moments([TaskMoments.from_tasks(world.task_parameters, world.noise) for world in worlds]).to(device)
+        tasks = stack_moments([TaskMoments.from_tasks(world.task_parameters, world.noise) for world in worlds]).to(
+            device
+        )
         return partial(population_step, tasks=tasks, rates=setting.unlimited), torch.float64
     points = TaskPoints.from_episodes([world.tasks for world in worlds]).to(device, torch.float32)
     adapts: Literal["head", "all"] = "all" if name == "fo-maml" else "head"
