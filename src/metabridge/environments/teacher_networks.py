@@ -36,7 +36,7 @@ def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GaussianNeurons:
-    """TeacherTasks of `width` neurons, each drawn from N(mean·1, variance·I) for every task."""
+    """Teachers of `width` neurons, each drawn from N(mean·1, variance·I) for every task."""
 
     stored_name: ClassVar[str] = "GaussianNeurons"  # in the settings of runs since version 0.1.0
 

@@ -1,4 +1,4 @@
-"""TeacherTasks of one hidden layer: population losses without sampling, and which task MAML prefers (C theorem 1).
+"""Teachers of one hidden layer: population losses without sampling, and which task MAML prefers (C theorem 1).
 
 W are the neurons of a student and V those of a teacher, both (M, d), in double precision.
 """
