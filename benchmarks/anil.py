@@ -24,9 +24,9 @@ from rich.table import Table
 from torch import Tensor
 
 from metabridge.environments import SharedRepresentation
-from metabridge.experiments.result import environment
 from metabridge.learners import Engine, method, parameters
 from metabridge.models import mlp
+from metabridge.report.results import Machine
 from metabridge.theory.anil import AnilSettings, initial_parameters
 from metabridge.theory.finite_tasks import NetParams, RepeatedStep, TaskPoints, first_order_step
 
@@ -136,7 +136,7 @@ def main() -> None:
         table.add_row(str(row["name"]), *times, *(f"{row[key]:.0f}×" for key in ("engine_ratio", "ratio")))
     Console().print(table)
     if options.json:
-        here = asdict(environment(options.device)) | {"threads": options.threads}
+        here = asdict(Machine.current(options.device)) | {"threads": options.threads}
         document = {"id": f"bench-anil-{options.device}", "environment": here, "rows": rows}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 import metabridge as mb
 from memory import added_peak
-from metabridge.experiments.result import environment
+from metabridge.report.results import Machine
 
 STEPS = (2, 5, 10, 20)
 
@@ -65,7 +65,7 @@ def main() -> None:
         table.add_row(*map(str, row.values()))
     Console().print(table)
     if options.json:
-        report = {"id": "bench-flat-cpu", "environment": asdict(environment("cpu")), "rows": rows}
+        report = {"id": "bench-flat-cpu", "environment": asdict(Machine.current("cpu")), "rows": rows}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -27,8 +27,8 @@ from sklearn import linear_model, neighbors, svm
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
-from metabridge.experiments.result import environment
 from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
+from metabridge.report.results import Machine
 
 WAYS, SHOTS, QUERIES, FEATURES = 5, 5, 15, 640
 PENALTY = 0.33
@@ -157,7 +157,10 @@ def main() -> None:
     if looped < options.tasks:
         Console().print(f"scikit-learn ran over {looped} tasks; its seconds are scaled up to {options.tasks}.")
     if options.json:
-        here = asdict(environment(options.device)) | {"threads": options.threads, "scikit-learn": sklearn.__version__}
+        here = asdict(Machine.current(options.device)) | {
+            "threads": options.threads,
+            "scikit-learn": sklearn.__version__,
+        }
         document = {"id": f"bench-heads-{options.device}", "environment": here, "rows": rows}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 

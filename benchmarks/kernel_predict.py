@@ -25,9 +25,9 @@ from torch import Tensor
 
 from memory import added_peak
 from metabridge import Episodes, Quadratic
-from metabridge.experiments.result import environment
 from metabridge.kernels import FittedKernelLearner, KernelLearner, fully_connected_kernel
 from metabridge.kernels.kernel_predictors import KernelMethod
+from metabridge.report.results import Machine
 
 TRAINING_TASKS, TEST_TASKS = 100, 1000
 TWINS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
@@ -95,7 +95,7 @@ def main() -> None:
         table.add_row(row["name"], *numbers, f"{row['mebibytes']:.0f}", f"{row['difference']:.0e}")
     Console().print(table)
     if options.json:
-        here = asdict(environment("cpu")) | {"threads": options.threads}
+        here = asdict(Machine.current("cpu")) | {"threads": options.threads}
         document = {"id": "bench-kernel-predict-cpu", "environment": here, "rows": rows}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 import metabridge as mb
 from memory import added_peak
-from metabridge.experiments.result import environment
+from metabridge.report.results import Machine
 
 STEPS, LR = 5, 0.01
 
@@ -209,7 +209,7 @@ def main() -> None:
         table.add_row(*map(str, row.values()))
     Console().print(table)
     if options.json:
-        report = {"id": f"bench-maml-{device}", "environment": asdict(environment(device)), "rows": rows}
+        report = {"id": f"bench-maml-{device}", "environment": asdict(Machine.current(device)), "rows": rows}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

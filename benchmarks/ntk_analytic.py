@@ -175,7 +175,7 @@ def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, pa
     from rich.console import Console
     from rich.table import Table
 
-    from metabridge.experiments.result import environment
+    from metabridge.report.results import Machine
 
     table = Table(
         title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} points, float32, {device}, {settings['threads']} threads"
@@ -190,7 +190,7 @@ def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, pa
         table.add_row(row["name"], f"{row['seconds']:.4f}", mib, *peer)
     Console().print(table)
     if path:
-        here = asdict(environment(device)) | settings
+        here = asdict(Machine.current(device)) | settings
         document = {"id": f"bench-ntk-analytic-{device}", "environment": here, "rows": rows}
         path.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from memory import added_peak
-from metabridge.experiments.result import environment
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.models import conv4, mlp
 from metabridge.models.network import with_group_norm
+from metabridge.report.results import Machine
 
 SIDES = ("metabridge", "torch.func")
 RUNS = ((SIDES[0], "1"), (SIDES[1], "0"), (SIDES[1], "1"))  # each with huge pages or without; the last on a CPU only
@@ -155,7 +155,7 @@ def main() -> None:
         settings = {name: getattr(options, name) for name in ("images", "size", "memory", "turns", "repeats")}
         report = {
             "id": f"bench-ntk-empirical-{options.device}",
-            "environment": {**asdict(environment(options.device)), "threads": options.threads},
+            "environment": {**asdict(Machine.current(options.device)), "threads": options.threads},
             "settings": {**settings, "outputs": OUTPUTS, "mlp_width": WIDTH},
             "rows": rows,
         }

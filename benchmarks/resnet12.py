@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from metabridge.episodes import Episodes
-from metabridge.experiments.result import environment
 from metabridge.learners import Engine, method, parameters
 from metabridge.models import fused_triton_kernels, resnet12
+from metabridge.report.results import Machine
 from metabridge.training.augment import Augment
 
 CLASSES, IMAGES = 64, 2000
@@ -128,7 +128,7 @@ def main() -> None:
     if options.json:
         document = {
             "id": options.json.stem,
-            "environment": asdict(environment(device)),
+            "environment": asdict(Machine.current(device)),
             "size": options.size,
             "matrix_tflops": rate / 1e12,
             "rows": rows,

@@ -36,7 +36,6 @@ from rich.table import Table
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.experiments.result import environment
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.meta_kernels import split_kernel
 from metabridge.models.architecture import EdgeOperator
@@ -46,6 +45,7 @@ from metabridge.nas import EDGES, NODES, OPERATORS, ActiveOperators
 from metabridge.nas.proxies import Conditioning, Grams, condition_number, points
 from metabridge.nas.pruning import evaluations
 from metabridge.nas.supernet_ntk import Candidates
+from metabridge.report.results import Machine
 from metabridge.threads import over_threads
 
 ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # operators on an edge
@@ -230,7 +230,7 @@ def main() -> None:
         names = ("cells", "channels", "size", "tasks", "candidates", "plain", "turns")
         report = {
             "id": f"bench-search-{options.device}",
-            "environment": {**asdict(environment(options.device)), "threads": options.threads},
+            "environment": {**asdict(Machine.current(options.device)), "threads": options.threads},
             "settings": {name: getattr(options, name) for name in names},
             "rows": rows,
             "search": {**whole, "extrapolated": True},

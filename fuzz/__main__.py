@@ -16,8 +16,8 @@ from rich.text import Text
 from fuzz.campaign import Campaign, Tally
 from fuzz.readers import READERS
 from fuzz.worker import Worker
-from metabridge.experiments.result import environment
 from metabridge.files import write_atomically
+from metabridge.report.results import Machine
 
 READERS_AT = "fuzz.readers:READERS"
 INPUTS = 10_000
@@ -52,7 +52,7 @@ def main() -> int:
     if options.json is not None and names == list(READERS):
         result = {
             "seed": options.seed,
-            "environment": asdict(environment("cpu")),
+            "environment": asdict(Machine.current("cpu")),
             "readers": [tally.row() for tally in tallies],
         }
         write_atomically(options.json, f"{json.dumps(result, indent=1)}\n".encode())

@@ -7,8 +7,8 @@ import pytest
 
 import metabridge as library
 from metabridge import InputError, __version__, cli
-from metabridge.experiments.result import Result
 from metabridge.learners import PRESETS
+from metabridge.report.results import Result
 
 
 def test_version(metabridge):
@@ -97,7 +97,7 @@ def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny,
     [
         (
             ["reproduce", "figure-1"],
-            "metabridge reproduce: there is no experiment 'figure-1'. The experiments are glyphs",
+            "metabridge reproduce: there is no experiment 'figure-1'. The experiments are anil-fig2",
         ),
         (["reproduce"], "metabridge reproduce: Missing argument 'ID'"),
         (["demo", "--speed", "9"], "metabridge demo: No such option: --speed"),
@@ -169,12 +169,12 @@ def test_parts_and_minutes_are_refused_by_an_experiment_that_is_done_as_a_whole(
 
 def test_experiments_in_parts_are_those_whose_trainings_can_be_stopped(tmp_path):
     """Each one refuses a part that it has not, before it computes anything."""
-    from metabridge.experiments import EXPERIMENTS, IN_PARTS, Work, experiment
+    from metabridge.experiments import ExperimentOptions, experiment_modules, load_experiment
 
-    for name in EXPERIMENTS:
-        if name in IN_PARTS:
+    for experiment in map(load_experiment, experiment_modules()):
+        if experiment.resumable:
             with pytest.raises(InputError, match="only names no such part"):
-                experiment(name).run(Work("quick", out=tmp_path, only=("no such part",)))
+                experiment.run(ExperimentOptions("quick", out=tmp_path, only=("no such part",)))
 
 
 def test_an_interrupted_training_says_that_it_can_go_on(metabridge, monkeypatch):

@@ -11,16 +11,16 @@ import torch
 from metabridge import meta_gradient, method, parameters
 from metabridge.errors import InputError
 from metabridge.experiments import (
+    ExperimentOptions,
     Result,
-    Work,
     anil_fig2,
     anil_fig3,
     anil_mean,
     anil_relu,
     anil_table1,
     anil_trainings,
-    experiment,
     linear_anil,
+    load_experiment,
 )
 from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Setting
 from metabridge.experiments.linear_anil import descend, marked
@@ -33,20 +33,20 @@ TINY = Setting(runs=2, tasks=20, steps=12, iterations=8, designs=20, dimension=6
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Iterator[dict[ModuleType, tuple[Work, object]]]:
+def done(tmp_path_factory) -> Iterator[dict[ModuleType, tuple[ExperimentOptions, object]]]:
     """All experiments at a scale of seconds; the settings stay so for the whole module."""
     students = replace(anil_relu.SETTINGS["quick"], iterations=2, judged=4, pool=20, batch=4, width=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "quick", TINY)
         patch.setitem(anil_relu.SETTINGS, "quick", students)
-        work = Work("quick", out=tmp_path_factory.mktemp("out"), progress=False)
+        work = ExperimentOptions("quick", out=tmp_path_factory.mktemp("out"), progress=False)
         yield {module: (work, module.run(work)) for module in (*LINEAR, anil_relu)}
 
 
 @pytest.mark.parametrize("module", [*LINEAR, anil_relu], ids=lambda module: module.ID)
 def test_results_can_be_read_again_and_figures_are_drawn(module, done, tmp_path):
     _, outcome = done[module]
-    assert experiment(module.ID) is module
+    assert load_experiment(module.ID) is module.EXPERIMENT
     assert Result.read(outcome.result.write(tmp_path)) == outcome.result
     assert len({row.name for row in outcome.result.rows}) == len(outcome.result.rows)
     module.figure(outcome, tmp_path / "figure.png")
@@ -117,13 +117,13 @@ def test_stopped_and_resumed_training_ends_like_one_that_was_not(name, tmp_path,
 
 def test_without_time_nothing_is_finished_and_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(SETTINGS, "quick", TINY)
-    with pytest.raises(InputError, match="has no training that is finished"):
-        anil_fig2.run(Work("quick", out=tmp_path, minutes=0.0, progress=False))
+    with pytest.raises(InputError, match="is finished"):
+        anil_fig2.run(ExperimentOptions("quick", out=tmp_path, minutes=0.0, progress=False))
 
 
 def test_only_names_that_exist_are_trained(done, tmp_path):
     with pytest.raises(InputError, match="only names reptile"):
-        anil_fig2.run(Work("quick", out=tmp_path, only=("reptile",), progress=False))
+        anil_fig2.run(ExperimentOptions("quick", out=tmp_path, only=("reptile",), progress=False))
     work, _ = done[anil_fig2]
     some = anil_fig2.run(replace(work, out=tmp_path, only=("infinite-tasks",)))
     assert list(some.records) == ["infinite-tasks"]

@@ -9,11 +9,11 @@ import pytest
 from metabridge import InputError
 from metabridge.environments import LabelledImages
 from metabridge.experiments import (
-    Work,
+    ExperimentOptions,
     bridge_table3,
     bridge_table4,
     bridge_table5,
-    experiment,
+    load_experiment,
     mini_imagenet_trainings,
     training_runs,
 )
@@ -58,7 +58,7 @@ def out(glyphs, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bridge")
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, glyphs)
-        experiment("bridge-table3").run(Work("quick", out=folder, progress=False))
+        load_experiment("bridge-table3").run(ExperimentOptions("quick", out=folder, progress=False))
     return folder
 
 
@@ -70,16 +70,17 @@ def untrainable(monkeypatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_records_are_read_and_nothing_is_trained_again(small, out, untrainable, monkeypatch, tmp_path, name):
     monkeypatch.setattr(mini_imagenet_trainings, "load", lambda *_, **__: pytest.fail("loaded images"))
-    first, again = (experiment(name).run(Work("quick", out=out, progress=False)) for _ in range(2))
+    first, again = (load_experiment(name).run(ExperimentOptions("quick", out=out, progress=False)) for _ in range(2))
     assert first.result == again.result
     assert Result.read(first.result.write(tmp_path)).rows == first.result.rows
-    experiment(name).figure(first, tmp_path / "figure.png")
+    load_experiment(name).draw(first, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def rows(name: str, out: Path, **options):
     return {
-        row.name: row for row in experiment(name).run(Work("quick", out=out, progress=False, **options)).result.rows
+        row.name: row
+        for row in load_experiment(name).run(ExperimentOptions("quick", out=out, progress=False, **options)).result.rows
     }
 
 
@@ -127,11 +128,11 @@ def test_only_the_named_training_is_done_and_others_are_left_for_later(small, tm
 
 def test_only_refuses_a_training_that_is_not_of_the_experiment(tmp_path):
     with pytest.raises(InputError, match=r"only names maml-1, but the trainings are mtl, metaoptnet\."):
-        experiment("bridge-table4").run(Work("quick", out=tmp_path, only=("maml-1",), progress=False))
+        load_experiment("bridge-table4").run(ExperimentOptions("quick", out=tmp_path, only=("maml-1",), progress=False))
 
 
 def test_a_training_that_was_stopped_leaves_no_record_and_goes_on(small, tmp_path):
-    with pytest.raises(InputError, match="bridge-table5 has no training that is finished"):
+    with pytest.raises(InputError, match="no training of bridge-table5 is finished"):
         rows("bridge-table5", tmp_path, minutes=0)
     assert not (tmp_path / "records").exists()
     assert len(rows("bridge-table5", tmp_path)) == len(bridge_table5.PUBLISHED)
@@ -140,7 +141,7 @@ def test_a_training_that_was_stopped_leaves_no_record_and_goes_on(small, tmp_pat
 @pytest.mark.parametrize("data", [None, Path("nowhere")])
 def test_the_paper_scale_without_its_data_is_refused_with_a_sentence(tmp_path, data):
     with pytest.raises(InputError) as caught:
-        experiment("bridge-table3").run(Work("paper", out=tmp_path, data=data, progress=False))
+        load_experiment("bridge-table3").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
     assert str(caught.value) == (
         "the paper scale needs mini-ImageNet, in the folder mini-imagenet of the one that --data names "
         f"(now {data}). Use --scale quick to try the experiment without it."
@@ -148,7 +149,7 @@ def test_the_paper_scale_without_its_data_is_refused_with_a_sentence(tmp_path, d
 
 
 def test_a_record_of_another_plan_is_not_taken_for_this_one(small, out):
-    work = Work("quick", out=out, progress=False)
+    work = ExperimentOptions("quick", out=out, progress=False)
     plan = replace(mini_imagenet_trainings.plans("quick")["mtl"], seed=0)
     assert training_runs.recorded(work, "glyphs-mtl-quick-0", plan) is not None
     assert training_runs.recorded(work, "glyphs-mtl-quick-0", replace(plan, lr=0.5)) is None

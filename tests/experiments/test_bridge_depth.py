@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metabridge.experiments import Work, bridge_depth
+from metabridge.experiments import ExperimentOptions, bridge_depth
 from metabridge.experiments.bridge_depth import NETS, Measured, Scale, measure
 from metabridge.experiments.bridge_fig1 import tasks
 from metabridge.experiments.result import Result
@@ -14,7 +14,7 @@ from metabridge.kernels import fully_connected_kernel, mtl_kernel
 def outcome():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(bridge_depth.SCALES, "quick", Scale(2, (4, 8), training_tasks=4, test_tasks=3))
-        return bridge_depth.run(Work("quick"))
+        return bridge_depth.run(ExperimentOptions("quick"))
 
 
 def law(depth: int, pace: float, points: int) -> list[Measured]:

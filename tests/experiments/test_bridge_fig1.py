@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from metabridge.experiments import Work, bridge_fig1
+from metabridge.experiments import ExperimentOptions, bridge_fig1
 from metabridge.experiments.bridge_fig1 import ANALYTIC, REFERENCE, TO_THE_END, Scale, gap, tasks, twins
 from metabridge.experiments.result import Result
 from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, mtl_kernel
@@ -18,7 +18,7 @@ SMALL = Scale(2, (2, 4), (16,), (0.0, 0.5), (10.0,), (0.01,), training_tasks=4, 
 def outcome():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(bridge_fig1.SCALES, "quick", SMALL)
-        return bridge_fig1.run(Work("quick"))
+        return bridge_fig1.run(ExperimentOptions("quick"))
 
 
 def rows(made):

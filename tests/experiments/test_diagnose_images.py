@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from metabridge.diagnosis import advice, estimates
-from metabridge.experiments import Result, Row, Work, diagnose_images, experiment
+from metabridge.experiments import ExperimentOptions, Result, Row, diagnose_images, load_experiment
 from metabridge.experiments.diagnose_images import SCALES, SETTINGS, Outcome, figure, run
 from metabridge.experiments.method_orders import METHODS, Order
 from metabridge.experiments.result import Environment
@@ -34,11 +34,11 @@ def outcome(glyphs, tmp_path_factory) -> Outcome:
         patch.setattr(advice, "TRAINING_POINTS", 160)
         patch.setattr(advice, "JUDGED_TASKS", 16)
         patch.setattr(advice, "CHOOSING_TASKS", 8)
-        return run(Work("quick", out=out, progress=False))
+        return run(ExperimentOptions("quick", out=out, progress=False))
 
 
 def test_the_experiment_can_be_asked_for():
-    assert experiment("diagnose-images") is diagnose_images
+    assert load_experiment("diagnose-images") is diagnose_images.EXPERIMENT
 
 
 def test_both_settings_are_diagnosed_and_ranked(outcome):

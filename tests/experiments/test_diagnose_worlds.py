@@ -6,7 +6,7 @@ import pytest
 
 from metabridge.diagnosis import estimates
 from metabridge.diagnosis.estimates import Interval
-from metabridge.experiments import EXPERIMENTS, Work, diagnose_worlds, experiment
+from metabridge.experiments import ExperimentOptions, diagnose_worlds, load_experiment
 from metabridge.experiments.diagnose_worlds import (
     CLEAR,
     SCALES,
@@ -28,12 +28,11 @@ def outcome() -> Outcome:
         patch.setitem(SCALES, "quick", Scale(worlds=8, pairs=2, tasks=60))
         patch.setattr(diagnose_worlds, "TRAINED", 100)
         patch.setattr(estimates, "REPEATS", 20)
-        return run(Work("quick", progress=False))
+        return run(ExperimentOptions("quick", progress=False))
 
 
 def test_the_experiment_can_be_asked_for():
-    assert experiment("diagnose-worlds") is diagnose_worlds
-    assert "diagnose-worlds" in EXPERIMENTS
+    assert load_experiment("diagnose-worlds") is diagnose_worlds.EXPERIMENT
 
 
 def test_predictions_follow_what_training_realises(outcome):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metabridge.errors import InputError
-from metabridge.experiments import Work
+from metabridge.experiments import ExperimentOptions
 from metabridge.experiments.glyph_methods import SETTINGS, run
 from metabridge.learners import PRESETS, method, parameters
 from metabridge.models import conv4
@@ -16,7 +16,7 @@ from metabridge.training import Model, evaluate
 
 @pytest.fixture
 def outcome(tiny):
-    return run(Work("quick", progress=False))
+    return run(ExperimentOptions("quick", progress=False))
 
 
 def test_every_method_reports_its_untrained_score_beside_its_trained_ones(outcome):
@@ -54,7 +54,10 @@ def test_a_little_training_already_beats_the_untrained_network(outcome):
 
 
 def test_the_same_seed_gives_the_same_scores_and_another_seed_others(outcome):
-    again, other = run(Work("quick", progress=False)), run(Work("quick", seed=1, progress=False))
+    again, other = (
+        run(ExperimentOptions("quick", progress=False)),
+        run(ExperimentOptions("quick", seed=1, progress=False)),
+    )
     for first, second in zip(outcome.trials, again.trials):
         assert torch.equal(first.test.values, second.test.values)
     assert any(not torch.equal(a.test.values, b.test.values) for a, b in zip(outcome.trials, other.trials))
@@ -82,7 +85,7 @@ def test_every_setting_is_one_that_its_method_takes(scale):
 
 def test_an_unknown_scale_is_refused_by_name():
     with pytest.raises(InputError, match="scale is 'huge', but must be 'quick' or 'paper'"):
-        Work("huge")
+        ExperimentOptions("huge")
 
 
 def test_the_experiment_needs_neither_matplotlib_nor_jinja2():

@@ -11,7 +11,7 @@ import torch
 from metabridge.environments import Quadratic
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.experiments import EXPERIMENTS, Result, Work, experiment, kernel_fewshot
+from metabridge.experiments import ExperimentOptions, Result, kernel_fewshot, load_experiment
 from metabridge.experiments.kernel_fewshot import (
     ALONE,
     KERNELS,
@@ -57,7 +57,7 @@ def outcome(glyphs) -> Iterator[Outcome]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "quick", TINY)
         patch.setattr(kernel_fewshot, "KERNELS", CHEAP)
-        yield kernel_fewshot.run(Work("quick", progress=False))
+        yield kernel_fewshot.run(ExperimentOptions("quick", progress=False))
 
 
 def three_ways(tasks, seed):
@@ -175,8 +175,7 @@ def test_the_result_reads_back_and_the_figure_is_drawn(outcome, tmp_path):
     assert stored.settings["size"] == SIZE
     kernel_fewshot.figure(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert EXPERIMENTS[kernel_fewshot.ID] == "metabridge.experiments.kernel_fewshot"
-    assert experiment(kernel_fewshot.ID) is kernel_fewshot
+    assert load_experiment(kernel_fewshot.ID) is kernel_fewshot.EXPERIMENT
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -191,4 +190,4 @@ def test_every_inner_time_at_test_meets_every_ridge(twin):
 def test_omniglot_without_a_folder_is_refused(monkeypatch):
     monkeypatch.setitem(SCALES, "paper", replace(TINY, datasets=("omniglot",)))
     with pytest.raises(InputError, match="data is missing: name the folder that holds omniglot with --data"):
-        kernel_fewshot.run(Work("paper", progress=False))
+        kernel_fewshot.run(ExperimentOptions("paper", progress=False))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metabridge.environments import HardEasy, Landscape, LinearTasks, LogisticTasks, TaskGroup
-from metabridge.experiments import EXPERIMENTS, Result, Work, experiment
+from metabridge.experiments import ExperimentOptions, Result, load_experiment
 from metabridge.experiments import landscape_fig1 as fig1
 from metabridge.experiments import landscape_fig2 as fig2
 from metabridge.experiments import landscape_fig3 as fig3
@@ -54,7 +54,7 @@ def done():
     with pytest.MonkeyPatch.context() as patch:
         for module, scale in TINY.items():
             patch.setitem(module.SCALES, "quick", scale)
-        return {module: module.run(Work("quick", progress=False)) for module in TINY}
+        return {module: module.run(ExperimentOptions("quick", progress=False)) for module in TINY}
 
 
 @pytest.mark.parametrize("module", TINY, ids=lambda module: module.ID)
@@ -64,8 +64,7 @@ def test_it_leaves_a_result_and_a_picture(module: ModuleType, done, tmp_path):
     assert len({(row.name, row.metric) for row in outcome.result.rows}) == len(outcome.result.rows)
     module.figure(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert experiment(module.ID) is module
-    assert module.ID in EXPERIMENTS
+    assert load_experiment(module.ID) is module.EXPERIMENT
 
 
 def test_the_paper_scale_is_that_of_the_paper():

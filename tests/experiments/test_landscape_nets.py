@@ -10,13 +10,13 @@ from metabridge import Engine, MetaGradient, method, parameters
 from metabridge.environments.teacher_networks import ACTIVATIONS
 from metabridge.episodes import Episodes
 from metabridge.experiments import (
+    ExperimentOptions,
     Result,
-    Work,
-    experiment,
     landscape_fig4,
     landscape_fig6,
     landscape_nets,
     landscape_thm1,
+    load_experiment,
 )
 from metabridge.experiments.landscape_nets import RATES, LossSurface, Minima, Scale, World, minima_rows, plane
 from metabridge.experiments.landscape_thm1 import Check, check_theorem, theorem_rows
@@ -134,7 +134,10 @@ def done():
         patch.setattr(landscape_thm1, "SHARES", (0.1, 0.5))
         patch.setattr(landscape_fig6, "WORLDS", landscape_fig6.WORLDS[:2])
         patch.setattr(landscape_fig6, "ACTIVATIONS", landscape_fig6.ACTIVATIONS[:1])
-        return {module: module.run(Work("quick", progress=False)) for module in (landscape_fig4, landscape_fig6)}
+        return {
+            module: module.run(ExperimentOptions("quick", progress=False))
+            for module in (landscape_fig4, landscape_fig6)
+        }
 
 
 @pytest.mark.parametrize("module", [landscape_fig4, landscape_fig6])
@@ -144,7 +147,7 @@ def test_it_leaves_a_result_and_a_picture(module, done, tmp_path):
     assert len({row.name for row in outcome.result.rows}) == len(outcome.result.rows)
     module.figure(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert experiment(module.ID) is module
+    assert load_experiment(module.ID) is module.EXPERIMENT
 
 
 def test_equally_hard_tasks_share_the_population_minimum_in_a_square_and_not_otherwise(done):

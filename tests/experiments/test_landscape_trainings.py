@@ -12,13 +12,12 @@ import torch
 from metabridge.environments import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments import (
-    EXPERIMENTS,
+    ExperimentOptions,
     Result,
-    Work,
-    experiment,
     landscape_table1,
     landscape_table2,
     landscape_trainings,
+    load_experiment,
 )
 from metabridge.experiments.landscape_table1 import ALIKE, alphabets, divided, hardest
 from metabridge.experiments.landscape_table2 import held_out
@@ -31,7 +30,7 @@ TABLES = (landscape_table1, landscape_table2)
 
 
 @pytest.fixture(scope="module")
-def done(glyphs, tmp_path_factory) -> Iterator[dict[ModuleType, tuple[Work, Outcome]]]:
+def done(glyphs, tmp_path_factory) -> Iterator[dict[ModuleType, tuple[ExperimentOptions, Outcome]]]:
     """Both experiments, run to the end at a scale of seconds; the settings stay so for the whole module."""
     with pytest.MonkeyPatch.context() as patch:
         for table in TABLES:
@@ -39,7 +38,9 @@ def done(glyphs, tmp_path_factory) -> Iterator[dict[ModuleType, tuple[Work, Outc
             tiny = replace(quick.training, iterations=2, tasks=2, judged=2, filters=4)
             small = {"ranking_tasks": 3} if table is landscape_table1 else {"hard": (6, 1)}
             patch.setitem(table.SCALES, "quick", replace(quick, training=tiny, seeds=2, **small))
-        works = {table: Work("quick", out=tmp_path_factory.mktemp("out"), progress=False) for table in TABLES}
+        works = {
+            table: ExperimentOptions("quick", out=tmp_path_factory.mktemp("out"), progress=False) for table in TABLES
+        }
         yield {table: (work, table.run(work)) for table, work in works.items()}
 
 
@@ -52,8 +53,7 @@ def test_every_published_number_has_a_row_beside_it(table, done):
     assert all(row.ci95 is not None and 0 <= row.ours <= 100 for row in beside)
     assert len({row.name for row in outcome.result.rows}) == len(outcome.result.rows)
     assert Result.read(outcome.result.write(work.out)) == outcome.result
-    assert experiment(table.ID) is table
-    assert table.ID in EXPERIMENTS
+    assert load_experiment(table.ID) is table.EXPERIMENT
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -87,8 +87,8 @@ def test_a_changed_setting_trains_anew_beside_the_old_run(table, name, done, mon
 
 def test_a_training_that_is_stopped_goes_on_to_the_same_numbers(done, tmp_path):
     _, outcome = done[landscape_table2]
-    work = Work("quick", out=tmp_path, only=("p0.5-maml",), progress=False)
-    with pytest.raises(InputError, match="landscape-table2 has no training that is finished"):
+    work = ExperimentOptions("quick", out=tmp_path, only=("p0.5-maml",), progress=False)
+    with pytest.raises(InputError, match="no training of landscape-table2 is finished"):
         landscape_table2.run(replace(work, minutes=0.0))
     found = landscape_table2.run(work)
     assert len(found.result.rows) == len(KINDS)
@@ -110,7 +110,7 @@ def pair(glyphs, iterations: int) -> list[Asked]:
     return [Asked(how.method, how, tasks, {"test": glyphs.tasks("test", queries=2)}, {}) for how in hows]
 
 
-def weights(work: Work) -> dict[str, torch.Tensor]:
+def weights(work: ExperimentOptions) -> dict[str, torch.Tensor]:
     """The weights of all runs in a folder, by the name of the run and their own."""
     read = {folder.name: RunFolder(folder).read("weights") for folder in (work.out / "runs").iterdir()}
     return {f"{run}/{name}": value for run, (tensors, _) in read.items() for name, value in tensors.items()}
@@ -125,7 +125,7 @@ def test_trainings_in_turns_end_as_they_do_one_after_the_other(glyphs, two_at_on
 
     monkeypatch.setattr(Fitting, "step", noted)
     asked = pair(glyphs, iterations=6)
-    beside = Work("quick", out=tmp_path / "beside")
+    beside = ExperimentOptions("quick", out=tmp_path / "beside")
     assert trained(replace(beside, minutes=0.0), "table", glyphs, asked) == [None, None]
     found = trained(beside, "table", glyphs, asked)
     assert steps == [0, 1] * 6
@@ -134,7 +134,7 @@ def test_trainings_in_turns_end_as_they_do_one_after_the_other(glyphs, two_at_on
 
     monkeypatch.delitem(fitting.AT_ONCE, "cpu")
     steps.clear()
-    apart = Work("quick", out=tmp_path / "apart", progress=False)
+    apart = ExperimentOptions("quick", out=tmp_path / "apart", progress=False)
     alone = trained(apart, "table", glyphs, asked)
     assert steps == [0] * 6 + [1] * 6
     assert [(one.name, one.plan, one.scores) for one in found] == [(one.name, one.plan, one.scores) for one in alone]
@@ -156,14 +156,14 @@ def test_where_one_of_several_trainings_fails_its_error_is_raised_and_the_others
 
     monkeypatch.setattr(Fitting, "step", failing)
     with pytest.raises(InputError, match="this one fails"):
-        trained(Work("quick", out=tmp_path, progress=False), "table", glyphs, pair(glyphs, 1000))
+        trained(ExperimentOptions("quick", out=tmp_path, progress=False), "table", glyphs, pair(glyphs, 1000))
     states = [RunFolder(folder).read("state") for folder in sorted((tmp_path / "runs").iterdir())]
     assert [notes["iteration"] for _, notes in states] == [4, 3]
     assert not (tmp_path / "records").exists()
 
 
 def test_only_the_trainings_named_are_done_and_the_others_rows_are_missing(done, tmp_path):
-    work = Work("quick", out=tmp_path, progress=False)
+    work = ExperimentOptions("quick", out=tmp_path, progress=False)
     with pytest.raises(InputError, match="the hard alphabets come from the ranking, which is not finished"):
         landscape_table1.run(replace(work, only=("small-nal-1",)))
     ranked = landscape_table1.run(replace(work, only=("ranking",)))
@@ -177,7 +177,7 @@ def test_only_the_trainings_named_are_done_and_the_others_rows_are_missing(done,
 @pytest.mark.parametrize("table", TABLES)
 def test_the_paper_scale_asks_for_its_data(table, tmp_path):
     with pytest.raises(InputError, match=r"the paper scale needs .* Use --scale quick"):
-        table.run(Work("paper", data=tmp_path, out=tmp_path))
+        table.run(ExperimentOptions("paper", data=tmp_path, out=tmp_path))
 
 
 def test_the_hard_alphabets_are_those_of_the_rankings_record(done):
@@ -288,7 +288,7 @@ def points_a_class(environment, ways):
 
 def test_table_1_is_trained_as_the_paper_says(asked, glyphs, monkeypatch):
     monkeypatch.setattr(landscape_table1, "_images", lambda work: glyphs)
-    landscape_table1.run(Work("paper"))
+    landscape_table1.run(ExperimentOptions("paper"))
     for setting in ("large", "small"):
         for learner, points, lr in (("maml", 11, 1e-3), ("nal-1", 11, 1e-6), ("nal-10", 20, 1e-6)):
             how, tasks, kinds = asked[f"{setting}-{learner}"]
@@ -303,7 +303,7 @@ def test_table_2_is_trained_as_the_paper_says(asked, monkeypatch):
     images = held_out(pictures(100, 240), 60)
     monkeypatch.setattr(landscape_table2, "_images", lambda work, scale: images)
     with pytest.raises(InputError, match="no training that is finished"):
-        landscape_table2.run(Work("paper"))
+        landscape_table2.run(ExperimentOptions("paper"))
     for share in (0.99, 0.5, 0.01):
         for learner, points, lr, steps in (("maml", (60, 15), 1e-3, 1), ("nal", (15, 15), 1e-6, 5)):
             how, tasks, kinds = asked[f"p{share}-{learner}"]
@@ -336,7 +336,7 @@ def test_a_record_of_another_form_is_refused_by_name(text, done, tmp_path):
     file = tmp_path / "records" / "landscape-table2-p0.99-nal-quick-0.json"
     file.write_text(text)
     with pytest.raises(InputError, match="is not a record of this version"):
-        landscape_table2.run(Work("quick", out=tmp_path, progress=False))
+        landscape_table2.run(ExperimentOptions("quick", out=tmp_path, progress=False))
 
 
 def test_the_figure_is_a_picture(done, tmp_path):

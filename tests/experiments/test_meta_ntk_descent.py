@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metabridge import Engine, method, parameters
-from metabridge.experiments import EXPERIMENTS, Result, Work, experiment, metantk_thm1, metantk_thm2
+from metabridge.experiments import ExperimentOptions, Result, load_experiment, metantk_thm1, metantk_thm2
 from metabridge.experiments.meta_ntk_descent import descend, initialisations, meta_ntk, sample, squared
 from metabridge.experiments.metantk_thm1 import Training, law_rows, loss_rows
 from metabridge.experiments.power_law import PowerLaw, mean
@@ -26,7 +26,7 @@ def done(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for module, scale in TINY.items():
             patch.setitem(module.SCALES, "quick", scale)
-        return {module: module.run(Work("quick", progress=False)) for module in TINY}
+        return {module: module.run(ExperimentOptions("quick", progress=False)) for module in TINY}
 
 
 @pytest.mark.parametrize("module", list(TINY))
@@ -36,8 +36,7 @@ def test_it_leaves_a_result_and_a_picture(module, done, tmp_path):
     assert len({row.name for row in outcome.result.rows}) == len(outcome.result.rows)
     module.figure(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert experiment(module.ID) is module
-    assert module.ID in EXPERIMENTS
+    assert load_experiment(module.ID) is module.EXPERIMENT
 
 
 def test_the_losses_stay_within_the_theorems_bound(done):

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from metabridge import InputError
-from metabridge.experiments import Work, experiment, nas_fig2, nas_ranks, nas_table1, nas_table2, nas_trainings
+from metabridge.experiments import (
+    ExperimentOptions,
+    load_experiment,
+    nas_fig2,
+    nas_ranks,
+    nas_table1,
+    nas_table2,
+    nas_trainings,
+)
 from metabridge.experiments.nas_ranks import Judged, correlation
 from metabridge.experiments.nas_trainings import METANTK, RANDOM, REGIONS
 from metabridge.experiments.result import Result
@@ -34,22 +42,22 @@ def out(glyphs, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, glyphs)
         for name in NAMES:
-            experiment(name).run(Work("quick", out=folder, progress=False))
+            load_experiment(name).run(ExperimentOptions("quick", out=folder, progress=False))
     return folder
 
 
 def rows(name: str, out: Path, **options):
-    outcome = experiment(name).run(Work("quick", out=out, progress=False, **options))
+    outcome = load_experiment(name).run(ExperimentOptions("quick", out=out, progress=False, **options))
     return {row.name: row for row in outcome.result.rows}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_records_are_read_and_nothing_is_searched_or_trained_again(small, out, monkeypatch, tmp_path, name):
     monkeypatch.setattr(nas_trainings, "images", lambda *_: pytest.fail("loaded images"))
-    first, again = (experiment(name).run(Work("quick", out=out, progress=False)) for _ in range(2))
+    first, again = (load_experiment(name).run(ExperimentOptions("quick", out=out, progress=False)) for _ in range(2))
     assert first.result == again.result
     assert Result.read(first.result.write(tmp_path)).rows == first.result.rows
-    experiment(name).figure(first, tmp_path / "figure.png")
+    load_experiment(name).draw(first, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -74,7 +82,7 @@ def test_both_tables_share_the_searches_that_are_the_same(small, out):
 
 
 def test_what_is_trained_is_what_was_found(small, out):
-    outcome = experiment("nas-table2").run(Work("quick", out=out, progress=False))
+    outcome = load_experiment("nas-table2").run(ExperimentOptions("quick", out=out, progress=False))
     for label, trained in outcome.trainings.items():
         finding = outcome.findings[label]
         assert trained.parameters == finding.parameters
@@ -87,7 +95,7 @@ def test_what_is_trained_is_what_was_found(small, out):
 
 
 def test_the_longer_training_is_of_the_first_search_by_the_same_plan_but_its_length(small, out):
-    trained = experiment("nas-table1").run(Work("quick", out=out, progress=False)).trainings
+    trained = load_experiment("nas-table1").run(ExperimentOptions("quick", out=out, progress=False)).trainings
     usual, longer = trained["maml-5-0"], trained["maml-5-0-longer"]
     assert longer.plan == {**usual.plan, "iterations": 10, "validate_every": 1}
     assert (usual.iterations, longer.iterations) == (1, 10)
@@ -129,13 +137,15 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_cells(small, monkeypatch,
 
     monkeypatch.setattr(Proxies, "__call__", counted)
     parts = {"only": ("search-regions-5-0",)}
-    whole = experiment("nas-fig2").run(Work("quick", out=tmp_path / "whole", progress=False, **parts))
+    whole = load_experiment("nas-fig2").run(ExperimentOptions("quick", out=tmp_path / "whole", progress=False, **parts))
     wanted, measured[:] = list(measured), []
     for _ in range(3):
-        with pytest.raises(InputError, match="nas-fig2 has no training that is finished"):
+        with pytest.raises(InputError, match="no training of nas-fig2 is finished"):
             rows("nas-fig2", tmp_path / "stopped", minutes=0, **parts)
     assert len(measured) == 3
-    stopped = experiment("nas-fig2").run(Work("quick", out=tmp_path / "stopped", progress=False, **parts))
+    stopped = load_experiment("nas-fig2").run(
+        ExperimentOptions("quick", out=tmp_path / "stopped", progress=False, **parts)
+    )
     first, second = (outcome.findings["regions-5-0"] for outcome in (whole, stopped))
     assert first.architecture == second.architecture
     assert first.measured == second.measured == len(wanted)
@@ -146,7 +156,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_cells(small, monkeypatch,
 @pytest.mark.parametrize("data", [None, Path("nowhere")])
 def test_the_paper_scale_without_its_data_is_refused_with_a_sentence(tmp_path, data):
     with pytest.raises(InputError, match=rf"--data names \(now {data}\)\. Use --scale quick"):
-        experiment("nas-fig2").run(Work("paper", out=tmp_path, data=data, progress=False))
+        load_experiment("nas-fig2").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
 
 
 def test_random_cells_have_in_common_what_chance_says():
@@ -191,7 +201,7 @@ def test_a_gain_agrees_where_the_first_is_above_the_second_beyond_doubt():
 def test_eight_cells_go_by_their_own_kernel():
     assert (nas_trainings.DEEP.time, nas_trainings.DEEP.ridge) == (1.0, 1e-5)
     assert (METANTK.time, METANTK.ridge) == (Search().time, Search().ridge)
-    assert [len(case.labels(Work("paper"))) for case in (METANTK, REGIONS, RANDOM)] == [3, 3, 3]
+    assert [len(case.labels(ExperimentOptions("paper"))) for case in (METANTK, REGIONS, RANDOM)] == [3, 3, 3]
 
 
 @pytest.fixture
@@ -203,7 +213,7 @@ def ranking(monkeypatch, glyphs) -> None:
 
 
 def test_every_proxy_is_correlated_and_what_was_judged_is_kept(ranking, monkeypatch, tmp_path):
-    work = Work("quick", out=tmp_path, progress=False)
+    work = ExperimentOptions("quick", out=tmp_path, progress=False)
     with pytest.raises(InputError, match="nas-ranks has judged 0 architectures, but correlates no fewer than 3"):
         nas_ranks.run(replace(work, minutes=0))
     whole = nas_ranks.run(work)
@@ -222,7 +232,7 @@ def test_every_proxy_is_correlated_and_what_was_judged_is_kept(ranking, monkeypa
 
 
 def test_ranking_goes_on_with_the_architecture_that_is_missing_though_later_ones_are_there(ranking, tmp_path):
-    work = Work("quick", out=tmp_path, progress=False)
+    work = ExperimentOptions("quick", out=tmp_path, progress=False)
     judged = nas_ranks.run(work).judged
     (file,) = (tmp_path / "records").iterdir()
     record = json.loads(file.read_text())

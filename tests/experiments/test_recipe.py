@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from metabridge import InputError, load
-from metabridge.experiments import Result, Work, experiment, mini_imagenet_trainings, recipe, training_runs
+from metabridge.experiments import (
+    ExperimentOptions,
+    Result,
+    load_experiment,
+    mini_imagenet_trainings,
+    recipe,
+    training_runs,
+)
 from metabridge.training.config import Plan
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -30,7 +37,7 @@ def small(monkeypatch, glyphs) -> None:
 
 
 def test_cases_are_trained_with_what_they_change_and_students_learn_from_their_teacher(small, tmp_path):
-    outcome = experiment("recipe").run(Work("quick", out=tmp_path, only=FEW, progress=False))
+    outcome = load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=FEW, progress=False))
     assert set(outcome.records) == set(FEW)
     assert outcome.records["mixup"].plan["soft_targets"]["mixup"] == 0.2
     assert outcome.records["muon"].plan["soft_targets"] is None
@@ -43,10 +50,10 @@ def test_cases_are_trained_with_what_they_change_and_students_learn_from_their_t
 
 def test_a_student_without_its_teacher_is_refused(small, tmp_path):
     with pytest.raises(InputError, match=r"distilled needs the trained run of muon\. Add muon to --only"):
-        experiment("recipe").run(Work("quick", out=tmp_path, only=("distilled",), progress=False))
+        load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=("distilled",), progress=False))
 
 
 def test_the_committed_result_is_what_its_records_say(monkeypatch):
     monkeypatch.setattr(Plan, "train", lambda *_, **__: pytest.fail("trained"))
-    found = experiment("recipe").run(Work("paper", out=RESULTS, only=("muon",), progress=False))
+    found = load_experiment("recipe").run(ExperimentOptions("paper", out=RESULTS, only=("muon",), progress=False))
     assert found.result.rows == Result.read(RESULTS / "recipe.json").rows

@@ -7,8 +7,8 @@ import torch
 
 from metabridge.environments import LabelledImages
 from metabridge.experiments import (
-    Work,
-    experiment,
+    ExperimentOptions,
+    load_experiment,
     mini_imagenet_trainings,
     nas_fig2,
     nas_ranks,
@@ -39,7 +39,7 @@ def sizes(monkeypatch, glyphs) -> list[int]:
     shrink(monkeypatch, glyphs)
     small, asked = nas_trainings.images, []
 
-    def noted(work: Work, size: int) -> LabelledImages:
+    def noted(work: ExperimentOptions, size: int) -> LabelledImages:
         asked.append(size)
         return small(work, size)
 
@@ -50,8 +50,8 @@ def sizes(monkeypatch, glyphs) -> list[int]:
 @pytest.mark.parametrize("case", [METANTK, DEEP])
 def test_a_case_is_searched_by_its_kernel_and_trained_by_its_seed_at_their_sizes(sizes, tmp_path, case):
     label = f"{case.guide}-{case.cells}-1"
-    work = Work("quick", out=tmp_path, progress=False, only=(f"search-{label}", f"train-{label}"))
-    outcome = experiment("nas-table1").run(work)
+    work = ExperimentOptions("quick", out=tmp_path, progress=False, only=(f"search-{label}", f"train-{label}"))
+    outcome = load_experiment("nas-table1").run(work)
     searched, training = outcome.findings[label].plan, outcome.trainings[label].plan
     told = [searched[key] for key in ("kernel", "cells", "time", "ridge", "seed")]
     assert told == [case.guide, case.cells, str(case.time), case.ridge, 1]
@@ -74,9 +74,9 @@ def test_a_gain_has_the_margin_of_both_sides():
 
 
 @pytest.fixture
-def studied(monkeypatch) -> Work:
+def studied(monkeypatch) -> ExperimentOptions:
     """Work whose searches all found the same, and whose trainings gave 70 % in our cases and 60 % in all others."""
-    work = Work("quick")
+    work = ExperimentOptions("quick")
     ours = {label: record(0.7) for case in (METANTK, DEEP) for label in case.labels(work)}
     ours[nas_trainings.longer("maml-5-0")] = record(0.7)
     others = {
@@ -105,9 +105,9 @@ def test_costs_stand_beside_the_published_ones(studied):
 
 def test_what_two_searches_have_in_common_is_told_for_edges_and_for_operators(monkeypatch):
     other = replace(DRAWN, normal=(((0, "skip"), (1, "skip")), *DRAWN.normal[1:]))
-    found = dict(zip(METANTK.labels(Work("quick")), (FOUND, replace(FOUND, architecture=other))))
+    found = dict(zip(METANTK.labels(ExperimentOptions("quick")), (FOUND, replace(FOUND, architecture=other))))
     monkeypatch.setattr(nas_trainings, "findings", lambda *_: found)
-    rows = {row.name: row for row in nas_fig2.run(Work("quick")).result.rows}
+    rows = {row.name: row for row in nas_fig2.run(ExperimentOptions("quick")).result.rows}
     assert rows["5 cells, MAML kernel, edges in common"].ours == pytest.approx(100)
     assert rows["5 cells, MAML kernel, operators in common"].ours == pytest.approx(100 * 10 / 12)
     assert "2.0 of 12 differ" in rows["5 cells, MAML kernel, operators in common"].note
@@ -116,7 +116,7 @@ def test_what_two_searches_have_in_common_is_told_for_edges_and_for_operators(mo
 def test_an_architecture_is_scored_in_every_repeat_and_judged_on_test_tasks(glyphs, tmp_path):
     images, search = few(glyphs), replace(SEARCH, cells=3, tasks=2, repeats=2)
     run = BRIEF.train(images, progress=False)
-    judged = judge(Work("quick"), DRAWN, search, images, run, tasks=20)
+    judged = judge(ExperimentOptions("quick"), DRAWN, search, images, run, tasks=20)
     file = str(DRAWN.save(tmp_path / "architecture.json"))
     for proxy, kernel in {**nas_ranks.CONDITIONS, "linear regions": "none"}.items():
         wanted = score_model(replace(search, kernel=kernel), file, images).mean.value
@@ -139,7 +139,7 @@ def test_a_row_has_half_the_interval_of_its_correlation(monkeypatch):
         for place, (one, accuracy) in enumerate(zip(drawn, (0.5, 0.4, 0.7, 0.6)))
     )
     monkeypatch.setattr(nas_ranks, "stored", lambda *_: nas_ranks.Record("", {}, MACHINE, judged))
-    outcome = nas_ranks.run(Work("quick", progress=False))
+    outcome = nas_ranks.run(ExperimentOptions("quick", progress=False))
     rows = {row.name: row for row in outcome.result.rows}
     for proxy, found in outcome.spearman.items():
         assert found.low < found.value < found.high
@@ -161,7 +161,7 @@ class Telling:
 
 def test_every_score_is_of_its_split_shots_penalty_and_seed(glyphs, monkeypatch, tmp_path):
     monkeypatch.setattr(training_runs, "FeatureTable", Telling)
-    work = Work("quick", out=tmp_path, seed=7, progress=False)
+    work = ExperimentOptions("quick", out=tmp_path, seed=7, progress=False)
     found = training_runs.trial(work, "brief", BRIEF, few(glyphs), shots=(1, 5), tasks=2, looks=()).scores
     assert {(one.split, one.shots, one.penalty): one.mean for one in found} == {
         (split, shots, penalty): pytest.approx(7000 + 100 * (split == "test") + 10 * shots + penalty)
@@ -174,18 +174,18 @@ def test_every_score_is_of_its_split_shots_penalty_and_seed(glyphs, monkeypatch,
 def test_the_seed_of_the_work_is_that_of_its_trainings(monkeypatch, tmp_path):
     seeds = {}
 
-    def noted(work: Work, label: str, plan: Plan, images: LabelledImages, **_) -> None:
+    def noted(work: ExperimentOptions, label: str, plan: Plan, images: LabelledImages, **_) -> None:
         seeds[label] = plan.seed
 
     monkeypatch.setattr(mini_imagenet_trainings, "trial", noted)
-    mini_imagenet_trainings.records(Work("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
+    mini_imagenet_trainings.records(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
     assert seeds == {"glyphs-mtl-quick-3": 3, "glyphs-maml-5-quick-3": 3}
 
 
 def test_a_training_of_a_landscape_is_done_as_its_plan_says(glyphs, tmp_path):
     how = Training("maml", 0.02, 2, tasks=3, judged=2, filters=4, steps=2, inner_lr=0.3, seed=5)
     asked = Asked("part", how, glyphs.tasks("train", queries=2), {}, {})
-    trained(Work("quick", out=tmp_path, progress=False), "table", glyphs, [asked])
+    trained(ExperimentOptions("quick", out=tmp_path, progress=False), "table", glyphs, [asked])
     (folder,) = (tmp_path / "runs").iterdir()
     settings = RunFolder(folder).settings()
     told = [settings["training"][key] for key in ("iterations", "tasks", "lr", "seed")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from metabridge.experiments import Work
+from metabridge.experiments import ExperimentOptions
 from metabridge.experiments.glyph_methods import run
 from metabridge.report import demo_page, figures, task_pictures
 from metabridge.training import Score
@@ -17,7 +17,7 @@ from metabridge.training import Score
 
 @pytest.fixture
 def outcome(tiny):
-    return run(Work("quick", progress=False))
+    return run(ExperimentOptions("quick", progress=False))
 
 
 class Table(HTMLParser):

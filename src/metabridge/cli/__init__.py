@@ -51,9 +51,11 @@ def main() -> None:
 
 
 def _resumes(words: list[str]) -> bool:
-    from metabridge.experiments import IN_PARTS
+    from metabridge.experiments import experiment_modules, load_experiment
 
-    return words[:1] in (["train"], ["search"]) or (words[:1] == ["reproduce"] and not IN_PARTS.isdisjoint(words))
+    if words[:1] == ["reproduce"]:
+        return any(load_experiment(word).resumable for word in words if word in experiment_modules())
+    return words[:1] in (["train"], ["search"])
 
 
 def _in_options(message: str) -> str:

@@ -14,7 +14,7 @@ from metabridge.errors import InputError
 
 if TYPE_CHECKING:
     from metabridge.experiments.glyph_methods import Trial
-    from metabridge.experiments.result import Result
+    from metabridge.report.results import Result
 
 
 class Scale(StrEnum):
@@ -38,12 +38,12 @@ def demo(
 
     Example: **metabridge demo --out demo --seed 1**
     """
-    from metabridge.experiments import Work, glyph_methods
+    from metabridge.experiments import ExperimentOptions, glyph_methods
     from metabridge.files import make_folder
     from metabridge.report import demo_page
 
     make_folder(out)
-    outcome = glyph_methods.run(Work("quick", device_name(device), seed))
+    outcome = glyph_methods.run(ExperimentOptions("quick", device_name(device), seed))
     _print_trials(outcome.trials)
     outcome.result.write(out)
     say(f"The page is {demo_page.write(outcome, out)}")
@@ -81,21 +81,21 @@ def reproduce(
 
     Example: **metabridge reproduce glyphs --scale quick --out runs**
     """
-    from metabridge.experiments import IN_PARTS, Work, experiment
+    from metabridge.experiments import ExperimentOptions, load_experiment
     from metabridge.files import make_folder
 
-    chosen = experiment(name)
+    experiment = load_experiment(name)
     parts = tuple(part for part in only.split(",") if part)
     for option, given in (("--only", bool(parts)), ("--minutes", minutes is not None)):
-        if given and name not in IN_PARTS:
+        if given and not experiment.resumable:
             raise InputError(f"{option} is given, but {name} is done as a whole. Leave it out.")
     make_folder(out)
-    outcome = chosen.run(Work(scale.value, device_name(device), seed, out, data, parts, minutes))
+    outcome = experiment.run(ExperimentOptions(scale.value, device_name(device), seed, out, data, parts, minutes))
     _print_rows(outcome.result)
     say(f"The numbers are in {outcome.result.write(out)}")
     picture = out / f"{name}.png"
     try:
-        chosen.figure(outcome, picture)
+        experiment.draw(outcome, picture)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

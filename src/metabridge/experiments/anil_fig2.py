@@ -11,7 +11,7 @@ from pathlib import Path
 
 from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
 from metabridge.experiments.linear_anil import Setting
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 
 ID = "anil-fig2"
 KINDS = {"smallest": "least", "largest": "largest"}  # of the squared singular values
@@ -62,3 +62,6 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.set(ylabel=f"{told} squared singular value of $B_*^T B$", ylim=(0, None))
         picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("anil-fig2", run, figure, resumable=True)

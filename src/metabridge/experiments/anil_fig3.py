@@ -13,7 +13,7 @@ import torch
 
 from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
 from metabridge.experiments.linear_anil import Setting
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.theory.anil import unlearning_bound
 
 ID = "anil-fig3"
@@ -76,3 +76,6 @@ def figure(outcome: Outcome, file: Path) -> None:
         panels[0].set_ylim(bottom=0)
         picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("anil-fig3", run, figure, resumable=True)

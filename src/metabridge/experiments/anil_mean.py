@@ -13,7 +13,7 @@ from pathlib import Path
 
 from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
 from metabridge.experiments.linear_anil import Setting
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 
 ID = "anil-mean"
 LEARNERS = ("fo-anil", "fo-maml", "infinite-tasks")
@@ -82,3 +82,6 @@ def figure(outcome: Outcome, file: Path) -> None:
         )
         picture.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("anil-mean", run, figure, resumable=True)

@@ -18,7 +18,7 @@ import torch
 from metabridge.environments.shared_representation import SharedRepresentation
 from metabridge.experiments.anil_trainings import row
 from metabridge.experiments.record_files import keep, plain, run_folder, stored
-from metabridge.experiments.result import Environment, Result, Row, Work, environment
+from metabridge.experiments.result import Environment, Result, Row, UnportedExperiment, Work, environment
 from metabridge.learners.heads import Ridge
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
@@ -231,3 +231,6 @@ def _arrows(axes: Any, students: list[list[list[dict[str, float]]]], key: str, l
             axes.plot([x, x], [before[key], after[key]], color=colour, linewidth=1)
             axes.plot([x], [before[key]], "o", color=colour, markerfacecolor="none")
             axes.plot([x], [after[key]], "o", color=colour, label=named)
+
+
+EXPERIMENT = UnportedExperiment("anil-relu", run, figure, resumable=True)

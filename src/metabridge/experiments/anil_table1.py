@@ -15,7 +15,7 @@ import torch
 
 from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, ridge_risk, row, trained
 from metabridge.experiments.linear_anil import Setting
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.theory.adaptation import error_bound, one_step_estimate
 from metabridge.theory.anil import limiting_gram
 
@@ -124,3 +124,6 @@ def figure(outcome: Outcome, file: Path) -> None:
 
     compared = [own for own in outcome.result.rows if own.published is not None]
     figures.save(figures.beside(compared), file)
+
+
+EXPERIMENT = UnportedExperiment("anil-table1", run, figure, resumable=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from metabridge.experiments.result import Outcome
 
-
-def figure(outcome: Outcome, file: Path) -> None:
+def figure(outcome: Any, file: Path) -> None:
     """Draw ours beside the published numbers, of the first row's metric."""
     from metabridge.report import figures
 

@@ -33,7 +33,7 @@ from metabridge.experiments.bridge_fig1 import (
     twins,
 )
 from metabridge.experiments.power_law import mean
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.kernels import Kernel, fully_connected_kernel, residual_kernel
 
 ID = "bridge-depth"
@@ -230,3 +230,6 @@ def figure(outcome: Outcome, file: Path) -> None:
             label_depths(axes, depths)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("bridge-depth", run, figure)

@@ -21,7 +21,7 @@ import torch
 from metabridge.environments.regression_functions import Quadratic
 from metabridge.episodes import Episodes
 from metabridge.experiments.power_law import PowerLaw, mean
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.kernels import EmpiricalKernel, FittedKernelLearner, Kernel, KernelLearner, fully_connected_kernel
 from metabridge.models import wide
 
@@ -264,3 +264,6 @@ def label_depths(axes: Axes, depths: Sequence[int]) -> None:
     axes.set_xticks(depths, [str(depth) for depth in depths])
     axes.xaxis.set_minor_locator(NullLocator())
     figures.plain_numbers(axes.yaxis)
+
+
+EXPERIMENT = UnportedExperiment("bridge-fig1", run, figure)

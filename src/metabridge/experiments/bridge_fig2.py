@@ -6,7 +6,7 @@ from pathlib import Path
 
 from metabridge.experiments.bridge_table3 import Outcome
 from metabridge.experiments.mini_imagenet_trainings import records
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 
 
 def run(work: Work) -> Outcome:
@@ -41,3 +41,6 @@ def figure(outcome: Outcome, file: Path) -> None:
         for name, record in outcome.records.items()
     }
     figures.save(figures.costs(curves), file)
+
+
+EXPERIMENT = UnportedExperiment("bridge-fig2", run, figure, resumable=True)

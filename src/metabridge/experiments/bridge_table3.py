@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from metabridge.experiments import beside
 from metabridge.experiments.mini_imagenet_trainings import plans, records
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.experiments.training_runs import Record
 
 # accuracy in percent and the half-width of its 95 % interval, for 1 and 5 shots
@@ -59,3 +59,6 @@ def _rows(name: str, record: Record, judged: bool) -> list[Row]:
 
 
 figure = beside.figure
+
+
+EXPERIMENT = UnportedExperiment("bridge-table3", run, figure, resumable=True)

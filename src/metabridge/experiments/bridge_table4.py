@@ -7,7 +7,7 @@ from pathlib import Path
 from metabridge.experiments.bridge_fig2 import figure as costs
 from metabridge.experiments.bridge_table3 import Outcome
 from metabridge.experiments.mini_imagenet_trainings import records
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.experiments.training_runs import Record
 
 HOURS = {"metaoptnet": 85.6, "mtl": 3.7}
@@ -57,3 +57,6 @@ def _at_once(mtl: Record, mark: float) -> str:
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw the learning curves against minutes."""
     costs(outcome, file)
+
+
+EXPERIMENT = UnportedExperiment("bridge-table4", run, figure, resumable=True)

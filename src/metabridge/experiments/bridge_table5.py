@@ -5,7 +5,7 @@ from __future__ import annotations
 from metabridge.experiments import beside
 from metabridge.experiments.bridge_table3 import Outcome
 from metabridge.experiments.mini_imagenet_trainings import records
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.experiments.training_runs import PENALTIES
 
 PUBLISHED = dict(zip(PENALTIES, (76.86, 77.02, 77.28, 77.61, 77.72, 77.55, 76.82)))
@@ -32,3 +32,6 @@ def run(work: Work) -> Outcome:
 
 
 figure = beside.figure
+
+
+EXPERIMENT = UnportedExperiment("bridge-table5", run, figure, resumable=True)

@@ -28,7 +28,7 @@ from metabridge.episodes import Episodes
 from metabridge.experiments.landscape_table1 import ALIKE, TARGETS, WAYS, alphabets
 from metabridge.experiments.landscape_trainings import Asked, Record, Training, trained
 from metabridge.experiments.method_orders import Order, draw_orders, predicted_orders
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -303,3 +303,6 @@ def _draw_geography(axes: Axes, cases: Sequence[Case]) -> None:
     axes.set_xlabel("dispersion $r_H$ of the hard tasks' solutions, thousandths")
     axes.set_ylabel("$R^2$ between the groups' centres, thousandths")
     axes.legend(fontsize=8)
+
+
+EXPERIMENT = UnportedExperiment("diagnose-images", run, figure, resumable=True)

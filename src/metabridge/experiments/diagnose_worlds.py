@@ -20,7 +20,7 @@ from torch import Tensor
 from metabridge.diagnosis import Diagnosis, diagnose
 from metabridge.diagnosis.advice import WORTH
 from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.theory.landscape import (
     Risks,
     empirical_maml,
@@ -309,3 +309,6 @@ def figure(outcome: Outcome, file: Path) -> None:
         misses.xaxis.set_ticks([], minor=True)
         misses.legend(fontsize=8)
     figures.save(page, file)
+
+
+EXPERIMENT = UnportedExperiment("diagnose-worlds", run, figure)

@@ -15,7 +15,7 @@ import torch
 from metabridge.datasets import load
 from metabridge.environments.image_tasks import ImageTasks
 from metabridge.episodes import Episodes
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
 from metabridge.models import conv4
@@ -177,3 +177,6 @@ def figure(outcome: Outcome, file: Path) -> None:
     from metabridge.report import figures
 
     figures.save(figures.accuracies({trial.name: trial.scores() for trial in outcome.trials}), file)
+
+
+EXPERIMENT = UnportedExperiment("glyphs", run, figure)

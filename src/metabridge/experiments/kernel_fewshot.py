@@ -24,7 +24,7 @@ from metabridge.datasets import load
 from metabridge.environments.image_tasks import ImageTasks, LabelledImages, TaskIndices
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.kernels import AnalyticKernel, Kernel, KernelLearner, conv4_kernel, fully_connected_kernel
 from metabridge.kernels.kernel_predictors import FittedKernelLearner, KernelMethod
 from metabridge.training import Score, evaluate
@@ -395,3 +395,6 @@ def figure(outcome: Outcome, file: Path) -> None:
         axes.invert_yaxis()
         page.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2 * len(panels))
     figures.save(page, file)
+
+
+EXPERIMENT = UnportedExperiment("kernel-fewshot", run, figure)

@@ -16,7 +16,7 @@ from torch import Tensor
 from metabridge.environments.linear_tasks import HardEasy, Landscape, LinearTasks
 from metabridge.experiments.landscape_linear import NAMES, Scale, compared, completed, judge
 from metabridge.experiments.power_law import mean
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.theory.landscape import Solution, hard_easy_risks, noise_floor, solution
 
 ID = "landscape-fig1"
@@ -107,3 +107,6 @@ def figure(outcome: Outcome, file: Path) -> None:
 
 def _settings(world: HardEasy) -> str:
     return f"$ρ_H/ρ_E$ = {world.rho_hard / world.rho_easy:.2g}, R = {world.R:g}, $r_H$ = {world.r_hard:g}"
+
+
+EXPERIMENT = UnportedExperiment("landscape-fig1", run, figure)

@@ -28,7 +28,7 @@ from metabridge.experiments.landscape_linear import (
     judge,
     learners,
 )
-from metabridge.experiments.result import Row, Work
+from metabridge.experiments.result import Row, UnportedExperiment, Work
 from metabridge.theory.landscape import Solution, noise_floor, risk_above_floor, solution
 
 ID = "landscape-fig2"
@@ -123,3 +123,6 @@ def figure(outcome: Outcome, file: Path) -> None:
 
 def _along(ends: Ends, m: int, name: Solution, quantity: str) -> dict[float, Tensor]:
     return {rho: getattr(own[name], quantity) for (size, rho), own in ends.items() if size == m}
+
+
+EXPERIMENT = UnportedExperiment("landscape-fig2", run, figure)

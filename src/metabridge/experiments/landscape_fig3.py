@@ -26,7 +26,7 @@ from metabridge.experiments.landscape_linear import (
     judge,
     learners,
 )
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.theory.landscape import Solution, asymptotic_ratio, hard_easy_risks, noise_floor
 
 ID = "landscape-fig3"
@@ -156,3 +156,6 @@ def _along(points: Mapping[float, Mapping[Solution, Tensor]], name: Solution) ->
 def _shares(setting: str) -> str:
     hard, easy = SPREADS[setting]
     return f"$R^2/r_H$ = {hard:g}, $R^2/r_E$ = {easy:g}"
+
+
+EXPERIMENT = UnportedExperiment("landscape-fig3", run, figure)

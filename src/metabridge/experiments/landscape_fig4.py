@@ -29,7 +29,7 @@ from metabridge.experiments.landscape_nets import (
     plane,
 )
 from metabridge.experiments.landscape_thm1 import TITLE, Check, check_theorem, draw_theorem, theorem_rows
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.theory.teachers import TeacherTask
 
 if TYPE_CHECKING:
@@ -109,3 +109,6 @@ def draw_task(axes: Axes, task: TeacherTask, title: str, kind: str) -> None:
     """Draw the population loss of one task, and its neuron."""
     draw_landscape(axes, vmap(task.loss, chunk_size=256)(plane(31).reshape(-1, 1, 2)).reshape(31, 31), title)
     mark(axes, {kind: task.neurons.tolist()}, {})
+
+
+EXPERIMENT = UnportedExperiment("landscape-fig4", run, figure)

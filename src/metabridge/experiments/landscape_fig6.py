@@ -25,7 +25,7 @@ from metabridge.experiments.landscape_nets import (
     minima_rows,
 )
 from metabridge.experiments.landscape_thm1 import TITLE, Check, check_theorem, draw_theorem, theorem_rows
-from metabridge.experiments.result import Result, Work, environment
+from metabridge.experiments.result import Result, UnportedExperiment, Work, environment
 
 ID = "landscape-fig6"
 ACTIVATIONS: tuple[Activation, ...] = ("sigmoid", "tanh", "relu")
@@ -90,3 +90,6 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.set_title(NAMES[activation], fontsize=10)
         bottom.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("landscape-fig6", run, figure)

@@ -30,7 +30,7 @@ from metabridge.experiments.landscape_linear import (
     judge,
 )
 from metabridge.experiments.power_law import mean
-from metabridge.experiments.result import Row, Work
+from metabridge.experiments.result import Row, UnportedExperiment, Work
 from metabridge.theory.landscape import Solution
 
 ID = "landscape-fig7"
@@ -142,3 +142,6 @@ def figure(outcome: Outcome, file: Path) -> None:
 
 def _along(ends: Ends, alpha: float, name: Solution, quantity: str) -> dict[float, Tensor]:
     return {rho: getattr(own[name], quantity) for (own_alpha, rho), own in ends.items() if own_alpha == alpha}
+
+
+EXPERIMENT = UnportedExperiment("landscape-fig7", run, figure)

@@ -19,7 +19,7 @@ from torch import Tensor
 from metabridge.environments.linear_tasks import Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.landscape_linear import completed
 from metabridge.experiments.power_law import Points, PowerLaw, mean
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.theory.landscape import empirical_maml, empirical_nal, maml_solution, nal_solution
 
 ID = "landscape-rates"
@@ -146,3 +146,6 @@ def figure(outcome: Outcome, file: Path) -> None:
             axes.set(xscale="log", yscale="log", xlabel=LAWS[name], title=f"{name}\nexponent {exponent}")
         panels[0].set(ylabel="distance")
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("landscape-rates", run, figure)

@@ -27,7 +27,7 @@ from metabridge.experiments.landscape_trainings import (
     rows,
     trained,
 )
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 
 ID = "landscape-table1"
 WAYS, TARGETS = 5, 10
@@ -170,3 +170,6 @@ def _images(work: Work) -> LabelledImages:
 
 
 figure = beside.figure
+
+
+EXPERIMENT = UnportedExperiment("landscape-table1", run, figure, resumable=True)

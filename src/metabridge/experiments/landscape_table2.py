@@ -16,7 +16,7 @@ from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
 from metabridge.experiments import beside
 from metabridge.experiments.landscape_trainings import Asked, Outcome, Record, Training, rows, trained
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 
 ID = "landscape-table2"
 
@@ -143,3 +143,6 @@ def held_out(images: LabelledImages, least: int) -> LabelledImages:
 
 
 figure = beside.figure
+
+
+EXPERIMENT = UnportedExperiment("landscape-table2", run, figure, resumable=True)

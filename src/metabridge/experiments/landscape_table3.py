@@ -18,7 +18,7 @@ from torch import Tensor
 from metabridge.environments.linear_tasks import HardEasy, LinearTasks
 from metabridge.experiments.landscape_linear import STEPS, Learner, Scale, completed, descend, judge
 from metabridge.experiments.power_law import mean
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.intervals import t_quantile
 from metabridge.theory.landscape import noise_floor, risk_above_floor, task_weights
 
@@ -141,3 +141,6 @@ def figure(outcome: Outcome, file: Path) -> None:
             handles, labels, loc="outside lower center", ncols=3, title="means over 5 runs with 95 % intervals"
         )
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("landscape-table3", run, figure)

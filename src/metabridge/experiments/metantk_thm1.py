@@ -28,7 +28,7 @@ from metabridge.experiments.meta_ntk_descent import (
     squared,
 )
 from metabridge.experiments.power_law import PowerLaw, draw_laws, mean
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.kernels import split_kernel
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import method
@@ -196,3 +196,6 @@ def figure(outcome: Outcome, file: Path) -> None:
         draw_laws(right, {label: _measured(outcome.trainings, name) for name, label in LAWS.items()})
         right.set(ylabel="length; MetaNTKs as shares of ‖Φ‖")
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("metantk-thm1", run, figure)

@@ -21,7 +21,7 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.experiments.meta_ntk_descent import DEPTH, KERNEL, TASKS, descend, initialisations, sample, squared
 from metabridge.experiments.power_law import PowerLaw, draw_laws, mean
-from metabridge.experiments.result import Result, Row, Work, environment
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
 from metabridge.kernels.kernel_predictors import KernelLearner, KernelMethod
 from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine
@@ -188,3 +188,6 @@ def figure(outcome: Outcome, file: Path) -> None:
             draw_laws(axes, {f"{name.upper()} {stage}": points for name, points in methods.items()})
         panels[0].set(ylabel="‖trained − kernel prediction‖ / ‖kernel prediction‖\non the queries of test tasks")
     figures.save(picture, file)
+
+
+EXPERIMENT = UnportedExperiment("metantk-thm2", run, figure)

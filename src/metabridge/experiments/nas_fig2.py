@@ -13,7 +13,7 @@ from pathlib import Path
 
 from metabridge.experiments import nas_trainings
 from metabridge.experiments.nas_trainings import DEEP, METANTK, NTK, RANDOM, REGIONS, Finding, Outcome
-from metabridge.experiments.result import Row, Work
+from metabridge.experiments.result import Row, UnportedExperiment, Work
 from metabridge.models.architecture import CELLS, INPUTS_PER_NODE, NODES, Architecture
 
 ID = "nas-fig2"
@@ -86,3 +86,6 @@ def figure(outcome: Outcome, file: Path) -> None:
                 cells, kernel, seed = (finding.plan[key] for key in ("cells", "kernel", "seed"))
                 axes.set_title(f"{kind} cell, {cells} cells, {kernel.upper()} kernel, seed {seed}", loc="left")
     figures.save(page, file)
+
+
+EXPERIMENT = UnportedExperiment("nas-fig2", run, figure, resumable=True)

@@ -25,7 +25,7 @@ from metabridge.diagnosis.estimates import Interval
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.record_files import keep, plain, run_folder, stored
-from metabridge.experiments.result import Environment, Result, Row, Work, environment
+from metabridge.experiments.result import Environment, Result, Row, UnportedExperiment, Work, environment
 from metabridge.intervals import percentile_tail
 from metabridge.models.architecture import Architecture, random_architecture
 from metabridge.nas.architecture_search import Guide, Proxies, Search
@@ -271,3 +271,6 @@ def figure(outcome: Outcome, file: Path) -> None:
         summary.set_yticks(range(len(PROXIES)), PROXIES)
         summary.invert_yaxis()
     figures.save(page, file)
+
+
+EXPERIMENT = UnportedExperiment("nas-ranks", run, figure, resumable=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from metabridge.experiments import beside, nas_trainings
 from metabridge.experiments.nas_trainings import DEEP, METANTK, Outcome
-from metabridge.experiments.result import Work
+from metabridge.experiments.result import UnportedExperiment, Work
 
 ID, OURS, LONGER, RESNET12 = "nas-table1", "5 cells, MAML kernel", "5 cells, MAML kernel, longer", "ResNet-12"
 CASES = {OURS: METANTK, "8 cells, ANIL kernel": DEEP}
@@ -40,3 +40,6 @@ def run(work: Work) -> Outcome:
 
 
 figure = beside.figure
+
+
+EXPERIMENT = UnportedExperiment("nas-table1", run, figure, resumable=True)

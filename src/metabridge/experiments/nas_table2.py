@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from metabridge.experiments import beside, nas_trainings
 from metabridge.experiments.nas_trainings import METANTK, NTK, RANDOM, REGIONS, Outcome
-from metabridge.experiments.result import Work
+from metabridge.experiments.result import UnportedExperiment, Work
 
 ID = "nas-table2"
 OURS = "MetaNTK and regions"
@@ -38,3 +38,6 @@ def run(work: Work) -> Outcome:
 
 
 figure = beside.figure
+
+
+EXPERIMENT = UnportedExperiment("nas-table2", run, figure, resumable=True)

@@ -8,7 +8,7 @@ from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments import beside
 from metabridge.experiments.mini_imagenet_trainings import LOOKS, SHOTS, data_name, images_of, plans
-from metabridge.experiments.result import Result, Row, Work
+from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
 from metabridge.experiments.training_runs import Record, recorded, trial
 from metabridge.training import load
 from metabridge.training.config import Plan
@@ -86,3 +86,6 @@ def _label(work: Work, name: str) -> str:
 
 
 figure = beside.figure
+
+
+EXPERIMENT = UnportedExperiment("recipe", run, figure, resumable=True)

@@ -23,7 +23,7 @@ from metabridge.training.evaluate import Score
 from metabridge.training.fitting import Run
 
 if TYPE_CHECKING:
-    from metabridge.experiments.result import Row
+    from metabridge.report.results import Result, Row
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, in tones that both papers carry.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
@@ -154,6 +154,14 @@ def beside(rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
         axes.invert_yaxis()
         axes.set(xlabel=rows[0].metric.replace(" %", ", %"))
         figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def published_and_ours(result: Result) -> Figure:
+    """Draw our numbers next to the published ones, for all rows with the metric of the first row."""
+    figure = beside([row for row in result.rows if row.metric == result.rows[0].metric])
+    if result.scale == "quick":
+        figure.suptitle("quick scale: far less data and training than published", fontsize=10)
     return figure
 
 

@@ -1,0 +1,151 @@
+"""What every experiment consists of: options, settings for two scales, data, rows and a figure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from metabridge.errors import InputError
+from metabridge.report.results import Machine, Result, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from metabridge.experiments.records import Record
+
+D = TypeVar("D")
+R = TypeVar("R", bound="Record")
+
+
+@dataclass(frozen=True)
+class ExperimentOptions:
+    """The options of `metabridge reproduce`.
+
+    Args:
+        scale: "quick" (minutes on a CPU) or "paper" (full size).
+        device: Name of the PyTorch device.
+        seed: Seed of all random numbers.
+        out: Folder for trainings and their records.
+        data: Folder with the datasets, for experiments that need one.
+        only: Names of the trainings to run; empty for all.
+        minutes: Time limit of a training, or of several that run in turns; the next call resumes it.
+        progress: Whether to show progress bars.
+
+    Raises:
+        InputError: If the scale is unknown.
+    """
+
+    scale: str
+    device: str = "cpu"
+    seed: int = 0
+    out: Path = Path("runs")
+    data: Path | None = None
+    only: tuple[str, ...] = ()
+    minutes: float | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("quick", "paper"):
+            raise InputError(f"scale is '{self.scale}', but must be 'quick' or 'paper'.")
+
+    def includes(self, training: str) -> bool:
+        """Return whether `only` selects this training."""
+        return not self.only or training in self.only
+
+    def check_only(self, trainings: Collection[str]) -> None:
+        """Raise InputError if `only` names anything but these trainings."""
+        unknown = sorted(set(self.only) - set(trainings))
+        if unknown:
+            known = f"the trainings are {', '.join(trainings)}" if trainings else "this experiment has only one"
+            raise InputError(f"only names {', '.join(unknown)}, but {known}.")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[D]):
+    """The result of an experiment and the data that its figure shows."""
+
+    result: Result
+    data: D
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[D]):
+    """An experiment that is computed as a whole.
+
+    To add one, write a module of this package with a line `EXPERIMENT = Experiment("its-id", ...)`.
+
+    Args:
+        id: Name on the command line and of the result file.
+        measure: Computes the data.
+        rows: Turns the data into the rows of the result.
+        figure: Draws the outcome; by default our numbers next to the published ones.
+        settings: What to compute at each scale, a dataclass; stored in the result.
+        constants: Further settings to store, the same for both scales.
+    """
+
+    id: str
+    measure: Callable[[ExperimentOptions], D]
+    rows: Callable[[D, ExperimentOptions], Iterable[Row]]
+    figure: Callable[[Outcome[D]], Figure] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, object] = field(default_factory=dict)
+
+    resumable: ClassVar[bool] = False  # whether it takes --only and --minutes
+
+    def run(self, options: ExperimentOptions) -> Outcome[D]:
+        """Compute the experiment."""
+        started = time.perf_counter()
+        data = self.measure(options)
+        return Outcome(self.result(data, options, time.perf_counter() - started), data)
+
+    def result(self, data: D, options: ExperimentOptions, seconds: float) -> Result:
+        """Return the result of data that took so many seconds to compute."""
+        return Result(
+            id=self.id,
+            scale=options.scale,
+            seed=options.seed,
+            settings={**asdict(self.settings[options.scale]), **self.constants},
+            environment=Machine.current(options.device),
+            seconds=seconds,
+            rows=tuple(self.rows(data, options)),
+        )
+
+    def draw(self, outcome: Outcome[D], file: Path) -> None:
+        """Write the figure as a PNG file."""
+        from metabridge.report import figures
+
+        draw = self.figure or (lambda outcome: figures.published_and_ours(outcome.result))
+        figures.save(draw(outcome), file)
+
+
+@dataclass(frozen=True)
+class TrainingExperiment(Experiment[Mapping[str, R]]):
+    """An experiment made of trainings or searches that can be run one by one, stopped and resumed.
+
+    `measure` returns the records of those that are finished, by name. The machine, the settings and the time of the
+    result are those of the records, since the trainings may have run earlier and elsewhere.
+    """
+
+    resumable: ClassVar[bool] = True
+
+    def result(self, data: Mapping[str, R], options: ExperimentOptions, seconds: float) -> Result:
+        """Return the result of the records.
+
+        Raises:
+            InputError: If there are no rows because no training is finished.
+        """
+        rows = tuple(self.rows(data, options))
+        if not rows:
+            raise InputError(f"no training of {self.id} is finished. Run the command again, or give it more --minutes.")
+        return Result(
+            id=self.id,
+            scale=options.scale,
+            seed=options.seed,
+            settings={"plans": {name: record.plan for name, record in data.items()}},
+            environment=next(iter(data.values())).environment,
+            seconds=60 * sum(record.minutes for record in data.values()),
+            rows=rows,
+        )

@@ -1,0 +1,156 @@
+"""Results of experiments: our numbers next to the published ones, and how they were computed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metabridge.errors import PARSING_ERRORS, InputError
+from metabridge.files import make_folder, read_regular_file, write_atomically
+
+if TYPE_CHECKING:
+    from torch import device as TorchDevice
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our numbers and, if there is one, the published number.
+
+    Args:
+        name: What was measured, unique among the rows with the same metric.
+        metric: The quantity and its unit.
+        published: The published number.
+        ours: Our number.
+        ci95: Half-width of the 95 % confidence interval of `ours`.
+        agrees: Whether `ours` agrees with `published` or with a claim; None if there is nothing to agree with.
+        note: How `ours` was measured, and when it agrees.
+
+    Raises:
+        InputError: If a number is not finite.
+
+    >>> Row("MAML, 1-shot", "accuracy %", ours=48.9, ci95=0.4, published=48.7, agrees=True).note
+    ''
+    """
+
+    name: str
+    metric: str
+    _: KW_ONLY
+    published: float | None = None
+    ours: float
+    ci95: float | None = None
+    agrees: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("ours", "ci95", "published"):
+            value = getattr(self, key)
+            if value is not None and not math.isfinite(value):
+                raise InputError(f"row '{self.name}' has {key}={value}, but a result must be a finite number.")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device and the software that computed a result."""
+
+    device: str
+    torch: str
+    python: str
+    commit: str | None
+
+    @classmethod
+    def current(cls, device: TorchDevice | str) -> Machine:
+        """Describe this machine, with `device` as the one that computes."""
+        import torch
+
+        name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _processor()
+        return cls(name, torch.__version__, platform.python_version(), _commit())
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rows of one experiment and what is needed to compute them again.
+
+    The field names are the keys of `results/*.json`.
+    """
+
+    id: str
+    scale: str
+    seed: int
+    settings: dict[str, object]
+    environment: Machine
+    seconds: float
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, options: Any, name: str, rows: tuple[Row, ...], records: Mapping[str, Any]) -> Result:
+        """Return the result of records, for modules that do not use `TrainingExperiment` yet."""
+        if not rows:
+            raise InputError(f"no training of {name} is finished. Run the command again, or give it more --minutes.")
+        first = next(iter(records.values()))
+        plans = {label: record.plan for label, record in records.items()}
+        minutes = sum(record.minutes for record in records.values())
+        return cls(name, options.scale, options.seed, {"plans": plans}, first.environment, 60 * minutes, rows)
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `ID.json` into the folder and return its path."""
+        text = json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
+        return write_atomically(make_folder(folder) / f"{self.id}.json", f"{text}\n".encode())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Result:
+        """Return the result in a file that `write` made.
+
+        Raises:
+            InputError: If the file cannot be read or is not a result.
+        """
+        try:
+            stored = json.loads(read_regular_file(Path(path)))
+        except OSError as error:
+            raise InputError(f"the result {path} cannot be read ({error.strerror}).") from error
+        except PARSING_ERRORS as error:
+            raise InputError(f"{path} is not a result: it is not JSON ({error}).") from error
+        keys = {field.name for field in fields(cls)}
+        if not isinstance(stored, dict) or set(stored) != keys:
+            raise InputError(f"{path} is not a result: its keys must be exactly {', '.join(sorted(keys))}.")
+        try:
+            rows = tuple(Row(**row) for row in stored["rows"])
+            return cls(**stored | {"environment": Machine(**stored["environment"]), "rows": rows})
+        except PARSING_ERRORS as error:
+            raise InputError(f"{path} is not a result: its rows or its environment are malformed ({error}).") from error
+
+
+def _processor() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_model()}, {cores} cores"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the short hash of the checkout that contains this file, or None outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            process = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return process.stdout.strip() if process.returncode == 0 else None
+
+    # An installed copy may lie inside the checkout of another project, whose commit says nothing about it.
+    tracked = git("ls-files", str(folder.parent / "__init__.py"))
+    return git("rev-parse", "--short", "HEAD") if tracked else None
