@@ -46,7 +46,7 @@ from metabridge.nas.proxies import Conditioning, Grams, condition_number, points
 from metabridge.nas.pruning import evaluations
 from metabridge.nas.supernet_ntk import Candidates
 from metabridge.report.results import Machine
-from metabridge.threads import over_threads
+from metabridge.threads import stream_over_threads
 
 ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # operators on an edge
 MEASURED = (7, 4, 1)
@@ -65,7 +65,7 @@ def by_search(net: Network, active: ActiveOperators, tasks: Episodes, removals: 
         for removal, grams in candidates.grams(share):
             yield removal, CONDITION.of_grams(grams, len(tasks), tasks.query_x.shape[1]).value
 
-    return dict(part(removals) if tasks.device.type == "cuda" else over_threads(part, removals))
+    return dict(part(removals) if tasks.device.type == "cuda" else stream_over_threads(part, removals))
 
 
 def by_grams(net: Network, active: ActiveOperators, tasks: Episodes, removals: Sequence[EdgeOperator]) -> Values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metabridge.autodiff import grad, grad_and_value, transforming, vjp
+from metabridge.autodiff import grad, grad_and_value, inside_transform, vjp
 
 
 def inner(p):
@@ -26,9 +26,9 @@ POINT = {
 
 def test_a_transform_is_seen_only_while_it_runs():
     seen = []
-    torch.func.vmap(lambda x: seen.append(transforming()) or x)(torch.zeros(2))
+    torch.func.vmap(lambda x: seen.append(inside_transform()) or x)(torch.zeros(2))
     assert seen == [True]
-    assert not transforming()
+    assert not inside_transform()
 
 
 def test_nested_gradient_equals_torch_func_and_finite_differences():

@@ -503,7 +503,7 @@ class Changed:
                 x, y = scale * x, scale * y
         if self.noise is not None:
             y = y + self.noise(torch.rand(y.shape, generator=generator))
-        return Episodes.cut(x, y, self.shots)
+        return Episodes.split(x, y, self.shots)
 
 
 def cauchy(uniform: torch.Tensor) -> torch.Tensor:

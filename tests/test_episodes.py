@@ -59,6 +59,6 @@ def test_the_same_points_with_other_targets_are_split():
     x, y = torch.randn(3, 6, 2), torch.randn(3, 6, 1)
     episodes = Episodes(x, y, x, y + 1)
     assert episodes.is_split
-    for same in (episodes.clone(), episodes.to(dtype=torch.float32), Episodes.joined([episodes[0], episodes[1:]])):
+    for same in (episodes.clone(), episodes.to(dtype=torch.float32), Episodes.concatenate([episodes[0], episodes[1:]])):
         assert torch.equal(same.query_y, y + 1)
     assert episodes.without_split().support_x.shape == (3, 12, 2)

@@ -1,60 +1,110 @@
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
+from functools import partial
+from threading import Barrier
 
 import pytest
 import torch
 
-from metabridge.threads import over_threads, pool, shell
+from metabridge.threads import map_over_threads, stream_over_threads, thread_pool
 
 
-def compute_threads() -> int:
-    found = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+@pytest.fixture
+def two_threads():
+    default = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(default)
+
+
+def threads_of_a_new_thread() -> int:
+    counts = []
+    thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
     thread.start()
     thread.join()
-    return found[0]
+    return counts[0]
 
 
-def test_workers_have_one_compute_thread_and_threads_begun_meanwhile_have_the_usual_number():
-    usual = torch.get_num_threads()
+def test_workers_have_one_compute_thread_and_other_new_threads_have_the_default_number():
+    default = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        workers = pool(2)
-        assert [future.result() for future in [workers.submit(torch.get_num_threads) for _ in range(4)]] == [1] * 4
-        assert workers.submit(compute_threads).result() == 3
+        pool = thread_pool(2)
+        assert [future.result() for future in [pool.submit(torch.get_num_threads) for _ in range(4)]] == [1] * 4
+        assert pool.submit(threads_of_a_new_thread).result() == 3
         assert torch.get_num_threads() == 3
-        assert pool(2) is workers
+        assert thread_pool(2) is pool
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(default)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_forked_process_makes_workers_of_its_own():
-    pool(2).submit(int).result()
+def test_a_forked_process_creates_its_workers_again():
+    thread_pool(2).submit(int).result()
     child = os.fork()
     if child == 0:
-        os._exit(pool(2).submit(lambda: 7).result(timeout=60))
+        os._exit(thread_pool(2).submit(lambda: 7).result(timeout=60))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_hook_of_one_copy_is_no_hook_of_another():
-    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    calls: list[torch.nn.Module] = []
-    first, second = shell(net), shell(net)
-    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
-        getattr(first[0], register)(lambda layer, *_: calls.append(layer))
-    for copy in (net, second, first):
-        copy(torch.ones(1, 2)).sum().backward()
-    assert calls == [first[0]] * 3
-
-
-def test_work_over_threads_inside_a_worker_does_not_wait_for_itself():
+def test_calls_inside_a_worker_do_not_wait_for_their_own_pool():
     def nested(items):
         for item in items:
-            yield list(over_threads(iter, [item], 1))
+            yield [*stream_over_threads(iter, [item]), *map_over_threads(abs, [item, -item])]
 
-    workers = pool(1)
-    found = workers.submit(lambda: list(over_threads(nested, [1, 2], 1))).result(timeout=60)
-    assert found == [[1], [2]]
+    results = thread_pool(1).submit(lambda: list(stream_over_threads(nested, [1, 2], 1))).result(timeout=60)
+    assert results == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_a_map_keeps_the_order_and_the_gradient_mode(two_threads):
+    assert list(map_over_threads(max, [1, 5, 2], [4, 3, 0])) == [4, 5, 2]
+    with torch.no_grad():
+        assert list(map_over_threads(lambda _: torch.is_grad_enabled(), [1, 2])) == [False, False]
+
+
+class Token:
+    """An object that a graph keeps alive."""
+
+
+class KeepsToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, token):
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("no derivative")
+
+
+def differentiate(tokens, _):
+    token, x = Token(), torch.ones((), requires_grad=True)
+    tokens.append(weakref.ref(token))
+    with torch.enable_grad():
+        pending = KeepsToken.apply(x, token)
+        y = pending + FailsBackward.apply(x)  # the newer node runs first
+    torch.autograd.grad(y, x)
+
+
+def test_the_graph_of_a_failed_backward_pass_is_released(two_threads):
+    tokens, both = [], Barrier(2)
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        list(map_over_threads(partial(differentiate, tokens), [0, 1]))
+    list(map_over_threads(lambda _: both.wait(timeout=60), [0, 1]))  # both workers are idle again
+    gc.collect()
+    assert len(tokens) == 2
+    assert [token() for token in tokens] == [None, None]

@@ -1,4 +1,4 @@
-"""What a GPU is told to do, recorded once as a CUDA graph and replayed without Python between the steps."""
+"""Capture a computation as a CUDA graph and replay it without Python overhead."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 T = TypeVar("T")
 
 
-class Recording(Generic[T]):
-    """A computation on a GPU that reads and writes its tensors where they lie, also when it is replayed.
+class CapturedGraph(Generic[T]):
+    """A GPU computation that is captured once and then replayed.
 
-    Its memory stays taken, and `result` is overwritten by every replay. What it changes, it changes `warm` times before
-    it is recorded.
+    A replay reads and writes the same tensors as the captured call, and overwrites `result`. The memory stays
+    allocated. The computation also runs `warmup` times before the capture, with all its side effects.
     """
 
-    def __init__(self, compute: Callable[[], T], *, warm: int = 3) -> None:
-        here = torch.cuda.current_stream()
-        # A matrix product's workspace belongs to the stream it is recorded on. Where trainings have a stream each they
-        # record there, and their replays can run at the same time; on the default stream nothing can be recorded.
-        side = torch.cuda.Stream() if here == torch.cuda.default_stream() else here
-        torch.cuda.synchronize()  # what else is under way would mislead libraries that time their algorithms
-        with torch.cuda.stream(side):
-            for _ in range(warm):  # libraries choose their algorithms and make their handles before recording
+    def __init__(self, compute: Callable[[], T], *, warmup: int = 3) -> None:
+        current = torch.cuda.current_stream()
+        # The default stream cannot be captured. Any other stream is captured itself, because the workspace of a matrix
+        # product belongs to its stream: trainings with one stream each can then replay at the same time.
+        stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+        torch.cuda.synchronize()  # other work on the GPU would mislead libraries that benchmark their algorithms
+        with torch.cuda.stream(stream):
+            for _ in range(warmup):  # libraries select algorithms and create handles, which a capture does not allow
                 compute()
-        here.wait_stream(side)
+        current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=side):
+        with torch.cuda.graph(self._graph, stream=stream):
             self.result = compute()
 
     def replay(self) -> T:
-        """Compute again."""
+        """Run the computation again and return its result."""
         self._graph.replay()
         return self.result

@@ -83,7 +83,7 @@ class Episodes:
         return self.support_x.device
 
     @property
-    def classification(self) -> bool:
+    def is_classification(self) -> bool:
         """Whether targets are class labels."""
         return not self.support_y.is_floating_point()
 
@@ -93,16 +93,16 @@ class Episodes:
         return self.query_x is not self.support_x or self.query_y is not self.support_y
 
     @classmethod
-    def cut(cls, x: Tensor, y: Tensor, shots: int, classes: Tensor | None = None) -> Episodes:
+    def split(cls, x: Tensor, y: Tensor, shots: int, classes: Tensor | None = None) -> Episodes:
         """Let the first `shots` points of every task be its support, and the others its query set.
 
-        >>> Episodes.cut(torch.randn(4, 12, 3), torch.randn(4, 12, 1), shots=5).query_x.shape
+        >>> Episodes.split(torch.randn(4, 12, 3), torch.randn(4, 12, 1), shots=5).query_x.shape
         torch.Size([4, 7, 3])
         """
         return cls(x[:, :shots], y[:, :shots], x[:, shots:], y[:, shots:], classes)
 
     @classmethod
-    def joined(cls, parts: Sequence[Episodes]) -> Episodes:
+    def concatenate(cls, parts: Sequence[Episodes]) -> Episodes:
         """Return the tasks of all parts, which have one form, as one batch."""
         if len(parts) == 1:
             return parts[0]

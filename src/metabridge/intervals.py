@@ -1,4 +1,4 @@
-"""95 % intervals from few samples, by Student's t."""
+"""95 % confidence intervals from few samples, by Student's t distribution."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def half_width(values: Tensor) -> float:
 
 @cache
 def percentile_tail(samples: int) -> float:
-    """Return the share to cut off each end of a bootstrap distribution: 2.5 % for many samples, less for few.
+    """Return the fraction to cut off each end of a bootstrap distribution: 2.5 % for many samples, less for few.
 
-    A bootstrap distribution is narrower than the one that it stands for by √((n − 1)/n), and does not know that the
-    variance is estimated. The expanded percentile interval (Hesterberg 2015, *What teachers should know about the
-    bootstrap*) makes up for both: its ends are where those of Student's interval would be if the estimate were a mean.
+    A bootstrap distribution is narrower than the sampling distribution by √((n − 1)/n), and does not account for the
+    estimated variance. The expanded percentile interval (Hesterberg 2015, *What teachers should know about the
+    bootstrap*) corrects both: for a mean, its ends are those of Student's interval.
 
     >>> round(percentile_tail(10), 4), round(percentile_tail(10**6), 4)
     (0.0086, 0.025)

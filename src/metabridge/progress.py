@@ -1,4 +1,4 @@
-"""How far long work has come."""
+"""Progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Item = TypeVar("Item")
 
 
-def progress_bar(shown: bool) -> Progress:
-    """Return a bar on stderr with steps done, time left and the field `told`; if `shown` is false, print nothing."""
+def progress_bar(show: bool) -> Progress:
+    """Return a bar with the completed steps, the remaining time and the task field `status`.
+
+    If `show` is false, print nothing.
+    """
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=8),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[told]}", markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True, markup=False),
-        disable=not shown,
+        disable=not show,
     )
 
 
-def tracked(items: Sequence[Item], title: str, shown: bool) -> Iterable[Item]:
-    """Iterate over items with a bar that disappears at the end, if `shown` and stderr is a terminal."""
+def track_progress(items: Sequence[Item], title: str, show: bool) -> Iterable[Item]:
+    """Iterate over items with a bar that disappears at the end, if `show` is true and stderr is a terminal."""
     console = Console(stderr=True)
-    return track(items, title, console=console, transient=True, disable=not (shown and console.is_terminal))
+    return track(items, title, console=console, transient=True, disable=not (show and console.is_terminal))

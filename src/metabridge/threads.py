@@ -1,6 +1,6 @@
-"""Work over the cores of a CPU: a thread a core, each with one compute thread.
+"""Run Python functions on several CPU cores, each in a thread with one PyTorch compute thread.
 
-Small nets on small sets leave a second core idle inside an operation; whole pieces of work side by side do not.
+Operations on small tensors cannot use a second core. Running several tasks at the same time can.
 """
 
 from __future__ import annotations
@@ -11,129 +11,137 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from queue import Queue
 from threading import Barrier, Event, Lock, local
-from typing import NoReturn, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
-
-from metabridge.models.functional_call import bound
 
 T = TypeVar("T")
 R = TypeVar("R")
-N = TypeVar("N", bound=nn.Module)
-_POOLS: dict[int, ThreadPoolExecutor] = {}  # by the number of their threads
-_MAKING = Lock()
-_OWN = local()
+_POOLS: dict[int, ThreadPoolExecutor] = {}  # by number of threads
+_POOLS_LOCK = Lock()
+_THREAD_STATE = local()
 
-# PyTorch then asks for huge pages for large tensors: fewer page faults, for which threads would queue up in the
-# kernel. It looks once, at its first large allocation, so this stands here and not in a function.
+# With this variable PyTorch asks for huge pages for large tensors. They cause fewer page faults, at which threads wait
+# for each other in the kernel. PyTorch reads the variable at its first large allocation, so it is set on import.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def over_threads(
-    function: Callable[[Sequence[T]], Iterator[R]], items: Sequence[T], cores: int | None = None
+def map_over_threads(function: Callable[..., R], *arguments: Sequence[Any]) -> Iterator[R]:
+    """Yield `function(*items)` for the items of one or more sequences, in their order, like `map`.
+
+    The calls run in worker threads, each with one compute thread, in the caller's gradient mode. As the order is fixed,
+    a sum over the results does not depend on the number of threads. A single call runs in the calling thread, with
+    all its compute threads.
+    """
+    threads = min(torch.get_num_threads(), *map(len, arguments))
+    if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
+        yield from map(function, *arguments)
+        return
+    gradients = torch.is_grad_enabled()
+
+    def compute(*items: Any) -> R:
+        with torch.set_grad_enabled(gradients):
+            try:
+                return function(*items)
+            except BaseException:
+                release_failed_backward()
+                raise
+
+    yield from thread_pool(threads).map(compute, *arguments)
+
+
+def stream_over_threads(
+    function: Callable[[Sequence[T]], Iterator[R]], items: Sequence[T], threads: int | None = None
 ) -> Iterator[R]:
-    """Yield what `function` yields for shares of the items, one share and one thread a core, as it comes."""
-    cores = min(cores or torch.get_num_threads(), len(items))
-    if cores < 2:  # a worker of a pool has one thread, and must not wait for its own pool
+    """Split the items among threads, call `function` on each share, and yield its results as they come.
+
+    If the caller stops early or a call fails, the other threads stop after their current result.
+    """
+    threads = min(threads or torch.get_num_threads(), len(items))
+    if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
         yield from function(items)
         return
-    found: Queue[Callable[[], R] | None] = Queue()
+    results: Queue[tuple[R | None, BaseException | None] | None] = Queue()  # None: a share is finished
     stopped = Event()
 
-    def work(share: Sequence[T]) -> None:
+    def compute(share: Sequence[T]) -> None:
         try:
             for result in function(share):
-                found.put(partial(_same, result))
+                results.put((result, None))
                 if stopped.is_set():
                     return
         except BaseException as error:
-            found.put(partial(_raise, error))
+            results.put((None, error))
         finally:
-            found.put(None)
+            results.put(None)
 
-    workers = pool(cores)
-    futures = [workers.submit(work, items[core::cores]) for core in range(cores)]
+    pool = thread_pool(threads)
+    futures = [pool.submit(compute, items[start::threads]) for start in range(threads)]
+    running = threads
     try:
-        while cores:
-            result = found.get()
-            if result is None:
-                cores -= 1
-            else:
-                yield result()
+        while running:
+            message = results.get()
+            if message is None:
+                running -= 1
+                continue
+            result, error = message
+            if error is not None:
+                raise error
+            yield cast(R, result)
     finally:
-        stopped.set()  # where the reader has had enough, or something went wrong, the others end soon
+        stopped.set()
         wait(futures)
 
 
-def pool(cores: int) -> ThreadPoolExecutor:
-    """Return `cores` threads, each with one compute thread, that stay for the life of the process.
+def thread_pool(threads: int) -> ThreadPoolExecutor:
+    """Return a pool of worker threads with one compute thread each; it is created once per process.
 
-    `torch.set_num_threads` sets the calling thread's number, but also the one that threads begun later start with. So
-    it is called once for each worker, and the latter is put back at once, instead of at every use.
+    `torch.set_num_threads` sets the number for the calling thread and also the default for threads that start later. So
+    every worker calls it once when it starts, and the default is restored immediately.
     """
-    with _MAKING:
-        if cores not in _POOLS:
+    with _POOLS_LOCK:
+        if threads not in _POOLS:
             keep_freed_memory()
-            threads, ready = torch.get_num_threads(), Barrier(cores + 1)
+            default, ready = torch.get_num_threads(), Barrier(threads + 1)
 
-            def begin() -> None:
-                torch.get_num_threads()  # a thread takes over the common number at its first use, and only then
+            def start() -> None:
+                torch.get_num_threads()  # the first call copies the default to this thread; later defaults are ignored
                 torch.set_num_threads(1)
                 with torch.enable_grad():
-                    _OWN.leaf = torch.ones((), requires_grad=True)
-                    _OWN.oldest = _OWN.leaf.clone()
+                    _THREAD_STATE.leaf = torch.ones((), requires_grad=True)
+                    _THREAD_STATE.oldest = _THREAD_STATE.leaf.clone()
                 ready.wait()
 
-            _POOLS[cores] = made = ThreadPoolExecutor(cores, "metabridge")
-            for _ in range(cores):
-                made.submit(begin)
+            _POOLS[threads] = pool = ThreadPoolExecutor(threads, "metabridge")
+            for _ in range(threads):
+                pool.submit(start)
             ready.wait()
-            torch.set_num_threads(threads)
-        return _POOLS[cores]
+            torch.set_num_threads(default)
+        return _POOLS[threads]
 
 
-def forget_failed_backward() -> None:
-    """Let go of what a backward pass that failed in this worker of a pool has left to do.
+def release_failed_backward() -> None:
+    """Free what a failed backward pass has left in PyTorch's queue for this worker thread.
 
-    PyTorch keeps it until the thread ends. If that is after the end of the interpreter, the process aborts. Another
-    backward pass drops it, provided that its own work is older: the latest comes first.
+    PyTorch keeps the queue until the thread ends. If the thread ends after the interpreter, the process aborts. Another
+    backward pass empties the queue if its graph is older than the failed one, because the newest node runs first.
     """
-    torch.autograd.grad(_OWN.oldest, _OWN.leaf, retain_graph=True)
+    torch.autograd.grad(_THREAD_STATE.oldest, _THREAD_STATE.leaf, retain_graph=True)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_POOLS.clear)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_POOLS.clear)  # threads do not survive a fork
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks of up to 32 MiB instead of handing each back to the system.
+    """Let glibc reuse freed blocks of up to 32 MiB instead of returning them to the system.
 
-    Otherwise every activation is mapped and zeroed anew, and threads wait for each other while the
-    system does it.
+    Otherwise the system maps and zeroes memory for every activation, and threads wait for each other meanwhile.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, 512 << 20)  # M_TRIM_THRESHOLD
-
-
-def shell(net: N) -> N:
-    """Copy the modules but share their tensors, so that a thread can call them and register hooks of its own."""
-    copy = bound(net, {})
-    for module in copy.modules():
-        hooks = {name: value.copy() for name, value in vars(module).items() if "_hooks" in name}
-        vars(module).update(hooks)
-    return copy
-
-
-def _same(value: R) -> R:
-    return value
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error

@@ -80,7 +80,7 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(environment:
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=repr)
 def test_tasks_are_regressions_with_one_output_and_no_persistent_classes(environment: Environment):
     tasks = environment.sample(4, seeded())
-    assert not tasks.classification
+    assert not tasks.is_classification
     assert tasks.query_y.shape == (4, 10, 1)
     assert environment.outputs == 1
     assert tasks.classes is None

@@ -222,7 +222,7 @@ def test_many_test_tasks_are_predicted_in_few_calls_of_the_kernel(name):
 def test_no_kernel_is_larger_than_the_memory_also_where_supports_are_many(small):
     train, _ = small
     points = torch.randn(len(train), 25, *train.query_x.shape[2:], dtype=torch.float64)
-    lopsided = Episodes.cut(points, points[..., :1], shots=24)
+    lopsided = Episodes.split(points, points[..., :1], shots=24)
     sizes = []
 
     @dataclass(frozen=True)

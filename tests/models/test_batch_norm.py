@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from metabridge import InputError
 from metabridge.models import BatchNorm, Network, estimate_statistics
 from metabridge.models.batch_norm import replace_batch_norm
-from metabridge.threads import shell
+from metabridge.models.functional_call import shallow_copy
 
 
 def inputs(*shape: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_a_net_that_is_applied_meanwhile_in_another_thread_leaves_the_estimate_a
     net, x = nn.Sequential(nn.Identity(), BatchNorm(3, "running")).double(), inputs(8, 3)
 
     def apply_a_copy(*_):
-        shell(net)[1](100 + inputs(8, 3))
+        shallow_copy(net)[1](100 + inputs(8, 3))
 
     net[0].register_forward_hook(apply_a_copy)
     estimate_statistics(net, [x])

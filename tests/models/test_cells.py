@@ -12,7 +12,7 @@ from cases import relative
 from metabridge import InputError
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.models import BatchNorm, DropPath, Network, build, cell_triton_layers, cells, fused_layers, mlp
-from metabridge.models.cells import Cells, mask, network, supernet
+from metabridge.models.cells import Cells, cell_network, mask, supernet
 from metabridge.nas import OPERATORS, ActiveOperators, Architecture, random_architecture
 from metabridge.training import load
 from metabridge.use.image_input import image_shape
@@ -41,7 +41,7 @@ def count(module: nn.Module) -> int:
 
 def twins(**options) -> tuple[Network, Network]:
     """A supernet masked by an architecture, and that architecture's network with the same weights."""
-    made = network(ARCHITECTURE, **SMALL, drop_rate=0, seed=1, **options)
+    made = cell_network(ARCHITECTURE, **SMALL, drop_rate=0, seed=1, **options)
     whole = supernet(ActiveOperators.full(), **SMALL, **options)
     missing, surplus = made.load_state_dict(whole.state_dict(), strict=False)
     assert (missing, bool(surplus)) == ([], True)
@@ -51,7 +51,7 @@ def twins(**options) -> tuple[Network, Network]:
 
 @pytest.mark.parametrize("size", [32, 84, 28, 21])
 @pytest.mark.parametrize(
-    "make", [lambda **o: supernet(ActiveOperators.full(), **o), lambda **o: network(ARCHITECTURE, **o)]
+    "make", [lambda **o: supernet(ActiveOperators.full(), **o), lambda **o: cell_network(ARCHITECTURE, **o)]
 )
 def test_images_of_any_size_become_as_many_outputs_as_asked_for(make, size):
     net = make(**SMALL, image_channels=1, size=size, outputs=7)
@@ -62,7 +62,7 @@ def test_images_of_any_size_become_as_many_outputs_as_asked_for(make, size):
 
 @pytest.mark.parametrize(("cells", "reductions"), [(3, [1, 2]), (5, [1, 3]), (8, [2, 5])])
 def test_cells_at_one_and_two_thirds_of_the_depth_halve_the_sides_and_double_the_channels(cells, reductions):
-    net, shapes = network(ARCHITECTURE, cells=cells, channels=4), []
+    net, shapes = cell_network(ARCHITECTURE, cells=cells, channels=4), []
     for cell in net.features.cells:
         cell.register_forward_hook(lambda cell, inputs, output: shapes.append(tuple(output.shape[1:])))
     net(images(2, 16))
@@ -72,14 +72,14 @@ def test_cells_at_one_and_two_thirds_of_the_depth_halve_the_sides_and_double_the
 
 
 def test_the_parameters_of_one_cell_are_those_counted_by_hand():
-    cell = network(ARCHITECTURE, channels=48).features.cells[0]
+    cell = cell_network(ARCHITECTURE, channels=48).features.cells[0]
     c, stem = 48, 3 * 48
     entrances = 2 * (stem * c + 2 * c)  # a 1×1 convolution and a norm for each cell before
     separable = 9 * c + c * c + 2 * c
     operators = 2 * separable + 0 + separable + 2 * c + separable + (5 * c * c + 5 * c * c + 2 * c)
     assert count(cell) == entrances + operators
 
-    halved = network(ARCHITECTURE, channels=48).features.cells[1]
+    halved = cell_network(ARCHITECTURE, channels=48).features.cells[1]
     c = 96
     entrances = 2 * (stem * c + 2 * c)
     separable = 9 * c + c * c + 2 * c
@@ -105,7 +105,9 @@ def test_published_cells_have_the_published_number_of_parameters():
             [[(0, dil), (1, sep)], [(1, conv), (2, sep)], [(2, sep), (3, sep)]],
         ),
     ]
-    counts = [count(network({"normal": normal, "reduction": reduction}, outputs=64)) for normal, reduction in found]
+    counts = [
+        count(cell_network({"normal": normal, "reduction": reduction}, outputs=64)) for normal, reduction in found
+    ]
     assert sum(counts) / 3 == pytest.approx(1.77e6, rel=0.03)
 
 
@@ -168,7 +170,7 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
         net = supernet(ActiveOperators.full(), **SMALL, norm="batch", statistics="batch")
         mask(net, ARCHITECTURE.active_operators)
     else:
-        net = network(ARCHITECTURE, cells=5, channels=4, drop_rate=0.2)
+        net = cell_network(ARCHITECTURE, cells=5, channels=4, drop_rate=0.2)
     net, x = net.double(), images(6, 13).double()
 
     def slopes() -> list[torch.Tensor | None]:
@@ -220,7 +222,7 @@ def test_with_group_norm_no_image_depends_on_the_others_and_none_is_like_another
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
 def test_batch_norms_keep_the_statistics_asked_for(statistics):
-    net = network(ARCHITECTURE, **SMALL, statistics=statistics)
+    net = cell_network(ARCHITECTURE, **SMALL, statistics=statistics)
     norms = [layer for layer in net.modules() if isinstance(layer, BatchNorm)]
     assert norms
     assert {layer.statistics for layer in norms} == {statistics}
@@ -253,7 +255,7 @@ def test_dropped_paths_are_whole_and_keep_the_mean():
 
 
 def test_all_is_dropped_in_training_but_plain_skips():
-    cell = network(ARCHITECTURE, **SMALL, drop_rate=0.5).features.cells[0]
+    cell = cell_network(ARCHITECTURE, **SMALL, drop_rate=0.5).features.cells[0]
     cell.drop.rate.fill_(1 - 1e-7)
     inputs = images(3, channels=12), images(3, channels=12, seed=1)
     nodes = cell(*inputs, ARCHITECTURE.active_operators.normal).split(4, 1)
@@ -271,7 +273,7 @@ def test_a_path_builds_the_network_of_the_architecture_there(tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in net.state_dict().items())
     with pytest.raises(InputError, match=r"the architecture .*none.json cannot be read"):
         build(str(tmp_path / "none.json"))
-    with pytest.raises(InputError, match=r"network has no option 'filters'\. Its options are architecture, cells"):
+    with pytest.raises(InputError, match=r"cell_network has no option 'filters'\. Its options are architecture, cells"):
         build(str(file), filters=4)
 
 
@@ -295,7 +297,7 @@ def test_an_architecture_is_trained_and_loaded_by_the_command_line(metabridge, t
 def test_random_architectures_can_all_be_built_and_trained():
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
-        net = network(random_architecture(generator), **SMALL)
+        net = cell_network(random_architecture(generator), **SMALL)
         net(images(2, 8)).sum().backward()
         assert all(value.grad is not None for value in net.head.parameters())
 
@@ -306,12 +308,12 @@ def test_random_architectures_can_all_be_built_and_trained():
         (lambda: supernet(ActiveOperators.full(), cells=2), "cells is 2, but must be at least 3"),
         (lambda: supernet(ActiveOperators.full(), channels=0), "channels is 0, but must be a positive number"),
         (lambda: supernet(ActiveOperators.full(), norm="layer"), "norm is 'layer', but must be 'batch' or 'group'"),
-        (lambda: network(ARCHITECTURE, statistics="layer"), "statistics is 'layer', but must be"),
-        (lambda: network(ARCHITECTURE, drop_rate=1.0), "drop_rate is 1.0, but must be at least 0"),
-        (lambda: network({"normal": MIXED}), "an architecture has a 'normal' and a 'reduction' cell"),
+        (lambda: cell_network(ARCHITECTURE, statistics="layer"), "statistics is 'layer', but must be"),
+        (lambda: cell_network(ARCHITECTURE, drop_rate=1.0), "drop_rate is 1.0, but must be at least 0"),
+        (lambda: cell_network({"normal": MIXED}), "an architecture has a 'normal' and a 'reduction' cell"),
         (lambda: mask(mlp(4, 2), ActiveOperators.full()), "net is no stack of cells, so it cannot be masked"),
         (
-            lambda: mask(network(ARCHITECTURE, **SMALL), ActiveOperators.full()),
+            lambda: mask(cell_network(ARCHITECTURE, **SMALL), ActiveOperators.full()),
             "the supernet was made without 'avg_pool_3x3' on edge 0 of the normal cell. Make another.",
         ),
     ],

@@ -58,10 +58,12 @@ def test_weight_norm_and_moving_buffers_are_noticed():
     assert observe(normed, x).weight_norm
     assert not observe(nn.Linear(4, 5), x).weight_norm
     moving = MovingBuffers()
-    assert observe(moving, x).moves_buffers
+    assert observe(moving, x).changes_buffers
     assert not moving.mean.any()
-    assert not observe(moving.eval(), x).moves_buffers
-    assert not observe(conv4(1, 16, filters=4, statistics="running").features, torch.randn(2, 1, 16, 16)).moves_buffers
+    assert not observe(moving.eval(), x).changes_buffers
+    assert not observe(
+        conv4(1, 16, filters=4, statistics="running").features, torch.randn(2, 1, 16, 16)
+    ).changes_buffers
 
 
 def test_the_compiler_is_not_imported_for_it_and_compiled_modules_are_watched():
@@ -108,7 +110,7 @@ def test_tensors_that_are_changed_in_a_forward_pass_and_are_no_buffers_are_refus
 
     with pytest.raises(InputError, match=r"not one of its buffers.*register_buffer"):
         observe(Centred(), torch.randn(2, 3))
-    assert not observe(Centred().eval(), torch.randn(2, 3)).moves_buffers
+    assert not observe(Centred().eval(), torch.randn(2, 3)).changes_buffers
     table = nn.Embedding(5, 3, max_norm=0.1)
     with pytest.raises(InputError, match=r"changes its parameter 'weight'.*max_norm"):
         observe(table, torch.tensor([1, 2]))

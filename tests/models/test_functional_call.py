@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from cases import ODD_FEATURES, odd_episodes, odd_net
 from metabridge import InputError
 from metabridge.models import conv4, mlp
-from metabridge.models.functional_call import bound
+from metabridge.models.functional_call import bind_params, shallow_copy
 
 
 def moved(module):
@@ -23,7 +23,7 @@ def moved(module):
 def test_a_bound_copy_computes_what_functional_call_does(name):
     features, x = odd_net(name).features, odd_episodes(name).support_x[0]
     params = moved(features)
-    found = bound(features, params, copy_buffers=True)(x)
+    found = bind_params(features, params, copy_buffers=True)(x)
     assert torch.equal(found, functional_call(features, params, (x,)))
 
 
@@ -31,7 +31,7 @@ def test_a_bound_copy_computes_what_functional_call_does(name):
 def test_binding_leaves_the_module_as_it_was(name):
     features, x = odd_net(name).features, odd_episodes(name).support_x[0]
     before = {key: (value, value.clone()) for key, value in features.state_dict(keep_vars=True).items()}
-    bound(features, moved(features), copy_buffers=True)(x)
+    bind_params(features, moved(features), copy_buffers=True)(x)
     after = features.state_dict(keep_vars=True)
     assert all(after[key] is value and torch.equal(value, copy) for key, (value, copy) in before.items())
 
@@ -42,7 +42,7 @@ def test_a_layer_under_two_names_is_replaced_under_both():
     assert sorted(params) == ["first.bias", "first.weight"]
     once = torch.tanh(x @ params["first.weight"].T + params["first.bias"])
     expected = torch.tanh(once @ params["first.weight"].T + params["first.bias"])
-    torch.testing.assert_close(bound(features, params)(x), expected)
+    torch.testing.assert_close(bind_params(features, params)(x), expected)
 
 
 def test_parameters_in_lists_methods_and_closures_are_replaced():
@@ -62,13 +62,13 @@ def test_parameters_in_lists_methods_and_closures_are_replaced():
     module, x = Odd(), torch.randn(2, 3)
     params = moved(module)
     layer = x @ params["layer.weight"].T + params["layer.bias"]
-    torch.testing.assert_close(bound(module, params)(x), layer * params["weight"] ** 2 + 2 * layer)
+    torch.testing.assert_close(bind_params(module, params)(x), layer * params["weight"] ** 2 + 2 * layer)
 
 
 def test_what_holds_no_parameter_is_shared():
     module = mlp(2, 2)
     module.lock, module.cache = threading.Lock(), {"a": torch.ones(1)}
-    copy = bound(module, {})
+    copy = bind_params(module, {})
     assert copy is not module
     assert copy.lock is module.lock
     assert copy.cache is module.cache
@@ -78,15 +78,15 @@ def test_what_holds_no_parameter_is_shared():
 def test_buffers_are_shared_unless_they_are_copied():
     net = conv4(1, 16, filters=4, statistics="running")
     name, buffer = next(iter(net.named_buffers()))
-    assert dict(bound(net, {}).named_buffers())[name] is buffer
-    copy = dict(bound(net, {}, copy_buffers=True).named_buffers())[name]
+    assert dict(bind_params(net, {}).named_buffers())[name] is buffer
+    copy = dict(bind_params(net, {}, copy_buffers=True).named_buffers())[name]
     assert copy is not buffer
     assert torch.equal(copy, buffer)
 
 
 def test_a_torchscript_module_is_refused():
     with pytest.raises(InputError, match="TorchScript module, whose parameters cannot be replaced"):
-        bound(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), {})
+        bind_params(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), {})
 
 
 def test_a_closure_whose_cell_is_still_empty_is_left_alone():
@@ -95,6 +95,17 @@ def test_a_closure_whose_cell_is_still_empty_is_left_alone():
 
     layer = nn.Linear(2, 1, bias=False)
     layer.read = read
-    assert bound(layer, {"weight": torch.ones(1, 2)})(torch.ones(1, 2)).item() == 2
+    assert bind_params(layer, {"weight": torch.ones(1, 2)})(torch.ones(1, 2)).item() == 2
     defined_later = 1
     assert layer.read() == defined_later
+
+
+def test_hooks_of_a_shallow_copy_are_not_shared():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    calls: list[torch.nn.Module] = []
+    first, second = shallow_copy(net), shallow_copy(net)
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        getattr(first[0], register)(lambda layer, *_: calls.append(layer))
+    for copy in (net, second, first):
+        copy(torch.ones(1, 2)).sum().backward()
+    assert calls == [first[0]] * 3

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cases import relative
 from metabridge.models import cell_triton_layers, cells, fused_layers, fused_triton_kernels, resnet12, triton_tiles
-from metabridge.models.cells import network
+from metabridge.models.cells import cell_network
 from metabridge.models.network import apply_features
 
 CUDA = torch.cuda.is_available()
@@ -283,7 +283,7 @@ def test_cells_in_training_give_the_gradients_of_their_plain_path(monkeypatch):
     normal = [*nodes, [(1, "skip"), (3, "skip")]]
     reduction = [*nodes, [(1, "avg_pool_3x3"), (2, "conv_1x5_5x1")]]
     architecture = {"normal": normal, "reduction": reduction}
-    net = network(architecture, cells=3, channels=16, drop_rate=0.3).to(DEVICE).train()
+    net = cell_network(architecture, cells=3, channels=16, drop_rate=0.3).to(DEVICE).train()
     points, side = (16, 32) if CUDA else (4, 7)
     x, target = torch.rand(points, 3, side, side, device=DEVICE), torch.randn(points, 192, device=DEVICE)
     params = {name: value.detach().requires_grad_() for name, value in net.named_parameters()}

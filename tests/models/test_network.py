@@ -14,7 +14,7 @@ from metabridge import InputError
 from metabridge.learners import method, parameters
 from metabridge.learners.engine import Engine, Mode
 from metabridge.models import BUILDERS, BatchNorm, Network, build, conv4, mlp, resnet12
-from metabridge.models.network import apply_features, call_with, with_group_norm
+from metabridge.models.network import apply_features, call_with_params, with_group_norm
 
 NETS = {
     "mlp": lambda: mlp(12, 3, width=7, depth=3, activation="tanh", bias=False, seed=4),
@@ -126,7 +126,7 @@ def test_a_call_with_other_parameters_replaces_them_wherever_they_are_and_leaves
     own = list(shared.parameters())
     params = {name: value.detach() + 1 for name, value in shared.named_parameters()}
     x = clusters((4,)).support_x[0]
-    assert torch.equal(call_with(shared, params, x), call_with(spelled, params, x))
+    assert torch.equal(call_with_params(shared, params, x), call_with_params(spelled, params, x))
     assert shared.c.weight is shared.a.weight is shared.again.weight
     assert all(value is before for value, before in zip(shared.parameters(), own, strict=True))
 

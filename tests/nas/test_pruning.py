@@ -20,7 +20,7 @@ from metabridge.nas import CELLS, EDGES, OPERATORS, ActiveOperators, Architectur
 from metabridge.nas.architecture_search import Proxies, Search, TimeUpError
 from metabridge.nas.proxies import Score
 from metabridge.nas.pruning import Journal, Removal, Scores, evaluations, importance, prune
-from metabridge.threads import over_threads
+from metabridge.threads import stream_over_threads
 from small_searches import on_first_edge, small_search, thinned
 
 FIRST, SECOND, THIRD = OPERATORS[:3]
@@ -307,14 +307,14 @@ def test_a_search_needs_operators_that_there_are(operators: tuple[str, ...], com
 
 def test_threads_share_the_work_and_pass_errors_on() -> None:
     before = torch.get_num_threads()
-    assert sorted(over_threads(lambda share: (item * 2 for item in share), [1, 2, 3])) == [2, 4, 6]
+    assert sorted(stream_over_threads(lambda share: (item * 2 for item in share), [1, 2, 3])) == [2, 4, 6]
 
     def failing(share: Sequence[int]) -> Iterator[int]:
         yield from share
         raise InputError("no more")
 
     with pytest.raises(InputError, match="no more"):
-        list(over_threads(failing, [1, 2, 3]))
+        list(stream_over_threads(failing, [1, 2, 3]))
     assert torch.get_num_threads() == before
 
 

@@ -16,7 +16,7 @@ from metabridge.kernels.kernel_predictors import KernelLearner
 from metabridge.learners.inner_solvers import GradientDescent
 from metabridge.learners.method import PRESETS, Method
 from metabridge.models.network import Network
-from metabridge.progress import tracked
+from metabridge.progress import track_progress
 from metabridge.training.evaluate import Score, evaluate
 
 WORTH = 1.25  # the least ratio of risks for which adaptation in training is recommended
@@ -92,7 +92,7 @@ def kernel_twins(kernel: Kernel, environment: Environment, seed: int, *, progres
     alone = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
     base = evaluate(alone, environment, tasks=JUDGED_TASKS, seed=seed + 2)
     found = [_twin("support alone", base, base.minus(base))]
-    for name in tracked(TWINS, "kernels", progress):
+    for name in track_progress(TWINS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
         grid = [
             KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)

@@ -22,7 +22,7 @@ from metabridge.errors import InputError, check_positive
 from metabridge.kernels.kernel import Kernel
 from metabridge.models.batch_norm import estimate_statistics
 from metabridge.models.network import Network
-from metabridge.progress import tracked
+from metabridge.progress import track_progress
 from metabridge.training.config import Plan
 from metabridge.training.evaluate import Model
 
@@ -297,5 +297,5 @@ def _measured(space: Space, parts: tuple[Environment, ...], each: int, seed: int
     """Draw so many tasks of each part, some at a time, and measure them."""
     generator = torch.Generator().manual_seed(seed)
     portions = [(part, min(BLOCK, each - first)) for part in parts for first in range(0, each, BLOCK)]
-    shown = tracked(portions, "measuring tasks", progress)
+    shown = track_progress(portions, "measuring tasks", progress)
     return Moments.joined([space.moments(part.sample(size, generator)) for part, size in shown])

@@ -40,7 +40,7 @@ class Space:
                     f"points are {describe(first.support_x)}, but only vectors are features by themselves. "
                     "Give net or features."
                 )
-            if not first.classification:
+            if not first.is_classification:
                 return cls("inputs", _same, _same, False)
         chosen = features or (_same if net is None else _of_network(net))
         half = (first.support_x.shape[1] + (first.query_x.shape[1] if first.is_split else 0)) // 2
@@ -48,8 +48,8 @@ class Space:
         if found.ndim != 2:
             raise InputError(f"features gives {describe(found)} for points, but must give one vector for each.")
         most = max(1, half // ENOUGH)
-        along = principal(found, min(most, DIRECTIONS) if first.classification else most - 1 or 1)
-        if first.classification:
+        along = principal(found, min(most, DIRECTIONS) if first.is_classification else most - 1 or 1)
+        if first.is_classification:
             return cls(f"pairs of {'inputs' if chosen is _same else 'features'}", chosen, along, True)
         return cls("features and a constant", chosen, lambda φ: _with_constant(along(φ)), False)
 

@@ -195,7 +195,7 @@ class LinearTasks:
         x, y = self.landscape._points(kinds, w, self.shots + self.queries, generator)
         deviation = self.landscape.distribution.noise.sqrt().to(y.dtype)[kinds, None, None]
         y = y + deviation * torch.randn(y.shape, generator=generator)
-        return Episodes.cut(x, y, self.shots, kinds[:, None])
+        return Episodes.split(x, y, self.shots, kinds[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ class LogisticTasks:
         kinds, w = self.landscape._tasks(tasks, generator)
         x, logit = self.landscape._points(kinds, w, self.shots + self.queries, generator)
         labels = torch.rand(logit.shape, generator=generator) < logit.sigmoid()
-        return Episodes.cut(x, labels.squeeze(-1).long(), self.shots, 2 * kinds[:, None] + torch.arange(2))
+        return Episodes.split(x, labels.squeeze(-1).long(), self.shots, 2 * kinds[:, None] + torch.arange(2))
 
 
 def _as_double(value: Tensor | float) -> Tensor:

@@ -75,7 +75,7 @@ class Mixture:
             return self._kept(
                 joined.to_episodes(alike[0].data.float_images)
             )  # all at once: launches take longer than work
-        return Episodes.joined(
+        return Episodes.concatenate(
             [
                 self._kept(environment.sample(count, generator))
                 for environment, count in zip(self.environments, counts)

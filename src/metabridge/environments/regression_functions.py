@@ -41,7 +41,7 @@ class Sinusoid:
         amplitude = _uniform(0.1, 5.0, (tasks, 1, 1), generator)
         phase = _uniform(0.0, math.pi, (tasks, 1, 1), generator)
         x = _uniform(-5.0, 5.0, (tasks, self.shots + self.queries, 1), generator)
-        return Episodes.cut(x, amplitude * torch.sin(x + phase), self.shots)
+        return Episodes.split(x, amplitude * torch.sin(x + phase), self.shots)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Quadratic:
         width = _uniform(1.3, 1.6, (tasks, 1, 1), generator)
         offset = width * torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         x, y = centre + offset, width * offset.square().sum(dim=-1, keepdim=True)
-        return Episodes.cut(math.sqrt(self.dimension) * torch.nn.functional.normalize(x, dim=-1), y, self.shots)
+        return Episodes.split(math.sqrt(self.dimension) * torch.nn.functional.normalize(x, dim=-1), y, self.shots)
 
 
 def _uniform(low: float, high: float, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

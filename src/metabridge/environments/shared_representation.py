@@ -123,4 +123,4 @@ class SharedRepresentation:
         x = torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         noise = math.sqrt(self.noise) * torch.randn(tasks, self.shots + self.queries, 1, generator=generator)
         y = x @ slopes[:, :, None] + noise
-        return Episodes.cut(x, y, self.shots)
+        return Episodes.split(x, y, self.shots)

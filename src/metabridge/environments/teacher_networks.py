@@ -122,4 +122,4 @@ class TeacherTasks:
         y = neuron_sum(self.activation, neurons, x)
         if self.noise:
             y = y + math.sqrt(self.noise) * torch.randn(y.shape, generator=generator, dtype=y.dtype)
-        return Episodes.cut(x, y, self.shots)
+        return Episodes.split(x, y, self.shots)

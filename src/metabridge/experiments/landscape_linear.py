@@ -224,7 +224,7 @@ def _portions(tasks: Tasks, rounds: int, each: int, generator: torch.Generator) 
 def _points(episodes: Episodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs, and targets as numbers without the axis of outputs."""
     targets = (
-        y.to(episodes.support_x.dtype) if episodes.classification else y.squeeze(-1)
+        y.to(episodes.support_x.dtype) if episodes.is_classification else y.squeeze(-1)
         for y in (episodes.support_y, episodes.query_y)
     )
     y_in, y_out = targets

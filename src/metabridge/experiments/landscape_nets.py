@@ -90,7 +90,7 @@ class World:
             ).sample(episodes, generator)
             for task in self.tasks
         ]
-        return Episodes.joined(parts)
+        return Episodes.concatenate(parts)
 
 
 @dataclass(frozen=True, eq=False)

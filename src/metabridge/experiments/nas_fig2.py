@@ -73,8 +73,8 @@ def figure(outcome: Outcome, file: Path) -> None:
     """Draw what the kernels of MAML and ANIL found, a line for each search; without any, what others did."""
     from matplotlib.figure import Figure
 
+    from metabridge.models.architecture_drawing import draw_cell
     from metabridge.report import figures
-    from metabridge.report.architecture_figure import draw_cell
 
     found = list(outcome.findings.values())
     drawn = [finding for finding in found if finding.plan["kernel"] in ("maml", "anil")] or found

@@ -19,7 +19,7 @@ from metabridge.experiments.record_files import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
 from metabridge.experiments.training_runs import Record, recorded, trial
 from metabridge.models.architecture import Architecture
-from metabridge.models.cells import network
+from metabridge.models.cells import cell_network
 from metabridge.nas.architecture_search import Guide, Search, TimeUpError
 from metabridge.training import Views
 from metabridge.training.config import Plan
@@ -151,7 +151,9 @@ def _found(work: Work, case: Case, label: str, seed: int) -> Finding | None:
         found = search.run(here, device=work.device, out=folder, minutes=work.minutes, progress=work.progress)
     except TimeUpError:
         return None
-    net = network(found.architecture, cells=search.cells, channels=search.channels, image_channels=scale.image_channels)
+    net = cell_network(
+        found.architecture, cells=search.cells, channels=search.channels, image_channels=scale.image_channels
+    )
     parameters = sum(value.numel() for value in net.features.parameters())
     machine = environment(work.device)
     finding = Finding(

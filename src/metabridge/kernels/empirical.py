@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from metabridge.cuda_graph import Recording
+from metabridge.cuda_graph import CapturedGraph
 from metabridge.errors import InputError, check_positive, describe
 from metabridge.kernels.cost_model import Survey, examine, saved_bytes
 from metabridge.kernels.gradient_products import Outputs, inner
@@ -27,7 +27,7 @@ from metabridge.kernels.ntk_vector_products import by_products
 from metabridge.kernels.strategy import Plan, Problem, Way
 from metabridge.models.batch_norm import BatchNorm
 from metabridge.models.drop_path import Drop
-from metabridge.models.network import Network, Params, call_with, frozen
+from metabridge.models.network import Network, Params, call_with_params, frozen_names
 
 log = logging.getLogger("metabridge")
 
@@ -58,7 +58,7 @@ class _Replayed:
 
     def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
         self._x, self._z = x.clone(), None if z is None else z.clone()
-        self._recording = Recording(lambda: compute(self._x, self._z), warm=1)
+        self._recording = CapturedGraph(lambda: compute(self._x, self._z), warmup=1)
 
     def __call__(self, x: Tensor, z: Tensor | None) -> Tensor:
         self._x.copy_(x)
@@ -259,7 +259,7 @@ class EmpiricalKernel:
                         raise
             pair = torch.cat([sample, x[:1]])
             with torch.enable_grad():
-                both = call_with(self.net, leaves, pair.clone())
+                both = call_with_params(self.net, leaves, pair.clone())
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
         moved = [name for name, value, version, _ in buffers if value._version != version]
@@ -287,7 +287,7 @@ class EmpiricalKernel:
                 "the network has no head: no nn.Linear's outputs are the network's. Use part='all', or a Network."
             )
         heads = frozenset(head.roles) if head else frozenset()
-        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[part] - frozen(self.net)
+        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[part] - frozen_names(self.net)
         if not names:
             of = "" if part == "all" else f" in its {part}"
             raise InputError(f"the network has no parameters{of} that count: those with requires_grad=False do not.")

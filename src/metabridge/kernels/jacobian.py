@@ -24,8 +24,9 @@ from metabridge.errors import InputError
 from metabridge.kernels.layer_calls import Call, formed, gathered, patches, windows
 from metabridge.kernels.layer_overrides import NORMS, StandIn, cached, normed, picked, pooled, standing_in, window
 from metabridge.models.batch_norm import BatchNorm
-from metabridge.models.network import Params, call_with
-from metabridge.threads import over_threads, shell
+from metabridge.models.functional_call import shallow_copy
+from metabridge.models.network import Params, call_with_params
+from metabridge.threads import stream_over_threads
 
 LINEAR = (nn.Linear, nn.Conv2d)
 PASSES = 2  # in which all outputs go back on a GPU
@@ -166,7 +167,7 @@ class Gradients:
         hooks = [layer.register_forward_hook(tracing.record) for layer in layers if layer not in others]
         try:
             with torch.enable_grad(), standing_in(others):
-                y = call_with(self.net, leaves, x.clone())  # which it may change
+                y = call_with_params(self.net, leaves, x.clone())  # which it may change
         finally:
             for hook in hooks:
                 hook.remove()
@@ -203,13 +204,13 @@ class Gradients:
         cores = min(cores, len(places))
 
         def fill(share: Sequence[slice]) -> Iterator[None]:
-            own = self if cores == 1 else replace(self, net=shell(self.net))
+            own = self if cores == 1 else replace(self, net=shallow_copy(self.net))
             for place in share:
                 factors = {name: (a[place], g[place]) for name, (a, g) in result.factors.items()}
                 own._fill(Rows(result.formed[place], factors), x[place], slots, room)
                 yield
 
-        for _ in fill(places) if cores == 1 else over_threads(fill, places, cores):
+        for _ in fill(places) if cores == 1 else stream_over_threads(fill, places, cores):
             pass
         return result
 
@@ -239,7 +240,7 @@ class Gradients:
         fixed = {name: value.detach() for name, value in self.params.items() if name not in self.others}
 
         def outputs(params: Params, point: Tensor) -> Tensor:
-            y: Tensor = call_with(self.net, fixed | params, point.unsqueeze(0).clone())[0]
+            y: Tensor = call_with_params(self.net, fixed | params, point.unsqueeze(0).clone())[0]
             return y.sum(0, keepdim=True) if self.summed else y
 
         others = {name: self.params[name].detach() for name in sorted(self.others)}

@@ -288,11 +288,11 @@ def predict_maml(
 
 def _targets(episodes: Episodes, y: Tensor) -> Tensor:
     """Values as they are; labels one-hot."""
-    return one_hot(y, _outputs(episodes)).double() if episodes.classification else y
+    return one_hot(y, _outputs(episodes)).double() if episodes.is_classification else y
 
 
 def _outputs(episodes: Episodes) -> int:
-    if not episodes.classification:
+    if not episodes.is_classification:
         return episodes.support_y.shape[2]
     if episodes.classes is not None:
         return episodes.classes.shape[1]
@@ -301,7 +301,7 @@ def _outputs(episodes: Episodes) -> int:
 
 def _form(episodes: Episodes) -> str:
     """Say what kind of targets there are."""
-    return f"{_outputs(episodes)} {'classes' if episodes.classification else 'outputs'}"
+    return f"{_outputs(episodes)} {'classes' if episodes.is_classification else 'outputs'}"
 
 
 def _refuse(bad: Tensor, what: str, way_out: str, of: str) -> None:

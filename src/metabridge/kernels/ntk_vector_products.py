@@ -11,7 +11,7 @@ from torch.func import jvp, vjp, vmap
 from metabridge.kernels.gradient_products import Outputs
 from metabridge.kernels.jacobian import Gradients
 from metabridge.kernels.strategy import Plan
-from metabridge.models.network import Params, call_with
+from metabridge.models.network import Params, call_with_params
 
 
 def by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor) -> None:
@@ -23,7 +23,7 @@ def by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z
     def function(samples: Tensor) -> Callable[[Params], Tensor]:
         def apply(params: Params) -> Tensor:
             own = samples.clone(memory_format=torch.contiguous_format)  # which the net may change
-            y: Tensor = call_with(gradients.net, fixed | params, own)
+            y: Tensor = call_with_params(gradients.net, fixed | params, own)
             return y.sum(1, keepdim=True) if gradients.summed else y
 
         return apply

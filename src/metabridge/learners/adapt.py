@@ -15,9 +15,9 @@ from metabridge.learners.inner_solvers import Problem, Solver
 from metabridge.learners.method import Method, TestHead
 from metabridge.learners.parameters import check_test, extras, moving
 from metabridge.learners.task_gradients import features_of, over_tasks
-from metabridge.learners.task_threads import over_cores
 from metabridge.models.forward_behaviour import observe
 from metabridge.models.network import Network, Params, apply_features, apply_head, body_params
+from metabridge.threads import map_over_threads
 
 _SEEN: WeakSet[Network] = WeakSet()  # networks that adaptation has looked at
 
@@ -127,7 +127,7 @@ def _over_machine(function: Callable[[Episodes], tuple[Tensor, ...]], episodes: 
     if episodes.device.type != "cpu":
         return function(episodes)
     tasks = [episodes[task] for task in range(len(episodes))]
-    return tuple(torch.cat(parts) for parts in zip(*over_cores(function, tasks)))
+    return tuple(torch.cat(parts) for parts in zip(*map_over_threads(function, tasks)))
 
 
 def _look_at(net: Network, weights: Params, x: Tensor) -> None:
@@ -166,6 +166,6 @@ def _at_test(method: Method) -> Solver | TestHead:
 
 
 def _outputs(episodes: Episodes) -> int:
-    if not episodes.classification:
+    if not episodes.is_classification:
         return episodes.support_y.shape[-1]
     return int(episodes.support_y.max()) + 1 if episodes.classes is None else episodes.classes.shape[1]

@@ -19,17 +19,17 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from metabridge.cuda_graph import Recording
+from metabridge.cuda_graph import CapturedGraph
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.double_backward import second_derivatives
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check
 from metabridge.learners.task_gradients import summed_gradient
-from metabridge.learners.task_threads import over_cores
-from metabridge.models.batch_norm import running_layers
+from metabridge.models.batch_norm import running_batch_norms
 from metabridge.models.forward_behaviour import Behaviour, observe
-from metabridge.models.network import Network, Params, body_params, move_buffers
+from metabridge.models.network import Network, Params, body_params, update_buffers
+from metabridge.threads import map_over_threads
 
 log = logging.getLogger("metabridge")
 
@@ -106,9 +106,9 @@ class Engine:
         if not self.method.split:
             episodes = episodes.without_split()
         result = self._computed(params, episodes, behaviour)
-        if behaviour.moves_buffers:
+        if behaviour.changes_buffers:
             for x in episodes.support_x:
-                move_buffers(self.net, params, x)
+                update_buffers(self.net, params, x)
         return result
 
     def behaviour(self, params: Params, episodes: Episodes) -> Behaviour:
@@ -142,12 +142,12 @@ class Engine:
         if mode == "vectorised":
             return all_at_once(episodes)
         tasks = [episodes[task] for task in range(len(episodes))]
-        each = over_cores(summed, tasks) if mode == "workers" else map(summed, tasks)
+        each = map_over_threads(summed, tasks) if mode == "workers" else map(summed, tasks)
         return self._mean(params, len(tasks), *_total(each))
 
     def _mixes_tasks(self) -> bool:
         """Whether the body's batch norm sees all tasks in one batch, so that they cannot be parted."""
-        return self.method.adapts != "all" and self.net.training and bool(running_layers(self.net))
+        return self.method.adapts != "all" and self.net.training and bool(running_batch_norms(self.net))
 
     def _sum(self, behaviour: Behaviour, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
         twice = self.method.adapts == "all" and self.method.outer in ("exact", "implicit")
@@ -198,7 +198,7 @@ class _Capture:
 
     def __init__(self, compute: Callable[[Episodes], MetaGradient], episodes: Episodes) -> None:
         self.episodes = episodes.clone()
-        self.recording = Recording(lambda: compute(self.episodes))
+        self.recording = CapturedGraph(lambda: compute(self.episodes))
 
     def replay(self, episodes: Episodes) -> MetaGradient:
         for mine, given in zip(self.episodes.tensors(), episodes.tensors()):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metabridge.errors import InputError
-from metabridge.threads import pool
+from metabridge.threads import map_over_threads
 
 ROUNDING = 1e-5  # The largest rounding error of a score, relative to 1, that float32 products may cause.
 _RESOLVED = 1e-9  # An eigenvalue of a Gram matrix below this share of the largest one is lost in its rounding errors.
@@ -80,20 +80,12 @@ def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> 
 
     Several threads on one block would only get in each other's way where matrices are this small.
     """
-    threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
-    count = _blocks(tensors[0])
+    threads, count = torch.get_num_threads(), _blocks(tensors[0])
     if count == 1:
         return function(*tensors)
-
-    def work(*block: Tensor) -> tuple[Tensor, ...]:
-        with torch.set_grad_enabled(gradients):
-            return function(*block)
-
     count = min(len(tensors[0]), -(-count // threads) * threads)
     blocks = [tensor.tensor_split(count) for tensor in tensors]
-    # a worker of a pool has one thread, and must not wait for its own pool
-    results = list(map(work, *blocks) if threads == 1 else pool(threads).map(work, *blocks))
-    return tuple(torch.cat(parts) for parts in zip(*results))
+    return tuple(torch.cat(parts) for parts in zip(*map_over_threads(function, *blocks)))
 
 
 def _blocks(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.inner_solvers import GradientDescent, Proximal, SupportVectors, task_loss
 from metabridge.learners.method import Method
-from metabridge.models.network import Network, Params, frozen, seeded
+from metabridge.models.network import Network, Params, frozen_names, seeded
 
 
 def parameters(method: Method, net: Network, *, classes: int | None = None, seed: int = 0) -> Params:
@@ -53,7 +53,7 @@ def moving(method: Method, net: Network, params: Params) -> Params:
     """Return the part of the parameters that the inner loop starts from."""
     if method.adapts != "all":
         return {name: value for name, value in params.items() if name.startswith("head.")}
-    fixed = frozen(net)
+    fixed = frozen_names(net)
     return {
         name: value for name, value in params.items() if name.startswith(("features.", "head.")) and name not in fixed
     }
@@ -66,7 +66,7 @@ def extras(params: Params) -> Params:
 
 def trainable(method: Method, net: Network, params: Params) -> list[str]:
     """Return the names of what the outer loop trains."""
-    fixed, idle = frozen(net), method.head != "learned"
+    fixed, idle = frozen_names(net), method.head != "learned"
     return [name for name in params if name not in fixed and not (idle and name.startswith("head."))]
 
 
@@ -84,7 +84,7 @@ def starting_heads(method: Method, params: Params, episodes: Episodes) -> Params
 
 def targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
     """Return labels as the head counts them: the task's own, or among all training classes."""
-    if method.head != "all-rows" or not episodes.classification:
+    if method.head != "all-rows" or not episodes.is_classification:
         return labels
     assert episodes.classes is not None
     return episodes.classes.gather(1, labels)
@@ -107,7 +107,7 @@ def check(
             f"head is {method.head!r}, but the episodes do not say which classes their outputs are. "
             "Give Episodes(..., classes=...), one row index for each output."
         )
-    if method.head == "all-rows" and not episodes.classification and method.loss is task_loss:
+    if method.head == "all-rows" and not episodes.is_classification and method.loss is task_loss:
         raise InputError(
             "head is 'all-rows', one classifier over all classes, but the targets are values. Use head='task-rows', as "
             "method('mtl') has."
@@ -135,7 +135,7 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
             f"params lacks {missing[0]!r}, which the network has. Make params with parameters(method, net)."
         )
     _check_frozen(method, net, params)
-    if isinstance(method.inner, SupportVectors) and not episodes.classification:
+    if isinstance(method.inner, SupportVectors) and not episodes.is_classification:
         raise InputError("A support vector machine needs class labels, but the targets are values. Use method('r2d2').")
     like = params["head.weight"]
     if not episodes.support_x.is_floating_point():
@@ -176,7 +176,7 @@ def _check_frozen(method: Method, net: Network, params: Params) -> None:
         return
     if method.adapts == "all" and not moving(method, net, params):
         raise InputError("every parameter of the network has requires_grad=False, so nothing adapts. Unfreeze some.")
-    if method.adapts != "all" and (fixed := sorted(name for name in frozen(net) if name.startswith("head."))):
+    if method.adapts != "all" and (fixed := sorted(name for name in frozen_names(net) if name.startswith("head."))):
         raise InputError(
             f"{fixed[0]!r} has requires_grad=False, but the method adapts the head. Use net.head.requires_grad_(), "
             "and head='frozen' in the method if the outer loop should not train it."
@@ -199,7 +199,7 @@ def _check_inputs(net: Network, shape: tuple[int, ...]) -> None:
 
 
 def _check_targets(episodes: Episodes, outputs: int) -> None:
-    if not episodes.classification:
+    if not episodes.is_classification:
         values = episodes.support_y.shape[-1]
         if values != outputs:
             raise InputError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from metabridge.autodiff import paired
+from metabridge.autodiff import inner_product
 from metabridge.episodes import Episodes
 from metabridge.learners.method import Method
 from metabridge.learners.outer_gradients import Leaves, Task, task_gradient
@@ -89,7 +89,7 @@ def _through_features(
             cotangents.append(slopes.start[name])
     body = [name for name in names if name not in own]
     with torch.enable_grad():
-        product = paired(outputs, cotangents)
+        product = inner_product(outputs, cotangents)
     pulled = torch.autograd.grad(product, [weights[name] for name in body], materialize_grads=True) if body else ()
     gradients = dict(zip(body, pulled)) | {name: value.sum(0) for name, value in slopes.extras.items()}
     return loss.sum(), {name: gradients[name] for name in names}

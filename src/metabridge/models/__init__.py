@@ -46,8 +46,9 @@ BUILDERS: dict[str, Callable[..., Network]] = {
     "mlp": mlp,
     "timm": timm,
     "wide": wide,
-    "network": cells.network,
+    "cell_network": cells.cell_network,
 }
+FORMER_NAMES = {"network": "cell_network"}  # names of builders in the runs of version 0.1.0
 ARCHITECTURE = ".json"  # how the path of one ends
 
 
@@ -78,8 +79,9 @@ def build(model: str, **options: object) -> Network:
 def builder(model: str, **options: object) -> partial[Network]:
     """Return what makes a network, refusing a model or an option that there is not, before anything is made."""
     if model.endswith(ARCHITECTURE):
-        return builder("network", **{**options, "architecture": Architecture.load(model)})
+        return builder("cell_network", **{**options, "architecture": Architecture.load(model)})
     name, _, backbone = model.partition(":")
+    name = FORMER_NAMES.get(name, name)
     if name not in BUILDERS or (name == "timm") != bool(backbone or "name" in options):
         raise InputError(f"model is {model!r}, but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json.")
     if backbone:

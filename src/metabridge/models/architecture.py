@@ -103,7 +103,7 @@ class Architecture:
 
     def draw(self, file: str | Path) -> Path:
         """Draw both cells as graphs, into a PNG or an SVG by the file's ending."""
-        from metabridge.report.architecture_figure import draw
+        from metabridge.models.architecture_drawing import draw
 
         return draw(self, file)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from metabridge.autodiff import transforming
+from metabridge.autodiff import inside_transform
 from metabridge.errors import InputError
 from metabridge.models import triton_support
 from metabridge.models.task_folding import fold, unfold
@@ -66,7 +66,7 @@ class BatchNorm(nn.Module):
                     f"batch norm got {tuple(x.shape)}, one value per channel, and cannot normalise by the mean and "
                     "variance of one value. Use sets of at least two points, or net.eval() with statistics='running'."
                 )
-            if transforming():
+            if inside_transform():
                 return _Normalise.apply(x, weight, bias, self.eps)[0]  # type: ignore[no-any-return]
             return F.batch_norm(x, None, None, weight, bias, training=True, eps=self.eps)
         scale = weight * torch.rsqrt(self.variance + self.eps)
@@ -209,15 +209,15 @@ def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
     module = copy.deepcopy(module)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return _converted(module, statistics)
-    change_layers(module, nn.modules.batchnorm._BatchNorm, lambda layer: _converted(layer, statistics))
+    replace_layers(module, nn.modules.batchnorm._BatchNorm, lambda layer: _converted(layer, statistics))
     return module
 
 
-def change_layers(net: nn.Module, kinds: type | types.UnionType, change: Callable[[Any], nn.Module]) -> None:
+def replace_layers(net: nn.Module, kinds: type | types.UnionType, change: Callable[[Any], nn.Module]) -> None:
     """Put other layers in the place of those of some kinds; a layer in several places is changed once.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    >>> change_layers(net, nn.Tanh, lambda layer: nn.ReLU())
+    >>> replace_layers(net, nn.Tanh, lambda layer: nn.ReLU())
     >>> net[1]
     ReLU()
     """
@@ -245,7 +245,7 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     Each layer's mean and variance are averaged over the batches with the weights as they are now,
     so that evaluation sees the trained net and not a moving average of its past.
     """
-    layers = running_layers(net)
+    layers = running_batch_norms(net)
     if not layers:
         return
     moments: dict[BatchNorm, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
@@ -279,7 +279,7 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
         layer.variance.copy_(variances.mean(0) + means.var(0, correction=0))
 
 
-def running_layers(net: nn.Module) -> list[BatchNorm]:
+def running_batch_norms(net: nn.Module) -> list[BatchNorm]:
     """Return the batch norms of `net` that use fixed statistics in evaluation."""
     return [layer for layer in net.modules() if isinstance(layer, BatchNorm) and layer.statistics == "running"]
 

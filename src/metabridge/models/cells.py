@@ -18,7 +18,7 @@ from metabridge.errors import InputError, check_positive
 from metabridge.models.architecture import EDGES, NODES, OPERATORS, ActiveOperators, Architecture, Edges, edges_of
 from metabridge.models.batch_norm import BatchNorm, Statistics, group_count
 from metabridge.models.drop_path import DropPath
-from metabridge.models.network import Network, recorded, seeded
+from metabridge.models.network import Network, records_recipe, seeded
 from metabridge.models.triton_support import fusible
 
 Norm = Literal["batch", "group"]
@@ -48,8 +48,8 @@ def supernet(
     return _stacked(active, cells, channels, image_channels, size, outputs, norm, statistics, 0.0, seed)
 
 
-@recorded
-def network(
+@records_recipe
+def cell_network(
     architecture: Architecture | Mapping[str, object],
     *,
     cells: int = 5,
@@ -69,7 +69,7 @@ def network(
     tiered-ImageNet (B app. E).
 
     >>> from metabridge.nas import random_architecture
-    >>> net = network(random_architecture(torch.Generator().manual_seed(0)), channels=4, outputs=7)
+    >>> net = cell_network(random_architecture(torch.Generator().manual_seed(0)), channels=4, outputs=7)
     >>> net(torch.zeros(2, 3, 84, 84)).shape
     torch.Size([2, 7])
     """

@@ -6,10 +6,10 @@ from torch import nn
 
 from metabridge.errors import InputError, check_count
 from metabridge.models.batch_norm import BatchNorm, Statistics
-from metabridge.models.network import Network, recorded, seeded
+from metabridge.models.network import Network, records_recipe, seeded
 
 
-@recorded
+@records_recipe
 def conv4(
     channels: int = 3,
     size: int = 84,

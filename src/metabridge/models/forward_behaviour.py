@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from metabridge.errors import InputError
-from metabridge.models.functional_call import bound, unregistered
+from metabridge.models.functional_call import bind_params, unregistered
 
 
 class Behaviour(NamedTuple):
@@ -20,7 +20,7 @@ class Behaviour(NamedTuple):
 
     random: bool  # whether it draws random numbers: dropout of any kind, noise
     weight_norm: bool  # whether it uses PyTorch's fused weight normalisation
-    moves_buffers: bool  # whether it changes its buffers, such as running averages
+    changes_buffers: bool  # whether it changes its buffers, such as running averages
 
 
 def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = None) -> Behaviour:
@@ -34,7 +34,7 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
     names = {id(value): name for name, value in module.named_parameters()}
     given = dict(module.named_parameters()) if params is None else params
     copies = {name: value.detach().clone() for name, value in given.items()}
-    own = bound(module, copies, copy_buffers=True)
+    own = bind_params(module, copies, copy_buffers=True)
     before = _buffers(own)
     others = [(tensor, tensor._version) for tensor in unregistered(own) if not tensor.is_inference()]
     kind = _WatchCompiled if "torch._dynamo" in sys.modules else _Watch

@@ -26,14 +26,14 @@ CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 REGISTERS = ("_parameters", "_buffers", "_modules")
 
 
-def bound(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool = False) -> M:
+def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool = False) -> M:
     """Return a copy of `module` that uses `params`, by name, and shares all other tensors with it.
 
     A parameter that has several names, or that attributes hold as well (lists, closures, bound methods), is replaced
     everywhere. With `copy_buffers` the copy can change its buffers without changing those of `module`.
 
     >>> layer = nn.Linear(2, 1, bias=False)
-    >>> bound(layer, {"weight": torch.ones(1, 2)})(torch.tensor([[3.0, 4.0]]))
+    >>> bind_params(layer, {"weight": torch.ones(1, 2)})(torch.tensor([[3.0, 4.0]]))
     tensor([[7.]])
     """
     copies: list[tuple[nn.Module, nn.Module]] = []
@@ -49,6 +49,15 @@ def bound(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool = False
             state[name] = {key: new.get(id(entry), entry) for key, entry in state[name].items()}
         object.__setattr__(copy, "__dict__", state)
     return new[id(module)]  # type: ignore[no-any-return]
+
+
+def shallow_copy(net: M) -> M:
+    """Copy the modules but share their tensors, so that a thread can call them and register hooks of its own."""
+    copy = bind_params(net, {})
+    for module in copy.modules():
+        hooks = {name: value.copy() for name, value in vars(module).items() if "_hooks" in name}
+        vars(module).update(hooks)
+    return copy
 
 
 def _register(

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from metabridge.errors import InputError, check_count
-from metabridge.models.network import Network, recorded, seeded
+from metabridge.models.network import Network, records_recipe, seeded
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -29,7 +29,7 @@ def activation_layer(name: str) -> nn.Module:
     return ACTIVATIONS[name]()
 
 
-@recorded
+@records_recipe
 def mlp(
     inputs: int,
     outputs: int,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from metabridge.autodiff import transforming
+from metabridge.autodiff import inside_transform
 from metabridge.errors import InputError, check_count, describe
 from metabridge.models import task_folding
-from metabridge.models.batch_norm import BatchNorm, Statistics, change_layers, group_count, replace_batch_norm
-from metabridge.models.functional_call import bound
+from metabridge.models.batch_norm import BatchNorm, Statistics, group_count, replace_batch_norm, replace_layers
+from metabridge.models.functional_call import bind_params
 
 Params = dict[str, Tensor]
 P = ParamSpec("P")
@@ -85,22 +85,22 @@ class Network(nn.Module):
         return self.head(self.features(x))  # type: ignore[no-any-return]
 
 
-def frozen(net: nn.Module) -> frozenset[str]:
+def frozen_names(net: nn.Module) -> frozenset[str]:
     """Return the names of the parameters with `requires_grad=False`, which are neither trained nor adapted.
 
     >>> net = Network(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 5))
-    >>> sorted(frozen(net))
+    >>> sorted(frozen_names(net))
     ['features.bias', 'features.weight']
     """
     return frozenset(name for name, value in net.named_parameters() if not value.requires_grad)
 
 
-def call_with(module: nn.Module, params: Params, x: Tensor) -> Any:
+def call_with_params(module: nn.Module, params: Params, x: Tensor) -> Any:
     """Return `module(x)` with `params`, by name, in place of its own.
 
     A parameter that several layers share has one name here, the first, and is replaced in all of them.
     `torch.func.functional_call` does so too, but if one layer has two names, it leaves `params` in it after the call.
-    The module is changed for the time of the call, which hooks on its layers need: threads must not share it (`bound`).
+    The module is changed for the time of the call, which hooks on its layers need: threads must not share it.
     """
     slots: dict[int, list[str]] = {}
     for path, layer in module.named_modules():
@@ -127,19 +127,19 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     given = x.dtype if x.is_floating_point() else net.head.weight.dtype
     # PyTorch's convolutions and poolings are faster with the channels last on a CPU, and on a GPU in low precision
     low = dtype is not None and dtype != given
-    if x.ndim == 4 and not transforming() and (low or x.device.type == "cpu"):
+    if x.ndim == 4 and not inside_transform() and (low or x.device.type == "cpu"):
         x = x.to(memory_format=torch.channels_last)
     if low:
         x = x.to(dtype) if x.is_floating_point() else x
         body = _lowered(net.features, body, dtype)
-    with task_folding.Folding() if transforming() and task_folding.serves(x) else contextlib.nullcontext():
-        return bound(net.features, body, copy_buffers=net.training)(x).to(given)  # type: ignore[no-any-return]
+    with task_folding.Folding() if inside_transform() and task_folding.serves(x) else contextlib.nullcontext():
+        return bind_params(net.features, body, copy_buffers=net.training)(x).to(given)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def move_buffers(net: Network, params: Params, x: Tensor) -> None:
+def update_buffers(net: Network, params: Params, x: Tensor) -> None:
     """Change the buffers of `net` as a forward pass on `x` does in training."""
-    features = bound(net.features, body_params(params))
+    features = bind_params(net.features, body_params(params))
     features(x.clone())  # which it may change
     moved = dict(features.named_buffers())
     for name, buffer in net.features.named_buffers():
@@ -148,7 +148,7 @@ def move_buffers(net: Network, params: Params, x: Tensor) -> None:
 
 
 def _lowered(features: nn.Module, params: Params, dtype: torch.dtype | None) -> Params:
-    if transforming() or not params:
+    if inside_transform() or not params:
         norms = [path for path, layer in features.named_modules() if isinstance(layer, BatchNorm)]
         own = {f"{path}.{name}" for path in norms for name in ("weight", "bias")}  # which a norm would raise again
         return {name: value if name in own else value.to(dtype) for name, value in params.items()}
@@ -182,7 +182,7 @@ def apply_head(params: Params, features: Tensor) -> Tensor:
     return F.linear(features, params["head.weight"], params.get("head.bias"))
 
 
-def recorded(build: Callable[P, Network]) -> Callable[P, Network]:
+def records_recipe(build: Callable[P, Network]) -> Callable[P, Network]:
     """Let a builder note on each network how it was made, so that a saved run can make it again."""
 
     @functools.wraps(build)
@@ -218,7 +218,7 @@ def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
     net = copy.deepcopy(net)
     if isinstance(net, Network):
         net.recipe = None  # what would be built from it has batch norms
-    change_layers(net, BatchNorm | nn.modules.batchnorm._BatchNorm, lambda layer: _group_norm(layer, groups))
+    replace_layers(net, BatchNorm | nn.modules.batchnorm._BatchNorm, lambda layer: _group_norm(layer, groups))
     return net
 
 

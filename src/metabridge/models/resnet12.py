@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from metabridge.errors import InputError, check_count
 from metabridge.models.batch_norm import BatchNorm, Statistics
 from metabridge.models.drop_path import Drop
-from metabridge.models.network import Network, recorded, seeded
+from metabridge.models.network import Network, records_recipe, seeded
 from metabridge.models.triton_support import fusible
 
 
-@recorded
+@records_recipe
 def resnet12(
     channels: int = 3,
     size: int = 84,

@@ -6,10 +6,10 @@ import torch
 
 from metabridge.errors import InputError
 from metabridge.models.batch_norm import Statistics
-from metabridge.models.network import Network, recorded, seeded
+from metabridge.models.network import Network, records_recipe, seeded
 
 
-@recorded
+@records_recipe
 def timm(
     name: str,
     channels: int = 3,

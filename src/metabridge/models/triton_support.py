@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metabridge.autodiff import transforming
+from metabridge.autodiff import inside_transform
 
 CHANNELS = 16  # a map's channels must be a multiple of it
 
 
 def fusible(x: Tensor, channels: int) -> bool:
     """Whether `fused` serves: for gradients in low precision on a GPU, outside all transforms."""
-    low = x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled() and not transforming()
+    low = x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled() and not inside_transform()
     return low and not torch.compiler.is_compiling() and _served(x, channels)
 
 

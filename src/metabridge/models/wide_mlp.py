@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from metabridge.errors import InputError, check_count, check_not_negative, check_positive
 from metabridge.models.mlp import activation_layer
-from metabridge.models.network import Network, recorded, seeded
+from metabridge.models.network import Network, records_recipe, seeded
 
 
-@recorded
+@records_recipe
 def wide(
     inputs: int,
     outputs: int = 1,

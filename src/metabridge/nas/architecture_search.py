@@ -29,7 +29,7 @@ from metabridge.nas.proxies import Conditioning, KernelName, Score, mean, points
 from metabridge.nas.pruning import Journal, Removal, Scores, evaluations, prune
 from metabridge.nas.supernet_ntk import Candidates
 from metabridge.progress import progress_bar
-from metabridge.threads import over_threads
+from metabridge.threads import stream_over_threads
 from metabridge.training.config import Plan
 
 SEEDS = 10**12  # so many are different after rounds and repeats have theirs
@@ -156,8 +156,8 @@ class Search:
 
         full = ActiveOperators.full(self.operators)
         with progress_bar(progress) as bar:
-            task = bar.add_task("search", total=evaluations(full, self.repeats), told="")
-            journal.on_score = lambda number, count: bar.update(task, completed=count, told=f"round {number + 1}")
+            task = bar.add_task("search", total=evaluations(full, self.repeats), status="")
+            journal.on_score = lambda number, count: bar.update(task, completed=count, status=f"round {number + 1}")
             return prune(full, measure, repeats=self.repeats, journal=journal)
 
     def plain(self) -> dict[str, object]:
@@ -203,7 +203,7 @@ class Proxies:
                 for (removal, condition), (_, regions) in zip(conditions(removals), thin.scores(removals)):
                     yield removal, Scores(condition, regions)
 
-            yield from part(removals) if self.device != "cpu" else over_threads(part, removals)
+            yield from part(removals) if self.device != "cpu" else stream_over_threads(part, removals)
 
     def _supernet(self, active: ActiveOperators, seed: int) -> Network:
         channels, size = self.images.images.shape[1], self.images.images.shape[-1]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.models.architecture import ActiveOperators, EdgeOperator
-from metabridge.models.batch_norm import BatchNorm, change_layers
+from metabridge.models.batch_norm import BatchNorm, replace_layers
 from metabridge.models.cells import Cells, supernet
 from metabridge.models.network import Network
 from metabridge.nas.cached_forward import Layer, Memory, Place, Walk, Walker
@@ -139,8 +139,8 @@ def thin(active: ActiveOperators, seed: int, inputs: int) -> Network:
     Copies of one input follow each other.
     """
     net = supernet(active, cells=3, channels=1, image_channels=1, size=PATCH, norm="batch", seed=seed)
-    change_layers(net, nn.Conv2d, _Dense)
-    change_layers(net, BatchNorm, lambda layer: _NormOfEach(layer, inputs))
+    replace_layers(net, nn.Conv2d, _Dense)
+    replace_layers(net, BatchNorm, lambda layer: _NormOfEach(layer, inputs))
     return net.requires_grad_(False)
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 from PIL import Image
 
+from metabridge.figure_theme import COLOURS as COLOURS
+from metabridge.figure_theme import DARK as DARK
+from metabridge.figure_theme import LIGHT as LIGHT
+from metabridge.figure_theme import Theme as Theme
 from metabridge.files import write_atomically
 from metabridge.training.evaluate import Score
 from metabridge.training.fitting import Run
@@ -25,45 +26,8 @@ from metabridge.training.fitting import Run
 if TYPE_CHECKING:
     from metabridge.report.results import Result, Row
 
-# Okabe and Ito's colours, which colour-blind readers tell apart, in tones that both papers carry.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 LINES = ("-", "--", ":")
 MARKERS = ("o", "x", "v", "^", "s")
-
-
-@dataclass(frozen=True)
-class Theme:
-    """The colours of paper, ink and fine lines."""
-
-    paper: str
-    ink: str
-    line: str
-
-    def context(self) -> AbstractContextManager[None]:
-        """Draw with this theme inside a `with`."""
-        return rc_context(
-            {
-                "figure.facecolor": self.paper,
-                "axes.facecolor": self.paper,
-                "text.color": self.ink,
-                "axes.labelcolor": self.ink,
-                "xtick.color": self.ink,
-                "ytick.color": self.ink,
-                "axes.edgecolor": self.line,
-                "grid.color": self.line,
-                "axes.grid": True,
-                "grid.linewidth": 0.6,
-                "axes.axisbelow": True,
-                "axes.spines.top": False,
-                "axes.spines.right": False,
-                "legend.frameon": False,
-                "font.size": 10,
-            }
-        )
-
-
-LIGHT = Theme(paper="#ffffff", ink="#22252b", line="#d9dce1")
-DARK = Theme(paper="#15171c", ink="#e4e6ea", line="#3a3e47")
 
 
 def png(figure: Figure) -> bytes:

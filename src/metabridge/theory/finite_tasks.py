@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metabridge.cuda_graph import Recording
+from metabridge.cuda_graph import CapturedGraph
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.method import balance
@@ -94,7 +94,7 @@ class RepeatedStep:
     def __init__(self, step: Callable[[Tensor, Tensor], NetParams], start: NetParams) -> None:
         self.step = step
         self.state: NetParams = (start[0].clone(), start[1].clone())
-        self._recording: Recording[None] | None = None
+        self._recording: CapturedGraph[None] | None = None
 
     def advance(self, steps: int) -> None:
         """Take some steps, and return when they are done."""
@@ -112,9 +112,9 @@ class RepeatedStep:
         for place, value in zip(self.state, self.step(*self.state)):
             place.copy_(value)
 
-    def _recorded(self) -> Recording[None]:
+    def _recorded(self) -> CapturedGraph[None]:
         before = [tensor.clone() for tensor in self.state]
-        recording = Recording(self._once)
+        recording = CapturedGraph(self._once)
         for place, value in zip(self.state, before):
             place.copy_(value)
         return recording

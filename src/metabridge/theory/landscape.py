@@ -236,7 +236,7 @@ def _weighted_centre(landscape: Landscape, weights: Tensor) -> Tensor:
 
 
 def _doubled(episodes: Episodes) -> Episodes:
-    if episodes.classification or episodes.support_y.shape[-1] != 1 or episodes.support_x.ndim != 3:
+    if episodes.is_classification or episodes.support_y.shape[-1] != 1 or episodes.support_x.ndim != 3:
         raise InputError(
             f"support_x is {describe(episodes.support_x)} and support_y {describe(episodes.support_y)}, but linear "
             "regression has points (tasks, points, d) and one value for each, (tasks, points, 1)."

@@ -28,7 +28,7 @@ from metabridge.files import json_bytes, read_regular_file, write_atomically
 from metabridge.learners import heads, inner_solvers
 from metabridge.learners.inner_solvers import task_loss
 from metabridge.learners.method import Method, balance
-from metabridge.models import BUILDERS, Network, Params, build
+from metabridge.models import BUILDERS, FORMER_NAMES, Network, Params, build
 from metabridge.models.size_limit import SizeLimit
 
 KEYS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}  # whether it may be null
@@ -211,7 +211,9 @@ def read_network(settings: Mapping[str, Any], net: Network | None, stored: Param
     """Return the run's network, made anew unless it is given, if it is about as large as its `stored` tensors."""
     if net is None:
         recipe = dict(settings["model"])
-        if recipe["model"] not in BUILDERS:  # such as the path of an architecture: a run keeps the architecture itself
+        if (
+            FORMER_NAMES.get(recipe["model"], recipe["model"]) not in BUILDERS
+        ):  # such as the path of an architecture: a run keeps the architecture itself
             raise ValueError(f"its model is {recipe['model']!r}")
         if recipe.get("pretrained"):
             recipe["pretrained"] = False  # the run's own weights come next: nothing to download

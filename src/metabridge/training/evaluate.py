@@ -19,10 +19,10 @@ from metabridge.intervals import half_width
 from metabridge.learners.adapt import adapts_head_alone, predict, predict_from_features
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check_test
-from metabridge.models.batch_norm import normalises_each_set, running_layers
+from metabridge.models.batch_norm import normalises_each_set, running_batch_norms
+from metabridge.models.functional_call import shallow_copy
 from metabridge.models.network import Network, Params, apply_features
-from metabridge.progress import tracked
-from metabridge.threads import shell
+from metabridge.progress import track_progress
 from metabridge.training.augment import Augment
 
 Metric = Literal["accuracy", "squared error"]
@@ -58,7 +58,7 @@ class Model:
 
     def _evaluating(self) -> Network:
         """Return the network in evaluation mode: a copy that shares its tensors, since other threads may use it."""
-        return shell(self.net).eval() if any(layer.training for layer in self.net.modules()) else self.net
+        return shallow_copy(self.net).eval() if any(layer.training for layer in self.net.modules()) else self.net
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,7 @@ def evaluate(
     for outputs, episodes in outcomes(model, environment, tasks=tasks, seed=seed, views=views, progress=progress):
         values.append(score_tasks(outputs, episodes))
         lost.append(diverged(outputs))
-    metric: Metric = "accuracy" if episodes.classification else "squared error"
+    metric: Metric = "accuracy" if episodes.is_classification else "squared error"
     return Score.of(torch.cat(values), metric, diverged=int(torch.cat(lost).sum()))
 
 
@@ -270,7 +270,7 @@ with a lower learning rate, or use an earlier checkpoint.
 
 
 def _check_statistics(model: Model) -> None:
-    layers = running_layers(model.net)
+    layers = running_batch_norms(model.net)
     if any(not layer.mean.any() and (layer.variance == 1).all() for layer in layers):
         raise InputError(
             "The network's running statistics were never estimated, so evaluation would not normalise. "
@@ -303,7 +303,7 @@ class FeatureTable:
         augment = views.augment or Augment.for_size(environment.data.images.shape[-1])
         chunks = rows.split(64 if device.type == "cpu" else 1000)
         found: list[list[Tensor]] = [[] for _ in range(1 + views.copies)]
-        for chunk in tracked(chunks, "features", progress):
+        for chunk in track_progress(chunks, "features", progress):
             images = environment.data.float_images(chunk).to(device)
             for copy, parts in enumerate(found):
                 parts.append(views.features(model, images if copy == 0 else augment(images, generator)))
@@ -349,7 +349,7 @@ class FeatureTable:
 
 def _sampled(environment: Environment, tasks: int, generator: torch.Generator, device: torch.device) -> Episodes:
     blocks = [environment.sample(size, generator).to(device) for size in _batches(tasks, BLOCK)]
-    return Episodes.joined(blocks)
+    return Episodes.concatenate(blocks)
 
 
 def _batches(tasks: int, size: int) -> list[int]:
@@ -361,7 +361,7 @@ def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
 
     A query whose outputs are not finite is wrong, and the squared error of its task is NaN.
     """
-    if episodes.classification:
+    if episodes.is_classification:
         return answered_right(outputs, episodes).double().mean(-1)
     return (outputs - episodes.query_y).masked_fill(~outputs.isfinite(), math.nan).square().sum(-1).mean(-1)
 

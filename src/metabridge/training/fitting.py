@@ -218,7 +218,7 @@ class _Turn:
         if beside and loop.device.type == "cuda":
             self._stream = torch.cuda.Stream(loop.device)
             self._stream.wait_stream(torch.cuda.current_stream(loop.device))
-        self._shown = bar.add_task(name, total=loop.settings.iterations, completed=loop.iteration, told="")
+        self._shown = bar.add_task(name, total=loop.settings.iterations, completed=loop.iteration, status="")
 
     def step(self) -> None:
         with unbroken(), torch.cuda.stream(self._stream):
@@ -227,7 +227,7 @@ class _Turn:
         bar.update(self._shown, completed=loop.iteration)
         if judged:
             told = f"{loop.curve[-1].told()}, {loop.speed()}"
-            bar.update(self._shown, told=told)
+            bar.update(self._shown, status=told)
             if not bar.disable and not bar.console.is_terminal:
                 bar.console.print(f"{self.name} {loop.iteration}/{loop.settings.iterations}: {told}", markup=False)
 

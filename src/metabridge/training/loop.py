@@ -23,9 +23,9 @@ from metabridge.errors import PARSING_ERRORS, InputError, check_count, check_not
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import extras, parameters
-from metabridge.models.batch_norm import estimate_statistics, running_layers
+from metabridge.models.batch_norm import estimate_statistics, running_batch_norms
 from metabridge.models.drop_path import Drop
-from metabridge.models.network import Network, Params, frozen
+from metabridge.models.network import Network, Params, frozen_names
 from metabridge.training import checkpoint
 from metabridge.training.augment import Augment
 from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, plain_number
@@ -320,7 +320,7 @@ class Loop:
     def _settle(self) -> None:
         """Write the weights into the network, and measure its running statistics with them where it has any."""
         fill(self.net, self.averaged or self.params, dict(self.net.named_buffers()))
-        if running_layers(self.net):
+        if running_batch_norms(self.net):
             generator = torch.Generator().manual_seed(0)
             count = 8 if self.device.type == "cpu" else 40
             sets = (self.environment.sample(self.settings.tasks, generator).without_split() for _ in range(count))
@@ -347,7 +347,7 @@ class Loop:
 
     def described(self) -> dict[str, Any]:
         """Return the settings of the run, as JSON can hold them."""
-        fixed = sorted(frozen(self.net))
+        fixed = sorted(frozen_names(self.net))
         teacher = None if self.soften is None else self.soften.teacher
         taught = {} if teacher is None else {"teacher": checkpoint.describe_value(teacher.params["heads.weight"])}
         return {

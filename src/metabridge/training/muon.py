@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from metabridge.cuda_graph import Recording
+from metabridge.cuda_graph import CapturedGraph
 from metabridge.errors import check_not_negative, check_positive
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a polynomial that drives the singular values in (0, 1] towards 1
@@ -132,7 +132,7 @@ class _Capture:
         self.optimizer, self.params = optimizer, params
         self.grads = {param: torch.zeros_like(param) for param in params}
         self.rates = [torch.zeros((), device=params[0].device) for _ in optimizer.param_groups]
-        self.recording = Recording(lambda: optimizer.update(self.grads, self.rates), warm=0)
+        self.recording = CapturedGraph(lambda: optimizer.update(self.grads, self.rates), warmup=0)
 
     def replay(self) -> None:
         torch._foreach_copy_(list(self.grads.values()), [_grad(param) for param in self.params])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from metabridge.cuda_graph import Recording
+from metabridge.cuda_graph import CapturedGraph
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.method import Method
@@ -123,7 +123,7 @@ class _Capture:
 
     def __init__(self, teacher: Model, points: Tensor) -> None:
         self.points = points.clone()
-        self.recording = Recording(lambda: apply_features(teacher.net, teacher.params, self.points, teacher.dtype))
+        self.recording = CapturedGraph(lambda: apply_features(teacher.net, teacher.params, self.points, teacher.dtype))
 
     def replay(self, points: Tensor) -> Tensor:
         self.points.copy_(points, non_blocking=True)

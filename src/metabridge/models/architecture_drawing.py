@@ -23,9 +23,9 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as Curve
 
 from metabridge.errors import InputError
+from metabridge.figure_theme import COLOURS, LIGHT, Theme
 from metabridge.files import write_atomically
 from metabridge.models.architecture import CELLS, NODES, OPERATORS, SOURCES, Architecture, Cell
-from metabridge.report.figures import COLOURS, LIGHT, Theme
 
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, GREY = COLOURS
 FILLS = dict(zip(OPERATORS, (ORANGE, YELLOW, GREY, PINK, SKY, BLUE, GREEN)))

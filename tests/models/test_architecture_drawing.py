@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from metabridge import InputError
+from metabridge.models.architecture_drawing import draw, draw_cell, figure
 from metabridge.nas import Architecture, random_architecture
-from metabridge.report.architecture_figure import draw, draw_cell, figure
 
 SECOND, THIRD = itertools.combinations(range(3), 2), itertools.combinations(range(4), 2)
 WIRINGS = [((0, 1), *sources) for sources in itertools.product(SECOND, THIRD)]
