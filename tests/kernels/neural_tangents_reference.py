@@ -1,6 +1,6 @@
-"""Computes with neural-tangents the kernels that test_analytic.py compares ours to.
+"""Computes the reference kernels of test_architectures.py with neural-tangents.
 
-It needs an environment of its own, and leaves reference/vectors.npz and reference/images.npz beside it:
+It needs a separate environment, and writes reference/vectors.npz and reference/images.npz next to this file:
 
     python3.11 -m venv nt
     nt/bin/pip install neural-tangents==0.6.5 jax==0.4.23 jaxlib==0.4.23 tf2jax==0.3.5 "numpy<2" "scipy<1.13"
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-if find_spec("neural_tangents"):  # pytest imports this file too, in search of doctests
+if find_spec("neural_tangents"):  # pytest imports this file too, to collect doctests
     import jax
     from neural_tangents import stax
 

@@ -31,7 +31,7 @@ from metabridge.kernels import (
     residual_kernel,
 )
 
-REFERENCE = Path(__file__).parent / "reference"  # what neural_tangents_reference.py left there
+REFERENCE = Path(__file__).parent / "reference"  # written by neural_tangents_reference.py
 VECTORS = np.load(REFERENCE / "vectors.npz")
 IMAGES = np.load(REFERENCE / "images.npz")
 VARIANCES = {"he": (2.0, 0.0), "biased": (1.5, 0.3)}
@@ -57,7 +57,7 @@ IMAGE_KERNELS = {
     "conv4 flatten": conv4_kernel(),
     "conv4 global": conv4_kernel("global", **BIASED),
 }
-SOME = {
+EXAMPLES = {
     "relu": fully_connected_kernel(4),
     "erf with bias": fully_connected_kernel(3, "erf", 1.5, 0.3),
     "residual": residual_kernel(5),
@@ -76,25 +76,25 @@ def vector_kernel(name: str) -> AnalyticKernel:
 
 
 def points(kernel: AnalyticKernel, count: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    shape = (count, 2, 8, 9) if kernel.space else (count, 6)
+    shape = (count, 2, 8, 9) if kernel.pixel_dims else (count, 6)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return ((ours.double() - theirs).abs().max() / theirs.abs().max()).item()
 
 
-# neural-tangents adds 1e-12 to a variance before LayerNorm, which an angle of 0 or π shows as its root.
+# neural-tangents adds 1e-12 to the variance in LayerNorm; at an angle of 0 or π the kernel changes by its root.
 @pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in VECTORS.files if "/" in key}))
-def test_kernels_of_vectors_equal_those_of_neural_tangents(name: str) -> None:
+def test_kernels_of_vectors_equal_neural_tangents(name: str) -> None:
     x, z = (torch.from_numpy(VECTORS[key]) for key in "xz")
     for result, key in zip(vector_kernel(name).both(x, z), ("ntk", "nngp")):
         assert difference(result, torch.from_numpy(VECTORS[f"{name}/{key}"])) < (1e-8 if "norm" in name else 1e-13)
 
 
 @pytest.mark.parametrize("name", IMAGE_KERNELS)
-def test_kernels_of_images_equal_those_of_neural_tangents(name: str) -> None:
+def test_kernels_of_images_equal_neural_tangents(name: str) -> None:
     size = "large" if name.startswith("conv4") else "small"
     x, z = (torch.from_numpy(IMAGES[f"{size}/{key}"]) for key in "xz")
     for result, key in zip(IMAGE_KERNELS[name].both(x, z), ("ntk", "nngp")):
@@ -106,7 +106,7 @@ Net = Callable[[Layers, Tensor], Tensor]
 
 
 def finite_dense(depth: int, width: int, inputs: int, *, skip: bool, norm: bool) -> tuple[Net, dict[str, int]]:
-    """A network of finite width, weights and biases standard normal, and the fan-in of each layer."""
+    """Return a network of finite width, whose parameters are standard normal, and the fan-in of each layer."""
     weight, bias = math.sqrt(BIASED["weight_variance"]), math.sqrt(BIASED["bias_variance"])
 
     def layer(params: Layers, index: int, x: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ def finite_kernels(net: Net, params: Layers, x: Tensor, last: str) -> tuple[Tens
     return ntk, torch.stack([gram for name, gram in grams.items() if name.startswith(last)]).sum(0).detach()
 
 
-def mean_errors(found: list[tuple[Tensor, Tensor]], wanted: tuple[Tensor, Tensor]) -> Tensor:
-    """The relative errors of Θ and K, each a mean over the networks."""
+def mean_errors(kernels: list[tuple[Tensor, Tensor]], limit: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the relative errors of Θ and K, each a mean over the networks."""
     return torch.tensor(
-        [[(ours - theirs).norm() / theirs.norm() for ours, theirs in zip(pair, wanted)] for pair in found]
+        [[(ours - theirs).norm() / theirs.norm() for ours, theirs in zip(pair, limit)] for pair in kernels]
     ).mean(0)
 
 
@@ -147,11 +147,11 @@ def test_ntk_of_finite_nets_approaches_the_kernel_as_one_over_the_root_of_the_wi
     depth, skip, norm = 4, architecture != "plain", "LayerNorm" in architecture
     kernel = residual_kernel(depth, layer_norm=norm, **BIASED) if skip else fully_connected_kernel(depth, **BIASED)
     x = points(kernel, 4)
-    wanted = kernel.both(x)
+    limit = kernel.both(x)
     errors = {}
     for width in (64, 256, 1024):
         net, fans = finite_dense(depth, width, x.shape[1], skip=skip, norm=norm)
-        found = []
+        kernels = []
         for seed in range(16):
             generator = torch.Generator().manual_seed(seed)
             params = {}
@@ -159,17 +159,17 @@ def test_ntk_of_finite_nets_approaches_the_kernel_as_one_over_the_root_of_the_wi
                 outputs = 1 if name == str(depth - 1) else width
                 params[f"{name}.weight"] = torch.randn(fan, outputs, generator=generator, dtype=torch.float64)
                 params[f"{name}.bias"] = torch.randn(outputs, generator=generator, dtype=torch.float64)
-            found.append(finite_kernels(net, params, x, last=f"{depth - 1}."))
-        errors[width] = mean_errors(found, wanted)
+            kernels.append(finite_kernels(net, params, x, last=f"{depth - 1}."))
+        errors[width] = mean_errors(kernels, limit)
     assert (errors[1024] < 0.15).all()
-    assert ((errors[64] / errors[1024]) > 2.4).all()  # 4 at the rate, and chance, of 16 networks
+    assert ((errors[64] / errors[1024]) > 2.4).all()  # 4 in expectation; the margin covers the noise of 16 networks
     assert ((errors[64] / errors[1024]) < 7).all()
 
 
 def test_ntk_of_a_finite_convolutional_net_approaches_the_kernel() -> None:
     kernel = convolutional_kernel([Conv(3), ReLU(), AveragePool(2), Conv(2, padding=0), ReLU(), Flatten(), Dense()])
     x = points(kernel, 3)[:, :, :6, :7]
-    wanted = kernel.both(x)
+    limit = kernel.both(x)
 
     def net(params: Layers, x: Tensor) -> Tensor:
         def scaled(name: str) -> Tensor:
@@ -181,21 +181,21 @@ def test_ntk_of_a_finite_convolutional_net_approaches_the_kernel() -> None:
 
     errors = {}
     for width in (32, 512):
-        found = []
+        kernels = []
         for seed in range(16):
             generator = torch.Generator().manual_seed(seed)
             shapes = {"0.": (width, 2, 3, 3), "1.": (width, width, 2, 2), "2.": (1, width * 2 * 2)}
             params = {
                 name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
             }
-            found.append(finite_kernels(net, params, x, last="2."))
-        errors[width] = mean_errors(found, wanted)
+            kernels.append(finite_kernels(net, params, x, last="2."))
+        errors[width] = mean_errors(kernels, limit)
     assert (errors[512] < 0.12).all()
     assert ((errors[32] / errors[512]) > 2.4).all()
 
 
 def exact_relu_kernels(x: Tensor, z: Tensor, depth: int) -> tuple[float, float]:
-    """Θ and K of one pair, He-normalised and without bias, with 60 digits."""
+    """Return Θ and K of one pair to 60 digits, for He initialization without bias."""
     with mpmath.workdps(60):
         a, b = ([mpmath.mpf(value) for value in point.tolist()] for point in (x, z))
         scale = 2 * mpmath.sqrt(mpmath.fdot(a, a) * mpmath.fdot(b, b)) / len(a)
@@ -203,9 +203,9 @@ def exact_relu_kernels(x: Tensor, z: Tensor, depth: int) -> tuple[float, float]:
         ntk = rho
         for _ in range(depth - 1):
             angle = mpmath.acos(max(min(rho, mpmath.mpf(1)), mpmath.mpf(-1)))
-            slope = 1 - angle / mpmath.pi
-            rho = rho * slope + mpmath.sin(angle) / mpmath.pi
-            ntk = ntk * slope + rho
+            derivative = 1 - angle / mpmath.pi
+            rho = rho * derivative + mpmath.sin(angle) / mpmath.pi
+            ntk = ntk * derivative + rho
         return float(ntk * scale), float(rho * scale)
 
 
@@ -238,7 +238,7 @@ def test_single_precision_agrees_with_double_precision_at_twenty_layers() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kernel_of_equal_points_is_that_of_a_point_with_itself(dtype: torch.dtype) -> None:
+def test_kernel_of_equal_points_equals_the_diagonal(dtype: torch.dtype) -> None:
     kernel = fully_connected_kernel(20)
     x = torch.randn(30, 784, generator=torch.Generator().manual_seed(0)).to(dtype)
     same = kernel.ntk(x, x.clone()).diagonal()
@@ -246,21 +246,21 @@ def test_kernel_of_equal_points_is_that_of_a_point_with_itself(dtype: torch.dtyp
     torch.testing.assert_close(same, 20 * 2 * x.square().mean(1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_kernel_is_symmetric_and_equals_the_general_one(name: str) -> None:
-    kernel = SOME[name]
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kernel_is_symmetric_and_equals_the_general_computation(name: str) -> None:
+    kernel = EXAMPLES[name]
     x = points(kernel, 7)
     for symmetric, general in zip(kernel.both(x), kernel.both(x, x.clone())):
         assert torch.equal(symmetric, symmetric.mT)
         torch.testing.assert_close(symmetric, general, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_kernel_does_not_depend_on_the_tiles(name: str) -> None:
-    kernel = SOME[name]
+    kernel = EXAMPLES[name]
     x, z = points(kernel, 13), points(kernel, 11, seed=1)
-    least = next(bytes for bytes in (2**power for power in range(5, 40)) if _fits(replace(kernel, memory=bytes), x))
-    for memory in (least, 5 * least, 30 * least):
+    smallest = next(bytes for bytes in (2**power for power in range(5, 40)) if _fits(replace(kernel, memory=bytes), x))
+    for memory in (smallest, 5 * smallest, 30 * smallest):
         tiled = replace(kernel, memory=memory)
         for columns in (None, z):
             for ours, whole in zip(tiled.both(x, columns), kernel.both(x, columns)):
@@ -275,12 +275,12 @@ def _fits(kernel: AnalyticKernel, x: Tensor) -> bool:
     return True
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes that tensors hold, and remembers the most."""
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes held by tensors and records the peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.current = self.peak = 0
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -289,27 +289,27 @@ class Held(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.seen and storage.nbytes():
                 self.seen.add(storage.data_ptr())
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self.release, storage.data_ptr(), storage.nbytes())
+                self.current += storage.nbytes()
+                self.peak = max(self.peak, self.current)
+                weakref.finalize(storage, self._release, storage.data_ptr(), storage.nbytes())
         return result
 
-    def release(self, pointer: int, size: int) -> None:
+    def _release(self, pointer: int, size: int) -> None:
         self.seen.discard(pointer)
-        self.now -= size
+        self.current -= size
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_kernel_stays_within_its_memory(name: str) -> None:
-    kernel = replace(SOME[name], memory=2**22 if SOME[name].space == 4 else 2**20)
-    x = points(kernel, 12 if kernel.space == 4 else 60 if kernel.space else 400)
-    with Held() as held:
+    kernel = replace(EXAMPLES[name], memory=2**22 if EXAMPLES[name].pixel_dims == 4 else 2**20)
+    x = points(kernel, 12 if kernel.pixel_dims == 4 else 60 if kernel.pixel_dims else 400)
+    with MemoryMeter() as meter:
         kernel.both(x, x.clone())
-    assert held.most - 2 * 8 * len(x) ** 2 - 2 * x.nbytes < kernel.memory
+    assert meter.peak - 2 * 8 * len(x) ** 2 - 2 * x.nbytes < kernel.memory
 
 
 @pytest.mark.parametrize("depth", [1, 2, 10, 100])
-def test_he_normalised_relu_nets_keep_the_variance(depth: int) -> None:
+def test_he_initialized_relu_nets_keep_the_variance(depth: int) -> None:
     x = points(fully_connected_kernel(depth), 5)
     ntk, nngp = fully_connected_kernel(depth).both(x)
     torch.testing.assert_close(nngp.diagonal(), 2 * x.square().mean(1), rtol=1e-12, atol=0)
@@ -317,7 +317,7 @@ def test_he_normalised_relu_nets_keep_the_variance(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 5, 20])
-def test_residual_nets_double_per_layer_and_with_layer_norm_grow_as_the_depth(depth: int) -> None:
+def test_residual_nets_double_per_layer_and_grow_linearly_with_layer_norm(depth: int) -> None:
     x = points(fully_connected_kernel(depth), 5)
     nngp = residual_kernel(depth).nngp(x).diagonal()
     torch.testing.assert_close(nngp, 2.0 ** (depth - 2) * 2 * x.square().mean(1), rtol=1e-12, atol=0)
@@ -326,16 +326,16 @@ def test_residual_nets_double_per_layer_and_with_layer_norm_grow_as_the_depth(de
     torch.testing.assert_close(ntk.diagonal(), (depth / 2 + 1) * torch.ones(5, dtype=x.dtype), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_kernels_are_positive_definite(name: str) -> None:
-    kernel = SOME[name]
+    kernel = EXAMPLES[name]
     for matrix in kernel.both(points(kernel, 12)):
         assert torch.linalg.eigvalsh(matrix).min() > 0
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_nngp_alone_is_the_nngp_of_both(name: str) -> None:
-    kernel = SOME[name]
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_nngp_and_ntk_equal_the_results_of_both(name: str) -> None:
+    kernel = EXAMPLES[name]
     x, z = points(kernel, 4), points(kernel, 3, seed=1)
     assert torch.equal(kernel.nngp(x, z), kernel.both(x, z)[1])
     assert torch.equal(kernel.ntk(x), kernel.both(x)[0])
@@ -354,7 +354,7 @@ def test_pooling_of_one_pixel_changes_nothing() -> None:
     torch.testing.assert_close(plain.ntk(x), pooled.ntk(x))
 
 
-def test_zero_points_have_a_kernel_where_there_is_a_bias() -> None:
+def test_zero_points_have_a_kernel_if_there_is_a_bias() -> None:
     kernel = fully_connected_kernel(3, bias_variance=0.1)
     assert kernel.ntk(torch.zeros(1, 4)).item() == pytest.approx(0.6)  # 0.1 + (0.1 + 0.1) + (0.1 + 0.1 + 0.1)
 
@@ -365,10 +365,10 @@ ONES = torch.ones(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("compute", "words"),
+    ("compute", "message"),
     [
-        (lambda: fully_connected_kernel(3).ntk(NAN), "rows 1, 2 of x holding NaN"),
-        (lambda: fully_connected_kernel(3).ntk(ZERO[:1], NAN), "rows 1, 2 of z holding NaN"),
+        (lambda: fully_connected_kernel(3).ntk(NAN), "rows 1, 2 of x: NaN"),
+        (lambda: fully_connected_kernel(3).ntk(ZERO[:1], NAN), "rows 1, 2 of z: NaN"),
         (lambda: fully_connected_kernel(3).ntk(ZERO), "row 1 of x: zero"),
         (lambda: residual_kernel(3, layer_norm=True).ntk(ZERO), "row 1 of x: zero"),
         (lambda: conv4_kernel().ntk(torch.zeros(1, 1, 16, 16)), "row 0 of x: zero"),
@@ -381,7 +381,7 @@ ONES = torch.ones(2, 3)
         (lambda: conv4_kernel().ntk(ONES), "must be images"),
         (lambda: conv4_kernel().ntk(torch.ones(1, 1, 15, 16)), "15×16 pixels are too small"),
         (lambda: conv4_kernel(memory=2**20).ntk(torch.ones(1, 1, 28, 28)), "memory is 1048576 bytes"),
-        (lambda: residual_kernel(200).ntk(ONES), "beyond torch.float32"),
+        (lambda: residual_kernel(200).ntk(ONES), "overflows torch.float32"),
         (lambda: fully_connected_kernel(0), "depth is 0"),
         (lambda: residual_kernel(0), "depth is 0"),
         (lambda: fully_connected_kernel(2, "tanh"), "must be one of relu"),
@@ -403,13 +403,13 @@ ONES = torch.ones(2, 3)
         ),
     ],
 )
-def test_what_has_no_kernel_is_refused_in_words(compute: Callable[[], Tensor], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_invalid_input_is_reported(compute: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         compute()
 
 
-def test_pooling_in_a_residual_branch_sees_every_pair_of_pixels() -> None:
-    """Means over windows of one pixel change nothing, but are only defined between all pixels."""
+def test_pooling_in_a_residual_branch_uses_every_pair_of_pixels() -> None:
+    """Pooling over windows of one pixel is the identity, but is defined only on covariances of all pairs of pixels."""
     plain, pooled = (
         convolutional_kernel([Conv(3), Residual((ReLU(), *pool, Conv(3))), ReLU(), Flatten(), Dense()])
         for pool in ((), (AveragePool(1),))
@@ -425,11 +425,11 @@ def test_layer_norm_makes_the_kernel_independent_of_the_scale_of_points() -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", SOME)
-def test_kernels_on_the_gpu_are_those_on_the_cpu(name: str) -> None:
-    kernel = SOME[name]
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kernels_on_the_gpu_equal_those_on_the_cpu(name: str) -> None:
+    kernel = EXAMPLES[name]
     x, z = points(kernel, 9), points(kernel, 6, seed=1)
     for columns in (None, z):
-        there = kernel.both(x.cuda(), None if columns is None else columns.cuda())
-        for gpu, cpu in zip(there, kernel.both(x, columns)):
+        gpu_kernels = kernel.both(x.cuda(), None if columns is None else columns.cuda())
+        for gpu, cpu in zip(gpu_kernels, kernel.both(x, columns)):
             torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-10, atol=1e-10)

@@ -19,7 +19,12 @@ from metabridge.kernels import (
 )
 
 KERNEL = fully_connected_kernel(depth=3)
-TWINS = [("mtl", {}), ("anil", {"inner_time": 0.3}), ("maml", {"inner_time": 0.3}), ("anil-split", {"inner_time": 0.3})]
+METHODS = [
+    ("mtl", {}),
+    ("anil", {"inner_time": 0.3}),
+    ("maml", {"inner_time": 0.3}),
+    ("anil-split", {"inner_time": 0.3}),
+]
 
 
 def unit_variance(train, test):
@@ -28,7 +33,7 @@ def unit_variance(train, test):
 
 
 def quadratics(seed=0, tasks=20, tests=20):
-    """The data of A §5.1, labels scaled to unit variance."""
+    """Return the data of Wang et al. 2021, §5.1, with targets scaled to unit variance."""
     generator = torch.Generator().manual_seed(seed)
     return unit_variance(Quadratic(shots=5, queries=5).sample(tasks, generator), Quadratic().sample(tests, generator))
 
@@ -40,35 +45,35 @@ def small():
 
 
 def flow(gram, time):
-    """M⁻¹(I − e^{−sM}) by definition."""
-    left = torch.zeros_like(gram) if math.isinf(time) else torch.from_numpy(expm(-time * gram.numpy()))
-    return torch.linalg.solve(gram, torch.eye(len(gram), dtype=gram.dtype) - left)
+    """Return M⁻¹(I − e^{−sM}) by definition."""
+    decay = torch.zeros_like(gram) if math.isinf(time) else torch.from_numpy(expm(-time * gram.numpy()))
+    return torch.linalg.solve(gram, torch.eye(len(gram), dtype=gram.dtype) - decay)
 
 
 @pytest.mark.parametrize("outer", [2.0, math.inf])
 @pytest.mark.parametrize(("name", "inner"), [("mtl", 0.0), ("anil", 0.3)])
-def test_without_a_split_the_prediction_is_lemma_1(small, name, inner, outer):
+def test_prediction_without_a_split_equals_lemma_1(small, name, inner, outer):
     train, test = small
     tasks = train.without_split()
     x, y, test_time = tasks.support_x, tasks.support_y, 0.7
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
-    own = torch.block_diag(*torch.ones(4, 10, 10)).bool()
+    same_task = torch.block_diag(*torch.ones(4, 10, 10)).bool()
     left = torch.block_diag(*(torch.from_numpy(expm(-inner * KERNEL.nngp(points).numpy())) for points in x))
-    phi = torch.where(own, ntk, ntk - nngp) if name == "mtl" else left @ ntk @ left
+    phi = torch.where(same_task, ntk, ntk - nngp) if name == "mtl" else left @ ntk @ left
     weights = left @ flow(phi, outer) @ left @ y.flatten(0, 1)
-    twin = KernelLearner(KERNEL, name, inner_time=inner, test_time=test_time, outer_time=outer).fit(train)
-    found = twin.predict(test)
+    fitted = KernelLearner(KERNEL, name, inner_time=inner, test_time=test_time, outer_time=outer).fit(train)
+    predictions = fitted.predict(test)
     for task in range(3):
         query, support = test.query_x[task], test.support_x[task]
         adapted = KERNEL.nngp(query, support) @ flow(KERNEL.nngp(support), test_time)
         body = [kernel - nngp for kernel, nngp in (KERNEL.both(z, x.flatten(0, 1)) for z in (query, support))]
-        wanted = adapted @ test.support_y[task] + (body[0] - adapted @ body[1]) @ weights
-        assert torch.allclose(found[task], wanted, atol=1e-8)
+        expected = adapted @ test.support_y[task] + (body[0] - adapted @ body[1]) @ weights
+        assert torch.allclose(predictions[task], expected, atol=1e-8)
 
 
 @pytest.mark.parametrize("outer", [2.0, math.inf])
 @pytest.mark.parametrize("name", ["maml", "anil-split"])
-def test_with_a_split_the_prediction_is_theorem_2(small, name, outer):
+def test_prediction_with_a_split_equals_theorem_2(small, name, outer):
     train, test = small
     inner = KERNEL.ntk if name == "maml" else KERNEL.nngp
 
@@ -90,66 +95,68 @@ def test_with_a_split_the_prediction_is_theorem_2(small, name, outer):
     sets = zip(train.query_x, train.query_y, train.support_x, train.support_y)
     left = [y - explained(x, sx, s) @ sy for x, y, sx, sy in sets]
     weights = flow(between(train, train, s, s), outer) @ torch.cat(left)
-    alone = torch.stack([explained(x, sx, t) @ sy for x, sx, sy in zip(test.query_x, test.support_x, test.support_y)])
-    wanted = alone + (between(test, train, t, s) @ weights).unflatten(0, alone.shape[:2])
-    found = KernelLearner(KERNEL, name, inner_time=s, test_time=t, outer_time=outer).fit(train).predict(test)
-    assert torch.allclose(found, wanted, atol=1e-8)
+    inner_only = torch.stack(
+        [explained(x, sx, t) @ sy for x, sx, sy in zip(test.query_x, test.support_x, test.support_y)]
+    )
+    expected = inner_only + (between(test, train, t, s) @ weights).unflatten(0, inner_only.shape[:2])
+    predictions = KernelLearner(KERNEL, name, inner_time=s, test_time=t, outer_time=outer).fit(train).predict(test)
+    assert torch.allclose(predictions, expected, atol=1e-8)
 
 
-def test_anils_prediction_does_not_depend_on_its_inner_time_unless_training_stops_early_or_has_a_ridge():
-    """Fact 2: Y − G_s = e^{−sK}Y cancels against Φ."""
+def test_anil_does_not_depend_on_its_inner_time_unless_training_stops_early_or_has_a_ridge():
+    """Y − G_s = e^{−sK}Y cancels against Φ."""
     train, test = quadratics()
 
-    def at(time, **options):
+    def predict(time, **options):
         return KernelLearner(KERNEL, "anil", inner_time=time, test_time=math.inf, **options).fit(train).predict(test)
 
-    assert torch.allclose(at(0.0), at(0.5), atol=1e-4)
-    assert not torch.allclose(at(0.0, ridge=0.1), at(0.5, ridge=0.1), atol=1e-2)
-    assert not torch.allclose(at(0.0, outer_time=1.0), at(0.5, outer_time=1.0), atol=1e-2)
+    assert torch.allclose(predict(0.0), predict(0.5), atol=1e-4)
+    assert not torch.allclose(predict(0.0, ridge=0.1), predict(0.5, ridge=0.1), atol=1e-2)
+    assert not torch.allclose(predict(0.0, outer_time=1.0), predict(0.5, outer_time=1.0), atol=1e-2)
 
 
 def test_the_gap_between_anil_and_mtl_falls_like_one_over_the_depth():
-    """Fact 3: the mean over 5 seeds and 20 test tasks; other seeds differ by a tenth."""
+    """Means over 5 seeds and 20 test tasks. Other seeds differ by a tenth."""
     measured = {2: 1.19, 3: 0.78, 5: 0.44, 7: 0.32, 10: 0.23, 15: 0.15, 20: 0.11}
-    for depth, wanted in measured.items():
+    for depth, expected in measured.items():
         kernel, gaps = fully_connected_kernel(depth=depth), []
         for seed in range(5):
             train, test = quadratics(seed)
             anil = predict_anil(kernel, train, test, inner_time=0.0, test_time=math.inf)
             gaps.append((anil - predict_mtl(kernel, train, test)).norm(dim=(1, 2)).mean())
-        assert float(torch.stack(gaps).mean()) == pytest.approx(wanted, rel=0.15)
+        assert float(torch.stack(gaps).mean()) == pytest.approx(expected, rel=0.15)
 
 
-def test_the_first_words_are_those_of_the_learner(small):
+def test_predict_functions_equal_the_learner(small):
     train, test = small
     pairs = [
         (predict_mtl(KERNEL, train, test), KernelLearner(KERNEL, "mtl")),
         (predict_maml(KERNEL, train, test, inner_time=0.5), KernelLearner(KERNEL, "maml", inner_time=0.5)),
     ]
-    for short, learner in pairs:
-        assert torch.equal(short, learner.fit(train).predict(test))
+    for predictions, learner in pairs:
+        assert torch.equal(predictions, learner.fit(train).predict(test))
 
 
-@pytest.mark.parametrize(("name", "times"), TWINS)
-def test_without_room_for_the_matrix_the_prediction_is_the_same(small, name, times):
+@pytest.mark.parametrize(("name", "times"), METHODS)
+def test_prediction_is_the_same_if_the_matrix_does_not_fit_in_memory(small, name, times):
     train, test = small
-    whole = KernelLearner(KERNEL, name, **times).fit(train)
-    part = KernelLearner(KERNEL, name, **times, memory=10_000).fit(train)
-    assert "matrix" in vars(whole)
-    assert "matrix" not in vars(part)
-    assert torch.allclose(whole.predict(test), part.predict(test), rtol=1e-6, atol=1e-6)
+    direct = KernelLearner(KERNEL, name, **times).fit(train)
+    iterative = KernelLearner(KERNEL, name, **times, memory=10_000).fit(train)
+    assert "matrix" in vars(direct)
+    assert "matrix" not in vars(iterative)
+    assert torch.allclose(direct.predict(test), iterative.predict(test), rtol=1e-6, atol=1e-6)
 
 
 def test_independent_heads_learn_nothing_from_other_tasks(small):
     train, test = small
     fitted = KernelLearner(KERNEL, "mtl", heads="independent").fit(train)
-    alone = KERNEL.nngp(test.query_x[0], test.support_x[0]) @ torch.linalg.solve(
+    support_only = KERNEL.nngp(test.query_x[0], test.support_x[0]) @ torch.linalg.solve(
         KERNEL.nngp(test.support_x[0]), test.support_y[0]
     )
-    assert torch.allclose(fitted.predict(test)[0], alone, atol=1e-10)
+    assert torch.allclose(fitted.predict(test)[0], support_only, atol=1e-10)
 
 
-def test_labels_are_learnt_as_one_hot_targets_and_evaluate_judges_a_twin_like_a_model():
+def test_labels_become_one_hot_targets_and_evaluate_accepts_a_fitted_learner():
     class Blobs:
         outputs = 3
 
@@ -160,35 +167,35 @@ def test_labels_are_learnt_as_one_hot_targets_and_evaluate_judges_a_twin_like_a_
             return Episodes(x[:, :, :2].flatten(1, 2), labels[0], x[:, :, 2:].flatten(1, 2), labels[1])
 
     train = Blobs().sample(10, torch.Generator().manual_seed(0))
-    for name, times in TWINS:
+    for name, times in METHODS:
         fitted = KernelLearner(KERNEL, name, **times, ridge=1e-3).fit(train)
         assert evaluate(fitted, Blobs(), tasks=40).mean > 0.8
 
 
-def test_bad_input_is_named(small):
+def test_invalid_settings_and_tasks_are_named(small):
     train, test = small
     with pytest.raises(InputError, match="method is 'reptile'"):
         KernelLearner(KERNEL, "reptile")
     with pytest.raises(InputError, match="ridge is -1, but must not be negative"):
         KernelLearner(KERNEL, "mtl", ridge=-1)
-    with pytest.raises(InputError, match="inner_time is infinite, but without a split"):
+    with pytest.raises(InputError, match="inner_time is infinite, but without a query-support split"):
         KernelLearner(KERNEL, "anil")
     with pytest.raises(InputError, match="heads is 'independent', but maml trains one head"):
         KernelLearner(KERNEL, "maml", heads="independent")
     fitted = KernelLearner(KERNEL, "mtl").fit(train)
     with pytest.raises(InputError, match=r"the points are of shape \(9,\)"):
         fitted.predict(replace(test, query_x=test.query_x[..., :9], support_x=test.support_x[..., :9]))
-    twice = replace(train, query_x=train.support_x.clone())
+    duplicated = replace(train, query_x=train.support_x.clone())
     with pytest.raises(InputError, match="points 0 and 5 of the training tasks are the same"):
-        KernelLearner(KERNEL, "mtl").fit(twice)
-    assert KernelLearner(KERNEL, "mtl", ridge=0.1).fit(twice).jitter == 0
+        KernelLearner(KERNEL, "mtl").fit(duplicated)
+    assert KernelLearner(KERNEL, "mtl", ridge=0.1).fit(duplicated).jitter == 0
     assert math.isfinite(fitted.condition_number())
     assert fitted.jitter == 0
 
 
 @dataclass
-class Counted:
-    """A kernel that counts how often it is asked."""
+class CountingKernel:
+    """A kernel that counts its calls."""
 
     kernel: AnalyticKernel
     calls: int = 0
@@ -207,10 +214,10 @@ class Counted:
 
 
 @pytest.mark.parametrize("name", ["mtl", "anil", "maml"])
-def test_many_test_tasks_are_predicted_in_few_calls_of_the_kernel(name):
+def test_many_test_tasks_need_few_calls_of_the_kernel(name):
     generator = torch.Generator().manual_seed(0)
     train, test = Quadratic().sample(10, generator), Quadratic().sample(300, generator)
-    kernel = Counted(fully_connected_kernel(depth=3))
+    kernel = CountingKernel(fully_connected_kernel(depth=3))
     fitted = KernelLearner(kernel, name, inner_time=0.3).fit(train)
     kernel.calls = 0
     together = fitted.predict(test)
@@ -219,59 +226,61 @@ def test_many_test_tasks_are_predicted_in_few_calls_of_the_kernel(name):
     assert torch.allclose(together[:5], one_by_one, atol=1e-9)
 
 
-def test_no_kernel_is_larger_than_the_memory_also_where_supports_are_many(small):
+def test_no_kernel_exceeds_the_memory_with_many_support_points(small):
     train, _ = small
     points = torch.randn(len(train), 25, *train.query_x.shape[2:], dtype=torch.float64)
-    lopsided = Episodes.split(points, points[..., :1], shots=24)
+    episodes = Episodes.split(points, points[..., :1], shots=24)
     sizes = []
 
     @dataclass(frozen=True)
-    class Noted(AnalyticKernel):
+    class RecordingKernel(AnalyticKernel):
         def both(self, x, z=None):
-            found = super().both(x, z)
-            sizes.append(found[0].nbytes)
-            return found
+            ntk, nngp = super().both(x, z)
+            sizes.append(ntk.nbytes)
+            return ntk, nngp
 
-    KernelLearner(Noted(KERNEL.layers), "maml", inner_time=0.3, memory=100_000).fit(lopsided)
+    KernelLearner(RecordingKernel(KERNEL.layers), "maml", inner_time=0.3, memory=100_000).fit(episodes)
     assert sizes
     assert max(sizes) <= 100_000
 
 
-def test_an_inner_ridge_counts_in_training_too(small):
+def test_inner_ridge_is_used_in_training(small):
     train, _ = small
-    plain, ridged = (
+    without_ridge, with_ridge = (
         KernelLearner(KERNEL, "anil", inner_time=0.3, inner_ridge=ridge).fit(train) for ridge in (0.0, 1.0)
     )
-    assert not torch.allclose(plain.matrix, ridged.matrix)
+    assert not torch.allclose(without_ridge.matrix, with_ridge.matrix)
 
 
-@pytest.mark.parametrize(("name", "times"), TWINS)
-def test_without_room_for_the_matrix_the_ridge_counts_too(small, name, times):
+@pytest.mark.parametrize(("name", "times"), METHODS)
+def test_ridge_is_used_if_the_matrix_does_not_fit_in_memory(small, name, times):
     train, test = small
-    whole, part = (KernelLearner(KERNEL, name, **times, ridge=0.3, memory=memory).fit(train) for memory in (2**32, 1))
-    assert "matrix" not in vars(part)
-    torch.testing.assert_close(part.predict(test), whole.predict(test), rtol=1e-6, atol=1e-8)
+    direct, iterative = (
+        KernelLearner(KERNEL, name, **times, ridge=0.3, memory=memory).fit(train) for memory in (2**32, 1)
+    )
+    assert "matrix" not in vars(iterative)
+    torch.testing.assert_close(iterative.predict(test), direct.predict(test), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize(("name", "times"), TWINS)
-def test_a_long_training_with_a_ridge_ends_as_one_to_the_end(small, name, times):
+@pytest.mark.parametrize(("name", "times"), METHODS)
+def test_long_training_with_a_ridge_approaches_training_to_convergence(small, name, times):
     train, test = small
-    long, ended = (
+    long, converged = (
         KernelLearner(KERNEL, name, **times, outer_time=outer, ridge=0.3).fit(train).predict(test)
         for outer in (1e9, math.inf)
     )
-    torch.testing.assert_close(long, ended, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(long, converged, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize(("name", "times"), TWINS)
-def test_the_condition_number_is_that_of_the_matrix_with_its_ridge(small, name, times):
+@pytest.mark.parametrize(("name", "times"), METHODS)
+def test_condition_number_includes_the_ridge(small, name, times):
     fitted = KernelLearner(KERNEL, name, **times, ridge=0.3).fit(small[0])
     values = torch.linalg.eigvalsh(fitted.matrix) + 0.3
     assert fitted.condition_number() == pytest.approx(float(values[-1] / values[0]))
 
 
-def test_the_matrix_of_independent_heads_is_their_kernel(small):
+def test_matrix_of_independent_heads_is_the_mtl_kernel(small):
     train = small[0]
     fitted = KernelLearner(KERNEL, "mtl", heads="independent").fit(train)
-    wanted = mtl_kernel(KERNEL, train.without_split().support_x, "independent")
-    torch.testing.assert_close(fitted.matrix, wanted)
+    expected = mtl_kernel(KERNEL, train.without_split().support_x, "independent")
+    torch.testing.assert_close(fitted.matrix, expected)

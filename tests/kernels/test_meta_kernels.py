@@ -25,26 +25,26 @@ KERNEL = fully_connected_kernel(depth=3)
 
 @pytest.fixture
 def tasks():
-    """Queries (3, 4, 5) and supports (3, 2, 5)."""
+    """Return queries (3, 4, 5) and supports (3, 2, 5)."""
     x = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return x[:, :4], x[:, 4:]
 
 
-def semi_definite(matrix):
+def is_positive_semidefinite(matrix):
     values = torch.linalg.eigvalsh(matrix)
     return torch.allclose(matrix, matrix.mT, rtol=1e-12) and values[0] > -1e-12 * values[-1]
 
 
 @pytest.mark.parametrize("time", [0.0, 1e-9, 0.3, 5.0, math.inf])
-def test_adaptation_and_decay_are_those_of_gradient_flow(tasks, time):
+def test_adaptation_and_decay_equal_their_definition_by_gradient_flow(tasks, time):
     gram = KERNEL.ntk(tasks[0][0])
     left = torch.zeros_like(gram) if math.isinf(time) else torch.from_numpy(expm(-time * gram.numpy()))
     assert torch.allclose(residual_decay(gram, time), left, atol=1e-12)
-    wanted = torch.linalg.solve(gram, torch.eye(4, dtype=gram.dtype) - left)
-    assert torch.allclose(adaptation_operator(gram, time), wanted, rtol=1e-6 if time == 1e-9 else 1e-10, atol=1e-16)
+    expected = torch.linalg.solve(gram, torch.eye(4, dtype=gram.dtype) - left)
+    assert torch.allclose(adaptation_operator(gram, time), expected, rtol=1e-6 if time == 1e-9 else 1e-10, atol=1e-16)
 
 
-def test_adaptation_for_a_short_time_is_that_time_however_singular_the_matrix():
+def test_adaptation_for_a_short_time_equals_the_time_even_for_a_singular_matrix():
     ones = torch.ones(2, 2, dtype=torch.float64)
     assert torch.allclose(adaptation_operator(ones, 1e-12), 1e-12 * torch.eye(2, dtype=torch.float64), rtol=1e-9)
     with pytest.raises(InputError, match="a support set of 2 points has a Gram matrix that cannot be inverted"):
@@ -52,7 +52,7 @@ def test_adaptation_for_a_short_time_is_that_time_however_singular_the_matrix():
     assert torch.isfinite(adaptation_operator(ones, math.inf, ridge=0.1)).all()
 
 
-def test_the_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_them(tasks):
+def test_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_tasks(tasks):
     x = tasks[0]
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
     for heads in ("shared", "independent"):
@@ -62,27 +62,27 @@ def test_the_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_them(t
                 rows, columns = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
                 between = ntk - nngp if heads == "shared" else 0 * ntk
                 assert torch.allclose(kernel[rows, columns], (ntk if i == j else between)[rows, columns])
-        assert semi_definite(kernel)
+        assert is_positive_semidefinite(kernel)
 
 
-def test_the_anil_kernel_has_each_tasks_decay_on_either_side(tasks):
+def test_anil_kernel_applies_the_decay_of_both_tasks(tasks):
     x, time = tasks[0], 0.2
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
     left = torch.block_diag(*(torch.from_numpy(expm(-time * block.numpy())) for block in diagonal_blocks(nngp, 4)))
     kernel = anil_kernel(KERNEL, x, time)
     assert torch.allclose(kernel, left @ ntk @ left, atol=1e-12)
-    assert semi_definite(kernel)
-    own = torch.block_diag(*diagonal_blocks(ntk, 4))
-    assert torch.allclose(anil_kernel(KERNEL, x, time, "independent"), left @ own @ left, atol=1e-12)
+    assert is_positive_semidefinite(kernel)
+    within_tasks = torch.block_diag(*diagonal_blocks(ntk, 4))
+    assert torch.allclose(anil_kernel(KERNEL, x, time, "independent"), left @ within_tasks @ left, atol=1e-12)
 
 
 @pytest.mark.parametrize("time", [0.3, math.inf])
 @pytest.mark.parametrize("adapts", ["all", "head"])
-def test_the_split_kernel_equals_its_four_terms(tasks, adapts, time):
-    """B eq. 106, and eq. 112 for ANIL."""
+def test_split_kernel_equals_its_four_terms(tasks, adapts, time):
+    """Wang et al. 2022, eq. 106, and eq. 112 for ANIL."""
     (x, support), ntk = tasks, KERNEL.ntk
     inner = ntk if adapts == "all" else KERNEL.nngp
-    found = split_kernel(KERNEL, x, support, adapts=adapts, time=time)
+    result = split_kernel(KERNEL, x, support, adapts=adapts, time=time)
     for i in range(3):
         for j in range(3):
             a = inner(x[i], support[i]) @ adaptation_operator(inner(support[i]), time)
@@ -93,32 +93,32 @@ def test_the_split_kernel_equals_its_four_terms(tasks, adapts, time):
                 - a @ ntk(support[i], x[j])
                 - ntk(x[i], support[j]) @ b.mT
             )
-            assert torch.allclose(found[4 * i : 4 * i + 4, 4 * j : 4 * j + 4], terms, atol=1e-10)
-    assert semi_definite(found)
-    apart = split_kernel(KERNEL, x[:1], support[:1], (x[1:], support[1:]), adapts=adapts, time=time)
-    assert torch.allclose(apart, found[:4, 4:], atol=1e-10)
+            assert torch.allclose(result[4 * i : 4 * i + 4, 4 * j : 4 * j + 4], terms, atol=1e-10)
+    assert is_positive_semidefinite(result)
+    single = split_kernel(KERNEL, x[:1], support[:1], (x[1:], support[1:]), adapts=adapts, time=time)
+    assert torch.allclose(single, result[:4, 4:], atol=1e-10)
 
 
-def test_a_sandwich_is_a_product_of_block_diagonal_matrices():
+def test_sandwich_equals_a_product_of_block_diagonal_matrices():
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(2, 3, 4, generator=generator), torch.randn(5, 2, 6, generator=generator)
     matrix = torch.randn(8, 30, generator=generator)
-    wanted = torch.block_diag(*left) @ matrix @ torch.block_diag(*right).mT
-    assert torch.allclose(sandwich(left, matrix, right), wanted, atol=1e-5)
+    expected = torch.block_diag(*left) @ matrix @ torch.block_diag(*right).mT
+    assert torch.allclose(sandwich(left, matrix, right), expected, atol=1e-5)
 
 
 def gradients(net, x, head):
-    """The gradient of one output with this head with respect to the body, a row for each point."""
+    """Return the gradients of the output of a head with respect to the body, one row per point."""
     body = list(net.features.parameters())
     rows = []
     for point in x:
         value = (net.features(point[None]) @ head).squeeze()
-        rows.append(torch.cat([slope.flatten() for slope in torch.autograd.grad(value, body)]))
+        rows.append(torch.cat([grad.flatten() for grad in torch.autograd.grad(value, body)]))
     return torch.stack(rows)
 
 
-def test_the_bodys_part_stands_between_tasks_whose_heads_start_alike_and_vanishes_between_independent_ones(tasks):
-    """Fact of finite widths: error and norm both fall like 1/√width."""
+def test_body_kernel_between_tasks_remains_with_shared_heads_and_vanishes_with_independent_heads(tasks):
+    """At finite width the error (shared heads) and the norm (independent heads) fall like 1/√width."""
     x, z = tasks[0][0], tasks[0][1]
     ntk, nngp = KERNEL.both(x, z)
     limit = ntk - nngp
@@ -135,18 +135,18 @@ def test_the_bodys_part_stands_between_tasks_whose_heads_start_alike_and_vanishe
         shared[width], independent[width] = (float(torch.stack(values).mean()) for values in (errors, norms))
     assert shared[1024] < 0.16
     assert independent[1024] < 0.1
-    assert 1.8 < shared[64] / shared[1024] < 8  # √16 = 4, within a factor of two
+    assert 1.8 < shared[64] / shared[1024] < 8  # √16 = 4 within a factor of about two
     assert 1.8 < independent[64] / independent[1024] < 8
 
 
-def test_what_a_support_explains_of_its_own_points_is_everything_at_infinite_time(tasks):
+def test_support_set_explains_its_points_completely_at_infinite_time(tasks):
     support = tasks[1]
     left = residual_operator(KERNEL, support, support, "all", math.inf)
     assert torch.allclose(left[..., :2] + left[..., 2:], torch.zeros(3, 2, 2, dtype=torch.float64), atol=1e-10)
 
 
 @pytest.mark.parametrize("time", [0.0, 0.3, 5.0, math.inf])
-def test_with_a_ridge_too_what_is_left_is_what_adaptation_does_not_explain(tasks, time):
+def test_decay_with_a_ridge_is_the_part_that_adaptation_does_not_explain(tasks, time):
     gram = KERNEL.ntk(tasks[0][0])
     left = torch.eye(len(gram), dtype=gram.dtype) - gram @ adaptation_operator(gram, time, ridge=0.2)
     assert torch.allclose(residual_decay(gram, time, ridge=0.2), left, atol=1e-12)

@@ -87,7 +87,7 @@ def kernel_twins(kernel: Kernel, environment: Environment, seed: int, *, progres
     """
     example = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
     training = environment.sample(max(2, TRAINING_POINTS // example.shape[1]), torch.Generator().manual_seed(seed))
-    prepared = KernelLearner(kernel, "maml").prepared(training, "training task")
+    prepared = KernelLearner(kernel, "maml").prepare(training, "training task")
     scale = float(kernel.ntk(prepared.support_x[0]).diagonal().mean())
     alone = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
     base = evaluate(alone, environment, tasks=JUDGED_TASKS, seed=seed + 2)

@@ -1,4 +1,4 @@
-"""Closed-form twins: NTK and NNGP of wide and of finite networks, kernels between tasks, and what they predict."""
+"""Kernels of wide and finite networks (NTK and NNGP), kernels between tasks, and the predictions that follow."""
 
 from metabridge.kernels.activations import Cosine, Erf, Gelu, ReLU, Sine
 from metabridge.kernels.analytic_kernel import AnalyticKernel

@@ -1,4 +1,4 @@
-"""NNGP kernel and NTK of infinitely wide networks, in closed form: the architectures."""
+"""Analytic kernels of common architectures: fully connected, residual and convolutional networks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,28 @@ def fully_connected_kernel(
     *,
     memory: int = MEMORY,
 ) -> AnalyticKernel:
-    """Return the kernels of a fully connected net of `depth` layers of weights, depth − 1 of them hidden.
+    """Return the kernels of an infinitely wide fully connected network.
 
-    The variances are σ_w² and σ_b² of every layer, the readout too; the default is He's for ReLU. Activations are
-    relu, leaky-relu, erf, gelu, sine, cosine and identity, or an instance with settings of its own.
+    Args:
+        depth: Number of layers with weights; depth − 1 of them are hidden.
+        activation: "relu", "leaky-relu", "erf", "gelu", "sine", "cosine" or "identity", or an instance such as
+            `ReLU(slope=0.1)`.
+        weight_variance: σ_w² of every layer, including the readout. The default is He's for ReLU.
+        bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
+        memory: Maximum number of bytes used in addition to inputs and results.
 
-    >>> import torch
-    >>> fully_connected_kernel(depth=2).ntk(torch.eye(2))
-    tensor([[2.0000, 0.3183],
-            [0.3183, 2.0000]])
+    Returns:
+        The kernels of the network.
+
+    Raises:
+        InputError: If the depth, the activation or a variance is invalid.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import fully_connected_kernel
+        >>> fully_connected_kernel(depth=2).ntk(torch.eye(2))
+        tensor([[2.0000, 0.3183],
+                [0.3183, 2.0000]])
     """
     _check_depth(depth)
     dense = Dense(weight_variance, bias_variance)
@@ -45,19 +58,35 @@ def residual_kernel(
     bias_variance: float = 0.0,
     memory: int = MEMORY,
 ) -> AnalyticKernel:
-    """Return the kernels of a residual net of `depth` layers of weights (A cor. 1.1).
+    """Return the kernels of an infinitely wide residual network (Wang et al. 2021, cor. 1.1).
 
-    h¹ = W¹x, hˡ = hˡ⁻¹ + Wˡφ(hˡ⁻¹) for 1 < l < L, f = W^L φ(h^{L−1}), with A's NTK parameterisation and biases where
-    they have variance. So Σˡ = Σˡ⁻¹ + σ_w² E[φφ] + σ_b² and Θˡ = Θˡ⁻¹ + σ_w² E[φ'φ']Θˡ⁻¹ + σ_w² E[φφ] + σ_b²: with
-    ReLU and σ_w² = 2 both double per layer, the factor e^L of A app. B.6 up to its base. With `layer_norm`, hˡ is
-    normalised after each addition, and h¹ as well: Σˡ has ones in its diagonal, and Θˡ grows as l, as it does without
-    residual connections.
+    The network is h¹ = W¹x, hˡ = hˡ⁻¹ + Wˡφ(hˡ⁻¹) for 1 < l < L, f = W^L φ(h^{L−1}), in NTK parameterization, with
+    biases if `bias_variance` is positive. Hence Σˡ = Σˡ⁻¹ + σ_w² E[φφ] + σ_b² and
+    Θˡ = Θˡ⁻¹ + σ_w² E[φ'φ']Θˡ⁻¹ + σ_w² E[φφ] + σ_b². With ReLU and σ_w² = 2 both double in every layer
+    (Wang et al. 2021, app. B.6, write the growth as e^L, which differs in the base only).
 
-    >>> import torch
-    >>> residual_kernel(depth=3).nngp(torch.eye(2)).diagonal()
-    tensor([2., 2.])
-    >>> residual_kernel(depth=30, layer_norm=True).nngp(torch.eye(2)).diagonal()
-    tensor([1., 1.])
+    Args:
+        depth: Number of layers with weights, L.
+        layer_norm: Whether to normalize h¹ and every hˡ after the addition. Then the diagonal of Σˡ is 1 and Θˡ grows
+            linearly in l, as it does without residual connections.
+        activation: Name or instance, as in `fully_connected_kernel`.
+        weight_variance: σ_w² of every layer, including the readout.
+        bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
+        memory: Maximum number of bytes used in addition to inputs and results.
+
+    Returns:
+        The kernels of the network.
+
+    Raises:
+        InputError: If the depth, the activation or a variance is invalid.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import residual_kernel
+        >>> residual_kernel(depth=3).nngp(torch.eye(2)).diagonal()
+        tensor([2., 2.])
+        >>> residual_kernel(depth=30, layer_norm=True).nngp(torch.eye(2)).diagonal()
+        tensor([1., 1.])
     """
     _check_depth(depth)
     dense, between = Dense(weight_variance, bias_variance), activation_layers(activation)
@@ -69,19 +98,30 @@ def residual_kernel(
 
 
 def convolutional_kernel(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticKernel:
-    """Return the kernels of a stack of layers on images.
+    """Return the kernels of an infinitely wide convolutional network given by its layers.
 
-    Without pooling a pair of images costs one covariance per pixel. With pooling it costs one for each pair of pixels,
-    up to the last pooling layer.
+    Without pooling, a pair of images costs one covariance per pixel. With pooling, it costs one covariance per pair of
+    pixels up to the last pooling layer.
 
-    >>> import torch
-    >>> from metabridge.kernels import Conv, Dense, Flatten, ReLU
-    >>> kernel = convolutional_kernel([Conv(3), ReLU(), Conv(3, stride=2), ReLU(), Flatten(), Dense()])
-    >>> kernel.ntk(torch.ones(1, 3, 8, 8))
-    tensor([[4.4491]])
+    Args:
+        layers: The layers. One of them must be `Flatten` or `GlobalAveragePool`, and the last one `Dense`.
+        memory: Maximum number of bytes used in addition to inputs and results.
+
+    Returns:
+        The kernels of the network.
+
+    Raises:
+        InputError: If the layers are not in a valid order.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import Conv, Dense, Flatten, ReLU, convolutional_kernel
+        >>> kernel = convolutional_kernel([Conv(3), ReLU(), Conv(3, stride=2), ReLU(), Flatten(), Dense()])
+        >>> kernel.ntk(torch.ones(1, 3, 8, 8))
+        tensor([[4.4491]])
     """
     kernel = AnalyticKernel(tuple(layers), memory)
-    if not kernel.space:
+    if not kernel.pixel_dims:
         raise InputError("a convolutional kernel needs a Flatten or GlobalAveragePool before its readout.")
     return kernel
 
@@ -93,23 +133,37 @@ def conv4_kernel(
     bias_variance: float = 0.0,
     memory: int = MEMORY,
 ) -> AnalyticKernel:
-    """Return the kernels of conv4 with average pooling: max pooling, which conv4 has, has no closed form.
+    """Return the kernels of an infinitely wide conv4 with average pooling, since max pooling has no closed form.
 
-    Four blocks of 3×3 convolution with padding 1, ReLU and 2×2 average pooling, no batch norm; then all pixels that are
-    left, or their mean, and a dense readout. Images may have any size from 16×16 pixels.
+    The network has four blocks of 3×3 convolution with padding 1, ReLU and 2×2 average pooling, without batch norm,
+    and a dense readout. Images must have at least 16×16 pixels.
 
-    >>> import torch
-    >>> conv4_kernel().nngp(torch.ones(1, 1, 16, 16))
-    tensor([[0.2551]])
+    Args:
+        pooling: "flatten" to read out all remaining pixels, "global" to read out their mean.
+        weight_variance: σ_w² of every layer, including the readout.
+        bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
+        memory: Maximum number of bytes used in addition to inputs and results.
+
+    Returns:
+        The kernels of the network.
+
+    Raises:
+        InputError: If `pooling` or a variance is invalid.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import conv4_kernel
+        >>> conv4_kernel().nngp(torch.ones(1, 1, 16, 16))
+        tensor([[0.2551]])
     """
     if pooling not in ("flatten", "global"):
         raise InputError(f"pooling is '{pooling}', but must be 'flatten' or 'global'.")
     convolution = Conv(3, padding=1, weight_variance=weight_variance, bias_variance=bias_variance)
     block: tuple[Layer, ...] = (convolution, *activation_layers("relu"), AveragePool(2))
-    end = Flatten() if pooling == "flatten" else GlobalAveragePool()
-    return convolutional_kernel((*block * 4, end, Dense(weight_variance, bias_variance)), memory=memory)
+    readout_input = Flatten() if pooling == "flatten" else GlobalAveragePool()
+    return convolutional_kernel((*block * 4, readout_input, Dense(weight_variance, bias_variance)), memory=memory)
 
 
 def _check_depth(depth: int) -> None:
     if depth < 1:
-        raise InputError(f"depth is {depth}, but a network has at least one layer: depth=1 is linear.")
+        raise InputError(f"depth is {depth}, but a network has at least one layer. Use depth=1 for a linear network.")

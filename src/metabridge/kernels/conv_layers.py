@@ -1,4 +1,4 @@
-"""Convolution and pooling of images, as maps of the covariances between their pixels."""
+"""Convolution and pooling of images, as linear maps of the covariances between pixels."""
 
 from __future__ import annotations
 
@@ -12,29 +12,44 @@ from torch.nn import functional as F
 from metabridge.errors import InputError
 from metabridge.kernels.layers import KernelState, check_variances
 
-# Where height and width are among the dimensions of a tensor, for the two ways to hold pixels against each other.
+# The dimensions of height and of width, by the number of pixel dimensions.
 _AXES = {2: ((-2,), (-1,)), 4: ((-4, -2), (-3, -1))}
 
 
 @runtime_checkable
 class Spatial(Protocol):
-    """A layer that changes the images' size."""
+    """A layer that changes the size of images."""
 
-    def span(self, length: int) -> int:
-        """Return the largest length of an image's side within the layer, padding included."""
+    def padded_length(self, length: int) -> int:
+        """Return the side length of the images within the layer, padding included."""
         ...
 
-    def length(self, length: int) -> int:
-        """Return the length of the outputs' side."""
+    def output_length(self, length: int) -> int:
+        """Return the side length of the output images."""
         ...
 
 
 @dataclass(frozen=True)
 class Conv:
-    """A size×size convolution: the mean over the patch, Σ'(a, b) = σ_w² mean_δ Σ(a+δ, b+δ) + σ_b².
+    """A size×size convolution: Σ'(a, b) = σ_w² mean_δ Σ(a+δ, b+δ) + σ_b², a mean over the patch.
 
-    Padding is by zeros: a number of pixels at each side, 'valid' for none, or 'same' for as many as leave length/stride
-    pixels, rounded up, the odd one at the end.
+    Args:
+        size: Side length of the kernel window, in pixels.
+        stride: Distance between windows, in pixels.
+        padding: Number of zero pixels added at each side, "valid" for none, or "same" for as many as give an output of
+            length/stride pixels, rounded up; an odd pixel is added at the end.
+        weight_variance: σ_w², must be positive.
+        bias_variance: σ_b²; 0 for a layer without bias.
+
+    Raises:
+        InputError: If a setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import Conv, Dense, Flatten, ReLU, convolutional_kernel
+        >>> kernel = convolutional_kernel([Conv(3, padding="valid"), ReLU(), Flatten(), Dense()])
+        >>> kernel.nngp(torch.ones(1, 3, 8, 8))
+        tensor([[2.]])
     """
 
     size: int = 3
@@ -50,50 +65,65 @@ class Conv:
             raise InputError(f"padding is {self.padding!r}, but must be 'same', 'valid' or a number of pixels.")
 
     def propagate(self, state: KernelState) -> None:
-        """Average each pair of patches, pixel by pixel, and put the parameters on top."""
-        axes = _AXES[state.space]
-        state.map(lambda values: self._patches(values, axes))
+        """Average over pairs of patches and apply the parameters."""
+        axes = _AXES[state.pixel_dims]
+        state.map(lambda values: self._sum_patches(values, axes))
         state.add_parameters(self.weight_variance / self.size**2, self.bias_variance)
 
-    def span(self, length: int) -> int:
-        """Return the padded length."""
-        return length + sum(self._pads(length))
+    def padded_length(self, length: int) -> int:
+        """Return the side length of the padded images."""
+        return length + sum(self._padding_of(length))
 
-    def length(self, length: int) -> int:
-        """Return how many patches there are."""
-        return (self.span(length) - self.size) // self.stride + 1
+    def output_length(self, length: int) -> int:
+        """Return the number of windows along a side."""
+        return (self.padded_length(length) - self.size) // self.stride + 1
 
-    def _pads(self, length: int) -> tuple[int, int]:
+    def _padding_of(self, length: int) -> tuple[int, int]:
         if self.padding == "same":
             total = max((-(-length // self.stride) - 1) * self.stride + self.size - length, 0)
             return total // 2, total - total // 2
         pixels = 0 if self.padding == "valid" else int(self.padding)
         return pixels, pixels
 
-    def _patches(self, values: Tensor, directions: Sequence[Sequence[int]]) -> Tensor:
+    def _sum_patches(self, values: Tensor, directions: Sequence[Sequence[int]]) -> Tensor:
         for axes in directions:
-            pads = [0] * (-2 * min(axes))  # from the last dimension to the first, as F.pad has it
+            pads = [0] * (-2 * min(axes))  # F.pad counts dimensions from the last one
             for axis in axes:
-                pads[-2 * axis - 2 : -2 * axis] = self._pads(values.shape[axis])
+                pads[-2 * axis - 2 : -2 * axis] = self._padding_of(values.shape[axis])
             values = _sum_windows(F.pad(values, pads) if any(pads) else values, axes, self.size, self.stride)
         return values
 
 
 @dataclass(frozen=True)
 class AveragePool:
-    """The mean over size×size windows, on both sides: Σ'(a, b) = mean_δδ' Σ(a+δ, b+δ'). What does not fill one is left.
+    """Average pooling over size×size windows: Σ'(a, b) = mean_δδ' Σ(a+δ, b+δ').
 
-    It needs the covariance of every pixel with every other.
+    Pixels at the end that do not fill a window are ignored. Pooling needs the covariance of every pixel with every
+    other one, which costs much more than convolution alone.
+
+    Args:
+        size: Side length of a window, in pixels.
+        stride: Distance between windows, in pixels; equal to `size` if None.
+
+    Raises:
+        InputError: If a setting is below 1.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import AveragePool, Conv, Dense, Flatten, ReLU, convolutional_kernel
+        >>> kernel = convolutional_kernel([Conv(3), ReLU(), AveragePool(2), Flatten(), Dense()])
+        >>> kernel.nngp(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 1])
     """
 
     size: int = 2
-    stride: int | None = None  # as the size
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         _check_window(self.size, self._stride)
 
     def propagate(self, state: KernelState) -> None:
-        """Average over one side after the other."""
+        """Average over the windows of both images."""
 
         def pool(values: Tensor) -> Tensor:
             for axis in (-4, -3, -2, -1):
@@ -102,12 +132,12 @@ class AveragePool:
 
         state.map(pool)
 
-    def span(self, length: int) -> int:
-        """Return the length as it is."""
+    def padded_length(self, length: int) -> int:
+        """Return the unchanged length: there is no padding."""
         return length
 
-    def length(self, length: int) -> int:
-        """Return how many windows there are."""
+    def output_length(self, length: int) -> int:
+        """Return the number of windows along a side."""
         return (length - self.size) // self._stride + 1
 
     @property
@@ -117,26 +147,41 @@ class AveragePool:
 
 @dataclass(frozen=True)
 class GlobalAveragePool:
-    """The mean over the image: Σ' = mean_ab Σ(a, b). It needs the covariance of every pixel with every other."""
+    """The mean over all pixels: Σ' = mean_ab Σ(a, b). It needs the covariance of every pixel with every other one.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import Conv, Dense, GlobalAveragePool, ReLU, convolutional_kernel
+        >>> kernel = convolutional_kernel([Conv(3, padding="valid"), ReLU(), GlobalAveragePool(), Dense()])
+        >>> kernel.nngp(torch.ones(1, 3, 8, 8)).shape
+        torch.Size([1, 1])
+    """
 
     def propagate(self, state: KernelState) -> None:
         """Average over all pairs of pixels."""
         state.map(lambda values: values.mean((-4, -3, -2, -1)))
-        state.space = 0
+        state.pixel_dims = 0
 
 
 @dataclass(frozen=True)
 class Flatten:
-    """All pixels as features of a dense layer: Σ' = mean_a Σ(a, a)."""
+    """All pixels as features of a dense layer: Σ' = mean_a Σ(a, a).
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import Dense, Flatten, convolutional_kernel
+        >>> convolutional_kernel([Flatten(), Dense(1.0)]).nngp(torch.ones(1, 3, 8, 8))
+        tensor([[1.]])
+    """
 
     def propagate(self, state: KernelState) -> None:
-        """Average over the pixels, each with itself."""
+        """Average over the pairs of equal pixels."""
         state.map(lambda values: values.mean((-2, -1)))
-        state.space = 0
+        state.pixel_dims = 0
 
 
 def same_pixels(values: Tensor) -> Tensor:
-    """Return the covariances of each pixel with itself, out of those of each with each."""
+    """Select the covariances of equal pixels, (..., h, w), from those of all pairs of pixels, (..., h, w, h, w)."""
     *leading, height, width = values.shape[:-2]
     return (
         values.reshape(*leading, height * width, height * width).diagonal(dim1=-2, dim2=-1).reshape(values.shape[:-2])
@@ -144,7 +189,7 @@ def same_pixels(values: Tensor) -> Tensor:
 
 
 def _sum_windows(values: Tensor, axes: Sequence[int], size: int, stride: int) -> Tensor:
-    """Sum over windows that move along all the axes at once."""
+    """Sum over windows that move along all the axes together."""
 
     def shifted(offset: int) -> Tensor:
         index = [slice(None)] * values.ndim

@@ -1,4 +1,4 @@
-"""What every kernel of a network answers, whether in closed form or from its Jacobian."""
+"""The interface of every kernel of a network, analytic or empirical."""
 
 from __future__ import annotations
 
@@ -8,20 +8,51 @@ from torch import Tensor
 
 
 class Kernel(Protocol):
-    """The kernels Θ (NTK) and K (NNGP) of one architecture, per output: for k outputs, ⊗ I_k.
+    """The NTK Θ and the NNGP kernel K of one network architecture, per output: for k outputs, ⊗ I_k.
 
-    Rows are the points `x`, columns the points `z`. Without `z` the columns are `x` as well, each pair is computed
-    once, and the matrix is exactly symmetric.
+    Rows are the points `x` and columns the points `z`. Without `z` the columns are `x` as well: each pair is computed
+    once and the matrix is exactly symmetric.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import Kernel, fully_connected_kernel
+        >>> kernel: Kernel = fully_connected_kernel(depth=3)
+        >>> kernel.ntk(torch.ones(2, 5), torch.ones(4, 5)).shape
+        torch.Size([2, 4])
     """
 
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return Θ, (n, m): the inner products of the gradients in all parameters."""
+        """Return Θ, the inner products of the gradients with respect to all parameters.
+
+        Args:
+            x: The n points of the rows.
+            z: The m points of the columns; `x` if None.
+
+        Returns:
+            Θ(x, z), (n, m).
+        """
         ...
 
     def nngp(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return K, (n, m): the same for the parameters of the last layer alone."""
+        """Return K, the inner products of the gradients with respect to the last layer's parameters.
+
+        Args:
+            x: The n points of the rows.
+            z: The m points of the columns; `x` if None.
+
+        Returns:
+            K(x, z), (n, m).
+        """
         ...
 
     def both(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (Θ, K) for the price of one."""
+        """Return both kernels, which an implementation may compute together at the cost of one.
+
+        Args:
+            x: The n points of the rows.
+            z: The m points of the columns; `x` if None.
+
+        Returns:
+            Θ(x, z) and K(x, z), each (n, m).
+        """
         ...

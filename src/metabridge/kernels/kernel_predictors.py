@@ -1,7 +1,7 @@
-"""Predicting what a wide network trained by MTL, ANIL or MAML would predict, without training it.
+"""Predict what an infinitely wide network trained by MTL, ANIL or MAML would predict, without training it.
 
-A `KernelLearner` takes training episodes once and then adapts to test episodes as a trained model does, so
-that `evaluate` judges both alike. Everything is computed in float64.
+`KernelLearner.fit` takes the training episodes, and the fitted learner adapts to test episodes as a trained model does,
+so `evaluate` accepts both. Everything is computed in float64.
 """
 
 from __future__ import annotations
@@ -22,36 +22,50 @@ from metabridge.kernels.analytic_kernel import AnalyticKernel
 from metabridge.kernels.kernel import Kernel
 from metabridge.kernels.kernel_systems import (
     Solution,
+    check_duplicates,
     cholesky_solve,
     condition_number,
     conjugate_gradient_solve,
-    refuse_duplicates,
 )
 
 KernelMethod = Literal["mtl", "anil", "maml", "anil-split"]
 
-_PART = 2**26  # bytes at a time on a CPU, where larger tensors cost more to get from the system than to fill
+# Bytes of a part of the kernel on a CPU, where larger tensors cost more to allocate than to fill.
+_CPU_PART_BYTES = 2**26
 
 
 @dataclass(frozen=True)
 class KernelLearner:
-    """The closed-form twin of a method, at infinite width.
+    """A learner that predicts what an infinitely wide network trained by a method would predict.
 
-    - "mtl" and "anil" train without a query-support split (A lemma 1): F = G_ŝ(X, X', Y') + Φ'Φ⁻¹(Y − G_s).
-    - "maml" and "anil-split" train with one (B thm 2): F = G_M(X, X', Y') + Φ T_Φ(Y − G_M).
+    "mtl" and "anil" train without a query-support split (Wang et al. 2021, lemma 1):
+    F = G_ŝ(X, X', Y') + Φ'Φ⁻¹(Y − G_s). "maml" and "anil-split" train with one (Wang et al. 2022, theorem 2):
+    F = G_M(X, X', Y') + Φ T_Φ(Y − G_M). Class labels become one-hot targets.
 
-    `inner_time` is s = λτ of the inner loop in training, `test_time` is ŝ at test (the same where it is None),
-    `outer_time` is ηt, infinite for training to the end. `ridge` is added to the matrix over training points
-    and `inner_ridge` to those over supports. `heads` says whether all heads start from the same value (A's
-    formulas) or independently. With class labels, targets are one-hot. Where the matrix over training points
-    would take more than `memory` bytes it is never formed, if `outer_time` is infinite.
+    Args:
+        kernel: The kernel of the network.
+        method: "mtl", "anil", "maml" or "anil-split".
+        inner_time: Time s = λτ of the inner loop in training (learning rate times steps); may be infinite.
+        test_time: Time ŝ of adaptation at test; equal to `inner_time` if None.
+        outer_time: Time ηt of the outer loop; infinite for training until convergence.
+        ridge: Number added to the diagonal of the matrix over the training points.
+        inner_ridge: Number added to the diagonal of the matrices over support sets.
+        heads: Whether the heads of all tasks start from the same value ("shared", as the published formulas assume) or
+            independently ("independent").
+        memory: Maximum number of bytes for the matrix over the training points. If it needs more and `outer_time` is
+            infinite, the system is solved by conjugate gradients without the matrix.
 
-    >>> from metabridge.environments import Quadratic
-    >>> from metabridge.kernels import fully_connected_kernel
-    >>> generator = torch.Generator().manual_seed(0)
-    >>> train, test = (Quadratic().sample(tasks, generator) for tasks in (20, 3))
-    >>> KernelLearner(fully_connected_kernel(depth=3), "mtl").fit(train).predict(test).shape
-    torch.Size([3, 10, 1])
+    Raises:
+        InputError: If a setting is invalid.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.environments import Quadratic
+        >>> from metabridge.kernels import KernelLearner, fully_connected_kernel
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> train, test = (Quadratic().sample(tasks, generator) for tasks in (20, 3))
+        >>> KernelLearner(fully_connected_kernel(depth=3), "mtl").fit(train).predict(test).shape
+        torch.Size([3, 10, 1])
     """
 
     kernel: Kernel
@@ -73,8 +87,8 @@ class KernelLearner:
                 raise InputError(f"{name} is {value}, but must not be negative.")
         if self.method == "anil" and math.isinf(self.inner_time):
             raise InputError(
-                "inner_time is infinite, but without a split ANIL's head then fits its own task exactly and nothing is "
-                "left to learn from. Give a finite inner_time, or use 'anil-split'."
+                "inner_time is infinite, but without a query-support split ANIL's head then fits its task exactly and "
+                "the body learns nothing. Use a finite inner_time, or method='anil-split'."
             )
         if self.heads not in ("shared", "independent"):
             raise InputError(f"heads is {self.heads!r}, but must be 'shared' or 'independent'.")
@@ -82,30 +96,52 @@ class KernelLearner:
             raise InputError(f"heads is 'independent', but {self.method} trains one head. Use heads='shared'.")
 
     @property
-    def splits(self) -> bool:
-        """Whether training judges a task on other points than it adapts to."""
+    def uses_split(self) -> bool:
+        """Whether training adapts to one set of points and computes the loss on another."""
         return self.method in ("maml", "anil-split")
 
     def fit(self, episodes: Episodes) -> FittedKernelLearner:
-        """Solve for what training on these tasks would learn."""
-        episodes = self.prepared(episodes, "training task")
-        return FittedKernelLearner(self, episodes if self.splits else episodes.without_split())
+        """Solve for the result of training on these tasks.
 
-    def prepared(self, episodes: Episodes, of: str) -> Episodes:
-        """Return the tasks in float64, images flattened for a kernel of vectors; refuse points without a kernel."""
+        Args:
+            episodes: The training tasks.
+
+        Returns:
+            The fitted learner, which predicts for test tasks.
+
+        Raises:
+            InputError: If points have no kernel, or the kernel matrix is singular.
+        """
+        episodes = self.prepare(episodes, "training task")
+        return FittedKernelLearner(self, episodes if self.uses_split else episodes.without_split())
+
+    def prepare(self, episodes: Episodes, task_kind: str) -> Episodes:
+        """Convert tasks to float64, flatten images if the kernel is one of vectors, and check the points.
+
+        Args:
+            episodes: The tasks.
+            task_kind: Name of these tasks in error messages, such as "test task".
+
+        Returns:
+            The converted tasks.
+
+        Raises:
+            InputError: If points are NaN, infinite or, for a kernel without bias, zero.
+        """
         episodes = episodes.to(dtype=torch.float64)
-        if isinstance(self.kernel, AnalyticKernel) and not self.kernel.space:
+        if isinstance(self.kernel, AnalyticKernel) and not self.kernel.pixel_dims:
             episodes = episodes.map_inputs(lambda x: x.flatten(2))
         for name, x in (("support", episodes.support_x), ("query", episodes.query_x)):
             values = x.flatten(2)
-            _refuse(~values.isfinite().all(2), f"{name} points of {of}s hold NaN or infinity", "mend them", of)
+            _check_none(~values.isfinite().all(2), f"{name} points of {task_kind}s hold NaN or infinity", "", task_kind)
             zero = ~values.any(2)
-            if zero.any() and not self._takes(x[zero][:1]):
-                way_out = "give the network a bias_variance"
-                _refuse(zero, f"{name} points of {of}s are zero, where the kernel vanishes", way_out, of)
+            if zero.any() and not self._accepts(x[zero][:1]):
+                alternative = " or give the network a bias_variance"
+                problem = f"{name} points of {task_kind}s are zero, where the kernel vanishes"
+                _check_none(zero, problem, alternative, task_kind)
         return episodes
 
-    def _takes(self, point: Tensor) -> bool:
+    def _accepts(self, point: Tensor) -> bool:
         try:
             self.kernel.nngp(point)
         except InputError:
@@ -114,86 +150,111 @@ class KernelLearner:
 
 
 class FittedKernelLearner:
-    """A twin that has seen its training tasks.
+    """A `KernelLearner` that has been fitted to its training tasks. Created by `KernelLearner.fit`.
 
-    Both lemmas have one form. With R_i taking from the gradients of task i's points what its inner loop explains,
-    Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ over the points Z, and F = G + R C'(Z, Z_train) Rᵀ Φ⁻¹(Y − G_train). With a split,
-    R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ. Without, R = I − KT(X) in training,
-    e^{−sK} where there is no inner ridge, and C' = Θ − K since the test head is a new one; for MTL R = I and C = Θ − K
-    between different tasks.
+    Both published formulas have one form. Let R_i remove from the gradients of task i's points Z_i what its inner loop
+    explains, and let Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Then F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train).
+
+    - With a split, R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ.
+    - Without a split, R = I − KT(X) in training, which is e^{−sK} without an inner ridge. C' = Θ − K, since the head at
+      test is a new one. For MTL, R = I, and C = Θ − K between different tasks.
+
+    Args:
+        learner: The learner and its settings.
+        episodes: The training tasks, prepared by `KernelLearner.prepare`.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.environments import Quadratic
+        >>> from metabridge.kernels import KernelLearner, fully_connected_kernel
+        >>> train = Quadratic().sample(20, torch.Generator().manual_seed(0))
+        >>> fitted = KernelLearner(fully_connected_kernel(depth=3), "maml", inner_time=0.5).fit(train)
+        >>> fitted.jitter
+        0.0
     """
 
     def __init__(self, learner: KernelLearner, episodes: Episodes) -> None:
-        self.learner, self.kernel, self.shape = learner, learner.kernel, episodes.query_x.shape[2:]
-        self.form = _form(episodes)
-        if learner.splits:
+        self.learner, self.kernel, self.point_shape = learner, learner.kernel, episodes.query_x.shape[2:]
+        self.target_form = _target_form(episodes)
+        if learner.uses_split:
             self.points = torch.cat([episodes.query_x, episodes.support_x], 1)
-            self.left, explained = self._adapted(episodes, learner.inner_time)
+            self.residual_operators, explained = self._adapt(episodes, learner.inner_time)
             target = _targets(episodes, episodes.query_y) - explained
         else:
             self.points = episodes.support_x
             time = learner.inner_time if learner.method == "anil" else 0.0
-            self.left = meta_kernels.residual_decay(
+            self.residual_operators = meta_kernels.residual_decay(
                 meta_kernels.task_grams(self.kernel, self.points, "head"), time, learner.inner_ridge
             )
-            target = self.left @ _targets(episodes, episodes.support_y)  # Y − G_s(X, X, Y)
+            target = self.residual_operators @ _targets(episodes, episodes.support_y)  # Y − G_s(X, X, Y)
         self.solution = self._solve(target.flatten(0, 1))
-        weights = self.left.mT @ self.solution.values.unflatten(0, target.shape[:2])
-        self.weights = weights.flatten(0, 1)  # RᵀΦ⁻¹(Y − G), one for every training point
+        weights = self.residual_operators.mT @ self.solution.values.unflatten(0, target.shape[:2])
+        self.weights = weights.flatten(0, 1)  # RᵀΦ⁻¹(Y − G), one row per training point
 
     @property
     def device(self) -> torch.device:
-        """Where the training tasks are."""
+        """The device of the training tasks."""
         return self.points.device
 
     @property
     def jitter(self) -> float:
-        """What was added to the diagonal of Φ beyond any ridge asked for."""
+        """The number added to the diagonal of Φ in addition to the ridge."""
         return self.solution.jitter
 
     @cached_property
     def matrix(self) -> Tensor:
-        """Φ between all training points or queries."""
-        return meta_kernels.sandwich(self.left, self._middle(slice(0, len(self.points))), self.left)
+        """Φ between all training points, or between all training queries with a split."""
+        operators = self.residual_operators
+        return meta_kernels.sandwich(operators, self._shared_kernel(slice(0, len(self.points))), operators)
 
     def condition_number(self) -> float:
-        """σ_max/σ_min of Φ with its ridge."""
+        """Return σ_max/σ_min of Φ with its ridge."""
         return condition_number(self.matrix, self.learner.ridge)
 
     def predict(self, episodes: Episodes) -> Tensor:
-        """Adapt to the supports and return the outputs for the queries, (tasks, queries, outputs).
+        """Adapt to the support sets and predict for the queries.
 
-        All tasks are adapted to at once. Their kernel with the training points, which is most of the work, is computed
-        for some tasks at a time, as many as `memory` holds at most.
+        All tasks are adapted together. Their kernel with the training points, which is most of the work, is computed
+        for as many tasks at a time as `memory` allows.
+
+        Args:
+            episodes: The test tasks.
+
+        Returns:
+            The outputs for the queries, (tasks, queries, outputs), in the dtype of the tasks.
+
+        Raises:
+            InputError: If the tasks do not match the training tasks, or points have no kernel.
         """
-        learner, given = self.learner, episodes.query_x.dtype
-        episodes = learner.prepared(episodes, "test task")
+        learner, dtype = self.learner, episodes.query_x.dtype
+        episodes = learner.prepare(episodes, "test task")
         self._check(episodes)
         time = learner.inner_time if learner.test_time is None else learner.test_time
-        left, explained = self._adapted(episodes, time)
+        operators, explained = self._adapt(episodes, time)
         if learner.heads == "independent":
-            return explained.to(given)  # the body learnt nothing that a head which starts elsewhere could use
+            return explained.to(dtype)  # a head with another start cannot use what the body has learned
         points = torch.cat([episodes.query_x, episodes.support_x], 1)
-        share = self._share(points.shape[1])
-        body = torch.cat([self._body(points[first : first + share]) for first in range(0, len(points), share)])
-        return (explained + left @ body).to(given)
+        tasks = self._tasks_per_part(points.shape[1])
+        body = torch.cat([self._body_outputs(points[first : first + tasks]) for first in range(0, len(points), tasks)])
+        return (explained + operators @ body).to(dtype)
 
-    def _body(self, points: Tensor) -> Tensor:
-        """What the training tasks' weights say of the points before they are adapted to."""
+    def _body_outputs(self, points: Tensor) -> Tensor:
+        """Return what training has added to the outputs at these points, before adaptation."""
         ntk, nngp = self.kernel.both(points.flatten(0, 1), self.points.flatten(0, 1))
-        body = (ntk if self.learner.splits else ntk - nngp) @ self.weights
-        return body.unflatten(0, points.shape[:2])  # type: ignore[no-any-return]
+        outputs = (ntk if self.learner.uses_split else ntk - nngp) @ self.weights
+        return outputs.unflatten(0, points.shape[:2])  # type: ignore[no-any-return]
 
     def _check(self, episodes: Episodes) -> None:
-        """Refuse tasks of another form than those of training."""
-        if episodes.query_x.shape[2:] != self.shape:
+        """Raise InputError if test tasks do not match the training tasks."""
+        if episodes.query_x.shape[2:] != self.point_shape:
             raise InputError(
                 f"the points are of shape {tuple(episodes.query_x.shape[2:])}, but those of the training tasks of "
-                f"shape {tuple(self.shape)}. Give both the same features, or the same size of images."
+                f"shape {tuple(self.point_shape)}. Use the same features, or the same size of images, for both."
             )
-        if _form(episodes) != self.form:
+        if _target_form(episodes) != self.target_form:
             raise InputError(
-                f"the test tasks have {_form(episodes)}, but the training tasks have {self.form}. Give both the same."
+                f"the test tasks have {_target_form(episodes)}, but the training tasks have {self.target_form}. "
+                "Use the same number for both."
             )
         if episodes.device != self.device:
             raise InputError(
@@ -201,97 +262,168 @@ class FittedKernelLearner:
                 f"Use episodes.to('{self.device}')."
             )
 
-    def _adapted(self, episodes: Episodes, time: float) -> tuple[Tensor, Tensor]:
-        """R of every task with a split, and G(X, X', Y'), what the inner loop alone predicts."""
+    def _adapt(self, episodes: Episodes, time: float) -> tuple[Tensor, Tensor]:
+        """Return R of every task with a split, and G(X, X', Y'), the prediction of the inner loop alone."""
         adapts: meta_kernels.Adapts = "all" if self.learner.method == "maml" else "head"
         x, support = episodes.query_x, episodes.support_x
-        left = meta_kernels.residual_operator(self.kernel, x, support, adapts, time, self.learner.inner_ridge)
-        return left, -left[..., x.shape[1] :] @ _targets(episodes, episodes.support_y)
+        operators = meta_kernels.residual_operator(self.kernel, x, support, adapts, time, self.learner.inner_ridge)
+        return operators, -operators[..., x.shape[1] :] @ _targets(episodes, episodes.support_y)
 
-    def _middle(self, tasks: slice) -> Tensor:
-        """C between the points of some training tasks and of all."""
+    def _shared_kernel(self, tasks: slice) -> Tensor:
+        """Return C between the points of some training tasks and of all training tasks."""
         count, points = self.points.shape[:2]
-        everything = self.points.flatten(0, 1)
-        whole = tasks == slice(0, count)
-        ntk, nngp = self.kernel.both(*((everything,) if whole else (self.points[tasks].flatten(0, 1), everything)))
-        own = meta_kernels.same_task(count, points, ntk)[tasks.start * points : tasks.stop * points]
-        return meta_kernels.shared_parameter_kernel(ntk, nngp, own, self.learner.method, self.learner.heads)
+        all_points = self.points.flatten(0, 1)
+        if tasks == slice(0, count):
+            ntk, nngp = self.kernel.both(all_points)
+        else:
+            ntk, nngp = self.kernel.both(self.points[tasks].flatten(0, 1), all_points)
+        same = meta_kernels.same_task(count, points, ntk.device)[tasks.start * points : tasks.stop * points]
+        return meta_kernels.shared_parameter_kernel(ntk, nngp, same, self.learner.method, self.learner.heads)
 
     def _solve(self, target: Tensor) -> Solution:
-        """T_Φ target: Φ⁻¹ at the end of training, or what `outer_time` of it does."""
-        learner = self.learner
+        """Return T_Φ target, which is Φ⁻¹ target if `outer_time` is infinite."""
+        learner, operators = self.learner, self.residual_operators
         if learner.outer_time < math.inf:
-            return Solution(
-                meta_kernels.adaptation_operator(self.matrix, learner.outer_time, learner.ridge) @ target, 0.0
-            )
+            trained = meta_kernels.adaptation_operator(self.matrix, learner.outer_time, learner.ridge)
+            return Solution(trained @ target, 0.0)
         if learner.ridge == 0:
-            self._refuse_duplicates()
+            self._check_duplicates()
         if 3 * 8 * (self.points.shape[0] * self.points.shape[1]) ** 2 <= learner.memory:
             return cholesky_solve(self.matrix, target, learner.ridge)
-        own = self.left @ meta_kernels.task_grams(self.kernel, self.points, "all") @ self.left.mT
-        own.diagonal(dim1=-2, dim2=-1).add_(learner.ridge)
-        factor, failed = torch.linalg.cholesky_ex(own)  # of each task's own block, which is most of Φ
+        # The preconditioner is the diagonal block of each task, which is most of Φ.
+        blocks = operators @ meta_kernels.task_grams(self.kernel, self.points, "all") @ operators.mT
+        blocks.diagonal(dim1=-2, dim2=-1).add_(learner.ridge)
+        factor, failed = torch.linalg.cholesky_ex(blocks)
         if failed.any():
             raise InputError(
                 f"training task {int(failed.bool().int().argmax())} has a singular kernel matrix: the kernel cannot "
-                "tell its points apart. Remove those that are alike, or give a ridge."
+                "distinguish its points. Remove points that are alike, or use a ridge."
             )
 
         def precondition(v: Tensor) -> Tensor:
-            return torch.cholesky_solve(v.unflatten(0, own.shape[:2]), factor).flatten(0, 1)
+            return torch.cholesky_solve(v.unflatten(0, blocks.shape[:2]), factor).flatten(0, 1)
 
         return conjugate_gradient_solve(self._product, target, precondition)
 
-    def _refuse_duplicates(self) -> None:
+    def _check_duplicates(self) -> None:
         try:
-            refuse_duplicates(self.kernel, self.points.flatten(0, 1), "the training tasks")
+            check_duplicates(self.kernel, self.points.flatten(0, 1), "the training tasks")
         except InputError as error:
-            order = "queries before supports" if self.learner.splits else "supports before queries"
+            order = "queries before supports" if self.learner.uses_split else "supports before queries"
             raise InputError(
                 f"{error} Points are counted task after task, {self.points.shape[1]} each, {order}."
             ) from error
 
     def _product(self, v: Tensor) -> Tensor:
-        """(Φ + ridge)v, the rows of some tasks at a time."""
-        tasks, share = len(self.points), self._share(self.points.shape[1])
-        pulled = (self.left.mT @ v.unflatten(0, self.left.shape[:2])).flatten(0, 1)
-        images = []
-        for start in range(0, tasks, share):
-            some = slice(start, min(start + share, tasks))
-            images.append(self.left[some] @ (self._middle(some) @ pulled).unflatten(0, (-1, self.points.shape[1])))
-        return torch.cat(images).flatten(0, 1) + self.learner.ridge * v
+        """Return (Φ + ridge)v, computing the rows of some tasks at a time."""
+        tasks, tasks_per_part = len(self.points), self._tasks_per_part(self.points.shape[1])
+        right = (self.residual_operators.mT @ v.unflatten(0, self.residual_operators.shape[:2])).flatten(0, 1)
+        parts = []
+        for start in range(0, tasks, tasks_per_part):
+            part = slice(start, min(start + tasks_per_part, tasks))
+            middle = (self._shared_kernel(part) @ right).unflatten(0, (-1, self.points.shape[1]))
+            parts.append(self.residual_operators[part] @ middle)
+        return torch.cat(parts).flatten(0, 1) + self.learner.ridge * v
 
-    def _share(self, points: int) -> int:
-        """How many tasks of so many points to take at a time, for their kernel with the training points to fit."""
-        memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _PART)
+    def _tasks_per_part(self, points: int) -> int:
+        """Return for how many tasks of `points` points at a time the kernel with the training points fits in memory."""
+        memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _CPU_PART_BYTES)
         return max(1, int(memory // (8 * 4 * points * self.points.shape[0] * self.points.shape[1])))
 
 
 def predict_mtl(kernel: Kernel, train: Episodes, test: Episodes, *, test_time: float = math.inf) -> Tensor:
-    """F_MTL for the queries of the test tasks (A lemma 1)."""
+    """Return the predictions of multi-task learning until convergence (Wang et al. 2021, lemma 1).
+
+    Args:
+        kernel: The kernel of the network.
+        train: The training tasks.
+        test: The test tasks.
+        test_time: Time ŝ = λτ of adaptation at test; may be infinite.
+
+    Returns:
+        F_MTL for the queries of the test tasks, (tasks, queries, outputs).
+
+    Raises:
+        InputError: If the tasks do not match, or the kernel matrix is singular.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.environments import Quadratic
+        >>> from metabridge.kernels import fully_connected_kernel, predict_mtl
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> train, test = (Quadratic().sample(tasks, generator) for tasks in (20, 3))
+        >>> predict_mtl(fully_connected_kernel(depth=3), train, test).shape
+        torch.Size([3, 10, 1])
+    """
     return KernelLearner(kernel, "mtl", test_time=test_time).fit(train).predict(test)
 
 
 def predict_anil(
     kernel: Kernel, train: Episodes, test: Episodes, *, inner_time: float, test_time: float | None = None
 ) -> Tensor:
-    """F_ANIL for the queries of the test tasks (A lemma 1)."""
+    """Return the predictions of ANIL without a query-support split (Wang et al. 2021, lemma 1).
+
+    Args:
+        kernel: The kernel of the network.
+        train: The training tasks.
+        test: The test tasks.
+        inner_time: Time s = λτ of the inner loop; must be finite.
+        test_time: Time ŝ of adaptation at test; equal to `inner_time` if None.
+
+    Returns:
+        F_ANIL for the queries of the test tasks, (tasks, queries, outputs).
+
+    Raises:
+        InputError: If the tasks do not match, or the kernel matrix is singular.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.environments import Quadratic
+        >>> from metabridge.kernels import fully_connected_kernel, predict_anil
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> train, test = (Quadratic().sample(tasks, generator) for tasks in (20, 3))
+        >>> predict_anil(fully_connected_kernel(depth=3), train, test, inner_time=0.3, test_time=1.0).shape
+        torch.Size([3, 10, 1])
+    """
     return KernelLearner(kernel, "anil", inner_time=inner_time, test_time=test_time).fit(train).predict(test)
 
 
 def predict_maml(
     kernel: Kernel, train: Episodes, test: Episodes, *, inner_time: float = math.inf, test_time: float | None = None
 ) -> Tensor:
-    """F_MAML for the queries of the test tasks (B thm 2)."""
+    """Return the predictions of MAML until convergence (Wang et al. 2022, theorem 2).
+
+    Args:
+        kernel: The kernel of the network.
+        train: The training tasks.
+        test: The test tasks.
+        inner_time: Time s = λτ of the inner loop; may be infinite.
+        test_time: Time ŝ of adaptation at test; equal to `inner_time` if None.
+
+    Returns:
+        F_MAML for the queries of the test tasks, (tasks, queries, outputs).
+
+    Raises:
+        InputError: If the tasks do not match, or the kernel matrix is singular.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.environments import Quadratic
+        >>> from metabridge.kernels import fully_connected_kernel, predict_maml
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> train, test = (Quadratic().sample(tasks, generator) for tasks in (20, 3))
+        >>> predict_maml(fully_connected_kernel(depth=3), train, test, inner_time=0.5).shape
+        torch.Size([3, 10, 1])
+    """
     return KernelLearner(kernel, "maml", inner_time=inner_time, test_time=test_time).fit(train).predict(test)
 
 
 def _targets(episodes: Episodes, y: Tensor) -> Tensor:
-    """Values as they are; labels one-hot."""
-    return one_hot(y, _outputs(episodes)).double() if episodes.is_classification else y
+    """Return values unchanged and labels as one-hot vectors."""
+    return one_hot(y, _output_count(episodes)).double() if episodes.is_classification else y
 
 
-def _outputs(episodes: Episodes) -> int:
+def _output_count(episodes: Episodes) -> int:
     if not episodes.is_classification:
         return episodes.support_y.shape[2]
     if episodes.classes is not None:
@@ -299,14 +431,15 @@ def _outputs(episodes: Episodes) -> int:
     return 1 + int(max(episodes.support_y.max(), episodes.query_y.max()))
 
 
-def _form(episodes: Episodes) -> str:
-    """Say what kind of targets there are."""
-    return f"{_outputs(episodes)} {'classes' if episodes.is_classification else 'outputs'}"
+def _target_form(episodes: Episodes) -> str:
+    """Return a description of the targets, such as "5 classes"."""
+    return f"{_output_count(episodes)} {'classes' if episodes.is_classification else 'outputs'}"
 
 
-def _refuse(bad: Tensor, what: str, way_out: str, of: str) -> None:
-    """Raise if any point is bad, (tasks, points), and name the first ones."""
-    places = bad.nonzero().tolist()
-    if places:
-        named = ", ".join(f"{point} of {of} {task}" for task, point in places[:3]) + (", …" if len(places) > 3 else "")
-        raise InputError(f"{what}: {named}. Leave them out, or {way_out}.")
+def _check_none(invalid: Tensor, problem: str, alternative: str, task_kind: str) -> None:
+    """Raise InputError if any point is invalid, (tasks, points), and name the first three."""
+    positions = invalid.nonzero().tolist()
+    if positions:
+        listed = ", ".join(f"{point} of {task_kind} {task}" for task, point in positions[:3])
+        listed += ", …" if len(positions) > 3 else ""
+        raise InputError(f"{problem}: {listed}. Remove them{alternative}.")

@@ -1,4 +1,7 @@
-"""Solving with kernel matrices: never silently, and without the matrix where it would not fit."""
+"""Linear systems of kernel matrices, solved directly or, if the matrix does not fit in memory, by conjugate gradients.
+
+Jitter and incomplete convergence are logged as warnings.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,18 @@ from metabridge.kernels.kernel import Kernel
 
 log = logging.getLogger("metabridge")
 
-MOST_CONDITION = 1e12  # of the kernel between two points that it can tell apart
-MOST_JITTER = 1e-6  # of the mean of the diagonal; what needs more is not solved but refused
+MAX_PAIR_CONDITION = 1e12  # two points whose 2×2 kernel has a larger condition number count as duplicates
+MAX_JITTER = 1e-6  # relative to the mean of the diagonal; a matrix that needs more is reported as singular
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What a solve found, and what it took: `jitter` was added to the diagonal, beyond any ridge asked for."""
+    """The solution of a linear system.
+
+    Args:
+        values: The solution, in the shape of the target.
+        jitter: The number added to the matrix's diagonal, in addition to the ridge.
+    """
 
     values: Tensor
     jitter: float
@@ -29,13 +37,25 @@ class Solution:
 def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Solution:
     """Solve (M + ridge·I)v = target for a positive semi-definite M.
 
-    Where rounding has made M indefinite, the least of some jitters that mends it is added, and said in a warning.
+    If rounding has made M indefinite, add the smallest jitter that makes it positive definite and log a warning.
 
-    >>> cholesky_solve(2 * torch.eye(1), torch.ones(1, 1)).values
-    tensor([[0.5000]])
+    Args:
+        matrix: M, (n, n).
+        target: Right-hand sides, (n, k).
+        ridge: Number added to the diagonal.
+
+    Returns:
+        The solution and its jitter.
+
+    Raises:
+        InputError: If the matrix is singular even with the largest jitter.
+
+    Example:
+        >>> cholesky_solve(2 * torch.eye(1), torch.ones(1, 1)).values
+        tensor([[0.5000]])
     """
     mean = float(matrix.diagonal().mean())
-    jitters = [0.0] + [mean * 10.0**power for power in range(-14, -5) if 10.0**power <= MOST_JITTER]
+    jitters = [0.0] + [mean * 10.0**power for power in range(-14, -5) if 10.0**power <= MAX_JITTER]
     for jitter in jitters:
         shifted = matrix.clone()
         shifted.diagonal().add_(ridge + jitter)
@@ -45,23 +65,30 @@ def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Soluti
                 log.warning("a kernel matrix of %d points needed a jitter of %.1e to be solved.", len(matrix), jitter)
             return Solution(torch.cholesky_solve(target, factor), jitter)
     raise InputError(
-        f"a kernel matrix of {len(matrix)} points is singular: adding {MOST_JITTER:g} of its diagonal does not help. "
-        "Give a ridge, or look for points that are the same or not finite."
+        f"a kernel matrix of {len(matrix)} points is singular: adding {MAX_JITTER:g} of its diagonal does not help. "
+        "Use a ridge, or remove points that are duplicates or not finite."
     )
 
 
 def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = None) -> float:
-    """σ_max/σ_min of M + ridge·I; infinite where the smallest eigenvalue is lost in rounding.
+    """Return σ_max/σ_min of M + ridge·I; infinity if the smallest eigenvalue is below rounding error.
 
-    Entries are right to `eps`, relative to the largest: to the precision of their dtype unless given.
+    Args:
+        matrix: A symmetric matrix M.
+        ridge: Number added to the diagonal.
+        eps: Precision of the entries, relative to the largest one. The default is the precision of the dtype.
 
-    >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))
-    4.0
+    Returns:
+        The condition number.
+
+    Example:
+        >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))
+        4.0
     """
     values = torch.linalg.eigvalsh(matrix) + ridge
-    least, most = float(values[0]), float(values[-1])
+    smallest, largest = float(values[0]), float(values[-1])
     eps = torch.finfo(matrix.dtype).eps if eps is None else eps
-    return most / least if least > most * len(matrix) * eps else float("inf")
+    return largest / smallest if smallest > largest * len(matrix) * eps else float("inf")
 
 
 def conjugate_gradient_solve(
@@ -72,28 +99,47 @@ def conjugate_gradient_solve(
     tolerance: float = 1e-10,
     max_steps: int = 1000,
 ) -> Solution:
-    """Solve Mv = target, columns side by side, where only products with M can be had.
+    """Solve Mv = target by preconditioned conjugate gradients, using only products with M.
 
-    >>> conjugate_gradient_solve(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
-    tensor([[0.5000]])
+    If the steps do not suffice, log a warning with the relative residual.
+
+    Args:
+        product: Function that returns Mv.
+        target: Right-hand sides, (n, k), solved together.
+        precondition: Function that returns an approximation of M⁻¹v.
+        tolerance: Residual at which to stop, relative to the initial one in the norm of the preconditioner.
+        max_steps: Maximum number of steps.
+
+    Returns:
+        The solution, with jitter 0.
+
+    Example:
+        >>> conjugate_gradient_solve(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
+        tensor([[0.5000]])
     """
     values, solved = conjugate_gradients(product, target, precondition, over=0, fall=tolerance**2, steps=max_steps)
     if not solved.all():
         worst = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).nan_to_num().max())
-        log.warning("conjugate gradient stopped after %d steps with a relative residual of %.1e.", max_steps, worst)
+        log.warning("conjugate gradients stopped after %d steps with a relative residual of %.1e.", max_steps, worst)
     return Solution(values, 0.0)
 
 
-def refuse_duplicates(kernel: Kernel, x: Tensor, where: str) -> None:
-    """Raise if two points, (points, ...), are the same, or the same up to length and the kernel sees no length."""
+def check_duplicates(kernel: Kernel, x: Tensor, description: str) -> None:
+    """Raise InputError if the kernel cannot distinguish two points because they are equal, or equal up to length.
+
+    Args:
+        kernel: The kernel.
+        x: The points, (points, ...).
+        description: Which points these are, for the error message.
+    """
     unit = torch.nn.functional.normalize(x.flatten(1).double(), dim=1)
-    order = torch.unique((unit * 1e6).round(), dim=0, return_inverse=True)[1]
-    alike: dict[int, list[int]] = {}
-    for row, group in enumerate(order.tolist()):
-        for other in alike.setdefault(group, []):
-            if condition_number(kernel.ntk(x[[other, row]])) > MOST_CONDITION:
+    groups = torch.unique((unit * 1e6).round(), dim=0, return_inverse=True)[1]
+    rows_of_group: dict[int, list[int]] = {}
+    for row, group in enumerate(groups.tolist()):
+        for other in rows_of_group.setdefault(group, []):
+            if condition_number(kernel.ntk(x[[other, row]])) > MAX_PAIR_CONDITION:
                 raise InputError(
-                    f"points {other} and {row} of {where} are the same, or the same up to length, so the kernel is "
-                    "singular. Remove one of them, or give a ridge."
+                    f"points {other} and {row} of {description} are the same, or the same up to length, so the kernel "
+                    "is singular. Remove one of them, or use a ridge."
                 )
-        alike[group].append(row)
+        rows_of_group[group].append(row)

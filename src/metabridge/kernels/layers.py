@@ -1,7 +1,7 @@
-"""What a layer of infinite width does to the covariance of its inputs and to the NTK below it.
+"""How a layer of infinite width changes the NNGP kernel and the NTK.
 
-Layers are in NTK parameterisation: weights are σ_w/√fan_in times standard normal ones, biases σ_b times standard normal
-ones, so that the gradients, and with them the NTK, have a limit as the width grows.
+Layers use the NTK parameterization: weights are σ_w/√fan_in times standard normal variables and biases are σ_b times
+standard normal variables, so the gradients and the NTK have a limit as the width grows.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ from metabridge.errors import InputError, check_not_negative, check_positive
 
 @dataclass
 class KernelState:
-    """Covariances between points somewhere in the network; layers change it, in place where they can.
+    """Kernels between points at one place in the network. Layers change the state, in place where possible.
 
-    `cov` and `ntk` are (rows, columns, *pixels), or (points, *pixels) for points with themselves. `space` counts the
-    pixel dimensions: 0 in a dense layer, 2 where each pixel is held against the same pixel of the other image, 4 where
-    it is held against every pixel. `ntk` is None where only the NNGP kernel is asked for.
+    Args:
+        cov: Covariances Σ of the (pre-)activations, (rows, columns, *pixels), or (points, *pixels) for the covariance
+            of each point with itself.
+        ntk: The NTK Θ up to this layer, with the shape of `cov`; None if only the NNGP kernel is computed.
+        pixel_dims: Number of pixel dimensions: 0 in dense layers, 2 if each pixel is compared with the same pixel of
+            the other image, 4 if it is compared with every pixel.
+        get_variances: Function of this state that returns the variances of the rows and of the columns, in shapes that
+            broadcast to `cov`.
     """
 
     cov: Tensor
     ntk: Tensor | None
-    space: Literal[0, 2, 4]
-    variances: Callable[[KernelState], tuple[Tensor, Tensor]]  # the variances of rows and columns, to be broadcast
+    pixel_dims: Literal[0, 2, 4]
+    get_variances: Callable[[KernelState], tuple[Tensor, Tensor]]
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a linear map to the covariances and to the NTK."""
-        self.cov = change(self.cov)
+    def map(self, linear_map: Callable[[Tensor], Tensor]) -> None:
+        """Apply a linear map to Σ and Θ."""
+        self.cov = linear_map(self.cov)
         if self.ntk is not None:
-            self.ntk = change(self.ntk)
+            self.ntk = linear_map(self.ntk)
 
     def add_parameters(self, weight_variance: float, bias_variance: float) -> None:
-        """Put weights and biases on top: Σ ← σ_w² Σ + σ_b² and Θ ← σ_w² Θ + Σ."""
+        """Apply weights and biases: Σ ← σ_w² Σ + σ_b² and Θ ← σ_w² Θ + Σ."""
         self.cov.mul_(weight_variance)
         if bias_variance:
             self.cov.add_(bias_variance)
@@ -45,16 +50,30 @@ class KernelState:
 
 
 class Layer(Protocol):
-    """One layer of a network."""
+    """One layer of an infinitely wide network."""
 
     def propagate(self, state: KernelState) -> None:
-        """Turn the state below the layer into the state above it."""
+        """Update the state from the layer's input to its output."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A fully connected layer: Σ ← σ_w² Σ + σ_b², Θ ← σ_w² Θ + Σ."""
+    """A fully connected layer: Σ ← σ_w² Σ + σ_b², Θ ← σ_w² Θ + Σ.
+
+    Args:
+        weight_variance: σ_w², must be positive. The default is He's for ReLU.
+        bias_variance: σ_b²; 0 for a layer without bias.
+
+    Raises:
+        InputError: If a variance is out of range.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import AnalyticKernel, Dense
+        >>> AnalyticKernel((Dense(1.0, bias_variance=0.5),)).nngp(torch.ones(1, 4))
+        tensor([[1.5000]])
+    """
 
     weight_variance: float = 2.0
     bias_variance: float = 0.0
@@ -63,33 +82,56 @@ class Dense:
         check_variances(self.weight_variance, self.bias_variance)
 
     def propagate(self, state: KernelState) -> None:
-        """Take the mean over the inputs' features, as `state` holds it, to that of the outputs."""
+        """Update Σ and Θ."""
         state.add_parameters(self.weight_variance, self.bias_variance)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Layer normalisation of pre-activations: Σ and Θ are divided by the two standard deviations.
+    """Layer normalization of pre-activations: Σ and Θ are divided by the two standard deviations.
 
-    Among infinitely many units the mean is 0 and the variance a constant, through which no gradient flows.
+    Over infinitely many units the mean is 0 and the variance is a constant, through which no gradient flows.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import AnalyticKernel, Dense, LayerNorm
+        >>> AnalyticKernel((Dense(), LayerNorm(), Dense(1.0))).nngp(torch.ones(1, 4))
+        tensor([[1.]])
     """
 
     def propagate(self, state: KernelState) -> None:
         """Scale each point to variance 1."""
-        left, right = (variance.rsqrt() for variance in state.variances(state))
+        left, right = (variance.rsqrt() for variance in state.get_variances(state))
         state.map(lambda values: values.mul_(left).mul_(right))
 
 
 @dataclass(frozen=True)
 class Residual:
-    """x + f(x) for layers f that end in weights of their own: covariances and NTKs add up."""
+    """A residual connection x + f(x), where the kernels of x and f(x) add up.
+
+    Args:
+        layers: The layers of f. The last one must have weights, so that x and f(x) are independent.
+
+    Example:
+        >>> import torch
+        >>> from metabridge.kernels import AnalyticKernel, Dense, ReLU, Residual
+        >>> AnalyticKernel((Dense(), Residual((ReLU(), Dense())), Dense(1.0))).nngp(torch.ones(1, 4))
+        tensor([[4.]])
+    """
 
     layers: tuple[Layer, ...]
 
     def propagate(self, state: KernelState) -> None:
-        """Send a copy through the branch and add it."""
+        """Propagate a copy through the branch and add it to the state.
+
+        Args:
+            state: The state before the branch.
+
+        Raises:
+            InputError: If the branch changes the size of the images.
+        """
         branch = KernelState(
-            state.cov.clone(), None if state.ntk is None else state.ntk.clone(), state.space, state.variances
+            state.cov.clone(), None if state.ntk is None else state.ntk.clone(), state.pixel_dims, state.get_variances
         )
         for layer in self.layers:
             layer.propagate(branch)
@@ -101,6 +143,6 @@ class Residual:
 
 
 def check_variances(weight_variance: float, bias_variance: float) -> None:
-    """Refuse weights without variance, and biases with a negative one."""
+    """Raise InputError unless the weight variance is positive and the bias variance is not negative."""
     check_positive("weight_variance", weight_variance)
     check_not_negative("bias_variance", bias_variance)

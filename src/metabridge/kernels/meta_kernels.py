@@ -1,7 +1,7 @@
-"""Kernels between tasks: what MTL, ANIL and MAML make of a network's NTK Θ and NNGP kernel K.
+"""Kernels between tasks for MTL, ANIL and MAML, computed from a network's NTK Θ and NNGP kernel K.
 
-Points of tasks come with a leading task axis, (tasks, points, ...); kernels between them are matrices over
-all points, task after task. All are per output: k outputs have k independent copies.
+Points have a leading task axis, (tasks, points, ...). Kernels between tasks are matrices over all points, task after
+task. They are per output: k outputs have k independent copies.
 """
 
 from __future__ import annotations
@@ -18,28 +18,41 @@ from metabridge.kernels.kernel import Kernel
 Heads = Literal["shared", "independent"]
 Adapts = Literal["all", "head"]
 
-_SHARED = 128  # points of tasks that share a call of the kernel: more are wasted on pairs of different tasks
+# Points of tasks that share a call of the kernel. With more, too much time goes to pairs of different tasks.
+_POINTS_PER_CALL = 128
 
 
 def adaptation_operator(gram: Tensor, time: float, ridge: float = 0.0, eps: float | None = None) -> Tensor:
-    """T = M⁻¹(I − e^{−sM}), what `time` s = λτ of gradient flow on a support with the Gram matrix M does (A eq. 17).
+    """Return T = M⁻¹(I − e^{−sM}), the effect of gradient flow on a support set (Wang et al. 2021, eq. 17).
 
-    In the eigenbasis each mode is −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞: no inverse
-    of a near-singular matrix is ever formed. `ridge` is added to M, whose entries are right to `eps`, relative to the
-    largest: to the precision of their dtype unless given.
+    In the eigenbasis of M each mode is −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞, so a nearly
+    singular matrix is never inverted.
 
-    >>> adaptation_operator(2 * torch.eye(1), time=math.inf)
-    tensor([[0.5000]])
+    Args:
+        gram: Gram matrices M of the support sets, (..., n, n).
+        time: Time s = λτ of gradient flow; may be infinite.
+        ridge: Number added to the diagonal of M.
+        eps: Precision of the entries of M, relative to the largest one. The default is the precision of the dtype.
+
+    Returns:
+        T, in the shape of `gram`.
+
+    Raises:
+        InputError: If the time is infinite and a matrix is singular.
+
+    Example:
+        >>> adaptation_operator(2 * torch.eye(1), time=math.inf)
+        tensor([[0.5000]])
     """
-    values, vectors = _modes(gram, ridge)
+    values, vectors = _eigendecomposition(gram, ridge)
     if math.isinf(time):
         eps = torch.finfo(gram.dtype).eps if eps is None else eps
-        lost = values <= values.amax(-1, keepdim=True) * gram.shape[-1] * eps
-        if lost.any():
+        singular = values <= values.amax(-1, keepdim=True) * gram.shape[-1] * eps
+        if singular.any():
             raise InputError(
                 f"a support set of {gram.shape[-1]} points has a Gram matrix that cannot be inverted: "
-                f"{_most_alike(gram, lost)} are the same, or the kernel cannot tell them apart. Remove one of them, or "
-                "give a ridge or a finite time."
+                f"{_most_correlated_pair(gram, singular)} are the same, or the kernel cannot distinguish them. Remove "
+                "one of them, or use a ridge or a finite time."
             )
         return (vectors / values[..., None, :]) @ vectors.mT
     safe = torch.where(values > 0, values, 1)
@@ -48,42 +61,93 @@ def adaptation_operator(gram: Tensor, time: float, ridge: float = 0.0, eps: floa
 
 
 def residual_decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
-    """I − M T, what is left of a residual after `time` s of gradient flow: e^{−sM} without a ridge.
+    """Return I − MT, the part of a residual left after gradient flow: e^{−sM} without a ridge.
 
-    >>> residual_decay(torch.eye(1), time=math.log(2))
-    tensor([[0.5000]])
+    Args:
+        gram: Gram matrices M, (..., n, n).
+        time: Time s of gradient flow; may be infinite.
+        ridge: Number added to the diagonal of M.
+
+    Returns:
+        The decay, in the shape of `gram`.
+
+    Example:
+        >>> residual_decay(torch.eye(1), time=math.log(2))
+        tensor([[0.5000]])
     """
-    values, vectors = _modes(gram, ridge)
-    left = torch.zeros_like(values) if math.isinf(time) else torch.exp(-time * values)
+    values, vectors = _eigendecomposition(gram, ridge)
+    decay = torch.zeros_like(values) if math.isinf(time) else torch.exp(-time * values)
     if ridge:
-        left = left + ridge * (1 - left) / values
-    return (vectors * left[..., None, :]) @ vectors.mT
+        decay = decay + ridge * (1 - decay) / values
+    return (vectors * decay[..., None, :]) @ vectors.mT
 
 
 def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
-    """Φ_MTL[i, j] = Θ(X_i, X_j) − 1[i≠j] K(X_i, X_j) (A lemma 1).
+    """Return the kernel of multi-task learning, Φ[i, j] = Θ(X_i, X_j) − 1[i≠j] K(X_i, X_j) (Wang et al. 2021, lemma 1).
 
-    The body's part Θ − K stands between all tasks where their heads start from the same value. Where heads
-    start independently it vanishes between tasks as the width grows. A sum of positive semi-definite
-    matrices, so positive semi-definite itself.
+    Between tasks only the body's part Θ − K remains, if the heads of all tasks start from the same value. If they start
+    from independent values it vanishes as the width grows. Φ is positive semi-definite as a sum of such matrices.
+
+    Args:
+        kernel: The kernel of the network.
+        x: The points of the tasks, (tasks, points, ...).
+        heads: Whether the heads of the tasks start from the same value ("shared") or independently ("independent").
+
+    Returns:
+        Φ, (tasks · points, tasks · points).
+
+    Example:
+        >>> from metabridge.kernels import fully_connected_kernel, mtl_kernel
+        >>> mtl_kernel(fully_connected_kernel(depth=2), torch.eye(2)[:, None])
+        tensor([[2., 0.],
+                [0., 2.]])
     """
     ntk, nngp = kernel.both(x.flatten(0, 1))
-    return shared_parameter_kernel(ntk, nngp, same_task(len(x), x.shape[1], ntk), "mtl", heads)
+    return shared_parameter_kernel(ntk, nngp, same_task(len(x), x.shape[1], ntk.device), "mtl", heads)
 
 
 def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared") -> Tensor:
-    """Φ_ANIL[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j}, K_i = K(X_i, X_i), without a query-support split (A lemma 1)."""
+    """Return the kernel of ANIL without a query-support split (Wang et al. 2021, lemma 1).
+
+    Φ[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j} with K_i = K(X_i, X_i).
+
+    Args:
+        kernel: The kernel of the network.
+        x: The points of the tasks, (tasks, points, ...).
+        time: Time s = λτ of the inner loop.
+        heads: Whether the heads of the tasks start from the same value ("shared") or independently ("independent").
+
+    Returns:
+        Φ, (tasks · points, tasks · points).
+
+    Example:
+        >>> from metabridge.kernels import anil_kernel, fully_connected_kernel
+        >>> anil_kernel(fully_connected_kernel(depth=2), torch.ones(3, 2, 4), time=0.1).shape
+        torch.Size([6, 6])
+    """
     tasks, points = x.shape[:2]
     ntk, nngp = kernel.both(x.flatten(0, 1))
-    left = residual_decay(diagonal_blocks(nngp, points), time)
-    return sandwich(left, shared_parameter_kernel(ntk, nngp, same_task(tasks, points, ntk), "anil", heads), left)
+    decay = residual_decay(diagonal_blocks(nngp, points), time)
+    shared = shared_parameter_kernel(ntk, nngp, same_task(tasks, points, ntk.device), "anil", heads)
+    return sandwich(decay, shared, decay)
 
 
-def shared_parameter_kernel(ntk: Tensor, nngp: Tensor, own: Tensor, method: str, heads: Heads) -> Tensor:
-    """What the parameters that tasks share put between their points; `own` says where points are of one task."""
+def shared_parameter_kernel(ntk: Tensor, nngp: Tensor, same: Tensor, method: str, heads: Heads) -> Tensor:
+    """Return the kernel of the parameters that tasks share, before adaptation.
+
+    Args:
+        ntk: Θ between the points of some tasks and all tasks.
+        nngp: K between the same points.
+        same: Mask of pairs of points that belong to the same task.
+        method: Training method; "mtl" has one head per task.
+        heads: Whether heads start from the same value or independently.
+
+    Returns:
+        The kernel, in the shape of `ntk`.
+    """
     if heads == "independent":
-        return torch.where(own, ntk, 0)
-    return torch.where(own, ntk, ntk - nngp) if method == "mtl" else ntk
+        return torch.where(same, ntk, 0)
+    return torch.where(same, ntk, ntk - nngp) if method == "mtl" else ntk
 
 
 def split_kernel(
@@ -96,19 +160,41 @@ def split_kernel(
     time: float,
     ridge: float = 0.0,
 ) -> Tensor:
-    """The MetaNTK between the queries of tasks with a query-support split (B def. 2, eq. 106 and 112).
+    """Return the MetaNTK between the queries of tasks with a query-support split (Wang et al. 2022, def. 2).
 
-    Φ = R Θ R'ᵀ over queries and supports, R = [I, −M(X, X')T_M(X')]: adaptation takes from each query's gradient
-    the part that the support explains. M is Θ for MAML (`adapts="all"`) and K for ANIL ("head"). `others` are
-    the queries and supports of other tasks for the columns. Positive semi-definite by construction.
+    Φ = R Θ R'ᵀ over queries and supports with R = [I, −M(X, X')T_M(X')]: adaptation removes from each query's gradient
+    the part that the support set explains. M is Θ for MAML (Wang et al. 2022, eq. 106) and K for ANIL (eq. 112). Φ is
+    positive semi-definite by construction.
+
+    Args:
+        kernel: The kernel of the network.
+        query: Query points, (tasks, queries, ...).
+        support: Support points, (tasks, supports, ...).
+        others: Query and support points of the tasks of the columns; `query` and `support` if None.
+        adapts: "all" for MAML, "head" for ANIL.
+        time: Time s = λτ of the inner loop; may be infinite.
+        ridge: Number added to the diagonal of the support sets' Gram matrices.
+
+    Returns:
+        Φ, (tasks · queries, tasks' · queries').
+
+    Raises:
+        InputError: If the time is infinite and a support set has a singular Gram matrix.
+
+    Example:
+        >>> from metabridge.kernels import fully_connected_kernel, split_kernel
+        >>> points = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+        >>> kernel = fully_connected_kernel(depth=2)
+        >>> split_kernel(kernel, points[:, :3], points[:, 3:], adapts="all", time=0.1).shape
+        torch.Size([9, 9])
     """
     points = torch.cat([query, support], 1)
     rows = residual_operator(kernel, query, support, adapts, time, ridge)
     if others is None:
         return sandwich(rows, kernel.ntk(points.flatten(0, 1)), rows)
     columns = residual_operator(kernel, *others, adapts, time, ridge)
-    middle = kernel.ntk(points.flatten(0, 1), torch.cat(others, 1).flatten(0, 1))
-    return sandwich(rows, middle, columns)
+    ntk = kernel.ntk(points.flatten(0, 1), torch.cat(others, 1).flatten(0, 1))
+    return sandwich(rows, ntk, columns)
 
 
 def residual_operator(
@@ -120,53 +206,66 @@ def residual_operator(
     ridge: float = 0.0,
     eps: float | None = None,
 ) -> Tensor:
-    """R = [I, −M(X, X')T_M(X')] of every task, (tasks, queries, queries + supports)."""
-    own = task_grams(kernel, torch.cat([query, support], 1), adapts)
+    """Return R = [I, −M(X, X')T_M(X')] of every task.
+
+    Args:
+        kernel: The kernel of the network.
+        query: Query points X, (tasks, queries, ...).
+        support: Support points X', (tasks, supports, ...).
+        adapts: "all" for M = Θ, "head" for M = K.
+        time: Time s of the inner loop; may be infinite.
+        ridge: Number added to the diagonal of the support sets' Gram matrices.
+        eps: Precision of the Gram matrices, as in `adaptation_operator`.
+
+    Returns:
+        R, (tasks, queries, queries + supports).
+    """
+    grams = task_grams(kernel, torch.cat([query, support], 1), adapts)
     queries = query.shape[1]
-    explained = own[:, :queries, queries:] @ adaptation_operator(own[:, queries:, queries:], time, ridge, eps)
-    identity = torch.eye(queries, dtype=own.dtype, device=own.device).expand(len(query), -1, -1)
+    explained = grams[:, :queries, queries:] @ adaptation_operator(grams[:, queries:, queries:], time, ridge, eps)
+    identity = torch.eye(queries, dtype=grams.dtype, device=grams.device).expand(len(query), -1, -1)
     return torch.cat([identity, -explained], -1)
 
 
 def task_grams(kernel: Kernel, x: Tensor, adapts: Adapts) -> Tensor:
-    """The Gram matrix of every task's own points, (tasks, points, points): of Θ, or of K where the head adapts."""
-    choose = kernel.ntk if adapts == "all" else kernel.nngp
+    """Return Θ, or K if only the head adapts, between the points of every task: (tasks, points, points)."""
+    gram = kernel.ntk if adapts == "all" else kernel.nngp
     tasks, points = x.shape[:2]
-    # Between vectors a call costs more than its pairs, so some tasks share one; between images every pair is dear.
-    together = max(1, _SHARED // points) if x.ndim == 3 else 1
-    parts = [x[first : first + together] for first in range(0, tasks, together)]
-    return torch.cat([diagonal_blocks(choose(part.flatten(0, 1)), points) for part in parts])
+    # For vectors, a call costs more than its pairs, so tasks share calls. For images, every pair is expensive.
+    tasks_per_call = max(1, _POINTS_PER_CALL // points) if x.ndim == 3 else 1
+    parts = [x[first : first + tasks_per_call] for first in range(0, tasks, tasks_per_call)]
+    return torch.cat([diagonal_blocks(gram(part.flatten(0, 1)), points) for part in parts])
 
 
 def diagonal_blocks(matrix: Tensor, points: int) -> Tensor:
-    """The diagonal blocks of a matrix over the points of tasks, (tasks, points, points)."""
+    """Return the diagonal blocks of a matrix over the points of all tasks, (tasks, points, points)."""
     tasks = len(matrix) // points
     return matrix.reshape(tasks, points, tasks, points).diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
 def sandwich(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
-    """blockdiag(left) · matrix · blockdiag(right)ᵀ, for left (tasks, a, b) and right (tasks', c, d)."""
+    """Return blockdiag(left) · matrix · blockdiag(right)ᵀ, for left (tasks, a, b) and right (tasks', c, d)."""
     product = torch.einsum("iab,ibk->iak", left, matrix.reshape(len(left), left.shape[2], -1)).flatten(0, 1)
-    wide = product.reshape(len(product), len(right), right.shape[2])
-    return torch.einsum("nkd,kcd->nkc", wide, right).flatten(1)
+    by_task = product.reshape(len(product), len(right), right.shape[2])
+    return torch.einsum("nkd,kcd->nkc", by_task, right).flatten(1)
 
 
-def same_task(tasks: int, points: int, like: Tensor) -> Tensor:
-    """Where row and column belong to the same task."""
-    task = torch.arange(tasks, device=like.device).repeat_interleave(points)
+def same_task(tasks: int, points: int, device: torch.device) -> Tensor:
+    """Return the mask of pairs of points that belong to the same task, (tasks · points, tasks · points)."""
+    task = torch.arange(tasks, device=device).repeat_interleave(points)
     return task[:, None] == task
 
 
-def _modes(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+def _eigendecomposition(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(gram)
     return values.clamp_min(0) + ridge, vectors
 
 
-def _most_alike(gram: Tensor, lost: Tensor) -> str:
-    """Name the two points with the highest correlation in the first task that has lost modes."""
-    task = int(lost.reshape(-1, gram.shape[-1]).any(1).int().argmax())
-    own = gram.reshape(-1, *gram.shape[-2:])[task]
-    scale = own.diagonal().clamp_min(torch.finfo(own.dtype).tiny).rsqrt()
-    correlation = (own * scale * scale[:, None]).fill_diagonal_(-math.inf)
-    first, second = divmod(int(correlation.argmax()), len(own))
+def _most_correlated_pair(gram: Tensor, singular: Tensor) -> str:
+    """Name the two points with the highest correlation in the first task with a singular Gram matrix."""
+    task = int(singular.reshape(-1, gram.shape[-1]).any(1).int().argmax())
+    task_gram = gram.reshape(-1, *gram.shape[-2:])[task]
+    scale = task_gram.diagonal().clamp_min(torch.finfo(task_gram.dtype).tiny).rsqrt()
+    correlation = (task_gram * scale * scale[:, None]).fill_diagonal_(-math.inf)
+    first, second = divmod(int(correlation.argmax()), len(task_gram))
     return f"its points {first} and {second}" + (f", in task {task}," if gram.ndim > 2 else "")
