@@ -122,7 +122,7 @@ class Table:
         """Compute what training, validation and testing ask for: no test picture meets a validation picture."""
         started = time.perf_counter()
         x = standardised(pool).to(device)
-        if not kernel.space:
+        if not kernel.pixel_dims:
             x = x.flatten(1)
         values = [torch.full((len(x), len(x)), math.nan, dtype=torch.float64) for _ in range(2)]
         train, *others = (
