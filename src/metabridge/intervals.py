@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist
 
+import torch
 from torch import Tensor
 
 
@@ -31,6 +33,15 @@ def half_width(values: Tensor) -> float:
     if len(values) < 2:
         return math.nan
     return t_quantile(len(values) - 1) * float(values.double().std()) / math.sqrt(len(values))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of independent values and the half-width of its 95 % interval.
+
+    >>> mean_interval([1.0, 3.0])
+    (2.0, 12.7...)
+    """
+    return sum(values) / len(values), half_width(torch.tensor(values, dtype=torch.float64))
 
 
 @cache

@@ -121,9 +121,10 @@ def bound_rows(setting: Setting, seed: int) -> list[Row]:
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw our risks beside the published ones."""
     from metabridge.report import figures
+    from metabridge.report.result_figures import compared_rows
 
     compared = [own for own in outcome.result.rows if own.published is not None]
-    figures.save(figures.beside(compared), file)
+    figures.save(compared_rows(compared), file)
 
 
 EXPERIMENT = UnportedExperiment("anil-table1", run, figure, resumable=True)

@@ -34,13 +34,13 @@ def run(work: Work) -> Outcome:
 
 def figure(outcome: Outcome, file: Path) -> None:
     """Draw the validation accuracies against minutes of training."""
-    from metabridge.report import figures
+    from metabridge.report import figures, result_figures
 
     curves = {
         name: [(point["minutes"], point["accuracy"], point["ci95"]) for point in record.curve]
         for name, record in outcome.records.items()
     }
-    figures.save(figures.costs(curves), file)
+    figures.save(result_figures.accuracy_over_time(curves), file)
 
 
 EXPERIMENT = UnportedExperiment("bridge-fig2", run, figure, resumable=True)

@@ -115,10 +115,11 @@ class Experiment(Generic[D]):
 
     def draw(self, outcome: Outcome[D], file: Path) -> None:
         """Write the figure as a PNG file."""
-        from metabridge.report import figures
+        from metabridge.report import figures, result_figures
 
-        draw = self.figure or (lambda outcome: figures.published_and_ours(outcome.result))
-        figures.save(draw(outcome), file)
+        with figures.LIGHT.context():
+            figure = self.figure(outcome) if self.figure else result_figures.published_and_ours(outcome.result)
+        figures.save(figure, file)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from matplotlib.axis import Axis
@@ -22,9 +22,6 @@ from metabridge.figure_theme import Theme as Theme
 from metabridge.files import write_atomically
 from metabridge.training.evaluate import Score
 from metabridge.training.fitting import Run
-
-if TYPE_CHECKING:
-    from metabridge.report.results import Result, Row
 
 LINES = ("-", "--", ":")
 MARKERS = ("o", "x", "v", "^", "s")
@@ -91,57 +88,6 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
         axes.grid(visible=False, axis="y")
         axes.set(xlabel="accuracy, %")
         figure.legend(loc="outside upper center", ncols=2)
-    return figure
-
-
-def beside(rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
-    """Our numbers with their 95 % intervals beside the published ones, a line for each row."""
-    with theme.context():
-        figure = Figure(figsize=(6.4, 1.4 + 0.36 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        places = np.arange(len(rows))
-        known = [(place, row.published) for place, row in zip(places, rows) if row.published is not None]
-        if known:
-            axes.plot(
-                [value for _, value in known], [place for place, _ in known], "D", color=COLOURS[1], label="published"
-            )
-        axes.errorbar(
-            [row.ours for row in rows],
-            places,
-            xerr=[row.ci95 or 0 for row in rows],
-            fmt="o",
-            color=COLOURS[0],
-            label="ours, with 95 % intervals",
-            capsize=2,
-        )
-        axes.set_yticks(places, [row.name for row in rows])
-        axes.invert_yaxis()
-        axes.set(xlabel=rows[0].metric.replace(" %", ", %"))
-        figure.legend(loc="outside upper center", ncols=2)
-    return figure
-
-
-def published_and_ours(result: Result) -> Figure:
-    """Draw our numbers next to the published ones, for all rows with the metric of the first row."""
-    figure = beside([row for row in result.rows if row.metric == result.rows[0].metric])
-    if result.scale == "quick":
-        figure.suptitle("quick scale: far less data and training than published", fontsize=10)
-    return figure
-
-
-def costs(curves: Mapping[str, Sequence[tuple[float, float, float]]], theme: Theme = LIGHT) -> Figure:
-    """Validation accuracy with its 95 % interval against minutes, a curve of (minutes, mean, ci95) for each method."""
-    with theme.context():
-        figure = Figure(figsize=(5.6, 4.2), layout="constrained")
-        axes = figure.subplots()
-        for (name, points), colour, marker in zip(curves.items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS)):
-            minutes, means, margins = (np.array(column) for column in zip(*points))
-            low, high = 100 * (means - margins), 100 * (means + margins)
-            axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(minutes, 100 * means, f"-{marker}", color=colour, label=name, linewidth=1.6, markersize=4)
-        axes.set(xlabel="minutes of training", ylabel="validation accuracy, %", xscale="log")
-        plain_numbers(axes.xaxis)
-        figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
