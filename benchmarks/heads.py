@@ -27,14 +27,12 @@ from sklearn import linear_model, neighbors, svm
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
-from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
+from metabridge.heads import SVM, Head, LogisticRegression, NearestCentroid, RidgeClassifier
 from metabridge.report.results import Machine
 
 WAYS, SHOTS, QUERIES, FEATURES = 5, 5, 15, 640
 PENALTY = 0.33
 REPEATS = 5
-
-Head = LogisticRegression | SVM | Ridge | NearestCentroid
 
 
 class Contest(NamedTuple):
@@ -53,7 +51,7 @@ CONTESTS = (
     ),
     Contest("SVM, squared hinge", SVM(normalise=False), svm.LinearSVC),
     Contest("SVM, hinge", SVM(loss="hinge", normalise=False), lambda: svm.SVC(kernel="linear", break_ties=True)),
-    Contest("ridge", Ridge(), linear_model.Ridge),
+    Contest("ridge", RidgeClassifier(), linear_model.Ridge),
     Contest("nearest centroid", NearestCentroid(), neighbors.NearestCentroid),
 )
 

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from metabridge.episodes import Episodes
-from metabridge.learners import GradientDescent, Method, Proximal, Ridge, SupportVectors, method
+from metabridge.learners import Method, method
 from metabridge.models import Network, conv4, mlp
+from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, SVMSolver
 
 CLASSES, WAYS = 6, 3
 
@@ -37,7 +38,7 @@ METHODS: dict[str, Method] = {
     "maml with a rate for every element": method("maml", lr=0.1, rates="per-element"),
     "maml without split": method("maml", lr=0.1, split=False),
     "maml with a rate for every layer": method("maml", lr={"features": 0.02, "head": 0.2}),
-    "maml with a frozen head": method("maml", head="frozen", lr=0.1),
+    "maml with a frozen head": method("maml", training_head="frozen", lr=0.1),
     "fo-maml with a rate for every tensor": method("fo-maml", lr=0.1, rates="per-tensor"),
     "anil with a rate for every tensor": method("anil", rates="per-tensor"),
     "anil without split": method("anil", split=False),
@@ -45,8 +46,8 @@ METHODS: dict[str, Method] = {
     "proximal head, exact": Method("head", Proximal(steps=5, lr=0.1)),
     "proximal head, implicit": Method("head", SOLVED, outer="implicit"),
     "proximal head, first order": Method("head", Proximal(steps=5, lr=0.1), outer="first-order"),
-    "r2d2, first order": Method("head", Ridge(), outer="first-order", head="solved"),
-    "metaoptnet, first order": Method("head", SupportVectors(), outer="first-order", head="solved"),
+    "r2d2, first order": Method("head", RidgeSolver(), outer="first-order", training_head="solved"),
+    "metaoptnet, first order": Method("head", SVMSolver(), outer="first-order", training_head="solved"),
     "maml of no steps": Method("all", GradientDescent(steps=0)),
 }
 

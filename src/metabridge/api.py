@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from metabridge import datasets, kernels, models, nas, theory
+from metabridge import datasets, heads, kernels, models, nas, solvers, theory
 from metabridge.diagnosis import Diagnosis, diagnose
 from metabridge.environments import (
     FixedNeurons,
@@ -23,29 +23,22 @@ from metabridge.environments import (
 )
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
+from metabridge.heads import SVM, LogisticRegression, NearestCentroid, RidgeClassifier
 from metabridge.learners import (
     PRESETS,
-    SVM,
     Adapted,
     Engine,
-    GradientDescent,
-    LogisticRegression,
     MetaGradient,
     Method,
-    NearestCentroid,
-    Proximal,
-    Ridge,
-    RidgeHead,
-    SupportVectors,
     adapt,
     meta_gradient,
     method,
     parameters,
     predict,
-    task_loss,
 )
 from metabridge.nas import Architecture
 from metabridge.nas.architecture_search import Search
+from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, SVMSolver, task_loss
 from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, Views, evaluate, fit, load
 
 if TYPE_CHECKING:
@@ -83,15 +76,15 @@ __all__ = [
     "Plateau",
     "Proximal",
     "Quadratic",
-    "Ridge",
-    "RidgeHead",
+    "RidgeClassifier",
+    "RidgeSolver",
     "Run",
+    "SVMSolver",
     "Score",
     "Search",
     "SharedRepresentation",
     "Sinusoid",
     "Step",
-    "SupportVectors",
     "TaskGroup",
     "TeacherTasks",
     "Views",
@@ -100,6 +93,7 @@ __all__ = [
     "diagnose",
     "evaluate",
     "fit",
+    "heads",
     "kernels",
     "load",
     "meta_gradient",
@@ -108,6 +102,7 @@ __all__ = [
     "nas",
     "parameters",
     "predict",
+    "solvers",
     "task_loss",
     "theory",
 ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from metabridge.learners.heads import SVM
+from metabridge.heads import SVM
 from small_runs import EVALUATE, TRAIN
 
 
@@ -63,9 +63,9 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
         (["--shots", "0"], "shots is 0, but must be a whole number of at least 1."),
         (["--shots", "1,100000000000000000000"], "shots is 100000000000000000000, but must be 1000000 or less."),
         (["--penalty", "0.1"], "penalty is given without the head that it is of. Name it with --head."),
-        (["--head", "centroid", "--penalty", "1"], "head is 'centroid' with penalty 1.0, but must be logistic"),
+        (["--head", "centroid", "--penalty", "1"], "penalty is 1.0, but the head 'centroid' has no penalty"),
         (["--head", "svm", "--penalty", "0"], "penalty is 0.0, but must be a positive number."),
-        (["--head", "forest"], "Invalid value for '--head'"),
+        (["--head", "forest"], "head is 'forest', but must be one of centroid, logistic, ridge, svm."),
         (["--split", "dev"], "split is 'dev', but these images have 'train'"),
         (["--queries", "100"], "class '"),
         (["--ways", "6"], "A label is 5, but the head has 5 outputs"),

@@ -124,7 +124,7 @@ def test_a_network_trains_on_tasks_of_two_shapes_with_the_outputs_of_the_larger(
 
 def test_a_mixture_of_two_lists_of_classes_refuses_a_method_with_a_row_for_every_class(alike):
     net = conv4(channels=1, size=28, outputs=3, filters=4)
-    with pytest.raises(InputError, match="classes is None, but head='task-rows' keeps a row for every training class"):
+    with pytest.raises(InputError, match="classes is None, but training_head 'task-rows' has a row"):
         fit(net, method("mtl"), Mixture(alike, (0.5, 0.5)), iterations=1, progress=False)
 
 

@@ -15,7 +15,7 @@ from metabridge import (
     Engine,
     InputError,
     NearestCentroid,
-    RidgeHead,
+    RidgeClassifier,
     Sinusoid,
     adapt,
     method,
@@ -67,7 +67,7 @@ def test_a_solved_head_has_no_part_of_the_initial_one():
     assert torch.equal(adapt(chosen, net, params, x, y)(x), adapt(chosen, net, other, x, y)(x))
 
 
-@pytest.mark.parametrize("head", [SVM(loss="hinge"), SVM(), RidgeHead(), NearestCentroid()])
+@pytest.mark.parametrize("head", [SVM(loss="hinge"), SVM(), RidgeClassifier(), NearestCentroid()])
 def test_any_head_can_be_solved_at_test_time(head):
     net, episodes = smooth_mlp(), clusters((4,))
     chosen = method("mtl", test=head)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative, smooth_mlp
-from metabridge import Engine, Episodes, InputError, meta_gradient, method, parameters
-from metabridge.learners import heads, task_gradients
+from metabridge import Engine, Episodes, InputError, heads, meta_gradient, method, parameters
+from metabridge.learners import task_gradients
 from metabridge.learners.engine import CAPTURES
 from metabridge.models import Network, mlp
 
@@ -355,7 +355,7 @@ def test_a_net_that_pytorch_cannot_vectorise_runs_task_by_task_with_one_log_line
 
 
 def test_one_classifier_over_all_classes_refuses_values():
-    chosen, net = method("rfs", test=heads.Ridge()), mlp(2, 1)
+    chosen, net = method("rfs", test=heads.RidgeClassifier()), mlp(2, 1)
     x, y = torch.randn(3, 4, 2), torch.randn(3, 4, 1)
     episodes = Episodes(x, y, x, y, classes=torch.tensor([[0], [1], [2]]))
     with pytest.raises(InputError, match="one classifier over all classes, but the targets are values"):

@@ -24,9 +24,10 @@ from cases import (
     smooth_mlp,
 )
 from metabridge.episodes import Episodes
-from metabridge.learners import Engine, MetaGradient, Method, Proximal, adapt, method, parameters, task_loss
+from metabridge.learners import Engine, MetaGradient, Method, adapt, method, parameters
 from metabridge.models import Network, mlp
 from metabridge.models.network import Params, apply_features, apply_head
+from metabridge.solvers import Proximal, task_loss
 
 ENGINES = [("loop", False), ("loop", True), ("vectorised", False), ("vectorised", True), ("workers", False)]
 
@@ -54,7 +55,7 @@ def objective(chosen: Method, net: Network, params: Params, episodes: Episodes) 
     def first_order(task: Episodes, weights: Params) -> Params:
         """Support features and slopes are constants; the start and the solver's own settings are not."""
         body = {name: value for name, value in weights.items() if name.startswith("features.")}
-        if chosen.head == "solved":
+        if chosen.training_head == "solved":
             return adapted(task, params | {n: v for n, v in weights.items() if n.startswith("solver.")}) | body
         moved = body.copy()
         for name, value in adapted(task, params).items():

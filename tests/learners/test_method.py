@@ -12,14 +12,14 @@ from metabridge import (
     LogisticRegression,
     Method,
     Proximal,
-    Ridge,
-    SupportVectors,
+    RidgeSolver,
+    SVMSolver,
     adapt,
     method,
     parameters,
 )
-from metabridge.learners.inner_solvers import Problem, task_loss
 from metabridge.models import mlp
+from metabridge.solvers import Problem, task_loss
 
 STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 
@@ -36,9 +36,9 @@ def test_options_go_to_the_solver_or_to_the_method():
     assert not chosen.split
     assert method("nal", steps=1).test == GradientDescent(steps=1, lr=0.01)
     assert method("mtl", penalty=2.0).test == LogisticRegression(penalty=2.0, normalise=True)
-    assert method("metaoptnet", C=1.0).inner == SupportVectors(C=1.0)
+    assert method("metaoptnet", C=1.0).inner == SVMSolver(C=1.0)
     assert method("maml", inner=Proximal(), steps=3).inner == Proximal(steps=3)
-    assert method("mtl", test=STEPS_AT_TEST, lr=0.3, head="learned").test == GradientDescent(steps=2, lr=0.3)
+    assert method("mtl", test=STEPS_AT_TEST, lr=0.3, training_head="learned").test == GradientDescent(steps=2, lr=0.3)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,23 @@ def test_options_go_to_the_solver_or_to_the_method():
         (lambda: Method("none", STEPS), "contradict each other"),
         (lambda: Method("all", None, outer="plain"), "contradict each other"),
         (lambda: Method("all", STEPS, outer="implicit"), "which GradientDescent does not admit"),
-        (lambda: Method("head", Ridge(), outer="implicit", head="solved"), "which Ridge does not admit"),
-        (lambda: Method("all", Ridge(), head="solved"), "Ridge solves a linear head, but adapts is 'all'"),
-        (lambda: Method("head", Ridge()), "a head is 'solved' exactly by Ridge and SupportVectors"),
-        (lambda: Method("head", STEPS, head="solved"), "a head is 'solved' exactly by"),
-        (lambda: Method("head", STEPS, head="task-rows"), "rows are trained jointly"),
-        (lambda: Method("none", None, outer="plain", head="frozen", test=STEPS), "nothing adapts it"),
-        (lambda: Method("head", Proximal(), outer="displacement"), "leaves what does not adapt untrained"),
-        (lambda: Method("none", None, outer="plain", head="task-rows", test=STEPS), "starts from a shared head"),
+        (
+            lambda: Method("head", RidgeSolver(), outer="implicit", training_head="solved"),
+            "RidgeSolver does not admit",
+        ),
+        (
+            lambda: Method("all", RidgeSolver(), training_head="solved"),
+            "solves a linear head, but adapts is 'all'",
+        ),
+        (lambda: Method("head", RidgeSolver()), "solver in closed form (RidgeSolver, SVMSolver)"),
+        (lambda: Method("head", STEPS, training_head="solved"), "exactly with a solver in closed form"),
+        (lambda: Method("head", STEPS, training_head="task-rows"), "rows are trained jointly"),
+        (lambda: Method("none", None, outer="plain", training_head="frozen", test=STEPS), "no inner solver adapts it"),
+        (lambda: Method("head", Proximal(), outer="displacement"), "trains only what adapts"),
+        (
+            lambda: Method("none", None, outer="plain", training_head="task-rows", test=STEPS),
+            "from a shared head",
+        ),
         (lambda: Method("none", None, outer="plain"), "Say how to adapt at test time"),
     ],
 )

@@ -10,10 +10,11 @@ import torch
 
 from cases import CLASSES, METHODS, SOLVED, clusters, relative, smooth_mlp
 from metabridge import InputError, Sinusoid, fit, method
-from metabridge.learners import Proximal, adapt, parameters
+from metabridge.learners import adapt, parameters
 from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine, Mode
 from metabridge.models import Network, mlp
+from metabridge.solvers import Proximal
 
 FROZEN = ("features.1.weight", "features.3.bias")
 
@@ -89,7 +90,7 @@ def test_a_frozen_head_is_refused_where_it_alone_adapts_and_is_no_matter_where_i
     anil = method("anil")
     params = parameters(anil, net)
     for work in (Engine(anil, net), partial(predict, anil, net)):
-        with pytest.raises(InputError, match=r"'head.bias' has requires_grad=False.*head='frozen'"):
+        with pytest.raises(InputError, match=r"'head.bias' has requires_grad=False.*training_head='frozen'"):
             work(params, episodes)
     again = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
     assert torch.equal(again.loss, free.loss)

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from cases import CLASSES, WAYS, clusters, flattened, relative
 from metabridge import Engine, method, parameters
-from metabridge.learners.inner_solvers import Problem, Ridge, task_loss
 from metabridge.learners.task_gradients import features_of
 from metabridge.models import Network, conv4, estimate_statistics
 from metabridge.models.network import apply_head
+from metabridge.solvers import Problem, RidgeSolver, task_loss
 
 SHAPE = (1, 16, 16)
 METHODS = ("mtl", "rfs", "nal", "r2d2", "metaoptnet", "anil", "fo-anil")
@@ -98,7 +98,9 @@ def test_the_ridge_of_r2d2_is_right_in_float32_though_points_are_the_same(penalt
 
     def predicted(dtype):
         problem = Problem(apply_head, task_loss, x.to(dtype), y.to(dtype))
-        start, solver = {"head.weight": torch.zeros(3, 64, dtype=dtype)}, Ridge(penalty)
-        return apply_head(solver.solve(problem, start, solver.extras(start), exact=True), queries.to(dtype)).double()
+        start, solver = {"head.weight": torch.zeros(3, 64, dtype=dtype)}, RidgeSolver(penalty)
+        return apply_head(
+            solver.solve(problem, start, solver.solver_params(start), exact=True), queries.to(dtype)
+        ).double()
 
     torch.testing.assert_close(predicted(torch.float32), predicted(torch.float64), rtol=1e-3, atol=1e-4)

@@ -9,8 +9,9 @@ from torch import nn
 from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners import GradientDescent, meta_gradient, method, parameters
+from metabridge.learners import meta_gradient, method, parameters
 from metabridge.models import Network
+from metabridge.solvers import GradientDescent
 from metabridge.theory import landscape as theory
 
 ALPHA, M = 0.4, 7

@@ -16,11 +16,11 @@ from torch import nn
 from cases import METHODS, WAYS
 from damage import damaged_json
 from metabridge import InputError, Sinusoid, fit, method
+from metabridge.heads import SVM, LogisticRegression, NearestCentroid, RidgeClassifier
 from metabridge.learners import PRESETS, Method
-from metabridge.learners.heads import SVM, LogisticRegression, NearestCentroid, Ridge
-from metabridge.learners.inner_solvers import GradientDescent, Proximal
 from metabridge.models import Network, conv4, mlp
 from metabridge.models.architecture import Architecture
+from metabridge.solvers import GradientDescent, Proximal
 from metabridge.training import load
 from metabridge.training.checkpoint import FILES, RunFolder, fingerprint, read_method, write_method
 from small_runs import colours, on_colours, on_sinusoids
@@ -214,7 +214,12 @@ EVERY_METHOD: dict[str, Method] = (
     | METHODS
     | {
         f"mtl with {head}": method("mtl", test=head)
-        for head in (LogisticRegression(3.0, False), SVM(2.0, "hinge"), Ridge(0.1, True), NearestCentroid(True))
+        for head in (
+            LogisticRegression(3.0, False),
+            SVM(2.0, "hinge"),
+            RidgeClassifier(0.1, True),
+            NearestCentroid(True),
+        )
     }
     | {f"nal with {solver}": method("nal", test=solver) for solver in (GradientDescent(3, 0.1), Proximal(steps=2))}
 )

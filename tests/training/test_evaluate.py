@@ -7,8 +7,8 @@ import torch
 from scipy import stats
 
 from metabridge import Episodes, InputError, Score, Sinusoid, evaluate, method, parameters
+from metabridge.heads import create_head
 from metabridge.learners.adapt import predict_from_features
-from metabridge.learners.method import named_head
 from metabridge.models import conv4, estimate_statistics, mlp
 from metabridge.training import Augment, Model, Views
 from metabridge.training.evaluate import FeatureTable, _sampled, outcomes, score_tasks
@@ -147,7 +147,7 @@ def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_
 
 
 def test_a_table_scores_another_head_on_the_tasks_that_evaluate_draws(glyphs, test_tasks):
-    logistic, ridge = (inductive(glyphs, "mtl", test=named_head(name)) for name in ("logistic", "ridge"))
+    logistic, ridge = (inductive(glyphs, "mtl", test=create_head(name)) for name in ("logistic", "ridge"))
     found = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
     for model, score in zip((logistic, ridge), found):
         assert torch.equal(score.values, evaluate(model, test_tasks, tasks=520, seed=2).values)

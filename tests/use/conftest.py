@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from metabridge.environments import LabelledImages
-from metabridge.learners import LogisticRegression, method
+from metabridge.heads import LogisticRegression
+from metabridge.learners import method
 from metabridge.models import conv4
 from metabridge.training import fit
 

@@ -18,7 +18,7 @@ from sklearn.preprocessing import FunctionTransformer
 
 import metabridge as mb
 from metabridge import FewShotClassifier, InputError
-from metabridge.learners import SVM
+from metabridge.heads import SVM
 from metabridge.training import evaluate
 from metabridge.training.checkpoint import RunFolder
 from metabridge.use.onnx_export import export_onnx, write_head

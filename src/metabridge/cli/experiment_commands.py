@@ -112,12 +112,14 @@ def methods() -> None:
 
     Example: **metabridge methods**
     """
+    from metabridge.heads import Head
     from metabridge.learners.method import PRESETS
     from metabridge.report.method_table import described
 
     lines = {name: described(method) for name, method in PRESETS.items()}
     columns = ("method", *next(iter(lines.values())))
     print_table(columns, [[name, *words.values()] for name, words in lines.items()], text=columns)
+    say(f"Test-time heads (--head): {', '.join(sorted(Head.registry))}")
 
 
 def _print_trials(trials: tuple[Trial, ...]) -> None:

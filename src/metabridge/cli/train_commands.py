@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -36,15 +35,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Head(StrEnum):
-    """A classifier that is solved on the features of the support set."""
-
-    logistic = "logistic"
-    svm = "svm"
-    ridge = "ridge"
-    centroid = "centroid"
-
-
+HeadOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Solve this test-time head instead; `metabridge methods` lists the heads."),
+]
 DataOption = Annotated[
     str,
     typer.Option(
@@ -205,7 +199,7 @@ def evaluate(
         bool, typer.Option("--trained-classes", help="Allow classes with names that the run was trained on.")
     ] = False,
     min_images: MinImagesOption = None,
-    head: Annotated[Head | None, typer.Option(help="Solve this head instead of what the method does.")] = None,
+    head: HeadOption = None,
     penalty: Annotated[float | None, typer.Option(help="Of the head's weights (1/C for svm).")] = None,
     copies: Annotated[
         int, typer.Option(min=0, max=1000, help="Changed copies of each support image to adapt to as well.")
@@ -229,8 +223,7 @@ def evaluate(
 
     from metabridge.datasets import load as load_images
     from metabridge.files import STDOUT, json_bytes, make_parent_folder, write_output
-    from metabridge.learners.heads import SVM, NearestCentroid, Ridge  # whose scores only rank
-    from metabridge.learners.method import named_head
+    from metabridge.heads import Head, create_head
     from metabridge.training import Views, load
     from metabridge.training.assessment import assess
     from metabridge.training.checkpoint import damaged
@@ -238,6 +231,7 @@ def evaluate(
 
     if penalty is not None and head is None:
         raise InputError("penalty is given without the head that it is of. Name it with --head.")
+    test_head = None if head is None else create_head(head, penalty)
     if json_file is not None:
         make_parent_folder(json_file)
     ways = ways or _ways(runs[0])
@@ -249,8 +243,8 @@ def evaluate(
     sources: list[dict[str, Any]] = [{}] * len(runs) if data is not None else _sources(runs)
     for folder, source in zip(runs, sources):
         run = load(folder, device=where)
-        if head is not None:
-            run = replace(run, method=replace(run.method, test=named_head(head.value, penalty)))
+        if test_head is not None:
+            run = replace(run, method=replace(run.method, test=test_head))
         if data is not None:
             images = images_for(run, data, min_images)
         else:
@@ -274,7 +268,7 @@ def evaluate(
             gap = None if found is first[count] else found.score.minus(first[count].score)
             worst, lowest = found.worst
             told = [found.score.told().removesuffix(" %"), f"{worst} {100 * lowest:.1f} %"]
-            ranked = isinstance(run.method.test, SVM | Ridge | NearestCentroid)
+            ranked = isinstance(run.method.test, Head) and not run.method.test.calibrated
             told.append("" if ranked else f"{found.calibration_error:.3f}")
             told.append("" if gap is None else gap.told().removesuffix(" %"))
             rows.append([str(folder), str(count), *told])
@@ -405,7 +399,7 @@ def _check_memory(plan: Plan, images: LabelledImages) -> None:
     if not hasattr(os, "sysconf"):
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    alone = plan.chosen().head == "all-rows"  # a batch is of images, not of tasks
+    alone = plan.chosen().training_head == "all-rows"  # a batch is of images, not of tasks
     each = 4 * images.images[0].numel() * (1 if alone else plan.ways * (plan.shots + plan.queries))  # in float32
     if plan.batch * each > memory:
         raise InputError(

@@ -13,7 +13,7 @@ import typer
 
 from metabridge.cli.options import Device, DeviceOption, app, device_name
 from metabridge.cli.terminal import note, print_table, printable, say
-from metabridge.cli.train_commands import Head
+from metabridge.cli.train_commands import HeadOption
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ SHOWN = 10  # rows of predictions that are printed
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
 QueryOption = Annotated[Path, typer.Option(metavar="DIR", help="Images to tell; folders within it are searched too.")]
 OutOption = Annotated[Path, typer.Option(metavar="FILE", help="Where the predictions go, as CSV; - prints them.")]
-HeadOption = Annotated[Head | None, typer.Option(help="Solve this head instead of what the method does.")]
 
 
 @app.command()
@@ -108,7 +107,7 @@ def export(
     from metabridge.use import export_onnx, write_head
 
     if head is not None and support is None:
-        raise InputError(f"--head is {head.value}, but a head is solved on labelled images. Give --support too.")
+        raise InputError(f"--head is {head}, but a head is solved on labelled images. Give --support too.")
     make_parent_folder(out)
     printed = str(out) == STDOUT
     if support is not None and printed:
@@ -131,7 +130,7 @@ def export(
         note("The network normalises each batch by itself, so the features of an image depend on the others with it.")
 
 
-def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> FewShotClassifier:
+def _adapted(run: Path, support: Path, head: str | None, device: Device) -> FewShotClassifier:
     """Return a classifier adapted to a folder of class folders."""
     from metabridge.datasets.image_files import class_folders
     from metabridge.use import FewShotClassifier
@@ -150,7 +149,7 @@ def _adapted(run: Path, support: Path, head: Head | None, device: Device) -> Few
         )
     files = [support / image for images in classes.values() for image in images]
     labels = [name for name, images in classes.items() for _ in images]
-    classifier = FewShotClassifier(run, head=None if head is None else head.value, device=device_name(device))
+    classifier = FewShotClassifier(run, head=head, device=device_name(device))
     return classifier.fit(files, labels)
 
 

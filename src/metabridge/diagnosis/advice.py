@@ -13,10 +13,10 @@ from metabridge.environments.environment import Environment
 from metabridge.kernels import kernel_predictors as kernels
 from metabridge.kernels.kernel import Kernel
 from metabridge.kernels.kernel_predictors import KernelLearner
-from metabridge.learners.inner_solvers import GradientDescent
 from metabridge.learners.method import PRESETS, Method
 from metabridge.models.network import Network
 from metabridge.progress import track_progress
+from metabridge.solvers import GradientDescent
 from metabridge.training.evaluate import Score, evaluate
 
 WORTH = 1.25  # the least ratio of risks for which adaptation in training is recommended

@@ -19,7 +19,7 @@ from metabridge.environments.shared_representation import SharedRepresentation
 from metabridge.experiments.anil_trainings import row
 from metabridge.experiments.record_files import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, UnportedExperiment, Work, environment
-from metabridge.learners.heads import Ridge
+from metabridge.heads import RidgeClassifier
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
 from metabridge.models import Network, mlp
@@ -125,7 +125,7 @@ def _record(work: Work, part: str, setting: Setting, seed: int) -> Record | None
 def _judged(model: Model, world: SharedRepresentation, setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
     """Return the spectrum of the first layer, and the risks on new tasks of the same representation."""
     found = spectrum(_first_layer(model.net).double().cpu().mT, world.representation)
-    ridges = [replace(model, method=replace(model.method, test=Ridge(penalty))) for penalty in PENALTIES]
+    ridges = [replace(model, method=replace(model.method, test=RidgeClassifier(penalty))) for penalty in PENALTIES]
     risks = {}
     for points in setting.m_test:
         tasks = replace(world, shots=points, queries=50, pool=None)

@@ -20,8 +20,8 @@ from metabridge.environments.teacher_networks import Activation, FixedNeurons, T
 from metabridge.episodes import Episodes
 from metabridge.experiments.power_law import mean
 from metabridge.experiments.result import Row
-from metabridge.learners.inner_solvers import GradientDescent, Problem, task_loss
 from metabridge.models.network import Params
+from metabridge.solvers import GradientDescent, Problem, task_loss
 from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss, stationary_points
 
 if TYPE_CHECKING:

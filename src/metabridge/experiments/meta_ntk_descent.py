@@ -17,10 +17,10 @@ from metabridge.environments.regression_functions import Quadratic
 from metabridge.episodes import Episodes
 from metabridge.kernels import fully_connected_kernel
 from metabridge.learners.engine import Engine
-from metabridge.learners.inner_solvers import Problem
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import moving, starting_heads, trainable
+from metabridge.learners.parameters import adapted_params, starting_heads, trainable
 from metabridge.models.network import Network, Params, apply_features, apply_head
+from metabridge.solvers import Problem
 
 DEPTH = 3
 KERNEL = fully_connected_kernel(depth=DEPTH)
@@ -98,5 +98,5 @@ def _adapted_outputs(method: Method, net: Network, params: Params, task: Episode
     moved: Params = {}
     if method.inner is not None:
         problem = Problem(apply, method.loss, task.support_x[0], task.support_y[0])
-        moved = method.inner.solve(problem, moving(method, net, start), {}, exact=True)
+        moved = method.inner.solve(problem, adapted_params(method, net, start), {}, exact=True)
     return apply(moved, task.query_x[0]).flatten()

@@ -11,7 +11,7 @@ from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments import record_files
 from metabridge.experiments.result import Environment, Work, environment
-from metabridge.learners.heads import LogisticRegression
+from metabridge.heads import LogisticRegression
 from metabridge.training import Run, evaluate
 from metabridge.training.config import Plan
 from metabridge.training.evaluate import PLAIN, FeatureTable, Model, Views

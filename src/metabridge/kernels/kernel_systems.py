@@ -117,7 +117,7 @@ def conjugate_gradient_solve(
         >>> conjugate_gradient_solve(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
         tensor([[0.5000]])
     """
-    values, solved = conjugate_gradients(product, target, precondition, over=0, fall=tolerance**2, steps=max_steps)
+    values, solved = conjugate_gradients(product, target, precondition, dim=0, tolerance=tolerance**2, steps=max_steps)
     if not solved.all():
         worst = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).nan_to_num().max())
         log.warning("conjugate gradients stopped after %d steps with a relative residual of %.1e.", max_steps, worst)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.learners.heads import LinearHead, PairwiseHead
-from metabridge.learners.inner_solvers import Problem, Solver
-from metabridge.learners.method import Method, TestHead
-from metabridge.learners.parameters import check_test, extras, moving
+from metabridge.heads import FittedHead, Head
+from metabridge.learners.method import Method
+from metabridge.learners.parameters import adapted_params, check_test, solver_params
 from metabridge.learners.task_gradients import features_of, over_tasks
 from metabridge.models.forward_behaviour import observe
 from metabridge.models.network import Network, Params, apply_features, apply_head, body_params
+from metabridge.solvers import Problem, Solver
 from metabridge.threads import map_over_threads
 
 _SEEN: WeakSet[Network] = WeakSet()  # networks that adaptation has looked at
@@ -28,7 +28,7 @@ class Adapted:
 
     net: Network
     params: Params
-    head: LinearHead | PairwiseHead | None = None
+    head: FittedHead | None = None
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     weights = {name: _differentiable(value.detach()) for name, value in params.items()}
     _look_at(net, weights, x)
     solver = _at_test(method)
-    if isinstance(solver, TestHead):
+    if isinstance(solver, Head):
         with torch.no_grad():
             features = apply_features(net, weights, x)
         head = solver.fit(features[None], y[None], _outputs(task))
@@ -89,7 +89,7 @@ def predict(
             sets = _over_machine(lambda share: features_of(net, weights, share, dtype), episodes)
         return predict_from_features(method, weights, replace(episodes, support_x=sets[0], query_x=sets[1]))
     solver = _at_test(method)
-    assert not isinstance(solver, TestHead)
+    assert not isinstance(solver, Head)
 
     def one(x: Tensor, y: Tensor, query: Tensor) -> Tensor:
         params = _adapted(method, solver, net, weights, x, y)
@@ -104,20 +104,20 @@ def predict(
 
 def adapts_head_alone(method: Method) -> bool:
     """Whether adaptation at test time leaves the features as they are."""
-    return method.adapts == "head" or isinstance(_at_test(method), TestHead)
+    return method.adapts == "head" or isinstance(_at_test(method), Head)
 
 
 @torch.no_grad()
 def predict_from_features(method: Method, params: Params, episodes: Episodes) -> Tensor:
     """Solve the head of every task, whose inputs are features already, and return its outputs for the queries."""
     solver = _at_test(method)
-    if isinstance(solver, TestHead):
+    if isinstance(solver, Head):
         return solver.fit(episodes.support_x, episodes.support_y, _outputs(episodes)).scores(episodes.query_x)
     head = {name: value for name, value in params.items() if name.startswith("head.")}
 
     def one(x: Tensor, y: Tensor, query: Tensor) -> Tensor:
         problem = Problem(apply_head, method.loss, x, y)
-        return apply_head(solver.solve(problem, head, extras(params), exact=False), query)
+        return apply_head(solver.solve(problem, head, solver_params(params), exact=False), query)
 
     return over_tasks(one, (episodes.support_x, episodes.support_y, episodes.query_x))
 
@@ -148,7 +148,7 @@ def _adapted(method: Method, solver: Solver, net: Network, weights: Params, x: T
     if method.adapts == "head":
         problem = Problem(apply_head, method.loss, apply_features(net, body, x), y)
         no_bias = {name: torch.zeros_like(value) for name, value in head.items()}  # where the head is solved without
-        return body | no_bias | solver.solve(problem, head, extras(weights), exact=False)
+        return body | no_bias | solver.solve(problem, head, solver_params(weights), exact=False)
     network = body | head
 
     def apply(moved: Params, x: Tensor) -> Tensor:
@@ -156,10 +156,10 @@ def _adapted(method: Method, solver: Solver, net: Network, weights: Params, x: T
         return apply_head(params, apply_features(net, params, x))
 
     problem = Problem(apply, method.loss, x, y)
-    return network | solver.solve(problem, moving(method, net, weights), extras(weights), exact=False)
+    return network | solver.solve(problem, adapted_params(method, net, weights), solver_params(weights), exact=False)
 
 
-def _at_test(method: Method) -> Solver | TestHead:
+def _at_test(method: Method) -> Solver | Head:
     solver = method.inner if method.test is None else method.test
     assert solver is not None  # a method without either cannot be made
     return solver

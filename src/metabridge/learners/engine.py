@@ -24,6 +24,7 @@ from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.double_backward import second_derivatives
 from metabridge.learners.method import Method
+from metabridge.learners.outer_gradients import OUTER_RULES
 from metabridge.learners.parameters import check
 from metabridge.learners.task_gradients import summed_gradient
 from metabridge.models.batch_norm import running_batch_norms
@@ -150,7 +151,7 @@ class Engine:
         return self.method.adapts != "all" and self.net.training and bool(running_batch_norms(self.net))
 
     def _sum(self, behaviour: Behaviour, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
-        twice = self.method.adapts == "all" and self.method.outer in ("exact", "implicit")
+        twice = self.method.adapts == "all" and OUTER_RULES[self.method.outer].second_order
         with second_derivatives(weight_norm=behaviour.weight_norm) if twice else contextlib.nullcontext():
             try:
                 return summed_gradient(self.method, self.net, params, episodes, flat=self.flat, dtype=self.dtype)

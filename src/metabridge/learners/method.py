@@ -1,6 +1,6 @@
-"""The taxonomy: every learner is what it adapts × how × how the outer gradient sees it.
+"""The taxonomy of methods: what adapts, how the inner problem is solved, and how the outer gradient treats the solve.
 
-A method is data. The table of the papers is the table `PRESETS` below.
+A method is data. `PRESETS` is the table of the papers.
 """
 
 from __future__ import annotations
@@ -11,119 +11,157 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from metabridge.errors import InputError, check_positive
-from metabridge.learners import heads
-from metabridge.learners.inner_solvers import GradientDescent, Loss, Proximal, Ridge, Solver, SupportVectors, task_loss
+from metabridge.errors import InputError
+from metabridge.heads import Head, LogisticRegression, RidgeClassifier, create_head
+from metabridge.learners.outer_gradients import OUTER_RULES
 from metabridge.models.network import Params
+from metabridge.solvers import GradientDescent, Loss, Proximal, RidgeSolver, Solver, SVMSolver, task_loss
 
 Adapts = Literal["all", "head", "none"]
-Outer = Literal["exact", "first-order", "implicit", "displacement", "plain"]
-TestHead = heads.LogisticRegression | heads.SVM | heads.Ridge | heads.NearestCentroid
-TESTS = (GradientDescent, Proximal, *get_args(TestHead))
-Head = Literal["learned", "frozen", "solved", "task-rows", "all-rows"]
-
-# Which outer gradients a solver admits.
-ADMITS: dict[type, tuple[str, ...]] = {
-    GradientDescent: ("exact", "first-order", "displacement"),
-    Proximal: ("exact", "first-order", "implicit", "displacement"),
-    Ridge: ("exact", "first-order"),
-    SupportVectors: ("implicit", "first-order"),
-    type(None): ("plain",),
-}
+TrainingHead = Literal["learned", "frozen", "solved", "task-rows", "all-rows"]
+ROWS: tuple[TrainingHead, ...] = ("task-rows", "all-rows")  # training heads with one row for each training class
 
 
 @dataclass(frozen=True)
 class Method:
-    """One point of the taxonomy.
+    """A few-shot learning method: one point of the taxonomy.
 
-    - `adapts`: what moves in the inner loop.
-    - `inner`: how the inner problem is solved; None when nothing adapts during training.
-    - `outer`: how the outer gradient treats the inner solve: "exact" differentiates through it,
-      "first-order" takes its Jacobian for the identity, "implicit" solves the optimality conditions'
-      linear system, "displacement" is θ − θ' (Reptile; times λ for the proximal problem), and
-      "plain" has no inner solve to treat.
-    - `head`: "learned", a shared initial head; "frozen", the same but not trained; "solved", found
-      anew from every support set; "task-rows", persistent rows of which a task uses its classes'
-      (MTL); "all-rows", one classifier over all training classes (RFS).
-    - `split`: whether adaptation and judgement use different sets; without it both use all points.
-    - `test`: how to adapt at test time, where that differs from `inner`.
-    - `regulariser`: a term in the parameters, added to the mean loss.
+    Args:
+        adapts: The parameters that the inner loop adapts: "all", the "head" only, or "none".
+        inner: The inner solver, or None if nothing adapts during training.
+        outer: How the outer gradient treats the inner solve, a name in `OUTER_RULES`: "exact" differentiates through
+            it, "first-order" takes its Jacobian for the identity, "implicit" solves the linear system of its
+            optimality conditions, "displacement" is θ − θ' (Reptile; times λ for the proximal problem), and "plain"
+            has no inner solve.
+        training_head: The head during training: "learned", a shared initial head; "frozen", the same but not trained;
+            "solved", solved on each support set; "task-rows", one row for each training class, of which a task uses
+            those of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
+        split: Whether a task's loss is computed on a query set other than its support set. If false, both are all
+            points of the task.
+        loss: The loss of predictions and targets.
+        test: How to adapt at test time, if not by `inner`: an iterative solver or a test-time head.
+        regulariser: A function of the parameters that is added to the mean loss.
 
-    >>> Method(adapts="head", inner=Proximal(strength=1.0), outer="implicit").head
+    Raises:
+        InputError: If the choices contradict each other; the message names a choice that is possible.
+
+    >>> Method(adapts="head", inner=Proximal(strength=1.0), outer="implicit").training_head
     'learned'
     """
 
     adapts: Adapts
     inner: Solver | None
-    outer: Outer = "exact"
-    head: Head = "learned"
+    outer: str = "exact"
+    training_head: TrainingHead = "learned"
     split: bool = True
     loss: Loss = task_loss
-    test: GradientDescent | Proximal | TestHead | None = None
+    test: Solver | Head | None = None
     regulariser: Callable[[Params], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        for name, kinds in (("adapts", Adapts), ("head", Head)):
-            if getattr(self, name) not in get_args(kinds):
-                wanted = ", ".join(map(repr, get_args(kinds)))
-                raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {wanted}.")
+        self._check_types()
+        self._check_inner()
+        self._check_outer()
+        self._check_training_head()
+        self._check_test()
+
+    def _check_types(self) -> None:
+        for name, choices in (("adapts", Adapts), ("training_head", TrainingHead)):
+            if getattr(self, name) not in get_args(choices):
+                expected = ", ".join(map(repr, get_args(choices)))
+                raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {expected}.")
         if not isinstance(self.split, bool):
             raise InputError(f"split is {self.split!r}, but must be true or false.")
         for name in ("loss", "regulariser"):
             value = getattr(self, name)
             if not (callable(value) or (value is None and name == "regulariser")):
                 raise InputError(f"{name} is {value!r}, but must be a function.")
-        if self.test is not None and not isinstance(self.test, TESTS):
-            wanted = ", ".join(kind.__name__ for kind in TESTS)
-            raise InputError(f"test is {self.test!r}, but must be one of {wanted}, or a head's name, such as 'svm'.")
-        if self.inner is not None and not isinstance(self.inner, get_args(Solver)):
-            wanted = ", ".join(f"{kind.__name__}()" for kind in get_args(Solver))
-            raise InputError(f"inner is {self.inner!r}, but must be one of {wanted}, or None.")
-        solver = "no inner solver" if self.inner is None else type(self.inner).__name__
+        if self.test is not None and not isinstance(self.test, test_classes()):
+            names = ", ".join(kind.__name__ for kind in test_classes())
+            raise InputError(f"test is {self.test!r}, but must be one of {names}, or a head's name, such as 'svm'.")
+        inner: object = self.inner
+        if not isinstance(inner, Solver | None):
+            names = ", ".join(f"{kind.__name__}()" for kind in Solver.registry.values())
+            raise InputError(f"inner is {inner!r}, but must be one of {names}, or None.")
+
+    def _check_inner(self) -> None:
         if (self.adapts == "none") != (self.inner is None):
             raise InputError(
-                f"adapts is {self.adapts!r} with {solver}, which contradict each other. "
+                f"adapts is {self.adapts!r} with {_name(self.inner)}, which contradict each other. "
                 "Give an inner solver exactly when something adapts."
             )
-        if self.outer not in ADMITS[type(self.inner)]:
+        closed_form = self.inner is not None and self.inner.closed_form
+        if closed_form and self.adapts != "head":
             raise InputError(
-                f"outer is {self.outer!r}, which {solver} does not admit. "
-                f"Use one of {', '.join(map(repr, ADMITS[type(self.inner)]))}."
+                f"{_name(self.inner)} solves a linear head, but adapts is {self.adapts!r}. Use adapts='head'."
             )
-        closed = isinstance(self.inner, Ridge | SupportVectors)
-        if closed and self.adapts != "head":
-            raise InputError(f"{solver} solves a linear head, but adapts is {self.adapts!r}. Use adapts='head'.")
-        if closed != (self.head == "solved"):
+        if closed_form != (self.training_head == "solved"):
+            names = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.closed_form)
             raise InputError(
-                f"head is {self.head!r} with {solver}, but a head is 'solved' exactly by Ridge and SupportVectors."
+                f"training_head is {self.training_head!r} with {_name(self.inner)}. Use training_head='solved' exactly "
+                f"with a solver in closed form ({names})."
             )
-        if self.head in ("task-rows", "all-rows") and self.inner is not None:
-            raise InputError(f"head is {self.head!r}, whose rows are trained jointly. Use adapts='none', inner=None.")
-        if self.head == "frozen" and self.inner is None:
-            raise InputError("head is 'frozen', but nothing adapts it. Use head='learned', or let adapts='head'.")
-        if self.outer == "displacement" and self.adapts != "all":
-            raise InputError("outer is 'displacement', which leaves what does not adapt untrained. Use adapts='all'.")
-        if self.head in ("task-rows", "all-rows") and isinstance(self.test, GradientDescent | Proximal):
+
+    def _check_outer(self) -> None:
+        admitted = ("plain",) if self.inner is None else self.inner.outer_rules
+        if self.outer not in admitted:
             raise InputError(
-                f"test is {type(self.test).__name__}, which starts from a shared head, but head is {self.head!r}. "
-                "Use a head that is solved, such as LogisticRegression()."
+                f"outer is {self.outer!r}, which {_name(self.inner)} does not admit. "
+                f"Use one of {', '.join(map(repr, admitted))}."
             )
-        rates = getattr(self.inner, "rates", "fixed")
-        if rates != "fixed" and self.outer == "displacement":
+        rule = OUTER_RULES[self.outer]
+        if rule.all_layers and self.adapts != "all":
+            raise InputError(f"outer is {self.outer!r}, which trains only what adapts. Use adapts='all'.")
+        if self.inner is not None and self.inner.rates != "fixed" and not rule.learns_solver_params:
             raise InputError(
-                f"rates is {rates!r}, but outer is 'displacement', which learns no rates. Use rates='fixed'."
+                f"rates is {self.inner.rates!r}, but outer is {self.outer!r}, which learns no rates. Use rates='fixed'."
             )
-        if getattr(self.test, "rates", "fixed") not in ("fixed", rates):
+
+    def _check_training_head(self) -> None:
+        if self.training_head in ROWS and self.inner is not None:
             raise InputError(
-                f"test has the rates {getattr(self.test, 'rates', None)!r}, but those in training are {rates!r}. Use "
-                "rates='fixed' at test, or the same in both."
+                f"training_head is {self.training_head!r}, whose rows are trained jointly. Use adapts='none', "
+                "inner=None."
             )
+        if self.training_head == "frozen" and self.inner is None:
+            raise InputError(
+                "training_head is 'frozen', but no inner solver adapts it. Use training_head='learned', or "
+                "adapts='head' with an inner solver."
+            )
+
+    def _check_test(self) -> None:
         if self.test is None and self.inner is None:
             raise InputError("test is None, but nothing adapts in training either. Say how to adapt at test time.")
+        if not isinstance(self.test, Solver):
+            return
+        if self.training_head in ROWS:
+            raise InputError(
+                f"test is {_name(self.test)}, which starts from a shared head, but training_head is "
+                f"{self.training_head!r}. Use a test-time head, such as LogisticRegression()."
+            )
+        rates = "fixed" if self.inner is None else self.inner.rates
+        if self.test.rates not in ("fixed", rates):
+            raise InputError(
+                f"test has the rates {self.test.rates!r}, but those in training are {rates!r}. Use rates='fixed' at "
+                "test time, or the same in both."
+            )
+
+
+def test_classes() -> tuple[type[Solver] | type[Head], ...]:
+    """Return the classes that can adapt at test time only: solvers that start from a shared head, and heads."""
+    return (*(kind for kind in Solver.registry.values() if not kind.closed_form), *Head.registry.values())
 
 
 def balance(params: Params) -> Tensor:
-    """⅛‖BᵀB − WWᵀ‖²_F of a linear net with body B and the heads W (D eq. 12)."""
+    """Return ⅛‖BᵀB − WWᵀ‖²_F of a linear network with features B and head rows W (Yüksel et al. 2023, eq. 12).
+
+    Raises:
+        InputError: If the features are not a single weight matrix.
+
+    >>> import torch
+    >>> balance({"features.1.weight": torch.eye(2), "heads.weight": torch.zeros(3, 2)})
+    tensor(0.2500)
+    """
     body = [value for name, value in params.items() if name.startswith("features.") and name.endswith("weight")]
     if len(body) != 1 or body[0].ndim != 2:
         raise InputError(
@@ -134,80 +172,76 @@ def balance(params: Params) -> Tensor:
     return gap.square().sum() / 8
 
 
-_LOGISTIC = heads.LogisticRegression(penalty=0.33, normalise=True)
+_LOGISTIC = LogisticRegression(penalty=0.33, normalise=True)
 
 PRESETS: dict[str, Method] = {
     "maml": Method("all", GradientDescent(steps=5, lr=0.01)),
     "fo-maml": Method("all", GradientDescent(steps=5, lr=0.01), outer="first-order"),
     "anil": Method("head", GradientDescent(steps=5, lr=0.1)),
     "fo-anil": Method("head", GradientDescent(steps=5, lr=0.1), outer="first-order"),
-    "anil-frozen": Method("head", GradientDescent(steps=5, lr=0.1), head="frozen"),
+    "anil-frozen": Method("head", GradientDescent(steps=5, lr=0.1), training_head="frozen"),
     "reptile": Method("all", GradientDescent(steps=5, lr=0.01), outer="displacement", split=False),
     "imaml": Method("all", Proximal(strength=2.0, steps=16, lr=0.05, cg_steps=5), outer="implicit"),
     "minibatch-prox": Method("all", Proximal(strength=1.0, steps=5, lr=0.05), outer="displacement", split=False),
-    "r2d2": Method("head", Ridge(), head="solved"),
-    "metaoptnet": Method("head", SupportVectors(C=0.1), outer="implicit", head="solved"),
-    "mtl": Method("none", None, outer="plain", head="task-rows", split=False, test=_LOGISTIC),
+    "r2d2": Method("head", RidgeSolver(), training_head="solved"),
+    "metaoptnet": Method("head", SVMSolver(C=0.1), outer="implicit", training_head="solved"),
+    "mtl": Method("none", None, outer="plain", training_head="task-rows", split=False, test=_LOGISTIC),
     "nal": Method("none", None, outer="plain", split=False, test=GradientDescent(steps=10, lr=0.01)),
-    "rfs": Method("none", None, outer="plain", head="all-rows", split=False, test=_LOGISTIC),
+    "rfs": Method("none", None, outer="plain", training_head="all-rows", split=False, test=_LOGISTIC),
     "burer-monteiro": Method(
-        "none", None, outer="plain", head="task-rows", split=False, test=heads.Ridge(), regulariser=balance
+        "none",
+        None,
+        outer="plain",
+        training_head="task-rows",
+        split=False,
+        test=RidgeClassifier(),
+        regulariser=balance,
     ),
 }
 
 
-def named_head(name: str, penalty: float | None = None) -> TestHead:
-    """Return a test-time head by name, on unit-norm features: "logistic", "svm", "ridge" or "centroid".
-
-    >>> named_head("svm", penalty=0.5)
-    SVM(C=2.0, loss='squared-hinge', normalise=True)
-    """
-    if name == "centroid" and penalty is None:
-        return heads.NearestCentroid(normalise=True)
-    made: dict[str, Callable[[float], TestHead]] = {
-        "logistic": lambda penalty: replace(_LOGISTIC, penalty=penalty),
-        "svm": lambda penalty: heads.SVM(C=1 / penalty),
-        "ridge": lambda penalty: heads.Ridge(penalty, normalise=True),
-    }
-    if name not in made:
-        raise InputError(
-            f"head is {name!r} with penalty {penalty}, but must be logistic, svm, ridge, or centroid without a penalty."
-        )
-    if penalty is None:
-        penalty = _LOGISTIC.penalty if name == "logistic" else 1.0
-    check_positive("penalty", penalty)
-    return made[name](penalty)
-
-
 def method(name: str, **options: object) -> Method:
-    """Return a method of the taxonomy by name, with options of its inner solver or of the method changed.
+    """Return a method of `PRESETS`, with some options changed.
+
+    Args:
+        name: The name of the preset.
+        **options: Fields of `Method`, or fields of its inner solver. For a method that adapts only at test time they
+            are those of its `test`. `test` may be the name of a test-time head.
+
+    Returns:
+        The method.
+
+    Raises:
+        InputError: If there is no such method or option, or options contradict each other.
 
     >>> method("maml", steps=3, lr=0.4).inner
     GradientDescent(steps=3, lr=0.4, rates='fixed')
-    >>> method("anil", split=False).split
-    False
+    >>> method("anil", test="svm").test
+    SVM(C=1.0, loss='squared-hinge', normalise=True)
     """
     if name not in PRESETS:
         raise InputError(f"There is no method {name!r}. The methods are {', '.join(PRESETS)}.")
     preset = PRESETS[name]
-    own = {field.name for field in fields(Method)}
-    # A method that adapts at test time alone takes the options of that adaptation.
-    place = "inner" if preset.inner is not None else "test"
+    method_fields = {field.name for field in fields(Method)}
+    solver_field = "inner" if preset.inner is not None else "test"
     if isinstance(options.get("test"), str):
-        options["test"] = named_head(str(options["test"]))
-    solver: Any = options.get(place) or getattr(preset, place)
-    kinds: tuple[type[Any], ...] = (*get_args(Solver), *TESTS)
-    if type(solver) not in kinds:
-        raise InputError(f"{place} is {solver!r}, but must be a solver such as GradientDescent().")
-    inner = {field.name for field in fields(solver)}
+        options["test"] = create_head(str(options["test"]))
+    solver: Any = options.get(solver_field) or getattr(preset, solver_field)
+    if not isinstance(solver, Solver | Head):
+        raise InputError(f"{solver_field} is {solver!r}, but must be a solver such as GradientDescent().")
+    solver_fields = {field.name for field in fields(solver)}  # type: ignore[arg-type]
     for option in options:
-        if option not in own | inner:
+        if option not in method_fields | solver_fields:
             raise InputError(
-                f"{name} has no option {option!r}. "
-                f"Its options are {', '.join(sorted(inner))}, and those of every method: {', '.join(sorted(own))}."
+                f"{name} has no option {option!r}. Its options are {', '.join(sorted(solver_fields))}, and those of "
+                f"every method: {', '.join(sorted(method_fields))}."
             )
-    solver_options = {key: value for key, value in options.items() if key in inner}
-    changes = {key: value for key, value in options.items() if key in own}
+    solver_options = {key: value for key, value in options.items() if key in solver_fields}
+    changes = {key: value for key, value in options.items() if key in method_fields}
     if solver_options:
-        changes[place] = replace(solver, **solver_options)
+        changes[solver_field] = replace(solver, **solver_options)  # type: ignore[type-var]
     return replace(preset, **changes)  # type: ignore[arg-type]
+
+
+def _name(solver: Solver | None) -> str:
+    return "no inner solver" if solver is None else type(solver).__name__

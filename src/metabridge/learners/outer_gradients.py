@@ -1,27 +1,33 @@
-"""The outer gradient of one task: how it treats the inner solve (the third column of the taxonomy).
+"""The outer gradient of one task: how it treats the inner solve.
 
-A task lives in the space of what its method adapts. When all layers adapt, points are the raw
-inputs and `start` holds every weight. When only the head adapts, or nothing, points are features
-and `start` is the head; the gradient with respect to the features goes back into the body outside.
+When all layers adapt, the points of a task are raw inputs and `start` holds all weights. When only the head adapts, or
+nothing, the points are features and `start` is the head; the gradient with respect to the features is propagated into
+the network's body afterwards.
+
+A new outer gradient is a function with the decorator `outer_rule`, and its name in `outer_rules` of the solvers that
+admit it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from metabridge.autodiff import grad, grad_and_value, vjp
-from metabridge.learners.inner_solvers import GradientDescent, Problem, Proximal
-from metabridge.learners.method import Method
+from metabridge.autodiff import grad_and_value, vjp
+from metabridge.conjugate_gradients import fixed_conjugate_gradients
 from metabridge.models.network import Params
+from metabridge.solvers import IterativeSolver, Problem, Proximal
+
+if TYPE_CHECKING:
+    from metabridge.learners.method import Method
 
 
 class Task(NamedTuple):
-    """One task: a support set to adapt on, a query set to be judged on."""
+    """One task: a support set to adapt on and a query set for the loss after adaptation."""
 
     support_x: Tensor
     support_y: Tensor
@@ -30,10 +36,10 @@ class Task(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """What an outer gradient is taken with respect to. Points are () unless they are features."""
+    """The variables of the outer gradient. Points are () unless they are features."""
 
     start: Params
-    extras: Params
+    solver_params: Params
     support_x: Tensor | tuple[()] = ()
     query_x: Tensor | tuple[()] = ()
 
@@ -42,134 +48,194 @@ T = TypeVar("T")
 Apply = Callable[[Params, Tensor], Tensor]
 
 
+class OuterGradient(Protocol):
+    """A function that returns the outer gradient of one task, shaped like `leaves`, and its query loss."""
+
+    def __call__(
+        self, method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
+    ) -> tuple[Leaves, Tensor]:
+        """Return the gradient and the loss; with `flat`, memory must not grow with the number of steps."""
+
+
+class OuterRule(NamedTuple):
+    """An outer gradient and what a method must know about it.
+
+    Args:
+        gradient: The function that computes it.
+        second_order: Whether it needs second derivatives of the network if all layers adapt.
+        all_layers: Whether it trains only what adapts, so that all layers must adapt.
+        learns_solver_params: Whether it trains the solver's parameters, such as step sizes.
+    """
+
+    gradient: OuterGradient
+    second_order: bool = False
+    all_layers: bool = False
+    learns_solver_params: bool = True
+
+
+OUTER_RULES: dict[str, OuterRule] = {}
+
+
+def outer_rule(
+    name: str, *, second_order: bool = False, all_layers: bool = False, learns_solver_params: bool = True
+) -> Callable[[OuterGradient], OuterGradient]:
+    """Register a function in `OUTER_RULES`; see `OuterRule` for the arguments."""
+
+    def register(gradient: OuterGradient) -> OuterGradient:
+        OUTER_RULES[name] = OuterRule(gradient, second_order, all_layers, learns_solver_params)
+        return gradient
+
+    return register
+
+
 def task_gradient(
     method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool = False
 ) -> tuple[Leaves, Tensor]:
-    """Return one task's outer gradient, shaped like `leaves`, and its query loss.
+    """Return the outer gradient of one task, shaped like `leaves`, and its query loss.
 
-    `flat` asks for the exact gradient with memory that does not grow with the number of steps.
+    Args:
+        method: The method, whose `outer` names the rule.
+        apply: The function of parameters and inputs that is adapted.
+        leaves: The variables of the gradient.
+        task: The task.
+        flat: Compute an exact gradient in memory that does not grow with the number of inner steps.
     """
-    if method.outer == "displacement":
-        return _displacement(method, apply, leaves, task)
-    if method.outer == "implicit" and isinstance(method.inner, Proximal):
-        return _implicit(method, method.inner, apply, leaves, task)
-    if flat and method.outer == "exact" and isinstance(method.inner, GradientDescent | Proximal):
+    return OUTER_RULES[method.outer].gradient(method, apply, leaves, task, flat=flat)
+
+
+@outer_rule("exact", second_order=True)
+def exact_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
+    """Differentiate through the inner solve."""
+    if flat and isinstance(method.inner, IterativeSolver):
         return _backward_over_steps(method, method.inner, apply, leaves, task)
+    return _differentiate_solve(method, apply, leaves, task, exact=True)
+
+
+@outer_rule("first-order")
+def first_order_gradient(
+    method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
+) -> tuple[Leaves, Tensor]:
+    """Differentiate through the inner solve with inner gradients and support features as constants."""
+    return _differentiate_solve(method, apply, leaves, task, exact=False)
+
+
+@outer_rule("plain")
+def plain_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
+    """Return the gradient of the query loss, without an inner solve."""
 
     def objective(leaves: Leaves) -> Tensor:
-        adapted = leaves.start
-        if method.inner is not None:
-            problem = Problem(apply, method.loss, _points(leaves.support_x, task.support_x), task.support_y)
-            exact = method.outer != "first-order"
-            adapted = method.inner.solve(problem, leaves.start, leaves.extras, exact=exact)
-        return _judge(method, apply, adapted, leaves.query_x, task)
+        return _query_loss(method, apply, leaves.start, leaves.query_x, task)
+
+    return grad_and_value(objective, leaves)
+
+
+@outer_rule("implicit", second_order=True)
+def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
+    """Solve the linear system of the optimality conditions of the inner problem.
+
+    A solver in closed form does so when it is differentiated. At the proximal minimum ∇ℓ(θ') + λ(θ' − θ) = 0, so
+    dθ'/dθ = (I + H/λ)⁻¹ (iMAML; Wang et al. 2021, table 1).
+    """
+    solver = method.inner
+    if not isinstance(solver, Proximal):
+        return _differentiate_solve(method, apply, leaves, task, exact=True)
+    problem = _inner_problem(method, apply, leaves.support_x, task)
+    adapted = solver.solve(problem, leaves.start, leaves.solver_params, exact=False)
+    (grad, query_x), loss = _query_gradient(method, apply, adapted, leaves, task)
+
+    def support_grad(params: Params, support_x: Tensor | tuple[()]) -> Params:
+        return _inner_problem(method, apply, support_x, task).grad(params, exact=True)
+
+    support_vjp = vjp(support_grad, adapted, leaves.support_x)  # the Hessian is symmetric, so its vjp is Hv
+
+    def product(v: Params) -> Params:
+        hvp = support_vjp(v)[0]
+        return {name: value + (1 / solver.strength) * hvp[name] for name, value in v.items()}
+
+    solution = fixed_conjugate_gradients(product, grad, solver.cg_steps)
+    support_x: Tensor | tuple[()] = ()
+    if isinstance(leaves.support_x, Tensor):  # how the support features move the minimum
+        support_x = -support_vjp(solution)[1] / solver.strength
+    return Leaves(solution, {}, support_x, query_x), loss
+
+
+@outer_rule("displacement", all_layers=True, learns_solver_params=False)
+def displacement_gradient(
+    method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
+) -> tuple[Leaves, Tensor]:
+    """Return θ − θ' (Reptile), or λ(θ − θ') for the proximal problem (Wang et al. 2021, table 1)."""
+    assert method.inner is not None
+    problem = Problem(apply, method.loss, task.support_x, task.support_y)
+    adapted = method.inner.solve(problem, leaves.start, leaves.solver_params, exact=False)
+    weight = method.inner.displacement_weight
+    displacement = {name: weight * (value - adapted[name]) for name, value in leaves.start.items()}
+    solver_params = {name: torch.zeros_like(value) for name, value in leaves.solver_params.items()}
+    return Leaves(displacement, solver_params), _query_loss(method, apply, adapted, (), task)
+
+
+def _differentiate_solve(
+    method: Method, apply: Apply, leaves: Leaves, task: Task, *, exact: bool
+) -> tuple[Leaves, Tensor]:
+    """Return the gradient of the query loss of the solution, which the solver makes differentiable."""
+    solver = method.inner
+    assert solver is not None
+
+    def objective(leaves: Leaves) -> Tensor:
+        problem = _inner_problem(method, apply, leaves.support_x, task)
+        adapted = solver.solve(problem, leaves.start, leaves.solver_params, exact=exact)
+        return _query_loss(method, apply, adapted, leaves.query_x, task)
 
     return grad_and_value(objective, leaves)
 
 
 def _backward_over_steps(
-    method: Method, solver: GradientDescent | Proximal, apply: Apply, leaves: Leaves, task: Task
+    method: Method, solver: IterativeSolver, apply: Apply, leaves: Leaves, task: Task
 ) -> tuple[Leaves, Tensor]:
-    """The exact gradient from the inner iterates alone: v ← (∂step)ᵀv, from the last step to the first.
+    """Return the exact gradient from the inner iterates alone: v ← (∂step)ᵀv, from the last step to the first.
 
-    Each step is run again when its turn comes, so the graph of a single step is all that ever exists:
-    for gradient descent this accumulates the Hessian-vector products v ← v − α∇²ℓ v.
+    Each step is recomputed, so that only the graph of a single step exists at a time. For gradient descent this
+    accumulates the Hessian-vector products v ← v − α∇²ℓ v.
     """
 
-    def step(params: Params, start: Params, extras: Params, support_x: Tensor | tuple[()]) -> Params:
-        problem = Problem(apply, method.loss, _points(support_x, task.support_x), task.support_y)
-        return solver.step(problem, params, start, extras, exact=True)
+    def step(params: Params, start: Params, solver_params: Params, support_x: Tensor | tuple[()]) -> Params:
+        problem = _inner_problem(method, apply, support_x, task)
+        return solver.step(problem, params, start, solver_params, exact=True)
 
     iterates = [leaves.start]
     for _ in range(solver.steps):
-        iterates.append(step(iterates[-1], leaves.start, leaves.extras, leaves.support_x))
-    (slope, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
-    start, extras, support_x = tree_map(torch.zeros_like, tuple(leaves[:3]))
+        iterates.append(step(iterates[-1], leaves.start, leaves.solver_params, leaves.support_x))
+    (grad, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
+    sums = tree_map(torch.zeros_like, tuple(leaves[:3]))
     while iterates:
-        slope, *more = vjp(step, iterates.pop(), leaves.start, leaves.extras, leaves.support_x)(slope)
-        start, extras, support_x = _add((start, extras, support_x), tuple(more))
-    return Leaves(_add(start, slope), extras, support_x, query_x), loss
+        step_vjp = vjp(step, iterates.pop(), leaves.start, leaves.solver_params, leaves.support_x)
+        grad, *step_grads = step_vjp(grad)
+        sums = _add(sums, tuple(step_grads))
+    start, solver_params, support_x = sums
+    return Leaves(_add(start, grad), solver_params, support_x, query_x), loss
 
 
-def _implicit(method: Method, solver: Proximal, apply: Apply, leaves: Leaves, task: Task) -> tuple[Leaves, Tensor]:
-    """iMAML: at the proximal minimum ∇ℓ(θ') + λ(θ' − θ) = 0, so dθ'/dθ = (I + H/λ)⁻¹ (A tab. 1)."""
-    problem = Problem(apply, method.loss, _points(leaves.support_x, task.support_x), task.support_y)
-    adapted = solver.solve(problem, leaves.start, leaves.extras, exact=False)
-    (slope, query_x), loss = _query_gradient(method, apply, adapted, leaves, task)
-
-    def support_slope(params: Params, support_x: Tensor | tuple[()]) -> Params:
-        moved = Problem(apply, method.loss, _points(support_x, task.support_x), task.support_y)
-        return grad(moved.value, params)
-
-    pull = vjp(support_slope, adapted, leaves.support_x)  # the Hessian is symmetric: its pull-back is Hv
-
-    def curve(v: Params) -> Params:
-        return _add(v, _scaled(pull(v)[0], 1 / solver.strength))
-
-    solution = conjugate_gradient(curve, slope, solver.cg_steps)
-    support_x: Tensor | tuple[()] = ()
-    if isinstance(leaves.support_x, Tensor):  # how the support's features move the minimum
-        support_x = -pull(solution)[1] / solver.strength
-    return Leaves(solution, {}, support_x, query_x), loss
-
-
-def _displacement(method: Method, apply: Apply, leaves: Leaves, task: Task) -> tuple[Leaves, Tensor]:
-    """Reptile's θ − θ'; λ(θ − θ') is the gradient of the Moreau envelope, Meta-MinibatchProx's (A tab. 1)."""
-    assert method.inner is not None
-    problem = Problem(apply, method.loss, task.support_x, task.support_y)
-    adapted = method.inner.solve(problem, leaves.start, leaves.extras, exact=False)
-    weight = method.inner.strength if isinstance(method.inner, Proximal) else 1.0
-    gap = {name: weight * (value - adapted[name]) for name, value in leaves.start.items()}
-    extras = {name: torch.zeros_like(value) for name, value in leaves.extras.items()}
-    return Leaves(gap, extras), _judge(method, apply, adapted, (), task)
-
-
-def conjugate_gradient(matrix: Callable[[Params], Params], target: Params, steps: int) -> Params:
-    """Solve `matrix(v) = target` for a positive definite `matrix`, in a fixed number of steps.
-
-    A task whose residual has vanished stays where it is, so that tasks can be solved side by side.
-    """
-    solution = {name: torch.zeros_like(value) for name, value in target.items()}
-    residual, direction = target, target
-    size = _dot(residual, residual)
-    for _ in range(steps):
-        image = matrix(direction)
-        curvature = _dot(direction, image)
-        safe = curvature > 0
-        rate = torch.where(safe, size / torch.where(safe, curvature, torch.ones_like(curvature)), 0.0)
-        solution = {name: solution[name] + rate * direction[name] for name in solution}
-        residual = {name: residual[name] - rate * image[name] for name in residual}
-        smaller = _dot(residual, residual)
-        turn = torch.where(size > 0, smaller / torch.where(size > 0, size, torch.ones_like(size)), 0.0)
-        direction = {name: residual[name] + turn * direction[name] for name in direction}
-        size = smaller
-    return solution
+def _inner_problem(method: Method, apply: Apply, support_x: Tensor | tuple[()], task: Task) -> Problem:
+    return Problem(apply, method.loss, _points(support_x, task.support_x), task.support_y)
 
 
 def _query_gradient(
     method: Method, apply: Apply, adapted: Params, leaves: Leaves, task: Task
 ) -> tuple[tuple[Params, Tensor | tuple[()]], Tensor]:
-    def judge(adapted_and_query: tuple[Params, Tensor | tuple[()]]) -> Tensor:
-        return _judge(method, apply, *adapted_and_query, task)
+    """Return the gradient of the query loss in the adapted parameters and the query features, and the loss."""
 
-    return grad_and_value(judge, (adapted, leaves.query_x))
+    def objective(variables: tuple[Params, Tensor | tuple[()]]) -> Tensor:
+        return _query_loss(method, apply, *variables, task)
+
+    return grad_and_value(objective, (adapted, leaves.query_x))
 
 
-def _judge(method: Method, apply: Apply, adapted: Params, query_x: Tensor | tuple[()], task: Task) -> Tensor:
+def _query_loss(method: Method, apply: Apply, adapted: Params, query_x: Tensor | tuple[()], task: Task) -> Tensor:
     return method.loss(apply(adapted, _points(query_x, task.query_x)), task.query_y)
 
 
-def _points(leaf: Tensor | tuple[()], constant: Tensor) -> Tensor:
-    return leaf if isinstance(leaf, Tensor) else constant
+def _points(features: Tensor | tuple[()], inputs: Tensor) -> Tensor:
+    return features if isinstance(features, Tensor) else inputs
 
 
 def _add(left: T, right: T) -> T:
     return tree_map(torch.add, left, right)  # type: ignore[no-any-return]
-
-
-def _scaled(params: Params, factor: float) -> Params:
-    return {name: factor * value for name, value in params.items()}
-
-
-def _dot(left: Params, right: Params) -> Tensor:
-    return torch.stack([(left[name] * right[name]).sum() for name in left]).sum()

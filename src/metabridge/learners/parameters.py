@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.inner_solvers import GradientDescent, Proximal, SupportVectors, task_loss
-from metabridge.learners.method import Method
+from metabridge.learners.method import ROWS, Method
 from metabridge.models.network import Network, Params, frozen_names, seeded
+from metabridge.solvers import IterativeSolver, Solver, task_loss
 
 
 def parameters(method: Method, net: Network, *, classes: int | None = None, seed: int = 0) -> Params:
@@ -33,23 +33,23 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
             f"head.{tied[0]} is also a parameter of the features, but tasks need a head of their own. "
             f"Untie it: net.head.{tied[0]} = torch.nn.Parameter(net.head.{tied[0]}.detach().clone())."
         )
-    if method.head in ("task-rows", "all-rows"):
+    if method.training_head in ROWS:
         if classes is None or classes < 1:
             raise InputError(
-                f"classes is {classes}, but head={method.head!r} keeps a row for every training class. "
+                f"classes is {classes}, but training_head {method.training_head!r} has a row for every training class. "
                 "Give classes=environment.classes."
             )
         with seeded(seed):
             rows = nn.Linear(net.head.in_features, classes, bias=net.head.bias is not None).to(net.head.weight)
         params |= {f"heads.{name}": value.detach() for name, value in rows.named_parameters()}
     if method.inner is not None:
-        params |= method.inner.extras(moving(method, net, params))
+        params |= method.inner.solver_params(adapted_params(method, net, params))
     for name in trainable(method, net, params):
         params[name].requires_grad_()
     return params
 
 
-def moving(method: Method, net: Network, params: Params) -> Params:
+def adapted_params(method: Method, net: Network, params: Params) -> Params:
     """Return the part of the parameters that the inner loop starts from."""
     if method.adapts != "all":
         return {name: value for name, value in params.items() if name.startswith("head.")}
@@ -59,23 +59,23 @@ def moving(method: Method, net: Network, params: Params) -> Params:
     }
 
 
-def extras(params: Params) -> Params:
+def solver_params(params: Params) -> Params:
     """Return the solver's own learned parameters."""
     return {name: value for name, value in params.items() if name.startswith(("rates.", "solver."))}
 
 
 def trainable(method: Method, net: Network, params: Params) -> list[str]:
     """Return the names of what the outer loop trains."""
-    fixed, idle = frozen_names(net), method.head != "learned"
+    fixed, idle = frozen_names(net), method.training_head != "learned"
     return [name for name in params if name not in fixed and not (idle and name.startswith("head."))]
 
 
 def starting_heads(method: Method, params: Params, episodes: Episodes) -> Params:
     """Return every task's initial head, with a leading task axis (A §5.2 for the rows)."""
-    if method.head == "task-rows":
+    if method.training_head == "task-rows":
         assert episodes.classes is not None
         return {f"head.{name}": params[f"heads.{name}"][episodes.classes] for name in _parts(params, "heads.")}
-    prefix = "heads." if method.head == "all-rows" else "head."
+    prefix = "heads." if method.training_head == "all-rows" else "head."
     return {
         f"head.{name}": params[prefix + name].expand(len(episodes), *params[prefix + name].shape)
         for name in _parts(params, prefix)
@@ -84,7 +84,7 @@ def starting_heads(method: Method, params: Params, episodes: Episodes) -> Params
 
 def targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
     """Return labels as the head counts them: the task's own, or among all training classes."""
-    if method.head != "all-rows" or not episodes.is_classification:
+    if method.training_head != "all-rows" or not episodes.is_classification:
         return labels
     assert episodes.classes is not None
     return episodes.classes.gather(1, labels)
@@ -97,20 +97,20 @@ def check(
     _check_common(method, net, params, episodes)
     _check_whole_numbers(episodes, dtype)
     _check_inputs(net, tuple(episodes.support_x.shape[2:]))
-    if method.head not in ("task-rows", "all-rows"):
+    if method.training_head not in ROWS:
         return _check_targets(episodes, params["head.weight"].shape[0])
     rows = params.get("heads.weight")
     if rows is None:
         raise InputError("params has no 'heads.weight'. Make params with parameters(method, net, classes=...).")
     if episodes.classes is None:
         raise InputError(
-            f"head is {method.head!r}, but the episodes do not say which classes their outputs are. "
+            f"training_head is {method.training_head!r}, but the episodes do not say which classes their outputs are. "
             "Give Episodes(..., classes=...), one row index for each output."
         )
-    if method.head == "all-rows" and not episodes.is_classification and method.loss is task_loss:
+    if method.training_head == "all-rows" and not episodes.is_classification and method.loss is task_loss:
         raise InputError(
-            "head is 'all-rows', one classifier over all classes, but the targets are values. Use head='task-rows', as "
-            "method('mtl') has."
+            "training_head is 'all-rows', one classifier over all classes, but the targets are values. Use "
+            "training_head='task-rows', as method('mtl') has."
         )
     low, high = int(episodes.classes.min()), int(episodes.classes.max())
     if low < 0 or high >= len(rows):
@@ -124,7 +124,7 @@ def check(
 def check_test(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
     """Raise a clear error if this method and network cannot adapt to the episodes at test time."""
     _check_common(method, net, params, episodes)
-    if method.test is None or isinstance(method.test, GradientDescent | Proximal):
+    if method.test is None or isinstance(method.test, Solver):
         _check_targets(episodes, params["head.weight"].shape[0])
 
 
@@ -135,8 +135,10 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
             f"params lacks {missing[0]!r}, which the network has. Make params with parameters(method, net)."
         )
     _check_frozen(method, net, params)
-    if isinstance(method.inner, SupportVectors) and not episodes.is_classification:
-        raise InputError("A support vector machine needs class labels, but the targets are values. Use method('r2d2').")
+    if method.inner is not None and method.inner.needs_labels and not episodes.is_classification:
+        raise InputError(
+            f"{type(method.inner).__name__} needs class labels, but the targets are values. Use method('r2d2')."
+        )
     like = params["head.weight"]
     if not episodes.support_x.is_floating_point():
         if net.recipe is not None:
@@ -172,14 +174,14 @@ def _check_whole_numbers(episodes: Episodes, dtype: torch.dtype | None) -> None:
 def _check_frozen(method: Method, net: Network, params: Params) -> None:
     """Refuse a network in which what the inner loop would move has `requires_grad=False`."""
     solvers = [method.inner, method.test]
-    if not any(isinstance(solver, GradientDescent | Proximal) for solver in solvers):
+    if not any(isinstance(solver, IterativeSolver) for solver in solvers):
         return
-    if method.adapts == "all" and not moving(method, net, params):
+    if method.adapts == "all" and not adapted_params(method, net, params):
         raise InputError("every parameter of the network has requires_grad=False, so nothing adapts. Unfreeze some.")
     if method.adapts != "all" and (fixed := sorted(name for name in frozen_names(net) if name.startswith("head."))):
         raise InputError(
             f"{fixed[0]!r} has requires_grad=False, but the method adapts the head. Use net.head.requires_grad_(), "
-            "and head='frozen' in the method if the outer loop should not train it."
+            "and training_head='frozen' in the method if the outer loop should not train it."
         )
 
 

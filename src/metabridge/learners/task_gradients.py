@@ -17,7 +17,7 @@ from metabridge.autodiff import inner_product
 from metabridge.episodes import Episodes
 from metabridge.learners.method import Method
 from metabridge.learners.outer_gradients import Leaves, Task, task_gradient
-from metabridge.learners.parameters import extras, moving, starting_heads, targets, trainable
+from metabridge.learners.parameters import adapted_params, solver_params, starting_heads, targets, trainable
 from metabridge.models.batch_norm import normalises_each_set
 from metabridge.models.network import Network, Params, apply_features, apply_head
 
@@ -46,7 +46,7 @@ def summed_gradient(
 def _through_all_layers(
     method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Params]:
-    leaves = Leaves(_detached(moving(method, net, params)), _detached(extras(params)))
+    leaves = Leaves(_detached(adapted_params(method, net, params)), _detached(solver_params(params)))
     fixed = {name: value.detach() for name, value in params.items() if name not in leaves.start}
 
     def gradient(*task: Tensor) -> tuple[Leaves, Tensor]:
@@ -57,7 +57,7 @@ def _through_all_layers(
         return task_gradient(method, apply, leaves, Task(*task), flat=flat)
 
     slopes, loss = over_tasks(gradient, _task(episodes))
-    sums = {name: value.sum(0) for name, value in (slopes.start | slopes.extras).items()}
+    sums = {name: value.sum(0) for name, value in (slopes.start | slopes.solver_params).items()}
     return loss.sum(), {name: sums[name] for name in trainable(method, net, params)}
 
 
@@ -77,7 +77,7 @@ def _through_features(
         leaves = Leaves(start, own, support_x=task[0], query_x=task[2])
         return task_gradient(method, apply_head, leaves, Task(*task), flat=flat)
 
-    own = _detached(extras(params))
+    own = _detached(solver_params(params))
     labels = [targets(method, episodes, y) for y in (episodes.support_y, episodes.query_y)]
     slopes, loss = over_tasks(gradient, (_detached(heads), support.detach(), labels[0], query.detach(), labels[1]))
     # The pull-back into the body: features and heads are linear in what reaches them from the tasks.
@@ -91,7 +91,7 @@ def _through_features(
     with torch.enable_grad():
         product = inner_product(outputs, cotangents)
     pulled = torch.autograd.grad(product, [weights[name] for name in body], materialize_grads=True) if body else ()
-    gradients = dict(zip(body, pulled)) | {name: value.sum(0) for name, value in slopes.extras.items()}
+    gradients = dict(zip(body, pulled)) | {name: value.sum(0) for name, value in slopes.solver_params.items()}
     return loss.sum(), {name: gradients[name] for name in names}
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields
-
 from metabridge.learners.method import Method
 
 
@@ -17,30 +14,11 @@ def described(method: Method) -> dict[str, str]:
     >>> described(PRESETS["mtl"])["inner solve"]
     'none; at test, logistic regression: penalty 0.33'
     """
-    inner = "none" if method.inner is None else solver(method.inner)
+    inner = "none" if method.inner is None else method.inner.summary()
     return {
         "adapts": method.adapts,
-        "inner solve": inner if method.test is None else f"{inner}; at test, {solver(method.test)}",
+        "inner solve": inner if method.test is None else f"{inner}; at test, {method.test.summary()}",
         "outer gradient": method.outer,
-        "head": method.head,
+        "head": method.training_head,
         "split": "yes" if method.split else "no",
     }
-
-
-def solver(solver: object) -> str:
-    """Say a solver with its settings: every number, and what is not a number where it is not as usual."""
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(solver).__name__)
-    words = name if name.isupper() else name.lower()
-    values = {field.name: (getattr(solver, field.name), field.default) for field in fields(solver)}  # type: ignore[arg-type]
-    settings = [
-        f"{name.replace('_', ' ')} {_word(value)}"
-        for name, (value, usual) in values.items()
-        if value != usual or not isinstance(value, str | bool)
-    ]
-    return f"{words}: {', '.join(settings)}" if settings else words
-
-
-def _word(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)

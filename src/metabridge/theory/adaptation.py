@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metabridge.errors import InputError, check_count, check_positive
-from metabridge.learners.ridge_regression import ridge_weight
+from metabridge.ridge_regression import ridge_weight
 from metabridge.theory.anil import AnilSettings, TaskMoments
 
 

@@ -16,7 +16,7 @@ import json
 import operator
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import json_bytes, read_regular_file, write_atomically
-from metabridge.learners import heads, inner_solvers
-from metabridge.learners.inner_solvers import task_loss
+from metabridge.heads import Head
 from metabridge.learners.method import Method, balance
 from metabridge.models import BUILDERS, FORMER_NAMES, Network, Params, build
 from metabridge.models.size_limit import SizeLimit
+from metabridge.solvers import Solver, task_loss
 
 KEYS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}  # whether it may be null
 FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # that a run writes, besides its settings
@@ -37,11 +37,6 @@ VERSION = 1  # of the folder's form; raise it when a reader of the old form woul
 
 CHECKSUM = "crc32"  # of the whole file, where it is eight zeros
 _NONE = "00000000"
-_STEPS = (inner_solvers.GradientDescent, inner_solvers.Proximal)
-_SOLVERS: dict[str, tuple[type, ...]] = {
-    "inner": (*_STEPS, inner_solvers.Ridge, inner_solvers.SupportVectors),
-    "test": (*_STEPS, heads.LogisticRegression, heads.SVM, heads.Ridge, heads.NearestCentroid),
-}
 
 
 @dataclass(frozen=True)
@@ -183,12 +178,10 @@ def write_method(method: Method) -> dict[str, object]:
             "Train it without out=, and keep run.params."
         )
     solvers = {
-        place: None
-        if (solver := getattr(method, place)) is None
-        else {"solver": type(solver).__name__} | _plain_options(asdict(solver))
-        for place in _SOLVERS
+        place: None if (solver := getattr(method, place)) is None else _plain_options(solver.to_dict())
+        for place in ("inner", "test")
     }
-    plain = {name: getattr(method, name) for name in ("adapts", "outer", "head", "split")}
+    plain = {"adapts": method.adapts, "outer": method.outer, "head": method.training_head, "split": method.split}
     return {**plain, **solvers, "regulariser": None if method.regulariser is None else "balance"}
 
 
@@ -200,10 +193,12 @@ def read_method(data: Mapping[str, Any]) -> Method:
     True
     """
     data = dict(data)
-    for place, known in _SOLVERS.items():
-        if data[place] is not None:
-            options = dict(data[place])
-            data[place] = {kind.__name__: kind for kind in known}[options.pop("solver")](**options)
+    data["training_head"] = data.pop("head")  # the key of version 0.1.0
+    if data["inner"] is not None:
+        data["inner"] = Solver.from_dict(data["inner"])
+    if data["test"] is not None:
+        root = Head if data["test"]["solver"] in Head.by_stored_name() else Solver
+        data["test"] = root.from_dict(data["test"])
     return Method(**data | {"regulariser": balance if data["regulariser"] else None})
 
 

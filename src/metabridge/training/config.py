@@ -97,7 +97,7 @@ class Plan:
         """Return how it is trained, refusing what no training takes."""
         return Settings(
             iterations=self.iterations,
-            tasks=1 if self.chosen().head == "all-rows" else self.batch,
+            tasks=1 if self.chosen().training_head == "all-rows" else self.batch,
             optimizer=self.optimizer,
             lr=self.lr,
             weight_decay=self.weight_decay,
@@ -134,7 +134,7 @@ class Plan:
 
     def training_tasks(self, images: LabelledImages) -> Environment:
         """Return the tasks, or the batches over all classes, to train on."""
-        if self.chosen().head == "all-rows":
+        if self.chosen().training_head == "all-rows":
             return images.batches("train", size=self.batch)
         return images.tasks("train", ways=self.training_ways or self.ways, shots=self.shots, queries=self.queries)
 

@@ -22,7 +22,7 @@ from metabridge.environments.image_tasks import ImageBatches
 from metabridge.errors import PARSING_ERRORS, InputError, check_count, check_not_negative, check_positive
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import extras, parameters
+from metabridge.learners.parameters import parameters, solver_params
 from metabridge.models.batch_norm import estimate_statistics, running_batch_norms
 from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, Params, frozen_names
@@ -186,7 +186,9 @@ class Loop:
         self.device, self.net = device, net.to(device).train()
         classes = getattr(environment, "classes", None)
         self.params = parameters(method, net, classes=classes, seed=settings.seed)
-        solver = extras(self.params)  # decay would pull learned rates to zero; they come last, so the order is the same
+        solver = solver_params(
+            self.params
+        )  # decay would pull learned rates to zero; they come last, so the order is the same
         trained = {name: value for name, value in self.params.items() if value.requires_grad}
         if not trained:
             raise InputError(

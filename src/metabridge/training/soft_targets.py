@@ -68,20 +68,20 @@ class Softener:
     """Gives episodes of a method that trains one classifier their soft targets."""
 
     def __init__(self, soft: SoftTargets, method: Method, teacher: Model | None) -> None:
-        if method.head not in HEADS:
+        if method.training_head not in HEADS:
             raise InputError(
                 f"soft targets are for methods that train one classifier, such as mtl and rfs, but this method's head "
-                f"is {method.head!r}. Leave out smoothing, mixup and the teacher."
+                f"is {method.training_head!r}. Leave out smoothing, mixup and the teacher."
             )
         if (soft.distillation > 0) != (teacher is not None):
             raise InputError(
                 f"distillation is {soft.distillation}, but there is {'no' if teacher is None else 'a'} teacher. "
                 "Give both or neither."
             )
-        if teacher is not None and teacher.method.head != method.head:
+        if teacher is not None and teacher.method.training_head != method.training_head:
             raise InputError(
-                f"the teacher's head is {teacher.method.head!r}, but this method's is {method.head!r}. "
-                "Use a teacher that was trained with the same method."
+                f"the teacher's training_head is {teacher.method.training_head!r}, but this method's is "
+                f"{method.training_head!r}. Use a teacher that was trained with the same method."
             )
         # a copy in evaluation mode, since the network may be the one that is trained
         self.teacher = None if teacher is None else replace(teacher, net=copy.deepcopy(teacher.net).eval())

@@ -21,9 +21,8 @@ from metabridge.datasets.image_decoding import Form
 from metabridge.device import as_device
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder
+from metabridge.heads import FITTED_HEADS, FittedHead, Head, create_head
 from metabridge.learners.adapt import Adapted, adapt
-from metabridge.learners.heads import LinearHead, PairwiseHead
-from metabridge.learners.method import TestHead, named_head
 from metabridge.models.batch_norm import normalises_each_set
 from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, read_network
 from metabridge.training.evaluate import Model, check_finite
@@ -95,7 +94,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes, labels = np.unique(given, return_inverse=True)
         if len(classes) < 2:
             raise InputError(f"y holds {len(classes)} class, but classes can be told apart only from 2 on.")
-        if not isinstance(model.method.test, TestHead):
+        if not isinstance(model.method.test, Head):
             _check_outputs(len(classes), len(model.params["head.weight"]))
         form = form_of(model)
         images = pixels(X, form)
@@ -206,7 +205,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             model = load(self.run, device=device)
         if self.head is None:
             return model
-        return replace(model, method=replace(model.method, test=named_head(self.head)))
+        return replace(model, method=replace(model.method, test=create_head(self.head)))
 
     def _outputs(self, X: Iterable[Any]) -> Tensor:
         check_is_fitted(self)
@@ -250,17 +249,14 @@ def _read_classes(names: Any) -> NDArray[Any]:
     return classes
 
 
-def _read_head(
-    notes: Any, solved: Mapping[str, Tensor], learned: Tensor, classes: int
-) -> LinearHead | PairwiseHead | None:
+def _read_head(notes: Any, solved: Mapping[str, Tensor], learned: Tensor, classes: int) -> FittedHead | None:
     """Return the head that was solved, if one was, and check that it or the `learned` weight is for the classes."""
     if notes is None:
         if len(learned) != classes:
             raise InputError(f"it has {classes} classes, but outputs for {len(learned)}")
         return None
-    kinds: dict[str, type[LinearHead | PairwiseHead]] = {"LinearHead": LinearHead, "PairwiseHead": PairwiseHead}
-    kind = kinds[notes["kind"]]
-    rows = classes * (classes - 1) // 2 if kind is PairwiseHead else classes
+    kind = FITTED_HEADS[notes["kind"]]
+    rows = kind.rows(classes)
     head = kind(**solved, normalise=bool(notes["normalise"]))
     shapes = head.weight.shape, head.bias.shape
     if shapes != ((1, rows, learned.shape[1]), (1, rows)) or not head.weight.dtype == head.bias.dtype == learned.dtype:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from metabridge.errors import InputError
 from metabridge.files import json_bytes, make_parent_folder, write_atomically, write_output
+from metabridge.heads import FittedHead, LinearHead
 from metabridge.learners.adapt import Adapted
-from metabridge.learners.heads import LinearHead, PairwiseHead
 from metabridge.training.evaluate import Model, check_finite
 from metabridge.use.classifier import FewShotClassifier
 from metabridge.use.image_input import image_shape
@@ -90,7 +90,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     """
     check_is_fitted(classifier)
     adapted = classifier.adapted_
-    head: LinearHead | PairwiseHead
+    head: FittedHead
     if adapted.head is None:
         weight = adapted.params["head.weight"]
         head = LinearHead(weight, adapted.params.get("head.bias", weight.new_zeros(len(weight))))
@@ -98,7 +98,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
         head = type(adapted.head)(adapted.head.weight[0], adapted.head.bias[0], adapted.head.normalise)
     check_finite({"head.weight": head.weight, "head.bias": head.bias}, {})
     content = {
-        "kind": "pairwise" if isinstance(head, PairwiseHead) else "linear",
+        "kind": head.kind,
         "classes": classifier.classes_.tolist(),
         "normalise": head.normalise,
         "weight": head.weight.tolist(),

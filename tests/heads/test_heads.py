@@ -12,9 +12,8 @@ from sklearn import linear_model, neighbors, svm
 from torch import Tensor
 
 from metabridge.errors import InputError
-from metabridge.learners import newton
-from metabridge.learners.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, Ridge
-from metabridge.learners.ridge_regression import ridge_weight
+from metabridge.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, RidgeClassifier, newton
+from metabridge.ridge_regression import ridge_weight
 
 # At tolerances this tight rounding stops some of scikit-learn's solvers; with one shot a class has no spread.
 pytestmark = [
@@ -60,7 +59,13 @@ KINDS = {
 TWO_WAYS = gaussian_tasks(25, [3, 5], 12)
 kinds = pytest.mark.parametrize("tasks", KINDS.values(), ids=KINDS.keys())
 
-HEADS = [LogisticRegression(0.1), SVM(), SVM(loss="hinge"), Ridge(normalise=True), NearestCentroid(normalise=True)]
+HEADS = [
+    LogisticRegression(0.1),
+    SVM(),
+    SVM(loss="hinge"),
+    RidgeClassifier(normalise=True),
+    NearestCentroid(normalise=True),
+]
 every_head = pytest.mark.parametrize("head", HEADS, ids=repr)
 
 
@@ -141,8 +146,8 @@ def test_ridge_head_has_scikit_learns_predictions(tasks, penalty):
     targets = torch.nn.functional.one_hot(tasks.y, tasks.ways).double()
     reference = linear_model.Ridge(alpha=penalty, solver="svd")
     theirs = sklearn_decisions(reference, tasks._replace(y=targets), "predict")
-    assert_same(Ridge(penalty).fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query), theirs, 1e-9)
-    head = Ridge(penalty).fit(tasks.x, 3 * targets, tasks.ways)
+    assert_same(RidgeClassifier(penalty).fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query), theirs, 1e-9)
+    head = RidgeClassifier(penalty).fit(tasks.x, 3 * targets, tasks.ways)
     torch.testing.assert_close(head.scores(tasks.query), 3 * theirs)
 
 
@@ -151,8 +156,8 @@ def test_ridge_head_has_scikit_learns_predictions(tasks, penalty):
 def test_float32_ridge_head_keeps_small_penalties_and_large_means(penalty, offset):
     tasks = KINDS["5-way 5-shot, wide"]
     x, query = tasks.x + offset, (16 * (tasks.query + offset)).round() / 16
-    exact = Ridge(penalty).fit(x, tasks.y, tasks.ways).scores(query)
-    single = Ridge(penalty).fit(x.float(), tasks.y, tasks.ways).scores(query.float())
+    exact = RidgeClassifier(penalty).fit(x, tasks.y, tasks.ways).scores(query)
+    single = RidgeClassifier(penalty).fit(x.float(), tasks.y, tasks.ways).scores(query.float())
     torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-4)
 
 
@@ -238,7 +243,7 @@ def test_a_head_that_overflows_its_dtype_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-3, 8e3])
-@pytest.mark.parametrize("head", [*HEADS, Ridge(), NearestCentroid()], ids=repr)
+@pytest.mark.parametrize("head", [*HEADS, RidgeClassifier(), NearestCentroid()], ids=repr)
 def test_heads_of_features_in_half_precision_are_those_of_the_same_features_in_float32(head, scale, dtype):
     x, y, query, ways = gaussian_tasks(2, [6, 6, 6], 8)
     x, query = ((scale * points).to(dtype) for points in (x, query))
@@ -250,12 +255,12 @@ def test_heads_of_features_in_half_precision_are_those_of_the_same_features_in_f
 
 @pytest.mark.parametrize("head", [LogisticRegression(), SVM(), SVM(loss="hinge"), NearestCentroid()], ids=repr)
 def test_heads_for_classes_refuse_values(head):
-    with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 4, 1\).*Values are fitted by Ridge alone"):
+    with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 4, 1\).*Only RidgeClassifier fits real"):
         head.fit(torch.randn(2, 4, 3), torch.randn(2, 4, 1), 1)
 
 
 def test_settings_out_of_range_are_named():
-    for make in (lambda: LogisticRegression(0.0), lambda: SVM(-1.0), lambda: Ridge(float("nan"))):
+    for make in (lambda: LogisticRegression(0.0), lambda: SVM(-1.0), lambda: RidgeClassifier(float("nan"))):
         with pytest.raises(InputError, match="must be a positive number"):
             make()
     with pytest.raises(InputError, match="squared-hinge"):
@@ -321,9 +326,9 @@ def test_heads_score_on_a_cuda_device_as_on_the_cpu(head):
 )
 def test_head_that_is_not_solved_says_so_once(head, remedy, monkeypatch, caplog):
     tasks = gaussian_tasks(3, [5, 5], 4, spread=2.0)
-    monkeypatch.setattr("metabridge.learners.newton.STEPS", 1)
-    monkeypatch.setattr("metabridge.learners.newton.HINGE_STEPS", 1)
-    monkeypatch.setattr("metabridge.learners.svm_qp.MOST", 1)
+    monkeypatch.setattr("metabridge.heads.newton.STEPS", 1)
+    monkeypatch.setattr("metabridge.heads.newton.HINGE_STEPS", 1)
+    monkeypatch.setattr("metabridge.heads.svm_duals.MOST_POINTS", 1)
     head.fit(tasks.x, tasks.y, tasks.ways)
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{head!r} stopped ")
@@ -332,8 +337,8 @@ def test_head_that_is_not_solved_says_so_once(head, remedy, monkeypatch, caplog)
 
 def test_hinge_head_that_is_not_solved_says_so_once(monkeypatch, caplog):
     tasks = gaussian_tasks(3, [9, 9], 4, spread=2.0)
-    monkeypatch.setattr("metabridge.learners.svm_qp._EXCHANGES", 0)
-    monkeypatch.setattr("metabridge.learners.svm_qp.INTERIOR_STEPS", 3)
+    monkeypatch.setattr("metabridge.heads.svm_duals._MOST_EXCHANGES", 0)
+    monkeypatch.setattr("metabridge.heads.svm_duals.INTERIOR_STEPS", 3)
     SVM(10.0, "hinge").fit(tasks.x, tasks.y, tasks.ways)
     assert [record.getMessage().split(" stopped ")[0] for record in caplog.records] == [repr(SVM(10.0, "hinge"))]
 
@@ -353,13 +358,13 @@ def test_float32_ridge_head_of_contradicting_points_equals_the_float64_one(penal
     x[:, 1] = x[:, 0]  # the same point with another label
     queries = torch.randn(1, 9, 40, generator=torch.Generator().manual_seed(1))
     single, double = (
-        Ridge(penalty).fit(x.to(dtype), labels, 2).scores(queries.to(dtype)).double()
+        RidgeClassifier(penalty).fit(x.to(dtype), labels, 2).scores(queries.to(dtype)).double()
         for dtype in (torch.float32, torch.float64)
     )
     torch.testing.assert_close(single, double, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("head", [Ridge(1e-4), SVM(10.0, "hinge", normalise=False)])
+@pytest.mark.parametrize("head", [RidgeClassifier(1e-4), SVM(10.0, "hinge", normalise=False)])
 def test_float32_heads_of_points_far_from_zero_are_as_good_as_in_float64(head):
     """Of points whose products float32 does not hold exactly."""
     generator = torch.Generator().manual_seed(0)
@@ -428,7 +433,7 @@ def test_ridge_head_of_raw_features_is_that_of_singular_values(raw, shots, d, dt
     x, y, query, ways = raw.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     for penalty in STRENGTHS:
-        scores = Ridge(penalty).fit(x, y, ways).scores(query)
+        scores = RidgeClassifier(penalty).fit(x, y, ways).scores(query)
         for points, labels, queries, ours in zip(x.double().numpy(), y.numpy(), query.double().numpy(), scores):
             mean, targets = points.mean(0), np.eye(ways)[labels]
             left, values, right = np.linalg.svd(points - mean, full_matrices=False)

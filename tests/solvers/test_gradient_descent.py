@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from metabridge.learners.inner_solvers import GradientDescent, Problem, task_loss
+from metabridge.solvers import GradientDescent, Problem, task_loss
 
 
 def test_of_the_prefixes_that_match_a_parameter_the_longest_decides_its_rate():

@@ -185,8 +185,8 @@ def _step(
         _hessian(here, points, penalty),
         -gradient,
         diagonal.reciprocal().mul,
-        over=loss.over,
-        fall=loss.fall,
+        dim=loss.over,
+        tolerance=loss.fall,
         floor=floor,
         steps=_CHEAP if unknown <= _DENSE else unknown,
     )
@@ -227,7 +227,7 @@ def _factored_step(
 
     product = _hessian(here, points, penalty)
     step, _ = conjugate_gradients(
-        product, -gradient, precondition, over=loss.over, fall=loss.fall, floor=floor, steps=_CHEAP
+        product, -gradient, precondition, dim=loss.over, tolerance=loss.fall, floor=floor, steps=_CHEAP
     )
     return step
 

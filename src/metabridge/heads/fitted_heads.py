@@ -1,0 +1,114 @@
+"""Fitted heads: what the heads return after they are solved."""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from metabridge.errors import InputError, describe
+
+
+class LinearHead(NamedTuple):
+    """A fitted head with one linear score for each output.
+
+    Args:
+        weight: (..., outputs, d), with any task axes in front.
+        bias: (..., outputs).
+        normalise: Whether features are scaled to unit length first.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    normalise: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name in exported JSON files."""
+        return "linear"
+
+    @staticmethod
+    def rows(outputs: int) -> int:
+        """Return the number of rows of the weight."""
+        return outputs
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return wᵀx + b, (..., queries, outputs), of features (..., queries, d).
+
+        >>> import torch
+        >>> LinearHead(torch.eye(2), torch.tensor([0.0, 1.0])).scores(torch.tensor([[3.0, 4.0]]))
+        tensor([[3., 5.]])
+        """
+        _check_features(features, self.weight)
+        features = at_least_float32(features)
+        # The order of factors decides the speed on a CPU, where outputs are few.
+        few = self.weight.shape[-2] < 8
+        product = features @ self.weight.mT if few else (self.weight @ features.mT).mT
+        if self.normalise:
+            product = product / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        return product + self.bias[..., None, :]
+
+
+class PairwiseHead(NamedTuple):
+    """A fitted head with one linear decision for each pair of outputs i < j, in the order (0, 1), (0, 2), ...
+
+    Args:
+        weight: (..., pairs, d), with any task axes in front.
+        bias: (..., pairs). A positive decision is for i, a negative one for j.
+        normalise: Whether features are scaled to unit length first.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    normalise: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name in exported JSON files."""
+        return "pairwise"
+
+    @staticmethod
+    def rows(outputs: int) -> int:
+        """Return the number of rows of the weight."""
+        return outputs * (outputs - 1) // 2
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return for each output its votes plus c / (3|c| + 3), where c sums its decisions, to break ties.
+
+        This is scikit-learn's `decision_function_shape="ovr"`: the fraction stays below a third of a vote.
+
+        >>> import torch
+        >>> PairwiseHead(torch.tensor([[1.0, 0.0]]), torch.tensor([0.0])).scores(torch.tensor([[2.0, 0.0]]))
+        tensor([[ 1.2222, -0.2222]])
+        """
+        decisions = LinearHead(*self).scores(features)
+        outputs = (1 + isqrt(1 + 8 * self.bias.shape[-1])) // 2
+        first, second = torch.triu_indices(outputs, outputs, 1, device=decisions.device)
+        sides = (one_hot(first, outputs) - one_hot(second, outputs)).to(decisions.dtype)
+        votes = (0.5 - (decisions < 0).to(decisions.dtype)) @ sides + (outputs - 1) / 2
+        confidence = decisions @ sides
+        return votes + confidence / (3 * confidence.abs() + 3)
+
+
+FittedHead: TypeAlias = LinearHead | PairwiseHead
+FITTED_HEADS: dict[str, type[FittedHead]] = {kind.__name__: kind for kind in get_args(FittedHead)}  # by stored name
+
+
+def at_least_float32(features: Tensor) -> Tensor:
+    """Return float16 or bfloat16 features in float32, since norms overflow and biases are rounded away in them.
+
+    >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
+
+
+def _check_features(features: Tensor, weight: Tensor) -> None:
+    if features.shape[:-2] != weight.shape[:-2] or features.shape[-1] != weight.shape[-1]:
+        raise InputError(
+            f"features is {describe(features)}, but the head was fitted to tasks of shape {tuple(weight.shape[:-2])} "
+            f"and {weight.shape[-1]} features."
+        )

@@ -1,0 +1,90 @@
+"""Base class of the test-time heads, and how heads are found by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from metabridge.errors import InputError, check_positive
+from metabridge.heads.fitted_heads import FittedHead
+from metabridge.registry import Registered
+
+
+class Head(Registered, ABC, root=True):
+    """Base class of test-time heads: classifiers that are solved on fixed features, for all tasks at once.
+
+    A head is a frozen dataclass in a module of this package. All its fields need defaults. Systems are solved in
+    float64. A head whose objective stays above its minimum logs a warning.
+
+    Attributes:
+        calibrated: Whether the softmax of the scores estimates probabilities; otherwise scores only rank the outputs.
+        fits_values: Whether targets may be real values instead of class labels.
+        normalise: A field of every head: whether features are scaled to unit length.
+        default_penalty: The penalty of heads made by name, or None if the head has no penalty.
+    """
+
+    registry: ClassVar[dict[str, type[Head]]] = {}
+    required: ClassVar[tuple[str, ...]] = ("name", "label", "calibrated", "default_penalty")
+    calibrated: ClassVar[bool]
+    default_penalty: ClassVar[float | None]
+    fits_values: ClassVar[bool] = False
+    normalise: bool
+
+    @classmethod
+    def with_penalty(cls, penalty: float | None = None) -> Self:
+        """Return the head on features of unit length, with this penalty on its weights.
+
+        Args:
+            penalty: The weight of the squared norm of the weights (default: `default_penalty`).
+
+        Raises:
+            InputError: If the head has no penalty but one is given, or the penalty is not positive.
+        """
+        if cls.default_penalty is None:
+            if penalty is not None:
+                raise InputError(f"penalty is {penalty}, but the head {cls.name!r} has no penalty. Leave it out.")
+            return cls._from_penalty(0.0)
+        penalty = cls.default_penalty if penalty is None else penalty
+        check_positive("penalty", penalty)
+        return cls._from_penalty(penalty)
+
+    @classmethod
+    @abstractmethod
+    def _from_penalty(cls, penalty: float) -> Self:
+        """Return the head on features of unit length, with this penalty."""
+
+    @abstractmethod
+    def fit(self, features: Tensor, labels: Tensor, outputs: int) -> FittedHead:
+        """Solve the head of every task.
+
+        Args:
+            features: (..., n, d), with at least one task axis in front.
+            labels: int64 class labels (..., n), or values (..., n, outputs) if the head fits values.
+            outputs: The number of outputs.
+
+        Returns:
+            The fitted heads, in the dtype of the features, but at least float32.
+
+        Raises:
+            InputError: If shapes or dtypes do not match, a class has no point, or features are not finite.
+        """
+
+
+def create_head(name: str, penalty: float | None = None) -> Head:
+    """Return a test-time head by name, on features of unit length.
+
+    Args:
+        name: A name in `Head.registry`: "centroid", "logistic", "ridge", "svm" or that of your own head.
+        penalty: The weight of the squared norm of the head's weights (default: that of the head).
+
+    Raises:
+        InputError: If there is no such head, it has no penalty but one is given, or the penalty is not positive.
+
+    >>> create_head("svm", penalty=0.5)
+    SVM(C=2.0, loss='squared-hinge', normalise=True)
+    """
+    if name not in Head.registry:
+        raise InputError(f"head is {name!r}, but must be one of {', '.join(sorted(Head.registry))}.")
+    return Head.registry[name].with_penalty(penalty)

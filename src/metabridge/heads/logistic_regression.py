@@ -1,0 +1,68 @@
+"""Logistic regression as a test-time head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from metabridge.errors import check_positive
+from metabridge.heads import newton
+from metabridge.heads.feature_gram import centred_axes, combine_with_mean, in_blocks
+from metabridge.heads.fitted_heads import LinearHead
+from metabridge.heads.head import Head
+from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
+
+
+@dataclass(frozen=True)
+class LogisticRegression(Head):
+    """Multinomial logistic regression: ½ penalty ‖W‖² + Σ_n −log softmax(Wφ_n + b)[y_n], with a free bias b.
+
+    It equals scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs scikit-learn penalises the difference
+    of the two weights instead, so `C=2/penalty`.
+
+    Args:
+        penalty: The weight of ½‖W‖².
+        normalise: Whether features are scaled to unit length.
+
+    Raises:
+        InputError: If `penalty` is not positive.
+
+    >>> import torch
+    >>> features, labels = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([[0, 1]])
+    >>> LogisticRegression().fit(features, labels, outputs=2).weight
+    tensor([[[ 0.3374, -0.3374],
+             [-0.3374,  0.3374]]])
+    """
+
+    name: ClassVar[str] = "logistic"
+    label: ClassVar[str] = "logistic regression"
+    calibrated: ClassVar[bool] = True
+    default_penalty: ClassVar[float | None] = 0.33  # of the presets mtl and rfs
+
+    penalty: float = 1.0
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive("penalty", self.penalty)
+
+    @classmethod
+    def _from_penalty(cls, penalty: float) -> Self:
+        return cls(penalty)
+
+    def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
+        """Solve the head of every task; see `Head.fit`."""
+        x, y = prepare_tasks(self, features, labels, outputs)
+        coordinates, lift, mean = in_blocks(centred_axes, x)
+        points = pad(coordinates, (0, 1), value=1.0)
+        penalty = pad(torch.full_like(coordinates[:, 0], self.penalty), (0, 1))
+        solution, excess = newton.minimise(newton.CROSS_ENTROPY, y, points, penalty, outputs)
+        warn_if_unsolved(self, excess, "a larger penalty")
+        solution = solution - solution.mean(-1, keepdim=True)  # softmax does not see the mean over outputs
+        weight = (lift @ solution[:, :-1]).mT
+        if x.shape[-2] < x.shape[-1]:
+            weight, mean = combine_with_mean(weight, x, coordinates, mean)
+        return LinearHead(*shape_solution(features, weight, solution[:, -1], mean), self.normalise)

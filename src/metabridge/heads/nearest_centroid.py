@@ -1,0 +1,51 @@
+"""The nearest class mean as a test-time head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from metabridge.heads.feature_gram import check_finite
+from metabridge.heads.fitted_heads import LinearHead
+from metabridge.heads.head import Head
+from metabridge.heads.task_sets import prepare_tasks, shape_solution
+
+
+@dataclass(frozen=True)
+class NearestCentroid(Head):
+    """The class with the nearest mean c_k: scores ½‖x − m‖² − ½‖x − c_k‖², linear in x, with m the mean of all points.
+
+    Args:
+        normalise: Whether features are scaled to unit length; the means themselves are not.
+
+    >>> import torch
+    >>> head = NearestCentroid().fit(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[0, 0, 1]]), outputs=2)
+    >>> head.weight.round(decimals=4), head.bias.round(decimals=4)
+    (tensor([[[-2.],
+             [ 4.]]]), tensor([[  6., -24.]]))
+    """
+
+    name: ClassVar[str] = "centroid"
+    label: ClassVar[str] = "nearest centroid"
+    calibrated: ClassVar[bool] = False
+    default_penalty: ClassVar[float | None] = None
+
+    normalise: bool = False
+
+    @classmethod
+    def _from_penalty(cls, penalty: float) -> Self:
+        return cls(normalise=True)
+
+    def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
+        """Solve the head of every task; see `Head.fit`."""
+        x, y = prepare_tasks(self, features, labels, outputs)
+        members = one_hot(y, outputs).to(x.dtype)
+        share = members / members.sum(-2, keepdim=True)
+        means = pad(share - 1 / x.shape[-2], (0, 1), value=1 / x.shape[-2]).mT @ x
+        check_finite("features", means)
+        centroid, mean = means[:, :-1], means[:, -1:]
+        level = -0.5 * centroid.square().sum(-1)
+        return LinearHead(*shape_solution(features, centroid, level, mean), self.normalise)

@@ -1,0 +1,83 @@
+"""Ridge regression on one-hot labels as a test-time head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from metabridge.errors import check_positive
+from metabridge.heads.feature_gram import centred_axes, combine, gram_matrix, in_blocks
+from metabridge.heads.fitted_heads import LinearHead
+from metabridge.heads.head import Head
+from metabridge.heads.task_sets import prepare_tasks, shape_solution
+from metabridge.ridge_regression import ridge_dual
+
+
+@dataclass(frozen=True)
+class RidgeClassifier(Head):
+    """Least squares Σ_n ‖Wφ_n + b − y_n‖² + penalty ‖W‖², with a free bias b: scikit-learn's `Ridge(alpha=penalty)`.
+
+    Labels become one-hot targets; real targets (..., n, outputs) are fitted as they are.
+
+    Args:
+        penalty: The weight of ‖W‖².
+        normalise: Whether features are scaled to unit length.
+
+    Raises:
+        InputError: If `penalty` is not positive.
+
+    >>> import torch
+    >>> targets = torch.tensor([[[0.0], [4.0]]])
+    >>> RidgeClassifier(penalty=2.0).fit(torch.tensor([[[-1.0], [1.0]]]), targets, outputs=1)
+    LinearHead(weight=tensor([[[1.]]]), bias=tensor([[2.]]), normalise=False)
+    """
+
+    name: ClassVar[str] = "ridge"
+    label: ClassVar[str] = "ridge"
+    stored_name: ClassVar[str] = "Ridge"
+    calibrated: ClassVar[bool] = False
+    default_penalty: ClassVar[float | None] = 1.0
+    fits_values: ClassVar[bool] = True
+
+    penalty: float = 1.0
+    normalise: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("penalty", self.penalty)
+
+    @classmethod
+    def _from_penalty(cls, penalty: float) -> Self:
+        return cls(penalty, normalise=True)
+
+    def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
+        """Solve the head of every task; see `Head.fit`."""
+        x, y = prepare_tasks(self, features, labels, outputs)
+        if not y.is_floating_point():
+            y = one_hot(y, outputs)
+        penalty = torch.tensor(self.penalty, dtype=torch.float64, device=x.device)
+
+        if x.shape[-2] < x.shape[-1]:
+            gram, origin = gram_matrix(x, sensitivity=1 / self.penalty)
+            if _well_conditioned(gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.penalty):
+                coefficient, level = in_blocks(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
+                weight = combine(coefficient, x, origin)
+                return LinearHead(*shape_solution(features, weight, level, origin), self.normalise)
+
+        def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            coordinates, lift, mean = centred_axes(x)
+            y = y.double()
+            target_mean = y.mean(-2, keepdim=True)
+            squares = coordinates.square().sum(-2)[..., None]
+            weight = (lift @ (coordinates.mT @ (y - target_mean) / (squares + penalty))).mT
+            return combine(weight, x, mean) if x.shape[-2] < x.shape[-1] else weight, target_mean[:, 0], mean
+
+        return LinearHead(*shape_solution(features, *in_blocks(solve, x, y)), self.normalise)
+
+
+def _well_conditioned(trace: Tensor, penalty: float) -> bool:
+    """Return whether float64 resolves the penalty next to Gram matrices of these traces."""
+    return bool(trace.max() * torch.finfo(torch.float64).eps < 1e-8 * penalty)

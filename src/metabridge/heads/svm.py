@@ -1,0 +1,127 @@
+"""Linear support vector machines as a test-time head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from metabridge.errors import InputError, check_positive
+from metabridge.heads import newton, svm_duals
+from metabridge.heads.feature_gram import centred_axes_with_bias, combine, combine_with_mean, gram_matrix, in_blocks
+from metabridge.heads.fitted_heads import FittedHead, LinearHead, PairwiseHead
+from metabridge.heads.head import Head
+from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
+
+UNSOLVED = 1e-7  # relative excess over the minimum from which on a program is also solved in its dual
+STEEP = 1e8  # C times the squared length of points from which on the rounding of the weight is checked
+
+
+@dataclass(frozen=True)
+class SVM(Head):
+    """Linear support vector machine, one-vs-rest with the squared hinge or one-vs-one with the hinge.
+
+    "squared-hinge" minimises ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))², s_nk = ±1, for each class k:
+    scikit-learn's `LinearSVC(C)`. "hinge" minimises ½‖w‖² + C Σ max(0, 1 − s(wᵀφ + b)) over the points of each pair of
+    classes: scikit-learn's `SVC(C, kernel="linear")`.
+
+    Args:
+        C: The weight of the losses, the inverse of a penalty.
+        loss: "squared-hinge" or "hinge".
+        normalise: Whether features are scaled to unit length.
+
+    Raises:
+        InputError: If `C` is not positive or `loss` is unknown.
+
+    >>> import torch
+    >>> features, labels = torch.tensor([[[2.0], [4.0]]]), torch.tensor([[0, 1]])
+    >>> SVM(loss="hinge", normalise=False).fit(features, labels, outputs=2)
+    PairwiseHead(weight=tensor([[[-1.]]]), bias=tensor([[3.]]), normalise=False)
+    """
+
+    name: ClassVar[str] = "svm"
+    label: ClassVar[str] = "SVM"
+    calibrated: ClassVar[bool] = False
+    default_penalty: ClassVar[float | None] = 1.0
+
+    C: float = 1.0
+    loss: Literal["squared-hinge", "hinge"] = "squared-hinge"
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive("C", self.C)
+        if self.loss not in ("squared-hinge", "hinge"):
+            raise InputError(f'loss is {self.loss!r}, but must be "squared-hinge" or "hinge".')
+
+    @classmethod
+    def _from_penalty(cls, penalty: float) -> Self:
+        return cls(C=1 / penalty)
+
+    def fit(self, features: Tensor, labels: Tensor, outputs: int) -> FittedHead:
+        """Solve the head of every task; see `Head.fit`."""
+        x, y = prepare_tasks(self, features, labels, outputs)
+        solve = self._fit_hinge if self.loss == "hinge" else self._fit_squared_hinge
+        return solve(features, x, y, outputs)
+
+    def _fit_hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> PairwiseHead:
+        gram, origin = gram_matrix(x, sensitivity=self.C)
+        coefficient, level, gap = in_blocks(lambda K, y: svm_duals.one_against_one(K, y, outputs, self.C), gram, y)
+        warn_if_unsolved(self, gap, "a smaller C")
+        weight = combine(coefficient, x, origin)
+        return PairwiseHead(*shape_solution(features, weight, level, origin), self.normalise)
+
+    def _fit_squared_hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> LinearHead:
+        coordinates, lift, along, mean = in_blocks(centred_axes_with_bias, x)
+        # The point (x, 1) is (x − mean, 0) + (mean, 1): scores are `level` at the mean and vary with the rest.
+        length = (mean.square().sum(-1) + 1).sqrt()
+        points = torch.cat([coordinates, 1 + (along / length)[..., None]], -1)
+        penalty = torch.cat([torch.ones_like(coordinates[:, 0]), length.square().reciprocal()], -1) / self.C
+        solution, excess = newton.minimise(newton.SQUARED_HINGE, y, points, penalty, outputs)
+        self._refine_in_dual(solution, excess, coordinates, points, length, y)
+        weight, level = (lift @ solution[:, :-1]).mT, solution[:, -1]
+        if x.shape[-2] <= x.shape[-1]:
+            bias = (level / length - (weight @ along[..., None])[..., 0]) / length
+            weight, mean = combine_with_mean(weight, x, coordinates, mean, bias)
+        else:
+            # Rounding gives the weight a part along (mean, 1), in which direction points are long: remove it.
+            part = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
+            weight = weight[..., :-1] + ((level - part) / length.square())[..., None] * mean
+        if x.dtype == torch.float64 and self.C * coordinates.square().sum(-1).max() > STEEP:
+            bias, scores = level - (weight @ mean.mT)[..., 0], (x - mean) @ weight.mT + level[:, None]
+            objective = (weight.square().sum(-1) + bias.square()) / 2 + self.C * _squared_hinges(scores, y)
+            scaled_minimum = (penalty[..., None] * solution.square()).sum(-2) / 2
+            scaled_minimum = scaled_minimum + _squared_hinges(points @ solution, y)
+            excess = torch.maximum(excess, objective / (self.C * scaled_minimum) - 1)
+        warn_if_unsolved(self, excess, "a smaller C")
+        return LinearHead(*shape_solution(features, weight, level, mean), self.normalise)
+
+    def _refine_in_dual(
+        self, solution: Tensor, excess: Tensor, coordinates: Tensor, points: Tensor, length: Tensor, y: Tensor
+    ) -> None:
+        """Replace solutions by those of the dual where these are better.
+
+        Where C is so large that margins are almost hard, the dual problem is solved more precisely.
+        """
+        if points.shape[-2] > svm_duals.MOST_POINTS:
+            return
+        programs = (excess > UNSOLVED).nonzero()
+        for chunk in programs.split(svm_duals.MOST_POINTS**2 // points.shape[-2] ** 2 or 1) if len(programs) else ():
+            task, output = chunk.unbind(-1)
+            kernel = coordinates[task] @ coordinates[task].mT
+            sign = torch.where(y[task] == output[:, None], 1.0, -1.0).to(kernel.dtype)
+            bias_penalty = length[task, 0].square().reciprocal()
+            coefficient, level, gap = svm_duals.squared_hinge(kernel, sign, points[task, :, -1], bias_penalty, self.C)
+            weight = (coefficient[:, None] @ coordinates[task])[:, 0]
+            better = gap < excess[task, output]
+            task, output = task[better], output[better]
+            solution[task, :, output] = torch.cat([weight, level[:, None]], -1)[better]
+            excess[task, output] = gap[better]
+
+
+def _squared_hinges(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return Σ_n max(0, 1 − s_nk f_nk)² (tasks, outputs) of scores (tasks, n, outputs)."""
+    sign = 2 * one_hot(labels, scores.shape[-1]) - 1
+    return (1 - sign * scores).clamp_min(0).square().sum(-2)

@@ -1,0 +1,96 @@
+"""Checks and conversions that all heads share, before and after their problems are solved."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, one_hot
+
+from metabridge.errors import InputError, describe
+from metabridge.heads.feature_gram import check_finite
+from metabridge.heads.fitted_heads import at_least_float32
+from metabridge.heads.head import Head
+
+log = logging.getLogger("metabridge")
+VISIBLE_EXCESS = 1e-5  # relative excess of an objective over its minimum from which on a head warns
+
+
+def prepare_tasks(head: Head, features: Tensor, labels: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+    """Check the arguments of `head.fit`, except that features are finite.
+
+    Returns:
+        The features with one task axis, of unit length if `head.normalise`, and the labels with one task axis.
+    """
+    if not features.is_floating_point() or features.ndim < 3:
+        raise InputError(
+            f"features is {describe(features)}, but must be floating point of shape (tasks, points, features). "
+            "For a single task use features[None]."
+        )
+    values = head.fits_values and labels.is_floating_point()
+    shape = features.shape[:-1] + ((outputs,) if values else ())
+    if labels.shape != shape or not (values or labels.dtype == torch.int64):
+        raise InputError(
+            f"labels is {describe(labels)}, but for features of shape {tuple(features.shape)} and {outputs} outputs "
+            f"must be int64 of shape {tuple(features.shape[:-1])}. Only {_heads_for_values()} fits real values."
+        )
+    check_finite("labels", labels)
+    x, y = at_least_float32(features.flatten(0, -3)), labels.flatten(0, features.ndim - 3)
+    if not y.is_floating_point():
+        _check_classes(y, outputs)
+    return normalize(x, dim=-1) if head.normalise else x, y
+
+
+def shape_solution(features: Tensor, weight: Tensor, level: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the weight and the bias with the task axes and the dtype of the features.
+
+    The bias is computed from the rounded weight, so that scores are `level` at the `origin`. Otherwise the rounding of
+    the weight would matter where the origin is far from 0.
+    """
+    task_shape, dtype = features.shape[:-2], at_least_float32(features[:0]).dtype
+    weight = weight.to(dtype)
+    bias = level if origin is None else level - (weight.to(origin.dtype) @ origin.mT)[..., 0]
+    bias = bias.to(dtype)
+    if not (weight.isfinite().all() and bias.isfinite().all()):
+        raise InputError(
+            f"features is {describe(features)}, but the solved head overflows {dtype}. Use float64, or smaller "
+            "features."
+        )
+    return weight.reshape(*task_shape, *weight.shape[1:]), bias.reshape(*task_shape, *bias.shape[1:])
+
+
+def warn_if_unsolved(head: Head, excess: Tensor, remedy: str) -> None:
+    """Log a warning if an objective is visibly above its minimum.
+
+    Args:
+        head: The head that was solved.
+        excess: The relative excess of each objective over its minimum, (tasks, problems).
+        remedy: The setting that makes the problem easier.
+    """
+    worst = float(excess.max())
+    if not worst < VISIBLE_EXCESS:
+        log.warning(
+            "%r stopped %.1e above the minimum, relative to it, in %d of %d tasks. Use %s, or normalise=True.",
+            head,
+            worst,
+            int((~(excess < VISIBLE_EXCESS)).any(-1).sum()),
+            len(excess),
+            remedy,
+        )
+
+
+def _check_classes(labels: Tensor, outputs: int) -> None:
+    if outputs < 2:
+        raise InputError(f"outputs is {outputs}, but a classifier needs at least 2 classes.")
+    least, most = (int(bound) for bound in labels.aminmax())
+    if least < 0 or most >= outputs:
+        raise InputError(f"labels run from {least} to {most}, but with {outputs} outputs must be in 0..{outputs - 1}.")
+    empty = one_hot(labels, outputs).sum(-2) == 0
+    if empty.any():
+        task, output = empty.nonzero()[0].tolist()
+        raise InputError(f"class {output} of task {task} has no support point. Give every class at least one.")
+
+
+def _heads_for_values() -> str:
+    return " or ".join(kind.__name__ for kind in Head.registry.values() if kind.fits_values)

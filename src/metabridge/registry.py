@@ -1,0 +1,93 @@
+"""Base of the classes that are found by name: inner solvers and test-time heads.
+
+Such a class is a frozen dataclass in a module of its package. Importing the package imports all its modules, and each
+class registers itself, so that no other place lists the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, ClassVar, Self
+
+
+class Registered:
+    """A dataclass that its root class finds by name.
+
+    A root class is declared with `root=True` and an empty `registry`. Its subclasses set the class attributes below.
+
+    Attributes:
+        name: The name that users type, unique under the root class.
+        label: The name in tables, such as "gradient descent".
+        stored_name: The name in files of runs. It is the name of the class unless set, and must never change.
+        registry: The classes under the root class by name.
+        required: The class attributes that a class must set.
+    """
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    stored_name: ClassVar[str]
+    registry: ClassVar[dict[str, Any]]
+    required: ClassVar[tuple[str, ...]] = ("name", "label")
+
+    def __init_subclass__(cls, *, root: bool = False, **options: Any) -> None:
+        """Register a class, unless it is a root or another base class.
+
+        Raises:
+            TypeError: If the class lacks an attribute, or another class has its name.
+        """
+        super().__init_subclass__(**options)
+        if root:
+            return
+        missing = [attribute for attribute in cls.required if not hasattr(cls, attribute)]
+        if missing:
+            raise TypeError(f"{cls.__name__} must set the class attribute {missing[0]!r}.")
+        if "stored_name" not in vars(cls):
+            cls.stored_name = cls.__name__
+        for other in cls.registry.values():
+            if cls.name == other.name or cls.stored_name == other.stored_name:
+                raise TypeError(f"{cls.__name__} and {other.__name__} have the same name. Rename one of them.")
+        cls.registry[cls.name] = cls
+
+    @classmethod
+    def by_stored_name(cls) -> dict[str, type[Self]]:
+        """Return the registered classes by their names in files."""
+        return {kind.stored_name: kind for kind in cls.registry.values()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the object that `to_dict` described.
+
+        Raises:
+            KeyError: If no registered class has the stored name.
+        """
+        options = dict(data)
+        return cls.by_stored_name()[options.pop("solver")](**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the stored name, under the key "solver", and the fields."""
+        return {"solver": self.stored_name} | asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def summary(self) -> str:
+        """Return the label with all numbers, and with the other fields that differ from their defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}  # type: ignore[arg-type]
+        settings = [
+            f"{name.replace('_', ' ')} {_as_word(value)}"
+            for name, (value, default) in values.items()
+            if value != default or not isinstance(value, str | bool)
+        ]
+        return f"{self.label}: {', '.join(settings)}" if settings else self.label
+
+
+def import_modules(package: str, path: Iterable[str]) -> None:
+    """Import all modules of a package, given its `__path__`, so that their classes register themselves."""
+    for module in iter_modules(path):
+        import_module(f"{package}.{module.name}")
+
+
+def _as_word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
