@@ -24,8 +24,8 @@ from fuzz.datasets import changer
 from fuzz.images import command
 from metabridge.environments import LabelledImages, Sinusoid
 from metabridge.errors import InputError
-from metabridge.experiments import record_files, training_runs
-from metabridge.experiments.result import Environment, Result, Row, Work
+from metabridge.experiments import ExperimentOptions
+from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, plan_dict
 from metabridge.files import LOCK, FolderLock
 from metabridge.learners import method
 from metabridge.learners.method import PRESETS
@@ -33,6 +33,7 @@ from metabridge.models import build, conv4, mlp
 from metabridge.models.architecture import EDGES, OPERATORS, random_architecture
 from metabridge.nas.proxies import Score
 from metabridge.nas.pruning import Journal, Scores
+from metabridge.report.results import Machine, Result, Row
 from metabridge.training import checkpoint, fit, load
 from metabridge.training.checkpoint import write_method
 from metabridge.training.config import Plan
@@ -377,19 +378,19 @@ def use_architecture(folder: Path) -> object:
     return net.recipe
 
 
-MACHINE = Environment("abacus", "0", "0", None)
-PLAN = training_runs._plain(Plan("mtl"))
+MACHINE = Machine("abacus", "0", "0", None)
+PLAN = plan_dict(Plan("mtl"))
 
 
 def read_record(folder: Path) -> object:
     """Read the record of a training."""
-    return record_files.stored(Work("quick", out=folder), "name", PLAN, training_runs._made)
+    return TrainingRecord.load(ExperimentOptions("quick", out=folder), "name", PLAN)
 
 
 def _records(folder: Path) -> list[Files]:
-    measured = training_runs.Measured("test", 1, 0.5, 0.01, 10, 0.1)
+    score = SplitAccuracy("test", 1, 0.5, 0.01, 10, 0.1)
     curve = ({"minutes": 1.0, "iteration": 2.0, "accuracy": 0.5, "ci95": 0.1},)
-    record = training_runs.Record("name", PLAN, "glyphs", MACHINE, 1.0, 2, 3, curve, (measured,), 1.0)
+    record = TrainingRecord("name", PLAN, MACHINE, 1.0, "glyphs", 2, 3, curve, (score,), 1.0)
     return [{"records/name.json": json.dumps(asdict(record)).encode()}]
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from metabridge.environments import LabelledImages
-from metabridge.experiments import nas_trainings, training_runs
+from metabridge.experiments import nas_trainings, training_records
 from metabridge.experiments.nas_trainings import Scale
 from metabridge.experiments.result import Environment
-from metabridge.experiments.training_runs import Measured, Record
+from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord
 from metabridge.nas import EDGES, OPERATORS, ActiveOperators
 from metabridge.nas.architecture_search import Search
 
@@ -51,12 +51,12 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
     """Let the experiments of searches be tiny."""
     patch.setitem(nas_trainings.SCALES, "quick", tiny())
     patch.setattr(nas_trainings, "images", lambda work, size: few(glyphs))
-    patch.setattr(training_runs, "PENALTIES", (1.0,))
+    patch.setattr(training_records, "PENALTIES", (1.0,))
 
 
-def record(accuracy: float) -> Record:
+def record(accuracy: float) -> TrainingRecord:
     """What a training of this accuracy measured."""
     scores = tuple(
-        Measured(split, shots, accuracy, 0.01, 10, 0.1) for split in ("validation", "test") for shots in (1, 5)
+        SplitAccuracy(split, shots, accuracy, 0.01, 10, 0.1) for split in ("validation", "test") for shots in (1, 5)
     )
-    return Record("", {}, "none", MACHINE, 1.0, 2, 3, (), scores, None)
+    return TrainingRecord("", {}, MACHINE, 1.0, "none", 2, 3, (), scores, None)

@@ -15,10 +15,10 @@ from metabridge.experiments import (
     bridge_table5,
     load_experiment,
     mini_imagenet_trainings,
-    training_runs,
 )
-from metabridge.experiments.result import Environment, Result
-from metabridge.experiments.training_runs import Measured, Record
+from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, VIEWS
+from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, plan_dict
+from metabridge.report.results import Machine, Result
 from metabridge.training import Views
 from metabridge.training.config import Plan
 
@@ -26,24 +26,21 @@ NAMES = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 
 
 def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
-    """Make every training a matter of two steps, on few classes, and every measurement one of four tasks."""
+    """Make every training two steps long on few classes, and evaluate it on four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
-    made = mini_imagenet_trainings.plans
+    plans = mini_imagenet_trainings.plans
 
     def short(scale: str) -> dict[str, Plan]:
         small = {}
-        for name, plan in made(scale).items():
+        for name, plan in plans(scale).items():
             options = {"filters": 4} if plan.model == "conv4" else {"widths": [4, 4, 8, 8]}
             plan = replace(plan, iterations=2, validate_every=1, validate_tasks=2, batch=2, training_ways=None)
             small[name] = replace(plan, model_options={**plan.model_options, **options})
         return small
 
-    def brief(*arguments, shots, tasks, looks):
-        return training_runs.trial(*arguments, shots=shots, tasks=4, looks=looks[1:])
-
     for module in (mini_imagenet_trainings, bridge_table3):
         patch.setattr(module, "plans", short)
-    patch.setattr(mini_imagenet_trainings, "trial", brief)
+    patch.setitem(EVALUATIONS, "quick", replace(EVALUATIONS["quick"], tasks=4, views=VIEWS[1:2]))
     patch.setattr(mini_imagenet_trainings, "load", lambda name: few)
 
 
@@ -85,53 +82,53 @@ def rows(name: str, out: Path, **options):
 
 
 def test_table_3_has_a_row_for_every_published_accuracy(small, out):
-    found = rows("bridge-table3", out)
+    table = rows("bridge-table3", out)
     published = {
         f"{name}, {shots}-shot": value
-        for name, own in bridge_table3.PUBLISHED.items()
-        for shots, (value, _) in own.items()
+        for name, by_shots in bridge_table3.PUBLISHED.items()
+        for shots, (value, _) in by_shots.items()
     }
-    assert {name: row.published for name, row in found.items()} == published
-    assert all(0 <= row.ours <= 100 for row in found.values())
-    assert {row.agrees for row in found.values()} == {None}  # at the quick scale nothing is claimed
+    assert {name: row.published for name, row in table.items()} == published
+    assert all(0 <= row.ours <= 100 for row in table.values())
+    assert {row.agrees for row in table.values()} == {None}  # the quick scale cannot agree or disagree
 
 
-def test_table_4_has_the_hours_of_both_and_their_ratio(small, out):
-    found = rows("bridge-table4", out)
-    assert {name: row.published for name, row in found.items()} == {
+def test_table_4_has_the_hours_of_both_methods_and_their_ratio(small, out):
+    table = rows("bridge-table4", out)
+    assert {name: row.published for name, row in table.items()} == {
         "mtl, training": 3.7,
         "metaoptnet, training": 85.6,
-        "metaoptnet over mtl": 85.6 / 3.7,
+        "metaoptnet / mtl": 85.6 / 3.7,
     }
 
 
 def test_table_5_has_a_row_for_every_published_penalty(small, out):
-    found = rows("bridge-table5", out)
-    assert {name: row.published for name, row in found.items()} == {
+    table = rows("bridge-table5", out)
+    assert {name: row.published for name, row in table.items()} == {
         f"penalty {penalty:g}": value for penalty, value in bridge_table5.PUBLISHED.items()
     }
 
 
 def test_figure_2_has_accuracy_and_minutes_of_every_method(small, out):
-    found = rows("bridge-fig2", out)
+    table = rows("bridge-fig2", out)
     for name in ("mtl", "rfs", "r2d2", "metaoptnet"):
-        assert {f"{name}, 1-shot", f"{name}, 5-shot", f"{name}, training"} <= set(found)
-        assert found[f"{name}, training"].ours > 0
+        assert {f"{name}, 1-shot", f"{name}, 5-shot", f"{name}, training"} <= set(table)
+        assert table[f"{name}, training"].ours > 0
 
 
-def test_only_the_named_training_is_done_and_others_are_left_for_later(small, tmp_path):
-    found = rows("bridge-table4", tmp_path, only=("metaoptnet",))
-    assert set(found) == {"metaoptnet, training"}
+def test_only_runs_the_named_training(small, tmp_path):
+    table = rows("bridge-table4", tmp_path, only=("metaoptnet",))
+    assert set(table) == {"metaoptnet, training"}
     assert [file.name for file in (tmp_path / "records").iterdir()] == ["glyphs-metaoptnet-quick-0.json"]
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["glyphs-metaoptnet-quick-0"]
 
 
-def test_only_refuses_a_training_that_is_not_of_the_experiment(tmp_path):
+def test_only_refuses_a_training_that_the_experiment_does_not_have(tmp_path):
     with pytest.raises(InputError, match=r"only names maml-1, but the trainings are mtl, metaoptnet\."):
         load_experiment("bridge-table4").run(ExperimentOptions("quick", out=tmp_path, only=("maml-1",), progress=False))
 
 
-def test_a_training_that_was_stopped_leaves_no_record_and_goes_on(small, tmp_path):
+def test_a_stopped_training_leaves_no_record_and_resumes(small, tmp_path):
     with pytest.raises(InputError, match="no training of bridge-table5 is finished"):
         rows("bridge-table5", tmp_path, minutes=0)
     assert not (tmp_path / "records").exists()
@@ -139,73 +136,73 @@ def test_a_training_that_was_stopped_leaves_no_record_and_goes_on(small, tmp_pat
 
 
 @pytest.mark.parametrize("data", [None, Path("nowhere")])
-def test_the_paper_scale_without_its_data_is_refused_with_a_sentence(tmp_path, data):
+def test_the_paper_scale_without_its_dataset_is_refused(tmp_path, data):
     with pytest.raises(InputError) as caught:
         load_experiment("bridge-table3").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
     assert str(caught.value) == (
-        "the paper scale needs mini-ImageNet, in the folder mini-imagenet of the one that --data names "
-        f"(now {data}). Use --scale quick to try the experiment without it."
+        f"the paper scale needs mini-ImageNet, but --data, {data}, has no folder mini-imagenet. "
+        "Use --scale quick to try the experiment without it."
     )
 
 
-def test_a_record_of_another_plan_is_not_taken_for_this_one(small, out):
-    work = ExperimentOptions("quick", out=out, progress=False)
+def test_a_record_of_another_plan_is_ignored(small, out):
+    options = ExperimentOptions("quick", out=out, progress=False)
     plan = replace(mini_imagenet_trainings.plans("quick")["mtl"], seed=0)
-    assert training_runs.recorded(work, "glyphs-mtl-quick-0", plan) is not None
-    assert training_runs.recorded(work, "glyphs-mtl-quick-0", replace(plan, lr=0.5)) is None
-    assert training_runs.recorded(work, "glyphs-mtl-quick-1", plan) is None
+    assert TrainingRecord.load(options, "glyphs-mtl-quick-0", plan_dict(plan)) is not None
+    assert TrainingRecord.load(options, "glyphs-mtl-quick-0", plan_dict(replace(plan, lr=0.5))) is None
+    assert TrainingRecord.load(options, "glyphs-mtl-quick-1", plan_dict(plan)) is None
 
 
-def test_a_record_of_another_form_is_named(small, tmp_path):
+def test_a_malformed_record_is_refused(small, tmp_path):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "glyphs-mtl-quick-0.json").write_text(json.dumps({"name": "mtl"}))
     with pytest.raises(InputError, match=r"glyphs-mtl-quick-0\.json is not a record of this version"):
         rows("bridge-table5", tmp_path)
 
 
-def record(name: str, curve: list[tuple[float, float]], scores: tuple[Measured, ...] = ()) -> Record:
-    """A made-up record whose curve has (minutes, accuracy) points."""
+def record(name: str, curve: list[tuple[float, float]], scores: tuple[SplitAccuracy, ...] = ()) -> TrainingRecord:
+    """Return a record with a learning curve of (minutes, accuracy) points."""
     points = tuple(
         {"minutes": minutes, "iteration": index, "accuracy": accuracy, "ci95": 0.01}
         for index, (minutes, accuracy) in enumerate(curve)
     )
-    machine = Environment("abacus", "0", "0", None)
-    return Record(name, {"model": "resnet12"}, "none", machine, curve[-1][0], len(curve), 1, points, scores, None)
+    machine, plan = Machine("abacus", "0", "0", None), {"model": "resnet12"}
+    return TrainingRecord(name, plan, machine, curve[-1][0], "none", len(curve), 1, points, scores, None)
 
 
 @pytest.mark.parametrize(
-    ("mtl", "rival", "mark", "ratio"),
+    ("mtl", "metaoptnet", "target", "ratio"),
     [
-        # MTL gets further: how long both take to MetaOptNet's best
+        # MTL becomes better: the times to reach MetaOptNet's best accuracy
         ([(1, 0.5), (2, 0.6), (4, 0.7)], [(10, 0.4), (20, 0.6), (30, 0.55)], "60.0 %", 20 / 2),
-        # MetaOptNet gets further: how long both take to MTL's best
+        # MetaOptNet becomes better: the times to reach MTL's best accuracy
         ([(1, 0.5), (2, 0.55), (4, 0.5)], [(10, 0.5), (20, 0.58), (30, 0.7)], "55.0 %", 20 / 2),
         ([(3, 0.5)], [(6, 0.5)], "50.0 %", 2.0),
     ],
 )
-def test_the_ratio_of_hours_is_taken_at_the_best_accuracy_that_both_reach(
-    monkeypatch, tmp_path, mtl, rival, mark, ratio
+def test_the_ratio_of_hours_is_that_of_the_times_to_the_best_accuracy_that_both_reach(
+    monkeypatch, tmp_path, mtl, metaoptnet, target, ratio
 ):
-    made_up = {"mtl": record("mtl", mtl), "metaoptnet": record("metaoptnet", rival)}
-    monkeypatch.setattr(bridge_table4, "records", lambda *_: made_up)
-    found = rows("bridge-table4", tmp_path)
-    assert found["metaoptnet over mtl"].ours == pytest.approx(ratio)
-    assert mark in found["metaoptnet over mtl"].note
-    assert found["mtl, training"].ours == pytest.approx(mtl[-1][0] / 60)
+    records = {"mtl": record("mtl", mtl), "metaoptnet": record("metaoptnet", metaoptnet)}
+    monkeypatch.setattr(bridge_table4, "train_or_load_all", lambda *_: records)
+    table = rows("bridge-table4", tmp_path)
+    assert table["metaoptnet / mtl"].ours == pytest.approx(ratio)
+    assert target in table["metaoptnet / mtl"].note
+    assert table["mtl, training"].ours == pytest.approx(mtl[-1][0] / 60)
 
 
-def test_the_test_score_is_that_of_the_head_which_was_best_in_validation():
+def test_the_test_score_is_that_of_the_head_with_the_best_validation_score():
     scores = (
-        Measured("validation", 5, 0.70, 0.01, 10, 0.1),
-        Measured("validation", 5, 0.75, 0.01, 10, 0.1, Views(5)),
-        Measured("validation", 5, 0.72, 0.01, 10, 1.0, Views(5, True)),
-        Measured("validation", 1, 0.99, 0.01, 10, 1.0, Views(5, True)),
-        Measured("test", 5, 0.60, 0.01, 10, 0.1),
-        Measured("test", 5, 0.61, 0.01, 10, 0.1, Views(5)),
-        Measured("test", 5, 0.69, 0.01, 10, 1.0, Views(5, True)),
+        SplitAccuracy("validation", 5, 0.70, 0.01, 10, 0.1),
+        SplitAccuracy("validation", 5, 0.75, 0.01, 10, 0.1, Views(5)),
+        SplitAccuracy("validation", 5, 0.72, 0.01, 10, 1.0, Views(5, True)),
+        SplitAccuracy("validation", 1, 0.99, 0.01, 10, 1.0, Views(5, True)),
+        SplitAccuracy("test", 5, 0.60, 0.01, 10, 0.1),
+        SplitAccuracy("test", 5, 0.61, 0.01, 10, 0.1, Views(5)),
+        SplitAccuracy("test", 5, 0.69, 0.01, 10, 1.0, Views(5, True)),
     )
-    kept = record("mtl", [(1, 0.5)], scores)
-    assert kept.chosen(5).mean == 0.61
-    assert kept.score("test", 5, penalty=0.1).mean == 0.60
+    trained = record("mtl", [(1, 0.5)], scores)
+    assert trained.selected(5).mean == 0.61
+    assert trained.score("test", 5, penalty=0.1).mean == 0.60
     with pytest.raises(InputError, match="the record of mtl has no such score on test with 1 shots"):
-        kept.chosen(1)
+        trained.selected(1)

@@ -8,12 +8,11 @@ import pytest
 from metabridge import InputError, load
 from metabridge.experiments import (
     ExperimentOptions,
-    Result,
     load_experiment,
     mini_imagenet_trainings,
     recipe,
-    training_runs,
 )
+from metabridge.report.results import Result
 from metabridge.training.config import Plan
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -22,7 +21,7 @@ FEW = ("muon", "distilled", "mixup")
 
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
-    """Make every training a matter of two steps, on few classes, and every measurement one of four tasks."""
+    """Make every training four steps long on few classes, and evaluate it on four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
     net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch": 4, "validate_tasks": 2}
     plans = {
@@ -31,20 +30,19 @@ def small(monkeypatch, glyphs) -> None:
     monkeypatch.setattr(recipe, "plans", plans.get)
     monkeypatch.setattr(recipe, "STEPS", {"quick": 4, "paper": 4})
     monkeypatch.setattr(mini_imagenet_trainings, "load", lambda name: few)
-    monkeypatch.setattr(
-        recipe, "trial", lambda *arguments, **options: training_runs.trial(*arguments, **options | {"tasks": 4})
-    )
+    evaluations = mini_imagenet_trainings.EVALUATIONS
+    monkeypatch.setitem(evaluations, "quick", replace(evaluations["quick"], tasks=4))
 
 
-def test_cases_are_trained_with_what_they_change_and_students_learn_from_their_teacher(small, tmp_path):
+def test_cases_are_trained_with_their_changes_and_students_with_their_teacher(small, tmp_path):
     outcome = load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=FEW, progress=False))
-    assert set(outcome.records) == set(FEW)
-    assert outcome.records["mixup"].plan["soft_targets"]["mixup"] == 0.2
-    assert outcome.records["muon"].plan["soft_targets"] is None
+    assert set(outcome.data) == set(FEW)
+    assert outcome.data["mixup"].plan["soft_targets"]["mixup"] == 0.2
+    assert outcome.data["muon"].plan["soft_targets"] is None
     folders = {name: tmp_path / "runs" / f"recipe-glyphs-{name}-quick-0" for name in FEW}
     assert "teacher" in load(folders["distilled"]).settings
     assert "teacher" not in load(folders["mixup"]).settings
-    recipe.figure(outcome, tmp_path / "figure.png")
+    recipe.EXPERIMENT.draw(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -53,7 +51,7 @@ def test_a_student_without_its_teacher_is_refused(small, tmp_path):
         load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=("distilled",), progress=False))
 
 
-def test_the_committed_result_is_what_its_records_say(monkeypatch):
+def test_the_committed_result_follows_from_its_records(monkeypatch):
     monkeypatch.setattr(Plan, "train", lambda *_, **__: pytest.fail("trained"))
-    found = load_experiment("recipe").run(ExperimentOptions("paper", out=RESULTS, only=("muon",), progress=False))
-    assert found.result.rows == Result.read(RESULTS / "recipe.json").rows
+    outcome = load_experiment("recipe").run(ExperimentOptions("paper", out=RESULTS, only=("muon",), progress=False))
+    assert outcome.result.rows == Result.read(RESULTS / "recipe.json").rows

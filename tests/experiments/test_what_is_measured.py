@@ -15,7 +15,7 @@ from metabridge.experiments import (
     nas_table1,
     nas_table2,
     nas_trainings,
-    training_runs,
+    training_records,
 )
 from metabridge.experiments.landscape_trainings import Asked, Training, trained
 from metabridge.experiments.nas_ranks import Judged, correlation, judge
@@ -160,25 +160,26 @@ class Telling:
 
 
 def test_every_score_is_of_its_split_shots_penalty_and_seed(glyphs, monkeypatch, tmp_path):
-    monkeypatch.setattr(training_runs, "FeatureTable", Telling)
+    monkeypatch.setattr(training_records, "FeatureTable", Telling)
     work = ExperimentOptions("quick", out=tmp_path, seed=7, progress=False)
-    found = training_runs.trial(work, "brief", BRIEF, few(glyphs), shots=(1, 5), tasks=2, looks=()).scores
-    assert {(one.split, one.shots, one.penalty): one.mean for one in found} == {
+    images, evaluation = few(glyphs), training_records.Evaluation((1, 5), 2, ())
+    record = training_records.train_or_load(work, "", "brief", BRIEF, lambda: images, evaluation)
+    assert {(one.split, one.shots, one.penalty): one.mean for one in record.scores} == {
         (split, shots, penalty): pytest.approx(7000 + 100 * (split == "test") + 10 * shots + penalty)
         for split in ("validation", "test")
         for shots in (1, 5)
-        for penalty in training_runs.PENALTIES
+        for penalty in training_records.PENALTIES
     }
 
 
-def test_the_seed_of_the_work_is_that_of_its_trainings(monkeypatch, tmp_path):
+def test_trainings_have_the_seed_of_the_options(monkeypatch, tmp_path):
     seeds = {}
 
-    def noted(work: ExperimentOptions, label: str, plan: Plan, images: LabelledImages, **_) -> None:
-        seeds[label] = plan.seed
+    def note_seed(options: ExperimentOptions, training: str, name: str, plan: Plan, *_) -> None:
+        seeds[name] = plan.seed
 
-    monkeypatch.setattr(mini_imagenet_trainings, "trial", noted)
-    mini_imagenet_trainings.records(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
+    monkeypatch.setattr(mini_imagenet_trainings, "train_or_load", note_seed)
+    mini_imagenet_trainings.train_or_load_all(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
     assert seeds == {"glyphs-mtl-quick-3": 3, "glyphs-maml-5-quick-3": 3}
 
 

@@ -1,46 +1,48 @@
-"""A's figure 2: accuracy against the time that training takes, for methods on the same ResNet-12."""
+"""Wang et al. 2021, figure 2: accuracy against training time, for methods with the same ResNet-12."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from metabridge.experiments.bridge_table3 import Outcome
-from metabridge.experiments.mini_imagenet_trainings import records
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
+from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
+from metabridge.experiments.mini_imagenet_trainings import SHOTS, train_or_load_all
+from metabridge.experiments.training_records import TrainingRecord
+from metabridge.report.results import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def run(work: Work) -> Outcome:
-    """Give the best accuracy and the minutes of every method."""
-    found = records(work, ("mtl", "rfs", "r2d2", "metaoptnet"))
+def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
+    """Return the records of the methods."""
+    return train_or_load_all(options, ("mtl", "rfs", "r2d2", "metaoptnet"))
+
+
+def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Row]:
+    """Return the test accuracies, the seconds of evaluation and the minutes of training."""
     rows = []
-    for name, record in found.items():
-        for shots in (1, 5):
-            score = record.chosen(shots)
-            rows.append(
-                Row(
-                    f"{name}, {shots}-shot",
-                    "accuracy %",
-                    ours=100 * score.mean,
-                    ci95=100 * score.ci95,
-                    note=f"after {record.minutes:.1f} minutes",
-                )
-            )
+    for name, record in records.items():
+        for shots in SHOTS:
+            score = record.selected(shots)
+            ours, ci95, note = 100 * score.mean, 100 * score.ci95, f"after {record.minutes:.1f} minutes"
+            rows.append(Row(f"{name}, {shots}-shot", "accuracy %", ours=ours, ci95=ci95, note=note))
         if record.evaluation_seconds is not None:
-            note = f"{score.tasks} tasks of 1 and of 5 shots, once the features are there"
+            note = f"{score.tasks} tasks each with 1 and with 5 shots, without computing the features"
             rows.append(Row(f"{name}, evaluation", "seconds", ours=record.evaluation_seconds, note=note))
         rows.append(Row(f"{name}, training", "minutes", ours=record.minutes, note=f"on {record.environment.device}"))
-    return Outcome(Result.of(work, "bridge-fig2", tuple(rows), found), found)
+    return rows
 
 
-def figure(outcome: Outcome, file: Path) -> None:
+def figure(outcome: Outcome[Mapping[str, TrainingRecord]]) -> Figure:
     """Draw the validation accuracies against minutes of training."""
-    from metabridge.report import figures, result_figures
+    from metabridge.report.result_figures import accuracy_over_time
 
     curves = {
         name: [(point["minutes"], point["accuracy"], point["ci95"]) for point in record.curve]
-        for name, record in outcome.records.items()
+        for name, record in outcome.data.items()
     }
-    figures.save(result_figures.accuracy_over_time(curves), file)
+    return accuracy_over_time(curves)
 
 
-EXPERIMENT = UnportedExperiment("bridge-fig2", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("bridge-fig2", measure, rows, figure)

@@ -1,62 +1,57 @@
-"""A's table 4: what MTL's training costs beside MetaOptNet's, in time on the graphics card."""
+"""Wang et al. 2021, table 4: GPU time to train MTL and MetaOptNet."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
-from metabridge.experiments.bridge_fig2 import figure as costs
-from metabridge.experiments.bridge_table3 import Outcome
-from metabridge.experiments.mini_imagenet_trainings import records
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
-from metabridge.experiments.training_runs import Record
+from metabridge.experiments.bridge_fig2 import figure
+from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
+from metabridge.experiments.mini_imagenet_trainings import train_or_load_all
+from metabridge.experiments.training_records import TrainingRecord
+from metabridge.report.results import Row
 
-HOURS = {"metaoptnet": 85.6, "mtl": 3.7}
+PUBLISHED_HOURS = {"metaoptnet": 85.6, "mtl": 3.7}
 
 
-def run(work: Work) -> Outcome:
-    """Compare the minutes of training, as a whole and to equal validation accuracy."""
-    found = records(work, ("mtl", "metaoptnet"))
+def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
+    """Return the records of both methods."""
+    return train_or_load_all(options, ("mtl", "metaoptnet"))
+
+
+def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Row]:
+    """Return the hours of training, and the ratio of the times to reach the same validation accuracy."""
     rows = [
         Row(
             f"{name}, training",
             "hours",
-            published=HOURS[name],
+            published=PUBLISHED_HOURS[name],
             ours=record.minutes / 60,
             note=f"{record.iterations} iterations on {record.environment.device}",
         )
-        for name, record in found.items()
+        for name, record in records.items()
     ]
-    if len(found) == len(HOURS):
-        mark, mtl, rival = _equal_accuracy(found["mtl"], found["metaoptnet"])
-        rows.append(
-            Row(
-                "metaoptnet over mtl",
-                "ratio of hours",
-                published=HOURS["metaoptnet"] / HOURS["mtl"],
-                ours=rival / mtl,
-                note=f"minutes to a validation accuracy of {100 * mark:.1f} %: {mtl:.2f} and {rival:.2f}"
-                + _at_once(found["mtl"], mark),
-            )
-        )
-    return Outcome(Result.of(work, "bridge-table4", tuple(rows), found), found)
+    if len(records) == len(PUBLISHED_HOURS):
+        rows.append(_ratio_row(records["mtl"], records["metaoptnet"]))
+    return rows
 
 
-def _equal_accuracy(mtl: Record, rival: Record) -> tuple[float, float, float]:
-    """The highest accuracy that both reach, and the minutes after which each first did."""
-    mark = min(max(point["accuracy"] for point in record.curve) for record in (mtl, rival))
-    first = [next(p["minutes"] for p in record.curve if p["accuracy"] >= mark) for record in (mtl, rival)]
-    return mark, first[0], first[1]
+def _ratio_row(mtl: TrainingRecord, metaoptnet: TrainingRecord) -> Row:
+    """Compare the times until each first has the highest validation accuracy that both reach."""
+    target = min(max(point["accuracy"] for point in record.curve) for record in (mtl, metaoptnet))
+    mtl_minutes, metaoptnet_minutes = (
+        next(point["minutes"] for point in record.curve if point["accuracy"] >= target) for record in (mtl, metaoptnet)
+    )
+    note = f"minutes to {100 * target:.1f} % validation accuracy: {mtl_minutes:.2f} and {metaoptnet_minutes:.2f}"
+    first = mtl.curve[0]["accuracy"]
+    if first > target:
+        note += f"; mtl already had {100 * first:.1f} % at its first validation, so the true ratio is larger"
+    return Row(
+        "metaoptnet / mtl",
+        "ratio of hours",
+        published=PUBLISHED_HOURS["metaoptnet"] / PUBLISHED_HOURS["mtl"],
+        ours=metaoptnet_minutes / mtl_minutes,
+        note=note,
+    )
 
 
-def _at_once(mtl: Record, mark: float) -> str:
-    """Say so where MTL was past the mark when it was first looked at."""
-    accuracy = mtl.curve[0]["accuracy"]
-    return f"; mtl had {100 * accuracy:.1f} % when first validated, so the ratio is larger" if accuracy > mark else ""
-
-
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw the learning curves against minutes."""
-    costs(outcome, file)
-
-
-EXPERIMENT = UnportedExperiment("bridge-table4", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("bridge-table4", measure, rows, figure)

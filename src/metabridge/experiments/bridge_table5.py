@@ -1,21 +1,26 @@
-"""A's table 5: how the ℓ2 penalty of the test-time logistic regression moves MTL's 5-shot accuracy."""
+"""Wang et al. 2021, table 5: how the ℓ2 penalty of the test-time logistic regression affects MTL's 5-shot accuracy."""
 
 from __future__ import annotations
 
-from metabridge.experiments import beside
-from metabridge.experiments.bridge_table3 import Outcome
-from metabridge.experiments.mini_imagenet_trainings import records
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
-from metabridge.experiments.training_runs import PENALTIES
+from collections.abc import Mapping
+
+from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
+from metabridge.experiments.mini_imagenet_trainings import train_or_load_all
+from metabridge.experiments.training_records import PENALTIES, TrainingRecord
+from metabridge.report.results import Row
 
 PUBLISHED = dict(zip(PENALTIES, (76.86, 77.02, 77.28, 77.61, 77.72, 77.55, 76.82)))
 
 
-def run(work: Work) -> Outcome:
-    """Read the sweep over penalties that the record of MTL's training holds."""
-    found = records(work, ("mtl",))
+def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
+    """Return the record of MTL, which has the accuracy for every penalty."""
+    return train_or_load_all(options, ("mtl",))
+
+
+def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Row]:
+    """Return the accuracy for every penalty."""
     rows = []
-    for record in found.values():
+    for record in records.values():
         for penalty, published in PUBLISHED.items():
             score = record.score("test", 5, penalty)
             rows.append(
@@ -28,10 +33,7 @@ def run(work: Work) -> Outcome:
                     note=f"{score.tasks} test tasks, 5-shot",
                 )
             )
-    return Outcome(Result.of(work, "bridge-table5", tuple(rows), found), found)
+    return rows
 
 
-figure = beside.figure
-
-
-EXPERIMENT = UnportedExperiment("bridge-table5", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("bridge-table5", measure, rows)

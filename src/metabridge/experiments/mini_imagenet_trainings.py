@@ -1,27 +1,29 @@
-"""The trainings on mini-ImageNet that A's tables 3 to 5 and its figure 2 are made of."""
+"""The trainings on mini-ImageNet behind tables 3 to 5 and figure 2 of Wang et al. 2021."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from metabridge.datasets import load
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
-from metabridge.experiments.result import Work
-from metabridge.experiments.training_runs import Record, recorded, trial
+from metabridge.experiments.experiment import ExperimentOptions
+from metabridge.experiments.training_records import Evaluation, TrainingRecord, train_or_load
 from metabridge.training import Views
 from metabridge.training.augment import Augment
 from metabridge.training.config import Plan
 from metabridge.training.schedules import Cosine
 
 SHOTS = (1, 5)
-LOOKS = (
-    Views(copies=5),  # B §6
+VIEWS = (
+    Views(copies=5),  # Wang et al. 2022, section 6
     Views(mirrored=True),
     Views(mirrored=True, turned=True),
     Views(mirrored=True, cropped=True),
     Views(mirrored=True, turned=True, cropped=True),
 )
+EVALUATIONS = {"quick": Evaluation(SHOTS, 40, VIEWS[:2]), "paper": Evaluation(SHOTS, 2000, VIEWS)}
 
 _RESNET = Plan(
     "mtl",
@@ -33,7 +35,7 @@ _RESNET = Plan(
     validate_tasks=500,
     validate_shots=5,
 )
-# Many tasks in a step cost a GPU little more than few.
+# A GPU takes many tasks per step in little more time than few.
 _CONV = Plan(
     "maml",
     batch=16,
@@ -45,7 +47,8 @@ _CONV = Plan(
     validate_tasks=300,
 )
 
-# Chosen on validation tasks. Where the source's schedule waits for a plateau, ours has a length that fits the time.
+# The settings were selected on validation tasks. Where the paper's schedule waits for a plateau, the length here was
+# chosen to fit the time.
 _RFS = replace(
     _RESNET,
     method="rfs",
@@ -60,7 +63,7 @@ _RFS = replace(
 )
 PAPER: dict[str, Plan] = {
     "rfs": _RFS,
-    # as many images in a step, of a quarter of the classes
+    # as many images per step as rfs, from a quarter of the classes
     "mtl": replace(_RFS, method="mtl", training_ways=64, shots=2, queries=2, batch=1, iterations=22_000),
     "r2d2": replace(
         _RESNET, method="r2d2", shots=5, queries=10, batch=4, iterations=5000, schedule=Cosine(), validate_every=500
@@ -76,7 +79,7 @@ PAPER: dict[str, Plan] = {
         validate_every=500,
     ),
     "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=10_000, lr=4e-3),
-    "maml-5": replace(  # a support of five shots makes every inner step five times as long
+    "maml-5": replace(  # five shots make every inner step five times as long
         _CONV,
         method_options={"steps": 3, "lr": {"features": 0.02, "head": 0.15}},
         iterations=11_000,
@@ -92,7 +95,7 @@ PAPER: dict[str, Plan] = {
 
 
 def plans(scale: str) -> dict[str, Plan]:
-    """Return the trainings of a scale by name; a name that ends in -1 or -5 is trained for that many shots."""
+    """Return the trainings by name; a name that ends in -1 or -5 is trained and evaluated for this number of shots."""
     if scale == "paper":
         return PAPER
     small: dict[str, Plan] = {}
@@ -107,44 +110,46 @@ def plans(scale: str) -> dict[str, Plan]:
     return small
 
 
-def records(work: Work, names: tuple[str, ...]) -> dict[str, Record]:
-    """Return the records of these trainings, as far as there is time for them."""
-    chosen = {name: plan for name, plan in plans(work.scale).items() if name in names}
-    work.check_only(chosen)
-    found: dict[str, Record] = {}
-    images: LabelledImages | None = None
-    for name, plan in chosen.items():
-        plan, label = replace(plan, seed=work.seed), f"{data_name(work)}-{name}-{work.scale}-{work.seed}"
-        record = recorded(work, label, plan)
-        if record is None and (not work.only or name in work.only):
-            images = images or images_of(work)
-            own = name.partition("-")[2]
-            shots = (int(own),) if own else SHOTS
-            tasks, looks = (2000, LOOKS) if work.scale == "paper" else (40, LOOKS[:2])
-            record = trial(work, label, plan, images, shots=shots, tasks=tasks, looks=looks)
+def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dict[str, TrainingRecord]:
+    """Return the records of those of these trainings that are finished, after training those that have none yet."""
+    selected = {name: plan for name, plan in plans(options.scale).items() if name in names}
+    options.check_only(selected)
+    images = cache(lambda: load_images(options))
+    records = {}
+    for name, plan in selected.items():
+        shots = name.partition("-")[2]
+        evaluation = EVALUATIONS[options.scale]
+        if shots:
+            evaluation = replace(evaluation, shots=(int(shots),))
+        file = f"{data_name(options)}-{name}-{options.scale}-{options.seed}"
+        record = train_or_load(options, name, file, replace(plan, seed=options.seed), images, evaluation)
         if record is not None:
-            found[name] = record
-    return found
+            records[name] = record
+    return records
 
 
-def data_name(work: Work) -> str:
-    """Return the data set to use: mini-ImageNet, or at the quick scale glyphs where it is not at hand."""
-    here = work.data is not None and (work.data / "mini-imagenet").exists()
-    return "mini-imagenet" if here or work.scale == "paper" else "glyphs"
+def data_name(options: ExperimentOptions) -> str:
+    """Return the dataset to use: mini-imagenet, or glyphs at the quick scale if mini-ImageNet is not there."""
+    available = options.data is not None and (options.data / "mini-imagenet").exists()
+    return "mini-imagenet" if available or options.scale == "paper" else "glyphs"
 
 
-def images_of(work: Work) -> LabelledImages:
+def load_images(options: ExperimentOptions) -> LabelledImages:
     """Return the images to train on."""
-    if data_name(work) == "glyphs":
+    if data_name(options) == "glyphs":
         return load("glyphs")
-    return mini_imagenet(work, 84 if work.scale == "paper" else 32)
+    return load_mini_imagenet(options, 84 if options.scale == "paper" else 32)
 
 
-def mini_imagenet(work: Work, size: int) -> LabelledImages:
-    """Return mini-ImageNet at so many pixels."""
-    if work.data is None or not (work.data / "mini-imagenet").exists():
+def load_mini_imagenet(options: ExperimentOptions, size: int) -> LabelledImages:
+    """Return mini-ImageNet with images of this size.
+
+    Raises:
+        InputError: If `options.data` does not contain it.
+    """
+    if options.data is None or not (options.data / "mini-imagenet").exists():
         raise InputError(
-            "the paper scale needs mini-ImageNet, in the folder mini-imagenet of the one that --data names "
-            f"(now {work.data}). Use --scale quick to try the experiment without it."
+            f"the paper scale needs mini-ImageNet, but --data, {options.data}, has no folder mini-imagenet. "
+            "Use --scale quick to try the experiment without it."
         )
-    return load("mini-imagenet", work.data / "mini-imagenet", size=size)
+    return load("mini-imagenet", options.data / "mini-imagenet", size=size)

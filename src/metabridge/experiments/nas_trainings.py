@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from metabridge.datasets import load
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
-from metabridge.experiments.mini_imagenet_trainings import LOOKS, SHOTS, mini_imagenet, plans
+from metabridge.experiments.mini_imagenet_trainings import SHOTS, load_mini_imagenet, plans
+from metabridge.experiments.mini_imagenet_trainings import VIEWS as LOOKS
 from metabridge.experiments.record_files import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, Work, environment
-from metabridge.experiments.training_runs import Record, recorded, trial
+from metabridge.experiments.training_records import Evaluation, train_or_load
+from metabridge.experiments.training_records import TrainingRecord as Record
 from metabridge.models.architecture import Architecture
 from metabridge.models.cells import cell_network
 from metabridge.nas.architecture_search import Guide, Search, TimeUpError
@@ -204,14 +206,12 @@ def cell_plan(work: Work, finding: Finding) -> Plan:
 
 def trainings(work: Work, plans: Mapping[str, Plan]) -> dict[str, Record]:
     """Train, or read what was measured, as far as it is asked for and there is time."""
-    scale, found, here = SCALES[work.scale], {}, None
+    scale, found = SCALES[work.scale], {}
+    evaluation = Evaluation(SHOTS, scale.tasks, scale.looks)
     for label, plan in plans.items():
         part = f"train-{label}"
         name = f"nas-{part}-{work.scale}"
-        record = recorded(work, name, plan)
-        if record is None and (not work.only or part in work.only):
-            here = here or images(work, SIZE)
-            record = trial(work, name, plan, here, shots=SHOTS, tasks=scale.tasks, looks=scale.looks)
+        record = train_or_load(work, part, name, plan, lambda: images(work, SIZE), evaluation)
         if record is not None:
             found[label] = record
     return found
@@ -222,7 +222,7 @@ def images(work: Work, size: int) -> LabelledImages:
     if SCALES[work.scale].data == "glyphs":
         glyphs = load("glyphs")
         return replace(glyphs, splits={split: members[:25] for split, members in glyphs.splits.items()})
-    return mini_imagenet(work, size)
+    return load_mini_imagenet(work, size)
 
 
 def accuracy_rows(name: str, records: Sequence[Record], published: Accuracies, *, judged: bool) -> list[Row]:
@@ -233,12 +233,12 @@ def accuracy_rows(name: str, records: Sequence[Record], published: Accuracies, *
     """
     made = []
     for shots in SHOTS if records else ():
-        scores = [record.chosen(shots) for record in records]
+        scores = [record.selected(shots) for record in records]
         means = [100 * score.mean for score in scores]
         ours, ci95 = statistics.mean(means), statistics.mean(100 * score.ci95 for score in scores)
         value, spread = published[shots]
         each = ", ".join(f"{mean:.2f}" for mean in means)
-        note = f"{records[0].images}, {records[0].iterations} steps; of each: {each}; {scores[0].told()}"
+        note = f"{records[0].images}, {records[0].iterations} steps; of each: {each}; {scores[0]}"
         agrees = ours + ci95 >= value - spread if judged else None
         row = Row(
             f"{name}, {shots}-shot", "accuracy %", published=value, ours=ours, ci95=ci95, agrees=agrees, note=note
@@ -290,7 +290,7 @@ def gain_rows(
     """
     made = []
     for shots in SHOTS if all(records) else ():
-        ends = [[record.chosen(shots) for record in side] for side in records]
+        ends = [[record.selected(shots) for record in side] for side in records]
         ours, other = (statistics.mean(100 * score.mean for score in scores) for scores in ends)
         margin = math.hypot(*(statistics.mean(100 * score.ci95 for score in scores) for scores in ends))
         first, second = (side[shots][0] for side in published)

@@ -1,22 +1,23 @@
-"""What each part of a better recipe gains: one classifier over mini-ImageNet's training classes, same images seen."""
+"""How much each part of a training recipe gains, for one classifier over the training classes of mini-ImageNet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
 
-from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
-from metabridge.experiments import beside
-from metabridge.experiments.mini_imagenet_trainings import LOOKS, SHOTS, data_name, images_of, plans
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
-from metabridge.experiments.training_runs import Record, recorded, trial
-from metabridge.training import load
+from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
+from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, SHOTS, VIEWS, data_name, load_images, plans
+from metabridge.experiments.training_records import TrainingRecord, best_in_validation, train_or_load
+from metabridge.report.results import Row
+from metabridge.training import Model, load
 from metabridge.training.config import Plan
 from metabridge.training.soft_targets import SoftTargets
 
 STEPS = {"quick": 20, "paper": 12_000}
-BASE = "muon"  # every other case changes one thing of it
-# What changes, and for the student of a teacher the case that teaches.
+AUGMENTATIONS = {"quick": VIEWS[1:2], "paper": VIEWS[1:3]}
+# What each case changes of "muon", and which case is its teacher.
 CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "sgd": ({"optimizer": "sgd"}, None),
     "muon": ({}, None),
@@ -30,62 +31,49 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result and the records it was made of."""
+def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
+    """Return the records of all cases."""
+    options.check_only(CASES)
+    images = cache(lambda: load_images(options))
+    evaluation = replace(EVALUATIONS[options.scale], views=AUGMENTATIONS[options.scale])
+    records: dict[str, TrainingRecord] = {}
 
-    result: Result
-    records: dict[str, Record]
+    def load_teacher(student: str, teacher: str) -> Model:
+        if teacher not in records:
+            raise InputError(f"{student} needs the trained run of {teacher}. Add {teacher} to --only.")
+        return load(options.out / "runs" / file_name(options, teacher), device=options.device)
 
-
-def run(work: Work) -> Outcome:
-    """Train every case, or read what its training measured."""
-    work.check_only(CASES)
-    records: dict[str, Record] = {}
-    images: LabelledImages | None = None
-    for name, (_, teacher) in CASES.items():
-        label, plan = _label(work, name), _plan(work, name)
-        record = recorded(work, label, plan)
-        if record is None and (not work.only or name in work.only):
-            if teacher is not None and teacher not in records:
-                raise InputError(f"{name} needs the trained run of {teacher}. Add {teacher} to --only.")
-            tasks, looks = (2000, LOOKS[1:3]) if work.scale == "paper" else (40, LOOKS[1:2])
-            taught = None if teacher is None else load(work.out / "runs" / _label(work, teacher), device=work.device)
-            images = images or images_of(work)
-            record = trial(work, label, plan, images, shots=SHOTS, tasks=tasks, looks=looks, teacher=taught)
+    for name, (changes, teacher) in CASES.items():
+        plan = replace(base_plan(options), **changes)  # type: ignore[arg-type]
+        loader = None if teacher is None else partial(load_teacher, name, teacher)
+        record = train_or_load(options, name, file_name(options, name), plan, images, evaluation, loader)
         if record is not None:
             records[name] = record
-    rows = tuple(row for name, record in records.items() for row in _rows(name, record))
-    return Outcome(Result.of(work, "recipe", rows, records), records)
+    return records
 
 
-def _plan(work: Work, name: str) -> Plan:
-    base = replace(plans(work.scale)["rfs"], optimizer="muon", iterations=STEPS[work.scale], seed=work.seed)
-    return replace(base, validate_every=STEPS[work.scale] // 4, **CASES[name][0])  # type: ignore[arg-type]
+def base_plan(options: ExperimentOptions) -> Plan:
+    """Return how "muon" is trained."""
+    steps = STEPS[options.scale]
+    rfs = plans(options.scale)["rfs"]
+    return replace(rfs, optimizer="muon", iterations=steps, validate_every=steps // 4, seed=options.seed)
 
 
-def _rows(name: str, record: Record) -> list[Row]:
+def file_name(options: ExperimentOptions, name: str) -> str:
+    """Return the name of a case's record and of its run's folder."""
+    return f"recipe-{data_name(options)}-{name}-{options.scale}-{options.seed}"
+
+
+def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Row]:
+    """Return the accuracies of every case."""
     rows = []
-    for shots in SHOTS:
-        test = record.chosen(shots)
-        best = max(score.mean for score in record.scores if score.split == "validation" and score.shots == shots)
-        rows.append(
-            Row(
-                f"{name}, {shots}-shot",
-                "accuracy %",
-                ours=100 * test.mean,
-                ci95=100 * test.ci95,
-                note=f"validation {100 * best:.2f} %; {record.minutes:.1f} minutes; {test.told()}",
-            )
-        )
+    for name, record in records.items():
+        for shots in SHOTS:
+            test, validation = record.selected(shots), best_in_validation(record.scores, shots)
+            note = f"validation {100 * validation.mean:.2f} %; {record.minutes:.1f} minutes; {test}"
+            ours, ci95 = 100 * test.mean, 100 * test.ci95
+            rows.append(Row(f"{name}, {shots}-shot", "accuracy %", ours=ours, ci95=ci95, note=note))
     return rows
 
 
-def _label(work: Work, name: str) -> str:
-    return f"recipe-{data_name(work)}-{name}-{work.scale}-{work.seed}"
-
-
-figure = beside.figure
-
-
-EXPERIMENT = UnportedExperiment("recipe", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("recipe", measure, rows)
