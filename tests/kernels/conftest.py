@@ -5,16 +5,16 @@ import pytest
 from metabridge.kernels import cost_model, empirical, gradient_products, jacobian, layer_calls, layer_overrides
 
 
-@pytest.fixture(params=[False, True], ids=["as on a CPU", "as on a GPU"])
-def gpu(request: pytest.FixtureRequest) -> bool:
-    """Whether everything is computed as it is on a GPU: both, one after the other."""
+@pytest.fixture(params=[False, True], ids=["cpu path", "gpu path"])
+def gpu_path(request: pytest.FixtureRequest) -> bool:
+    """Run a test on the code paths of a CPU and of a GPU, both on a CPU; return whether it is the GPU's."""
     if request.param:
-        request.getfixturevalue("as_on_gpu")
+        request.getfixturevalue("use_gpu_path")
     return bool(request.param)
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let everything be computed here as it is on a GPU."""
+def use_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the code paths of a GPU on this machine's CPU."""
     for module in (layer_calls, jacobian, gradient_products, layer_overrides, cost_model, empirical):
-        monkeypatch.setattr(module, "cached", lambda x: False)
+        monkeypatch.setattr(module, "on_cpu", lambda x: False)

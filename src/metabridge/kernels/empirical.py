@@ -1,8 +1,8 @@
-"""Kernels of a network as it is: inner products of the gradients of its outputs.
+"""Kernels of a finite network: inner products of the gradients of its outputs.
 
-J_o(x) = ∂f_o(x)/∂θ, and Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u. A gradient belongs to one sample
-only where samples do not mix, so batch norm must use fixed statistics (evaluation mode, which is what is
-used for a net as given) or be replaced by group norm (`with_group_norm`, which is another network).
+With J_o(x) = ∂f_o(x)/∂θ, Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u. A sample has a gradient only if samples do
+not mix, so batch norm must use fixed statistics (evaluation mode, which leaves the network as it is) or be replaced by
+group norm (`with_group_norm`, which gives another network).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from metabridge.cuda_graph import CapturedGraph
 from metabridge.errors import InputError, check_positive, describe
-from metabridge.kernels.cost_model import Survey, examine, saved_bytes
-from metabridge.kernels.gradient_products import Outputs, inner
-from metabridge.kernels.jacobian import Gradients, Rows
-from metabridge.kernels.layer_overrides import cached
-from metabridge.kernels.ntk_vector_products import by_products
-from metabridge.kernels.strategy import Plan, Problem, Way
+from metabridge.kernels.cost_model import NetworkProfile, profile_network, record_saved_bytes
+from metabridge.kernels.gradient_products import Outputs, add_inner_products
+from metabridge.kernels.jacobian import JacobianRows, PerSampleGradients
+from metabridge.kernels.layer_overrides import on_cpu
+from metabridge.kernels.ntk_vector_products import fill_by_products
+from metabridge.kernels.strategy import KernelProblem, Strategy, StrategyName
 from metabridge.models.batch_norm import BatchNorm
 from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, Params, call_with_params, frozen_names
@@ -33,64 +33,82 @@ log = logging.getLogger("metabridge")
 
 Part = Literal["all", "head", "body"]
 
-PLAIN = (bool, int, float, str)  # what a layer is told, also several at once: its window, its mode, ...
+PLAIN_TYPES = (bool, int, float, str)  # types of layer settings, alone or in tuples
 
 
 @dataclass
-class _Seen:
-    """What was found out about a network in some state, and a recording of what was last computed.
+class _PreparedNetwork:
+    """What has been measured of a network in some state, and a recording of the last computation.
 
-    Its tensors are kept, so that no others take their places.
+    Args:
+        fingerprint: State of the network when it was measured.
+        tensors: Its tensors, kept alive so that no others get their addresses.
+        names: Names of the parameters whose gradients are computed.
+        profile: Sizes and costs.
+        recordable: Whether computations may be captured as CUDA graphs; false on a CPU and after a failure.
+        supports_products: False after NTK-vector products have failed.
+        last_sizes: Sizes of the last computation.
+        recording: The captured computation.
     """
 
-    state: tuple[object, ...]
+    fingerprint: tuple[object, ...]
     tensors: list[Tensor]
     names: frozenset[str]
-    survey: Survey
-    recordable: bool  # as a computation on a GPU is, unless it has failed
-    pushable: bool = True  # unless products of the kernel with a vector have failed
-    sizes: tuple[int, int | None] | None = None  # of what was last computed
-    recording: _Replayed | None = None
+    profile: NetworkProfile
+    recordable: bool
+    supports_products: bool = True
+    last_sizes: tuple[int, int | None] | None = None
+    recording: _RecordedKernel | None = None
 
 
-class _Replayed:
-    """A kernel's computation on a GPU, recorded in the precision that is set at that time, with samples of its own."""
+class _RecordedKernel:
+    """The computation of a kernel captured as a CUDA graph, with static input tensors and the current precision."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
         self._x, self._z = x.clone(), None if z is None else z.clone()
-        self._recording = CapturedGraph(lambda: compute(self._x, self._z), warmup=1)
+        self._graph = CapturedGraph(lambda: compute(self._x, self._z), warmup=1)
 
     def __call__(self, x: Tensor, z: Tensor | None) -> Tensor:
         self._x.copy_(x)
         if z is not None and self._z is not None:
             self._z.copy_(z)
-        return self._recording.replay().clone()
+        return self._graph.replay().clone()
 
 
 @dataclass(frozen=True, eq=False)
 class EmpiricalKernel:
-    """The empirical kernels of `net` at `params` (its own unless given), with k outputs reduced in one of three ways.
+    """The empirical NTK and NNGP kernel of a finite network with k outputs.
 
-    - outputs="mean": Θ(x, z) = (1/k) Σ_o J_o(x)·J_o(z), the kernel per output, (n, m)
-    - outputs="sum": Θ(x, z) = (Σ_o J_o(x))·(Σ_u J_u(z)), of the summed outputs as in TE-NAS and MetaNTK-NAS, (n, m)
-    - outputs="full": Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k)
+    The network is measured with one sample at the first call, and again after its parameters or layers have changed. On
+    a GPU, the second call with the same sizes captures the computation as a CUDA graph, and later calls replay it, if
+    all samples fit in memory and all layers are PyTorch's. The graph keeps its memory and its precision (TF32 or not).
 
-    `part` says which parameters the gradients are of: all, those of the head (the linear layer whose outputs
-    are the network's), or the body, all but the head's. Those with `requires_grad=False` in the network are left out
-    in each case. Computing takes at most about `memory` bytes beside
-    inputs and result. `way` is chosen by estimated cost: gradients layer by layer, or NTK-vector products
-    J(x)(J(z)ᵀe), which need no more than one gradient at a time. Products need forward-mode derivatives under `vmap`,
-    which some operations lack (recurrent layers, fused attention, weight norm): way="auto" then uses gradients.
+    NTK-vector products J(x)(J(z)ᵀe) hold few gradients at a time, but need forward-mode derivatives under `vmap`, which
+    some operations lack (recurrent layers, fused attention, weight norm). `strategy="auto"` then uses gradients.
 
-    What a network does with a sample is looked at once, and again when its parameters or layers have changed. On a
-    GPU a computation that is asked for a second time, with as many samples of the same shape, is recorded and from
-    then on replayed, if the memory holds all samples and all layers are PyTorch's; its memory stays taken, and its
-    precision (TF32 or not) is that of the recording.
+    Args:
+        net: The network. Parameters with `requires_grad=False` are left out of the kernel.
+        params: Parameters to use in place of the network's, by name.
+        part: Which parameters the gradients are taken of: "all", those of the "head" (the linear layer whose outputs
+            are the network's), or those of the "body" (all others).
+        outputs: How the k outputs are reduced: "mean" for Θ(x, z) = (1/k) Σ_o J_o(x)·J_o(z), the kernel per output;
+            "sum" for Θ(x, z) = (Σ_o J_o(x))·(Σ_u J_u(z)), the kernel of the summed outputs as in TE-NAS and
+            MetaNTK-NAS; "full" for Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k).
+        memory: Approximate maximum number of bytes used in addition to inputs and result.
+        strategy: "gradients" computes gradients layer by layer, "products" NTK-vector products; "auto" chooses the
+            cheaper one by estimated cost.
 
-    >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
-    >>> EmpiricalKernel(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
-    tensor([[5., 2.],
-            [2., 1.]])
+    Raises:
+        InputError: If a setting is invalid, or the network mixes samples or draws random numbers.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from metabridge.kernels import EmpiricalKernel
+        >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
+        >>> EmpiricalKernel(net).ntk(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+        tensor([[5., 2.],
+                [2., 1.]])
     """
 
     net: nn.Module
@@ -98,78 +116,93 @@ class EmpiricalKernel:
     part: Part = "all"
     outputs: Outputs = "mean"
     memory: int = 2**30
-    way: Way = "auto"
-    _seen: dict[tuple[Part, torch.Size], _Seen] = field(default_factory=dict, init=False, repr=False)
+    strategy: StrategyName = "auto"
+    _prepared: dict[tuple[Part, torch.Size], _PreparedNetwork] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_positive("memory", self.memory)
-        for name, kinds in (("part", Part), ("outputs", Outputs), ("way", Way)):
-            if getattr(self, name) not in get_args(kinds):
-                wanted = ", ".join(map(repr, get_args(kinds)))
-                raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {wanted}.")
-        _check_network(self.net, self._params())
+        for name, values in (("part", Part), ("outputs", Outputs), ("strategy", StrategyName)):
+            if getattr(self, name) not in get_args(values):
+                allowed = ", ".join(map(repr, get_args(values)))
+                raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {allowed}.")
+        _check_network(self.net, self._all_params())
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy takes with it: no recordings, which lie on a GPU."""
-        return {**vars(self), "_seen": {}}
+        """Return the state to copy, without recordings, which cannot leave their GPU."""
+        return {**vars(self), "_prepared": {}}
 
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Θ(x, z), or Θ(x, x), which is exactly symmetric; its shape is as `outputs` says.
+        """Return the NTK.
 
-        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
-        >>> EmpiricalKernel(net, outputs="full").ntk(torch.randn(4, 2), torch.randn(5, 2)).shape
-        torch.Size([4, 5, 3, 3])
+        Args:
+            x: The n samples of the rows.
+            z: The m samples of the columns; `x` if None, and then the result is exactly symmetric.
+
+        Returns:
+            Θ(x, z), (n, m), or (n, m, k, k) for outputs="full".
+
+        Raises:
+            InputError: If the network has no kernel at these samples, or the memory is too small.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+            >>> EmpiricalKernel(net, outputs="full").ntk(torch.randn(4, 2), torch.randn(5, 2)).shape
+            torch.Size([4, 5, 3, 3])
         """
         return self._ntk(self.part, x, z)
 
     def _ntk(self, part: Part, x: Tensor, z: Tensor | None) -> Tensor:
-        gradients, seen = self._survey(part, x, z)
+        gradients, prepared = self._prepare(part, x, z)
         sizes = len(x), None if z is None else len(z)
-        if seen.recording is not None and seen.sizes == sizes:
-            result = seen.recording(x, z)
-            _check_values(x, z)  # while the GPU is at work
+        if prepared.recording is not None and prepared.last_sizes == sizes:
+            result = prepared.recording(x, z)
+            _check_finite(x, z)  # after the replay, so that the GPU does not wait
             return result
-        _check_values(x, z)
+        _check_finite(x, z)
         n, m = len(x), len(x if z is None else z)
-        problem = Problem(seen.survey, self.outputs, self.memory, n, m, z is None, cached(x))
-        plan = self._plan(problem, self.way if seen.pushable else "gradients")
-        if plan.way == "products":
+        profile = prepared.profile
+        problem = KernelProblem(profile, self.outputs, self.memory, n, m, z is None, on_cpu(x))
+        strategy = self._choose_strategy(problem, self.strategy if prepared.supports_products else "gradients")
+        if strategy.name == "products":
             try:
-                return self._computed(gradients, seen.survey.outputs, plan, x, z)
+                return self._compute(gradients, profile.outputs, strategy, x, z)
             except RuntimeError as error:
-                self._check_products(error)
-                seen.pushable = False
-                plan = self._plan(problem, "gradients")
-        compute = partial(self._computed, gradients, seen.survey.outputs, plan)
-        again, seen.sizes, seen.recording = seen.sizes == sizes, sizes, None
-        if again and seen.recordable and plan.chunk >= max(n, m) and _replayable(self.net, seen.survey, plan):
+                self._check_products_optional(error)
+                prepared.supports_products = False
+                strategy = self._choose_strategy(problem, "gradients")
+        compute = partial(self._compute, gradients, profile.outputs, strategy)
+        repeated, prepared.last_sizes, prepared.recording = prepared.last_sizes == sizes, sizes, None
+        fits = strategy.chunk >= max(n, m)
+        if repeated and prepared.recordable and fits and _is_recordable(self.net, profile, strategy):
             try:
-                seen.recording = _Replayed(compute, x, z)
+                prepared.recording = _RecordedKernel(compute, x, z)
             except RuntimeError as error:
-                log.warning("this kernel cannot be recorded as a CUDA graph and is computed anew each time: %s", error)
-                seen.recordable = False
+                log.warning("this kernel cannot be captured as a CUDA graph and is computed at every call: %s", error)
+                prepared.recordable = False
             else:
-                return seen.recording(x, z)
+                return prepared.recording(x, z)
         return compute(x, z)
 
-    def _check_products(self, error: RuntimeError) -> None:
-        """Raise a clear error if gradients must not be used instead of products, which have failed."""
+    def _check_products_optional(self, error: RuntimeError) -> None:
+        """Raise an error unless gradients may be used instead of the products that have failed."""
         if isinstance(error, torch.OutOfMemoryError):
             raise error
-        if self.way == "products":
+        if self.strategy == "products":
             raise InputError(
-                "way is 'products', but this network has an operation without forward-mode derivatives under vmap "
-                f"({str(error).splitlines()[0]}). Use way='gradients' or way='auto'."
+                "strategy is 'products', but this network has an operation without forward-mode derivatives under vmap "
+                f"({str(error).splitlines()[0]}). Use strategy='gradients' or strategy='auto'."
             ) from error
 
-    def _computed(self, gradients: Gradients, outputs: int, plan: Plan, x: Tensor, z: Tensor | None) -> Tensor:
+    def _compute(
+        self, gradients: PerSampleGradients, outputs: int, strategy: Strategy, x: Tensor, z: Tensor | None
+    ) -> Tensor:
         n, m = len(x), len(x if z is None else z)
         r = outputs if self.outputs == "full" else 1
         result = x.new_zeros(n * r, m * r)
-        if plan.way == "products":
-            by_products(gradients, plan, self.outputs, x, z, result.view(n, r, m, r))
+        if strategy.name == "products":
+            fill_by_products(gradients, strategy, self.outputs, x, z, result.view(n, r, m, r))
         else:
-            self._by_gradients(gradients, plan, outputs, x, z, result)
+            self._fill_by_gradients(gradients, strategy, outputs, x, z, result)
         if z is None:
             result = result.triu() + result.triu(1).mT
         if self.outputs == "full":
@@ -177,179 +210,250 @@ class EmpiricalKernel:
         return result / (outputs if self.outputs == "mean" else 1)
 
     def nngp(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """K(x, z), the part of Θ that the head's weights and bias make: φ(x)·φ(z), + 1 with a bias, per output.
+        """Return the NNGP kernel, the NTK of the head's parameters: φ(x)·φ(z), + 1 with a bias, per output.
 
-        >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
-        >>> EmpiricalKernel(net).nngp(torch.tensor([[1.0, 2.0]]))
-        tensor([[5.]])
+        Args:
+            x: The n samples of the rows.
+            z: The m samples of the columns; `x` if None.
+
+        Returns:
+            K(x, z), in the shape of `ntk`.
+
+        Raises:
+            InputError: If the network has no head, or no kernel at these samples.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
+            >>> EmpiricalKernel(net).nngp(torch.tensor([[1.0, 2.0]]))
+            tensor([[5.]])
         """
         return self._ntk("head", x, z)
 
     def both(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Θ(x, z) and K(x, z)."""
+        """Return the NTK and the NNGP kernel.
+
+        Args:
+            x: The n samples of the rows.
+            z: The m samples of the columns; `x` if None.
+
+        Returns:
+            Θ(x, z) and K(x, z).
+        """
         return self.ntk(x, z), self.nngp(x, z)
 
     def jacobian(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield J, some samples at a time, in order: parameters flattened in the net's own order.
+        """Yield the Jacobian for some samples at a time, with parameters flattened in the network's order.
 
-        Chunks are (samples, k, parameters) for outputs="full". Otherwise they are matrices J, such that
-        Θ(x, z) = J(x)J(z)ᵀ: (samples, k · parameters), divided by √k, for "mean", and (samples, parameters) for "sum".
+        Args:
+            x: The samples.
 
-        >>> net = nn.Sequential(nn.Linear(2, 3))
-        >>> [chunk.shape for chunk in EmpiricalKernel(net, outputs="sum").jacobian(torch.randn(4, 2))]
-        [torch.Size([4, 9])]
+        Yields:
+            Tensors (samples, k, parameters) for outputs="full". Otherwise matrices J with Θ(x, z) = J(x)J(z)ᵀ:
+            (samples, k · parameters), divided by √k, for "mean", and (samples, parameters) for "sum".
+
+        Raises:
+            InputError: If the network has no kernel at these samples, or the memory is too small.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(2, 3))
+            >>> [chunk.shape for chunk in EmpiricalKernel(net, outputs="sum").jacobian(torch.randn(4, 2))]
+            [torch.Size([4, 9])]
         """
-        gradients, seen = self._survey(self.part, x, None)
-        _check_values(x, None)
-        survey = seen.survey
-        problem = Problem(survey, self.outputs, self.memory, 1, len(x), False, cached(x))
-        plan = problem.rows(survey.blocks, ())
-        if plan.tile < 1:
-            raise self._too_little()
-        for start in range(0, len(x), plan.tile):
-            points = x[start : start + plan.tile]
-            rows = gradients.rows(points, survey.blocks, (), survey.outputs, plan.chunk, plan.room, plan.cores).formed
+        gradients, prepared = self._prepare(self.part, x, None)
+        _check_finite(x, None)
+        profile = prepared.profile
+        problem = KernelProblem(profile, self.outputs, self.memory, 1, len(x), False, on_cpu(x))
+        strategy = problem.gradient_strategy(profile.parameters, ())
+        if strategy.tile < 1:
+            raise self._memory_error()
+        for start in range(0, len(x), strategy.tile):
+            rows = gradients.rows(
+                x[start : start + strategy.tile],
+                profile.parameters,
+                (),
+                profile.outputs,
+                strategy.chunk,
+                strategy.workspace,
+                strategy.threads,
+            ).materialized
             if self.outputs == "full":
                 yield rows
             else:
-                yield rows.flatten(1).div_(math.sqrt(survey.outputs) if self.outputs == "mean" else 1)
+                yield rows.flatten(1).div_(math.sqrt(profile.outputs) if self.outputs == "mean" else 1)
 
-    def _params(self) -> Params:
-        own = {name: value.detach() for name, value in self.net.named_parameters()}
+    def _all_params(self) -> Params:
+        """Return all parameters, those of the network replaced by the ones given."""
+        network_params = {name: value.detach() for name, value in self.net.named_parameters()}
         for name, value in (self.params or {}).items():
-            if name not in own or own[name].shape != value.shape:
-                wanted = describe(own[name]) if name in own else "no such parameter"
-                raise InputError(f"params has {name!r}, {describe(value)}, but the network has {wanted}.")
-        return own | {name: value.detach() for name, value in (self.params or {}).items()}
+            if name not in network_params or network_params[name].shape != value.shape:
+                expected = describe(network_params[name]) if name in network_params else "no such parameter"
+                raise InputError(
+                    f"params has {name!r}, {describe(value)}, but the network has {expected}. "
+                    "Use the names and shapes of net.named_parameters()."
+                )
+        return network_params | {name: value.detach() for name, value in (self.params or {}).items()}
 
-    def _survey(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[Gradients, _Seen]:
-        """What is known of the net's way with such samples, looked up where nothing has changed since it was found."""
+    def _prepare(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[PerSampleGradients, _PreparedNetwork]:
+        """Return the gradients to compute and what is measured of the network, measuring it if it has changed."""
         if torch.is_inference_mode_enabled():
             raise InputError("no gradients can be taken under torch.inference_mode(). Use torch.no_grad(), or neither.")
-        params = self._params()
-        _check_forms(params, x, z)
+        params = self._all_params()
+        _check_shapes(params, x, z)
         tensors = [*params.values(), *self.net.buffers()]
-        state = _state(self.net, tensors)
-        seen = self._seen.get((part, x.shape[1:]))
-        if seen is None or seen.state != state:
-            _check_values(x, z)
-            seen = _Seen(state, tensors, *self._look(part, params, x), x.is_cuda)
-            self._seen[part, x.shape[1:]] = seen
-        survey = seen.survey
-        return Gradients(self.net, params, seen.names, self.outputs == "sum", survey.others, survey.batched), seen
+        fingerprint = _fingerprint(self.net, tensors)
+        prepared = self._prepared.get((part, x.shape[1:]))
+        if prepared is None or prepared.fingerprint != fingerprint:
+            _check_finite(x, z)
+            prepared = _PreparedNetwork(fingerprint, tensors, *self._measure(part, params, x), x.is_cuda)
+            self._prepared[part, x.shape[1:]] = prepared
+        profile = prepared.profile
+        gradients = PerSampleGradients(
+            self.net,
+            params,
+            prepared.names,
+            self.outputs == "sum",
+            profile.generic_names,
+            profile.batched_backward,
+        )
+        return gradients, prepared
 
-    def _look(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], Survey]:
-        """Send a sample through the net, and one beside another, and see which parameters are whose and what they cost.
+    def _measure(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], NetworkProfile]:
+        """Measure the network with one sample and with a pair, and check that it has a kernel.
 
-        It is one with noise, if the net takes that: a blank one could hide that a parameter has a use beside its
-        layer's.
+        Noise is added to the sample if the network accepts that: a blank sample could hide that a parameter is also
+        used outside its layer.
         """
-        gradients = Gradients(self.net, params, frozenset(params), self.outputs == "sum")
+        gradients = PerSampleGradients(self.net, params, frozenset(params), self.outputs == "sum")
         buffers = [(name, value, value._version, value.clone()) for name, value in self.net.named_buffers()]
         noise = torch.randn(x[:1].shape, generator=torch.Generator().manual_seed(0)).to(x)
         try:
-            for sample in (x[:1] + noise * (float(x.std(correction=0)) or 1.0), own := x[:1]):
+            for sample in (x[:1] + noise * (float(x.std(correction=0)) or 1.0), plain := x[:1]):
                 try:
-                    with saved_bytes(params) as graph:
+                    with record_saved_bytes(params) as graph_bytes:
                         y, leaves, calls = gradients.trace(sample)
                     if y.isfinite().all():
                         break
-                except (RuntimeError, ValueError, IndexError):  # tokens cannot take noise
-                    if sample is own:
+                except (RuntimeError, ValueError, IndexError):  # for example, tokens do not accept noise
+                    if sample is plain:
                         raise
             pair = torch.cat([sample, x[:1]])
             with torch.enable_grad():
-                both = call_with_params(self.net, leaves, pair.clone())
+                pair_outputs = call_with_params(self.net, leaves, pair.clone())
         except (RuntimeError, ValueError, IndexError) as error:
-            raise InputError(f"x is {describe(x)}, which the network does not take ({error}).") from error
-        moved = [name for name, value, version, _ in buffers if value._version != version]
-        if moved:
-            for _, value, _, before in buffers:
-                value.copy_(before)
+            raise InputError(f"x is {describe(x)}, which the network does not accept ({error}).") from error
+        changed = [name for name, value, version, _ in buffers if value._version != version]
+        if changed:
+            for _, value, _, original in buffers:
+                value.copy_(original)
             raise InputError(
-                f"the network changes its buffer {moved[0]!r} in a forward pass, so that its kernel depends on how "
-                "often it was called. Use net.eval()."
+                f"the network changes its buffer {changed[0]!r} in a forward pass, so its kernel depends on how often "
+                "it was called. Use net.eval()."
             )
-        if y.ndim != 2 or len(y) != 1 or len(both) != 2:
+        if y.ndim != 2 or len(y) != 1 or len(pair_outputs) != 2:
             raise InputError(
-                f"the network maps {len(both)} samples to {tuple(both.shape)}, but must give (samples, k)."
+                f"the network maps {len(pair)} samples to outputs of shape {tuple(pair_outputs.shape)}, but must "
+                "return (samples, k)."
             )
         if not y.isfinite().all():
-            raise InputError("the network's output for the first sample of x is not finite. Check x and the net.")
-        if not torch.allclose(both.detach()[:1], y.detach(), rtol=1e-3, atol=1e-3 * float(y.detach().abs().max())):
+            raise InputError("the network's output for the first sample of x is not finite. Check x and the network.")
+        tolerance = 1e-3 * float(y.detach().abs().max())
+        if not torch.allclose(pair_outputs.detach()[:1], y.detach(), rtol=1e-3, atol=tolerance):
             raise InputError(
-                "the network's output for a sample depends on the other samples or on chance, so that it has no "
-                "gradient of its own. Use evaluation mode, or with_group_norm(net)."
+                "the network's output for a sample depends on the other samples or on random numbers, so there are no "
+                "per-sample gradients. Use evaluation mode, or with_group_norm(net)."
             )
         head = next((call for call in calls if call.output is y and isinstance(call.layer, nn.Linear)), None)
         if head is None and part != "all":
             raise InputError(
-                "the network has no head: no nn.Linear's outputs are the network's. Use part='all', or a Network."
+                "the network has no head: its outputs are not those of a nn.Linear. Use part='all', or a Network."
             )
-        heads = frozenset(head.roles) if head else frozenset()
-        names = {"all": gradients.names, "head": heads, "body": gradients.names - heads}[part] - frozen_names(self.net)
+        head_names = frozenset(head.roles) if head else frozenset()
+        names_of_part = {"all": gradients.names, "head": head_names, "body": gradients.names - head_names}
+        names = names_of_part[part] - frozen_names(self.net)
         if not names:
-            of = "" if part == "all" else f" in its {part}"
-            raise InputError(f"the network has no parameters{of} that count: those with requires_grad=False do not.")
+            where = "" if part == "all" else f" in its {part}"
+            raise InputError(
+                f"the network has no parameters{where} with requires_grad=True, so there are no gradients. "
+                "Call requires_grad_() on some of them, or use another part."
+            )
         outputs = 1 if self.outputs == "sum" else y.shape[1]
-        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)  # a sum could cancel
-        first = torch.cat([seed, torch.zeros_like(seed)])
-        exact = torch.autograd.grad(both, tuple(leaves.values()), first, allow_unused=True)
+        # Random weights of the outputs: in a plain sum, gradients could cancel.
+        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        first_only = torch.cat([seed, torch.zeros_like(seed)])
+        exact = torch.autograd.grad(pair_outputs, tuple(leaves.values()), first_only, allow_unused=True)
         gradients = replace(gradients, names=names)
-        return names, examine(gradients, y, calls, pair, seed, dict(zip(leaves, exact)), outputs, sum(graph))
+        exact_by_name = dict(zip(leaves, exact))
+        return names, profile_network(gradients, y, calls, pair, seed, exact_by_name, outputs, sum(graph_bytes))
 
-    def _plan(self, problem: Problem, way: Way) -> Plan:
-        plan = problem.cheapest(way)
-        if plan is None:
-            raise self._too_little()
-        return plan
+    def _choose_strategy(self, problem: KernelProblem, name: StrategyName) -> Strategy:
+        strategy = problem.cheapest_strategy(name)
+        if strategy is None:
+            raise self._memory_error()
+        return strategy
 
-    def _too_little(self) -> InputError:
-        return InputError(f"memory is {self.memory} bytes, too few for one sample of this network. Allow more.")
+    def _memory_error(self) -> InputError:
+        return InputError(
+            f"memory is {self.memory} bytes, too few for one sample of this network. Use a larger memory."
+        )
 
-    def _by_gradients(
-        self, gradients: Gradients, plan: Plan, outputs: int, x: Tensor, z: Tensor | None, result: Tensor
+    def _fill_by_gradients(
+        self,
+        gradients: PerSampleGradients,
+        strategy: Strategy,
+        outputs: int,
+        x: Tensor,
+        z: Tensor | None,
+        result: Tensor,
     ) -> None:
+        """Add Θ to the result, tile by tile; if `z` is None, only tiles in the upper triangle."""
         r = result.shape[0] // len(x)
-        z_or_x = x if z is None else z
-        work = self.memory // 4 // x.element_size()
+        columns = x if z is None else z
+        max_numbers = self.memory // 4 // x.element_size()
 
-        def rows(points: Tensor) -> Rows:
-            return gradients.rows(points, plan.formed, plan.factored, outputs, plan.chunk, plan.room, plan.cores)
+        def rows(points: Tensor) -> JacobianRows:
+            return gradients.rows(
+                points,
+                strategy.materialized,
+                strategy.factored,
+                outputs,
+                strategy.chunk,
+                strategy.workspace,
+                strategy.threads,
+            )
 
-        for i in range(0, len(x), plan.tile):
-            left = rows(x[i : i + plan.tile])
-            for j in range(i if z is None else 0, len(z_or_x), plan.tile):
+        for i in range(0, len(x), strategy.tile):
+            left = rows(x[i : i + strategy.tile])
+            for j in range(i if z is None else 0, len(columns), strategy.tile):
                 right = left
                 if z is not None or i != j:
-                    right = rows(z_or_x[j : j + plan.tile])
-                place = result[i * r : (i + plan.tile) * r, j * r : (j + plan.tile) * r]
-                inner(left, right, self.outputs, work, place)
-            del left, right  # before the next are made
+                    right = rows(columns[j : j + strategy.tile])
+                tile = result[i * r : (i + strategy.tile) * r, j * r : (j + strategy.tile) * r]
+                add_inner_products(left, right, self.outputs, max_numbers, tile)
+            del left, right  # frees their memory before the next ones are computed
 
 
-def _state(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
-    """What a network does depends on: its layers, their numbers and modes, and where which tensors lie.
+def _fingerprint(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
+    """Return what a network's behavior depends on: its layers, their plain settings, and its tensors' versions.
 
-    What else a layer may hold, such as functions or hooks, is not seen.
+    Other attributes of layers, such as functions or hooks, are not included.
     """
     layers = [
         (layer, *((name, value) for name, value in vars(layer).items() if _is_plain(value))) for layer in net.modules()
     ]
-    places = [(value.data_ptr(), value._version) for value in tensors]
+    versions = [(value.data_ptr(), value._version) for value in tensors]
     flags = [value.requires_grad for value in net.parameters()]
-    return *layers, *places, *flags, torch.is_autocast_enabled(tensors[0].device.type)
+    return *layers, *versions, *flags, torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def _is_plain(value: object) -> bool:
-    return all(isinstance(each, PLAIN) for each in (value if isinstance(value, tuple) else (value,)))
+    return all(isinstance(item, PLAIN_TYPES) for item in (value if isinstance(value, tuple) else (value,)))
 
 
-def _replayable(net: nn.Module, survey: Survey, plan: Plan) -> bool:
-    """Whether nothing but what `_state` holds can change the way of samples through the net, and nothing waits."""
+def _is_recordable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) -> bool:
+    """Return whether the fingerprint covers all that the computation depends on, and nothing in it synchronizes."""
     return (
-        plan.way == "gradients"
-        and not survey.others
+        strategy.name == "gradients"
+        and not profile.generic_names
         and all(
             (type(layer).__module__.startswith("torch.nn.") or type(layer) in (Network, BatchNorm, Drop))
             and not layer._forward_hooks
@@ -361,29 +465,32 @@ def _replayable(net: nn.Module, survey: Survey, plan: Plan) -> bool:
 
 def _check_network(net: nn.Module, params: Params) -> None:
     if not params:
-        raise InputError("the network has no parameters, so there are no gradients to make a kernel of.")
+        raise InputError("the network has no parameters, so it has no gradients and no kernel. Use another network.")
     kinds = {(value.dtype, value.device) for value in params.values()}
     if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise InputError(f"parameters are {found}, but must all be float32 or all float64, on one device.")
+        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise InputError(
+            f"parameters are {listed}, but must all be float32 or all float64, on one device. Convert the network."
+        )
     for name, layer in net.named_modules():
-        batch = isinstance(layer, BatchNorm) and (layer.statistics == "batch" or layer.training)
+        uses_batch = isinstance(layer, BatchNorm) and (layer.statistics == "batch" or layer.training)
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            batch = layer.training or layer.running_mean is None
-        if batch:
+            uses_batch = layer.training or layer.running_mean is None
+        if uses_batch:
             raise InputError(
-                f"batch norm {name!r} normalises by the batch, which mixes samples, so that none has a gradient of its "
-                "own. Use evaluation mode with statistics='running', estimated, or with_group_norm(net, groups=16)."
+                f"batch norm {name!r} normalizes by the batch, which mixes samples, so there are no per-sample "
+                "gradients. Use evaluation mode with statistics='running', estimated, or with_group_norm(net, "
+                "groups=16)."
             )
-        if isinstance(layer, Drop | nn.modules.dropout._DropoutNd) and layer.training and _drops(layer):
-            raise InputError(f"{name!r} drops at random in training mode. Use net.eval().")
+        if isinstance(layer, Drop | nn.modules.dropout._DropoutNd) and layer.training and _drop_rate(layer):
+            raise InputError(f"{name!r} drops values at random in training mode. Use net.eval().")
 
 
-def _drops(layer: Drop | nn.modules.dropout._DropoutNd) -> bool:
-    return bool(layer.rate if isinstance(layer, Drop) else layer.p)
+def _drop_rate(layer: Drop | nn.modules.dropout._DropoutNd) -> float:
+    return layer.rate if isinstance(layer, Drop) else layer.p
 
 
-def _check_forms(params: Params, x: Tensor, z: Tensor | None) -> None:
+def _check_shapes(params: Params, x: Tensor, z: Tensor | None) -> None:
     value = next(iter(params.values()))
     for name, points in (("x", x), ("z", z)):
         if points is None:
@@ -399,7 +506,7 @@ def _check_forms(params: Params, x: Tensor, z: Tensor | None) -> None:
             raise InputError(f"z is {describe(points)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
 
 
-def _check_values(x: Tensor, z: Tensor | None) -> None:
+def _check_finite(x: Tensor, z: Tensor | None) -> None:
     for name, points in (("x", x), ("z", z)):
-        if points is not None and not torch.stack(points.aminmax()).isfinite().all():  # NaN is both
-            raise InputError(f"{name} holds values that are NaN or infinite. Leave those samples out.")
+        if points is not None and not torch.stack(points.aminmax()).isfinite().all():  # aminmax propagates NaN
+            raise InputError(f"{name} holds values that are NaN or infinite. Fix or remove these samples.")

@@ -1,10 +1,10 @@
-"""Gradients of a network's outputs for every sample by itself, layer by layer.
+"""Per-sample gradients of a network's outputs, computed layer by layer.
 
-A layer y = Wa, applied at P positions, has for sample i and output o the gradient Σ_p g_iop a_ipᵀ, where g is what
-reaches y from the output. A backward pass for each output, on a GPU for many of them, gives g for a whole batch,
-since samples do not mix, and no gradient of a weight is asked of it. A norm is given its parameters once for every
-sample, and automatic differentiation keeps them apart. A first convolution, its norm and its max pooling are taken
-together (`stand_ins`). Parameters of layers that are not known here go through `vmap` of `jacrev`.
+A layer y = Wa applied at P positions has, for sample i and output o, the gradient Σ_p g_iop a_ipᵀ, where g is the
+gradient of the output with respect to y. Since samples do not mix, one backward pass per output gives g for a whole
+batch, without computing the gradients of the weights; on a GPU a pass takes many outputs. A norm gets a copy of its
+parameters for each sample, which automatic differentiation keeps apart. A first convolution, its norm and its max
+pooling are computed together (`layer_overrides`). Parameters of other layers go through `vmap` of `jacrev`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,50 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import jacrev, vmap
 
 from metabridge.errors import InputError
-from metabridge.kernels.layer_calls import Call, formed, gathered, patches, windows
-from metabridge.kernels.layer_overrides import NORMS, StandIn, cached, normed, picked, pooled, standing_in, window
+from metabridge.kernels.layer_calls import (
+    LayerCall,
+    conv_windows,
+    input_patches,
+    per_sample_gradients,
+    stack_output_gradients,
+)
+from metabridge.kernels.layer_overrides import (
+    NORMS,
+    ForwardOverride,
+    apply_norm,
+    max_pool,
+    on_cpu,
+    override_forward,
+    pool_window,
+    pooled_conv,
+)
 from metabridge.models.batch_norm import BatchNorm
 from metabridge.models.functional_call import shallow_copy
 from metabridge.models.network import Params, call_with_params
 from metabridge.threads import stream_over_threads
 
 LINEAR = (nn.Linear, nn.Conv2d)
-PASSES = 2  # in which all outputs go back on a GPU
-SPARSE = 3  # multiplications of a matrix product in the time of one by a patch that is looked up
-CACHED = 2**21  # bytes of a layer's gradients that are taken at a time on a CPU: what is copied stays in its cache
+GPU_BACKWARD_PASSES = 2  # number of passes in which the gradients of all outputs are computed on a GPU
+LOOKUP_COST = 3  # cost of a multiplication by a looked-up patch, in multiplications of a matrix product
+CPU_CACHE_BYTES = 2**21  # bytes of a layer's gradients computed at a time on a CPU, so that copies stay in its cache
 
 
 @dataclass(frozen=True)
-class Block:
-    """One parameter: how many numbers, and multiplications in a forward pass of one sample.
+class ParameterInfo:
+    """Size and cost of one parameter of a network.
 
-    Where the gradient is a product Σ_p g_p a_pᵀ of one call, its `outputs`, `inputs` and `positions`.
+    Args:
+        name: Name of the parameter.
+        size: Number of its elements.
+        multiplications: Multiplications by the parameter in a forward pass of one sample.
+        inputs: Number of inputs, if the gradient is a product Σ_p g_p a_pᵀ of one call; otherwise 0.
+        outputs: Number of outputs, in the same case.
+        positions: Number of positions p, in the same case.
     """
 
     name: str
     size: int
-    work: int
+    multiplications: int
     inputs: int = 0
     outputs: int = 0
     positions: int = 0
@@ -53,249 +74,302 @@ Factors = dict[str, tuple[Tensor, Tensor]]  # a (samples, inputs, positions), g 
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Gradients of some samples: formed ones side by side, (samples, outputs, size), and factors of the others."""
+class JacobianRows:
+    """Gradients of some samples.
 
-    formed: Tensor
+    Args:
+        materialized: Materialized gradients of some parameters, concatenated: (samples, outputs, size).
+        factors: The factors of the gradients of the other parameters, by name.
+    """
+
+    materialized: Tensor
     factors: Factors
 
 
 @dataclass(frozen=True)
-class _Tracing:
-    """What is noted of a forward pass, by hooks and by layers' stand-ins."""
+class _Tracer:
+    """Records the layer calls of a forward pass, from hooks and from overrides of layers.
+
+    Args:
+        leaves: Parameters of the network as leaves of the autograd graph.
+        names_by_role: Names of each layer's parameters, by role.
+        names: Names of the parameters whose gradients are computed.
+        calls: The recorded calls.
+    """
 
     leaves: Params
-    owned: dict[nn.Module, dict[str, str]]  # names of the parameters in each role of a layer
-    wanted: frozenset[str]
-    calls: list[Call] = field(default_factory=list)
+    names_by_role: dict[nn.Module, dict[str, str]]
+    names: frozenset[str]
+    calls: list[LayerCall] = field(default_factory=list)
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Record a call of a linear layer or convolution; a forward hook."""
         if inputs:
-            roles = {name: role for role, name in self.owned[layer].items() if name in self.wanted}
-            self.calls.append(Call(layer, roles, inputs[0].detach(), output, get_gradient_edge(output)))
+            roles = {name: role for role, name in self.names_by_role[layer].items() if name in self.names}
+            self.calls.append(LayerCall(layer, roles, inputs[0].detach(), output, get_gradient_edge(output)))
 
-    def norm(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def run_norm(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Apply a norm with one copy of its parameters per sample, and record the copies."""
         copies = self._copies(layer, len(x))
-        for role, name in self.owned[layer].items():
-            if name in self.wanted:
+        for role, name in self.names_by_role[layer].items():
+            if name in self.names:
                 edge = get_gradient_edge(copies[role])
-                self.calls.append(Call(layer, {name: "copies"}, x.detach(), copies[role], edge))
-        return normed(layer, x, copies)
+                self.calls.append(LayerCall(layer, {name: "copies"}, x.detach(), copies[role], edge))
+        return apply_norm(layer, x, copies)
 
-    def chain(self, layers: nn.Sequential, x: Tensor) -> Tensor:
-        """Take a convolution, its norm and its pool together where they are the net's first layers."""
-        own: list[Any] = list(layers)
-        convolution, norm, *rest = own
+    def run_conv_norm_pool(self, layers: nn.Sequential, x: Tensor) -> Tensor:
+        """Apply layers that begin with a convolution, a norm and a pool, computing these together if x is constant."""
+        all_layers: list[Any] = list(layers)
+        convolution, norm, *rest = all_layers
         if x.requires_grad or x.ndim != 4:
-            for layer in own:
+            for layer in all_layers:
                 x = layer(x)
             return x
-        weights, copies = self._copies(convolution, len(x)), self._copies(norm, len(x))
+        conv_copies, norm_copies = self._copies(convolution, len(x)), self._copies(norm, len(x))
         pool = next(layer for layer in rest if isinstance(layer, nn.MaxPool2d))
-        picks = picked(pool, windows(convolution, x), norm, weights, copies)
-        named = {self.owned[convolution][role]: value for role, value in weights.items()}
-        named |= {self.owned[norm][role]: value for role, value in copies.items()}
-        moving = {name: value for name, value in named.items() if name in self.wanted}
-        y = picks.largest.requires_grad_().clone()  # a leaf could not be rectified in place
-        roles = dict.fromkeys(moving, "copies")
-        self.calls.append(Call(convolution, roles, x, y, get_gradient_edge(y), (picks, moving)))
-        del rest[rest.index(pool)]  # its first use
+        pooled = pooled_conv(pool, conv_windows(convolution, x), norm, conv_copies, norm_copies)
+        copies = {self.names_by_role[convolution][role]: value for role, value in conv_copies.items()}
+        copies |= {self.names_by_role[norm][role]: value for role, value in norm_copies.items()}
+        params = {name: value for name, value in copies.items() if name in self.names}
+        y = pooled.maxima.requires_grad_().clone()  # an in-place ReLU must not change a leaf
+        roles = dict.fromkeys(params, "copies")
+        self.calls.append(LayerCall(convolution, roles, x, y, get_gradient_edge(y), (pooled, params)))
+        del rest[rest.index(pool)]  # removes the first use only
         for layer in rest:
             y = layer(y)
         return y
 
     def _copies(self, layer: nn.Module, samples: int) -> Params:
-        values = {role: self.leaves[name] for role, name in self.owned[layer].items()}
+        values = {role: self.leaves[name] for role, name in self.names_by_role[layer].items()}
         return {role: value.expand(samples, *value.shape) for role, value in values.items()}
 
 
-def _roles(layer: nn.Module, known: dict[int, str]) -> dict[str, str]:
-    """The names of a layer's weight and bias. One that is both is in neither role."""
-    found = {
-        role: known[id(value)]
+def _names_by_role(layer: nn.Module, names: dict[int, str]) -> dict[str, str]:
+    """Return the names of a layer's weight and bias, or nothing if one tensor is both."""
+    result = {
+        role: names[id(value)]
         for role, value in layer.named_parameters(recurse=False, remove_duplicate=False)
         if role in ("weight", "bias")
     }
-    return found if len({*found.values()}) == len(found) else {}
+    return result if len({*result.values()}) == len(result) else {}
 
 
-def _pools_first(layers: nn.Sequential) -> bool:
-    """Whether layers are a convolution, a norm of its channels, and a max pool, before which maps may be rectified.
+def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
+    """Return whether layers begin with a convolution, a norm of its channels and a max pool, with or without a ReLU.
 
-    Rectifying and pooling may change places.
+    The ReLU may be before the pool, since the two commute.
     """
-    found: list[Any] = [*layers, None, None, None, None]
-    convolution, norm, after, last = found[:4]
-    pool = last if type(after) is nn.ReLU else after
+    padded: list[Any] = [*layers, None, None, None, None]
+    convolution, norm, third, fourth = padded[:4]
+    pool = fourth if type(third) is nn.ReLU else third
     return bool(
         type(convolution) is nn.Conv2d
         and convolution.groups == 1
         and type(norm) in (BatchNorm, nn.BatchNorm2d, nn.GroupNorm)
         and type(pool) is nn.MaxPool2d
         and not pool.return_indices
-        and math.prod(window(pool)[1]) >= SPARSE
+        and math.prod(pool_window(pool)[1]) >= LOOKUP_COST
         and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
     )
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """The per-sample gradients of `net` at `params` with respect to the parameters `names`."""
+class PerSampleGradients:
+    """Computes the per-sample gradients of a network's outputs.
+
+    Args:
+        net: The network.
+        params: Parameters to use in place of the network's.
+        names: Names of the parameters whose gradients are computed.
+        sum_outputs: Whether the gradients are those of the sum of the outputs.
+        generic_names: Names of the parameters that need `vmap` of `jacrev`.
+        batched_backward: Whether a backward pass takes several outputs.
+    """
 
     net: nn.Module
     params: Params
     names: frozenset[str]
-    summed: bool
-    others: frozenset[str] = field(default_factory=frozenset)  # those that only automatic differentiation knows
-    batched: bool = False  # whether a pass goes back for many outputs
+    sum_outputs: bool
+    generic_names: frozenset[str] = field(default_factory=frozenset)
+    batched_backward: bool = False
 
-    def trace(self, x: Tensor) -> tuple[Tensor, Params, list[Call]]:
-        """Run `net`, and return its outputs, the parameters they depend on, and where their gradients are found."""
+    def trace(self, x: Tensor) -> tuple[Tensor, Params, list[LayerCall]]:
+        """Run the network and return its outputs, its parameters as autograd leaves, and the layer calls."""
         leaves = {name: value.detach().requires_grad_(name in self.names) for name, value in self.params.items()}
-        known = {id(value): name for name, value in self.net.named_parameters()}
+        names = {id(value): name for name, value in self.net.named_parameters()}
         modules = list(self.net.modules())
-        owned = {layer: _roles(layer, known) for layer in modules if type(layer) in (*LINEAR, *NORMS)}
-        wanted = self.names - self.others
-        layers = [layer for layer, roles in owned.items() if wanted.intersection(roles.values())]
-        tracing = _Tracing(leaves, owned, wanted)
-        others: dict[nn.Module, StandIn] = {layer: tracing.norm for layer in layers if isinstance(layer, NORMS)}
+        names_by_role = {layer: _names_by_role(layer, names) for layer in modules if type(layer) in (*LINEAR, *NORMS)}
+        traced_names = self.names - self.generic_names
+        layers = [layer for layer, roles in names_by_role.items() if traced_names.intersection(roles.values())]
+        tracer = _Tracer(leaves, names_by_role, traced_names)
+        overrides: dict[nn.Module, ForwardOverride] = {
+            layer: tracer.run_norm for layer in layers if isinstance(layer, NORMS)
+        }
         for layer in modules:
             if type(layer) is nn.MaxPool2d and not layer.return_indices:
-                others[layer] = pooled
-            elif type(layer) is nn.Sequential and _pools_first(layer) and {*list(layer)[:2]} <= {*layers}:
-                others[layer] = tracing.chain
-        hooks = [layer.register_forward_hook(tracing.record) for layer in layers if layer not in others]
+                overrides[layer] = max_pool
+            elif (
+                type(layer) is nn.Sequential and _begins_with_conv_norm_pool(layer) and {*list(layer)[:2]} <= {*layers}
+            ):
+                overrides[layer] = tracer.run_conv_norm_pool
+        hooks = [layer.register_forward_hook(tracer.record) for layer in layers if layer not in overrides]
         try:
-            with torch.enable_grad(), standing_in(others):
-                y = call_with_params(self.net, leaves, x.clone())  # which it may change
+            with torch.enable_grad(), override_forward(overrides):
+                y = call_with_params(self.net, leaves, x.clone())  # the network may change its input
         finally:
             for hook in hooks:
                 hook.remove()
-        return y, leaves, tracing.calls
+        return y, leaves, tracer.calls
 
     def rows(
         self,
         x: Tensor,
-        formed: Sequence[Block],
-        factored: Sequence[Block],
+        materialized: Sequence[ParameterInfo],
+        factored: Sequence[ParameterInfo],
         outputs: int,
         chunk: int,
-        room: int,
-        cores: int = 1,
-    ) -> Rows:
-        """The gradients for all samples `x`, `chunk` samples at a time on each of some cores.
+        workspace: int,
+        threads: int = 1,
+    ) -> JacobianRows:
+        """Return the gradients for all samples.
 
-        On a GPU a layer's are formed for as many samples at a time as `room` bytes hold.
+        Args:
+            x: The samples.
+            materialized: Parameters whose gradients are materialized.
+            factored: Parameters whose gradients are kept as factors.
+            outputs: Number of outputs, 1 for their sum.
+            chunk: Number of samples in a pass.
+            workspace: Number of bytes for computing the gradients of a layer on a GPU.
+            threads: Number of CPU threads that take passes.
         """
         shape = len(x), outputs
-        result = Rows(
-            x.new_zeros(*shape, sum(block.size for block in formed)),
+        result = JacobianRows(
+            x.new_zeros(*shape, sum(info.size for info in materialized)),
             {
-                block.name: (
-                    x.new_zeros(len(x), block.inputs, block.positions),
-                    x.new_zeros(*shape, block.outputs, block.positions),
+                info.name: (
+                    x.new_zeros(len(x), info.inputs, info.positions),
+                    x.new_zeros(*shape, info.outputs, info.positions),
                 )
-                for block in factored
+                for info in factored
             },
         )
-        ends = itertools.accumulate((block.size for block in formed), initial=0)
-        slots = {block.name: slice(*bounds) for block, bounds in zip(formed, itertools.pairwise(ends))}
-        places = [slice(start, start + chunk) for start in range(0, len(x), chunk)]
-        cores = min(cores, len(places))
+        ends = itertools.accumulate((info.size for info in materialized), initial=0)
+        columns = {info.name: slice(*bounds) for info, bounds in zip(materialized, itertools.pairwise(ends))}
+        chunks = [slice(start, start + chunk) for start in range(0, len(x), chunk)]
+        threads = min(threads, len(chunks))
 
         def fill(share: Sequence[slice]) -> Iterator[None]:
-            own = self if cores == 1 else replace(self, net=shallow_copy(self.net))
-            for place in share:
-                factors = {name: (a[place], g[place]) for name, (a, g) in result.factors.items()}
-                own._fill(Rows(result.formed[place], factors), x[place], slots, room)
+            gradients = self if threads == 1 else replace(self, net=shallow_copy(self.net))
+            for samples in share:
+                factors = {name: (a[samples], g[samples]) for name, (a, g) in result.factors.items()}
+                chunk_rows = JacobianRows(result.materialized[samples], factors)
+                gradients._fill(chunk_rows, x[samples], columns, workspace)
                 yield
 
-        for _ in fill(places) if cores == 1 else stream_over_threads(fill, places, cores):
+        for _ in fill(chunks) if threads == 1 else stream_over_threads(fill, chunks, threads):
             pass
         return result
 
-    def _fill(self, rows: Rows, x: Tensor, slots: dict[str, slice], room: int) -> None:
-        if self.names - self.others:
+    def _fill(self, rows: JacobianRows, x: Tensor, columns: dict[str, slice], workspace: int) -> None:
+        """Write the gradients of some samples into `rows`."""
+        if self.names - self.generic_names:
             y, _, calls = self.trace(x)
             seeds = torch.ones_like(y).unsqueeze(0)
-            if not self.summed:
+            if not self.sum_outputs:
                 seeds = torch.eye(y.shape[1], dtype=y.dtype, device=y.device).unsqueeze(1).repeat(1, len(y), 1)
             for call in calls:
-                if len(call.x) != len(x):
+                if len(call.input) != len(x):
                     raise InputError(
-                        f"of {len(x)} samples {call.layer} sees {len(call.x)} rows, though it saw one for each at "
-                        "first. A kernel needs layers that see every sample."
+                        f"of {len(x)} samples {call.layer} sees {len(call.input)} rows, although it saw one row for "
+                        "each sample at first. A kernel needs layers that see every sample."
                     )
-            arrived = slopes_at([call.edge for call in calls], y, seeds, self.batched)
-            for call in reversed(calls):  # the last are the smallest: what is stored makes room for the first
-                slopes = arrived.pop()
-                if slopes is not None:
-                    _store(rows, call, slopes, slots, room)
-        for name, gradient in self._generic(x).items():
-            rows.formed[..., slots[name]] = gradient.reshape(*rows.formed.shape[:2], -1)
+            grads_of_calls = gradients_at([call.edge for call in calls], y, seeds, self.batched_backward)
+            for call in reversed(calls):  # the last ones are the smallest, and free memory for the first ones
+                grads = grads_of_calls.pop()
+                if grads is not None:
+                    _store(rows, call, grads, columns, workspace)
+        for name, gradient in self._generic_gradients(x).items():
+            rows.materialized[..., columns[name]] = gradient.reshape(*rows.materialized.shape[:2], -1)
 
-    def _generic(self, x: Tensor) -> Params:
-        if not self.others:
+    def _generic_gradients(self, x: Tensor) -> Params:
+        """Return the gradients of parameters of other layers, by `vmap` of `jacrev`."""
+        if not self.generic_names:
             return {}
-        fixed = {name: value.detach() for name, value in self.params.items() if name not in self.others}
+        fixed = {name: value.detach() for name, value in self.params.items() if name not in self.generic_names}
 
         def outputs(params: Params, point: Tensor) -> Tensor:
             y: Tensor = call_with_params(self.net, fixed | params, point.unsqueeze(0).clone())[0]
-            return y.sum(0, keepdim=True) if self.summed else y
+            return y.sum(0, keepdim=True) if self.sum_outputs else y
 
-        others = {name: self.params[name].detach() for name in sorted(self.others)}
+        params = {name: self.params[name].detach() for name in sorted(self.generic_names)}
         try:
-            return vmap(jacrev(outputs), (None, 0))(others, x)  # type: ignore[no-any-return]
-        except RuntimeError:  # an operation that vmap does not know
-            rows = [jacrev(outputs, chunk_size=1)(others, point) for point in x]
-            return {name: torch.stack([row[name] for row in rows]) for name in others}
+            return vmap(jacrev(outputs), (None, 0))(params, x)  # type: ignore[no-any-return]
+        except RuntimeError:  # an operation without a vmap rule
+            rows = [jacrev(outputs, chunk_size=1)(params, point) for point in x]
+            return {name: torch.stack([row[name] for row in rows]) for name in params}
 
 
-def slopes_at(
-    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, batched: bool, keep: bool = False
+def gradients_at(
+    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, batched: bool, retain_graph: bool = False
 ) -> list[tuple[Tensor, ...] | None]:
-    """What arrives at the edges from every seed, in a few passes or in one for each.
+    """Return the gradients at some edges of the autograd graph, one for every seed.
 
-    It is none where a layer is used, but not for the outputs. One pass for all would be little faster than two, and
-    a convolution's library takes several times the room of what it sends back.
+    Batched passes are two, not one: one would be little faster, and cuDNN takes several times the memory of a
+    convolution's gradients.
+
+    Args:
+        edges: The edges.
+        y: Outputs of the network.
+        seeds: Cotangents of `y`, stacked along the first dimension.
+        batched: Whether to take several seeds in a pass.
+        retain_graph: Whether to keep the graph for further passes.
+
+    Returns:
+        For each edge a gradient for each seed, or None if the outputs do not depend on it.
     """
-    shares = seeds.chunk(PASSES if batched else len(seeds))
-    pull = _together if batched else _alone
-    passes = [pull(edges, y, share, keep or share is not shares[-1]) for share in shares]
-    return [None if None in own else tuple(itertools.chain(*own)) for own in zip(*passes)]
+    shares = seeds.chunk(GPU_BACKWARD_PASSES if batched else len(seeds))
+    backward = _batched_backward if batched else _single_backward
+    passes = [backward(edges, y, share, retain_graph or share is not shares[-1]) for share in shares]
+    return [None if None in grads else tuple(itertools.chain(*grads)) for grads in zip(*passes)]
 
 
-def _alone(edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, keep: bool) -> list[tuple[Tensor, ...] | None]:
-    slopes = torch.autograd.grad(y, edges, seeds[0], keep, allow_unused=True)
-    return [None if slope is None else (slope,) for slope in slopes]
+def _single_backward(
+    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, retain_graph: bool
+) -> list[tuple[Tensor, ...] | None]:
+    grads = torch.autograd.grad(y, edges, seeds[0], retain_graph, allow_unused=True)
+    return [None if grad is None else (grad,) for grad in grads]
 
 
-def _together(edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, keep: bool) -> list[tuple[Tensor, ...] | None]:
-    used: list[bool] = []
+def _batched_backward(
+    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, retain_graph: bool
+) -> list[tuple[Tensor, ...] | None]:
+    is_used: list[bool] = []
 
-    def back(seed: Tensor) -> tuple[Tensor, ...]:
-        slopes = torch.autograd.grad(y, edges, seed, keep, allow_unused=True)
-        used.extend(slope is not None for slope in slopes)
-        return tuple(slope for slope in slopes if slope is not None)
+    def backward(seed: Tensor) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(y, edges, seed, retain_graph, allow_unused=True)
+        is_used.extend(grad is not None for grad in grads)
+        return tuple(grad for grad in grads if grad is not None)
 
-    found = iter(vmap(back)(seeds))
-    return [next(found).unbind() if own else None for own in used]
+    used_grads = iter(vmap(backward)(seeds))
+    return [next(used_grads).unbind() if used else None for used in is_used]
 
 
-def _store(rows: Rows, call: Call, slopes: Sequence[Tensor], slots: dict[str, slice], room: int) -> None:
-    """Add a call's gradients to those formed, or keep its factors, from which only a bias is formed."""
+def _store(
+    rows: JacobianRows, call: LayerCall, grads: Sequence[Tensor], columns: dict[str, slice], workspace: int
+) -> None:
+    """Add a call's gradients to the materialized ones, or store the factors of its weight."""
     weight = next((name for name in call.roles if name in rows.factors), None)
     if weight is not None:
         a, g = rows.factors[weight]
-        a.copy_(patches(call.layer, call.x)[:, 0])
-        g.copy_(gathered(call, slopes))
+        a.copy_(input_patches(call.layer, call.input)[:, 0])
+        g.copy_(stack_output_gradients(call, grads))
         call = call._replace(roles={name: role for name, role in call.roles.items() if name != weight})
     if not call.roles:
         return
-    size, most = call.output.element_size() * call.forming(len(slopes)), room
-    if cached(call.x):
-        size, most = len(slopes) * slopes[0].nbytes, CACHED
-    step = max(1, len(call.x) // max(1, -(-size // most)))
-    for place, gradients in formed(call, slopes, step):
+    size, limit = call.output.element_size() * call.workspace(len(grads)), workspace
+    if on_cpu(call.input):
+        size, limit = len(grads) * grads[0].nbytes, CPU_CACHE_BYTES
+    step = max(1, len(call.input) // max(1, -(-size // limit)))
+    for samples, gradients in per_sample_gradients(call, grads, step):
         for name, gradient in gradients.items():
-            rows.formed[place, :, slots[name]] += gradient.flatten(2)
+            rows.materialized[samples, :, columns[name]] += gradient.flatten(2)

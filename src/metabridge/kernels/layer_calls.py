@@ -1,4 +1,4 @@
-"""Places in a forward pass where gradients are read off, and how those of every sample are formed there."""
+"""Calls of layers in a forward pass, and the per-sample gradients of their parameters."""
 
 from __future__ import annotations
 
@@ -12,119 +12,142 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from metabridge.kernels.layer_overrides import Picked, cached
+from metabridge.kernels.layer_overrides import PooledConv, on_cpu
 from metabridge.models.network import Params
 
 
-class Call(NamedTuple):
-    """A place in a forward pass where gradients are read off: what arrives at `edge` is that of `output`.
+class LayerCall(NamedTuple):
+    """A tensor in a forward pass whose gradient gives the gradients of some parameters.
 
-    It is a linear layer's output, with the layer's input, or a norm's parameter, repeated for every sample, or
-    the output of a pool behind a first convolution and its norm, with what it picks.
+    The tensor is the output of a linear layer or convolution, a norm's parameter repeated for every sample, or the
+    output of a max pool behind a first convolution and its norm.
+
+    Args:
+        layer: The layer.
+        roles: Role of each parameter by its name: "weight" or "bias" of a linear layer, or "copies" if it is repeated
+            for every sample.
+        input: The input of the layer.
+        output: The tensor.
+        edge: Edge of the autograd graph at which the gradient of `output` arrives.
+        pooled: For a pooled first convolution, its patches and the parameters on which its maxima depend.
     """
 
     layer: nn.Module
-    roles: dict[str, str]  # of parameters: "weight" or "bias" of a linear layer, or "copies"
-    x: Tensor
+    roles: dict[str, str]
+    input: Tensor
     output: Tensor
     edge: GradientEdge
-    picks: tuple[Picked, Params] | None = None  # with the parameters that the picked values depend on
+    pooled: tuple[PooledConv, Params] | None = None
 
     @property
-    def linear(self) -> bool:
-        """Whether it is a linear layer's output."""
+    def is_linear(self) -> bool:
+        """Whether `output` is the output of a linear layer or convolution."""
         return "copies" not in self.roles.values()
 
-    def forming(self, outputs: int) -> int:
-        """Numbers held while its gradients are formed: what arrives from all outputs, patches, and gradients."""
+    def workspace(self, outputs: int) -> int:
+        """Return the count of numbers held while gradients are computed: incoming gradients, patches and results."""
         size = outputs * self.output.numel()
-        if self.picks:
-            picks = self.picks[0]
-            size += 2 * outputs * picks.weight.numel()
-            return size if cached(self.x) else size + picks.places.numel() * picks.patches.shape[2]
-        if not self.linear:
+        if self.pooled:
+            conv = self.pooled[0]
+            size += 2 * outputs * conv.weight.numel()
+            return size if on_cpu(self.input) else size + conv.argmax.numel() * conv.patches.shape[2]
+        if not self.is_linear:
             return 2 * size
         layer: Any = self.layer
         weight: Tensor = layer.weight
         numbers, rows = weight.numel(), len(weight)
         patches = numbers // rows * self.output.numel() * int(getattr(layer, "groups", 1)) // rows
-        return size + self.x.numel() + patches + 2 * outputs * len(self.x) * numbers
+        return size + self.input.numel() + patches + 2 * outputs * len(self.input) * numbers
 
 
-def formed(call: Call, slopes: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
-    """Yield the gradients (samples, outputs, ...) of a call's parameters, and for which samples they are.
+def per_sample_gradients(call: LayerCall, grads: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
+    """Yield the gradients (samples, outputs, ...) of a call's parameters, for `step` samples at a time.
 
-    `slopes` is what arrives there from each output. Some samples are taken at a time.
+    Args:
+        call: The call.
+        grads: The gradients of each network output with respect to the call's output.
+        step: Number of samples at a time.
+
+    Yields:
+        The samples and their gradients by parameter name.
     """
-    if call.picks is not None:
-        picks, params = call.picks
-        yield slice(None), dict(zip(params, picks.pulled(slopes, list(params.values()), step)))
+    if call.pooled is not None:
+        conv, params = call.pooled
+        yield slice(None), dict(zip(params, conv.vjp(grads, list(params.values()), step)))
         return
-    for start in range(0, len(call.x), step):
-        place = slice(start, start + step)
-        yield place, _formed(call, slopes, place)
+    for start in range(0, len(call.input), step):
+        samples = slice(start, start + step)
+        yield samples, _gradients_of_samples(call, grads, samples)
 
 
-def _formed(call: Call, slopes: Sequence[Tensor], place: slice) -> Params:
-    g = gathered(call, [slope[place] for slope in slopes])
-    found: Params = {}
+def _gradients_of_samples(call: LayerCall, grads: Sequence[Tensor], samples: slice) -> Params:
+    g = stack_output_gradients(call, [grad[samples] for grad in grads])
+    gradients: Params = {}
     for name, role in call.roles.items():
         if role == "weight":
             groups = getattr(call.layer, "groups", 1)
-            side = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)  # (samples, groups, channels, positions)
-            product = _product(call.layer, call.x[place], side, slopes[0].shape[2:])  # one for all outputs
-            found[name] = product.unflatten(2, (len(slopes), -1)).transpose(1, 2)
+            # All outputs in one product: (samples, groups, outputs and channels, positions).
+            grouped = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
+            product = _weight_gradient(call.layer, call.input[samples], grouped, grads[0].shape[2:])
+            gradients[name] = product.unflatten(2, (len(grads), -1)).transpose(1, 2)
         else:
-            found[name] = g.sum(-1) if role == "bias" else g
-    return found
+            gradients[name] = g.sum(-1) if role == "bias" else g
+    return gradients
 
 
-def gathered(call: Call, slopes: Sequence[Tensor]) -> Tensor:
-    """What arrives from all outputs: (samples, outputs, channels, positions), or (samples, outputs, ...) for copies."""
-    return torch.stack([_positions(call.layer, slope) for slope in slopes] if call.linear else list(slopes), 1)
+def stack_output_gradients(call: LayerCall, grads: Sequence[Tensor]) -> Tensor:
+    """Stack gradients of all outputs: (samples, outputs, channels, positions), or (samples, outputs, ...) for norms."""
+    return torch.stack([_flatten_positions(call.layer, grad) for grad in grads] if call.is_linear else list(grads), 1)
 
 
-def patches(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a linear layer multiplies by its weights: (samples, groups, inputs, positions).
+def input_patches(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the vectors that a linear layer or convolution multiplies by its weight.
 
-    A convolution's are one copy of a view in which windows overlap.
+    The patches of a convolution are a copy, since windows overlap.
+
+    Args:
+        layer: A `nn.Linear` or `nn.Conv2d`.
+        x: The layer's input.
+
+    Returns:
+        The patches, (samples, groups, inputs, positions).
     """
     if not isinstance(layer, nn.Conv2d):
-        return _positions(layer, x).unsqueeze(1)
-    views = windows(layer, x)
+        return _flatten_positions(layer, x).unsqueeze(1)
+    views = conv_windows(layer, x)
     return views.reshape(len(x), layer.groups, -1, math.prod(views.shape[4:]))
 
 
-def windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """A view of what a convolution sees, (samples, channels, *window, *positions)."""
-    x = _padded(layer, x)
+def conv_windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """Return a view of the input windows of a convolution, (samples, channels, *window, *positions)."""
+    x = _pad(layer, x)
     for axis, (size, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation), 2):
         x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     return x.permute(0, 1, 4, 5, 2, 3)
 
 
-def _product(layer: nn.Module, x: Tensor, side: Tensor, shape: Sequence[int]) -> Tensor:
-    """Σ_p g_p a_pᵀ, (samples, groups, channels, inputs).
+def _weight_gradient(layer: nn.Module, x: Tensor, g: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return Σ_p g_p a_pᵀ, (samples, groups, channels, inputs).
 
-    On a CPU that of a convolution is itself one, in which every sample is a group, and no patch is copied.
+    On a CPU, the one of a convolution is itself a convolution in which every sample is a group, without copied patches.
     """
-    if not isinstance(layer, nn.Conv2d) or not cached(x):
-        return side @ patches(layer, x).mT
-    samples, groups, channels, _ = side.shape
-    a, g = _padded(layer, x), side.reshape(1, -1, *shape)
+    if not isinstance(layer, nn.Conv2d) or not on_cpu(x):
+        return g @ input_patches(layer, x).mT
+    samples, groups, channels, _ = g.shape
+    a, g = _pad(layer, x), g.reshape(1, -1, *shape)
     size = samples * groups * channels, *layer.weight.shape[1:]
     a = a.reshape(1, -1, *a.shape[2:])
-    found: Tensor = conv2d_weight(a, size, g, layer.stride, 0, layer.dilation, samples * groups)
-    return found.reshape(samples, groups, channels, -1)
+    gradient: Tensor = conv2d_weight(a, size, g, layer.stride, 0, layer.dilation, samples * groups)
+    return gradient.reshape(samples, groups, channels, -1)
 
 
-def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
+def _pad(layer: nn.Conv2d, x: Tensor) -> Tensor:
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
 
 
-def _positions(layer: nn.Module, value: Tensor) -> Tensor:
-    """(samples, channels, positions) from a linear layer's input or output."""
+def _flatten_positions(layer: nn.Module, value: Tensor) -> Tensor:
+    """Return the input or output of a linear layer or convolution as (samples, channels, positions)."""
     if isinstance(layer, nn.Linear):
         return value.reshape(len(value), -1, value.shape[-1]).mT
     return value.flatten(2)

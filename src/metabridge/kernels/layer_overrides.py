@@ -1,8 +1,9 @@
-"""What layers do while gradients are taken: the same as ever, in a way from which each sample's are found sooner.
+"""Replacements for layers' forward methods while per-sample gradients are taken.
 
-A first convolution, the norm behind it and the max pooling behind that are for each sample one affine map of its
-patches and a choice among them. Nothing before them moves, so their gradients need no more than the patches chosen:
-the norm, whose own gradient would be one for every position, is left to the map's few weights.
+The replacements compute the same outputs in a form in which the gradients of each sample are cheaper. A first
+convolution, the norm after it and the max pooling after that are, for each sample, one affine map of its patches and a
+choice among the results. Nothing before them has gradients, so theirs need only the chosen patches, and the gradient of
+the norm is left to the few weights of the affine map.
 """
 
 from __future__ import annotations
@@ -19,178 +20,199 @@ from torch.nn import functional as F
 from metabridge.models.batch_norm import BatchNorm
 from metabridge.models.network import Params
 
-StandIn = Callable[[Any, Tensor], Tensor]  # what a layer makes of its input
+ForwardOverride = Callable[[Any, Tensor], Tensor]  # function of a layer and its input
 
 NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm)
 
 
-def cached(x: Tensor) -> bool:
-    """Whether the device of `x` gains by small pieces that stay in its cache: a CPU. A GPU wants few launches."""
+def on_cpu(x: Tensor) -> bool:
+    """Return whether `x` is on a CPU, where small blocks that stay in its cache are fast; a GPU needs few launches."""
     return x.device.type == "cpu"
 
 
 @contextlib.contextmanager
-def standing_in(others: dict[nn.Module, StandIn]) -> Iterator[None]:
-    """Let other functions of a layer and its input do what the layers do."""
+def override_forward(overrides: dict[nn.Module, ForwardOverride]) -> Iterator[None]:
+    """Replace the forward methods of some layers inside the context."""
 
-    def bound(layer: nn.Module, function: StandIn) -> Callable[..., Tensor]:
+    def bind(layer: nn.Module, function: ForwardOverride) -> Callable[..., Tensor]:
         return lambda *inputs, **named: function(layer, *inputs, *named.values())
 
-    own = {layer: vars(layer).get("forward") for layer in others}
-    for layer, function in others.items():
-        vars(layer)["forward"] = bound(layer, function)
+    originals = {layer: vars(layer).get("forward") for layer in overrides}
+    for layer, function in overrides.items():
+        vars(layer)["forward"] = bind(layer, function)
     try:
         yield
     finally:
-        for layer, forward in own.items():
+        for layer, forward in originals.items():
             del vars(layer)["forward"]
             if forward is not None:
                 vars(layer)["forward"] = forward
 
 
-def window(layer: nn.MaxPool2d) -> list[list[int]]:
-    """A pool's kernel size, stride, padding and dilation."""
-    sides = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    return [[side, side] if isinstance(side, int) else list(side) for side in sides]
+def pool_window(layer: nn.MaxPool2d) -> list[list[int]]:
+    """Return a pool's kernel size, stride, padding and dilation, each as [height, width]."""
+    settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    return [[setting, setting] if isinstance(setting, int) else list(setting) for setting in settings]
 
 
-def pooled(layer: nn.MaxPool2d, x: Tensor) -> Tensor:
-    """What a pool makes of `x`."""
+def max_pool(layer: nn.MaxPool2d, x: Tensor) -> Tensor:
+    """Apply a max pool without saving its input for the backward pass."""
     pool: Callable[..., Tensor] = torch.max_pool2d if x.ndim == 3 else _MaxPool.apply
-    return pool(x, *window(layer), layer.ceil_mode)
+    return pool(x, *pool_window(layer), layer.ceil_mode)
 
 
-class Picked(NamedTuple):
-    """Max pooling of maps that are Va + v sample by sample: what it picks of which patches a, and V and v."""
+class PooledConv(NamedTuple):
+    """The max pooling of maps Va + v, with V and v for each sample: the maxima and the patches a that attain them.
 
-    largest: Tensor  # (samples, channels, ...)
-    places: Tensor  # (samples, channels, pooled positions)
-    patches: Tensor  # (samples, positions, inputs)
+    Args:
+        maxima: The pooled maps, (samples, channels, height, width).
+        argmax: Positions of the patches chosen, (samples, channels, pooled positions).
+        patches: The centered patches a, (samples, positions, inputs).
+        weight: V, (samples, channels, inputs), as a function of the parameters.
+        bias: v, (samples, channels), as a function of the parameters.
+    """
+
+    maxima: Tensor
+    argmax: Tensor
+    patches: Tensor
     weight: Tensor
     bias: Tensor
 
-    def pulled(self, slopes: Sequence[Tensor], params: Sequence[Tensor], step: int) -> list[Tensor]:
-        """The gradients (samples, outputs, ...) of parameters of V and v, from what arrives at the largest values.
+    def vjp(self, grads: Sequence[Tensor], params: Sequence[Tensor], step: int) -> list[Tensor]:
+        """Return the gradients (samples, outputs, ...) of parameters of V and v.
 
-        That of V is the sum of the patches picked, each times what arrives. A GPU takes so many samples at a time.
+        The gradient of V is the sum of the chosen patches, each times the gradient of its maximum.
+
+        Args:
+            grads: The gradients of each output with respect to the maxima.
+            params: Parameters on which V and v depend, one copy per sample.
+            step: Number of samples taken at a time on a GPU.
         """
-        if cached(self.patches):
-            parts = [self._bag(*one) for one in zip(self.patches, self.places, *slopes)]  # one table stays in a cache
+        if on_cpu(self.patches):
+            sums = [self._sums_of_sample(*sample) for sample in zip(self.patches, self.argmax, *grads)]
         else:
-            parts = [self._product(slopes, slice(start, start + step)) for start in range(0, len(self.patches), step)]
-        towards = torch.cat(parts, 1), torch.stack([slope.sum((2, 3)) for slope in slopes])
+            starts = range(0, len(self.patches), step)
+            sums = [self._sums_of_samples(grads, slice(start, start + step)) for start in starts]
+        cotangents = torch.cat(sums, 1), torch.stack([grad.sum((2, 3)) for grad in grads])
 
-        def back(*towards: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad((self.weight, self.bias), params, towards)
+        def backward(*cotangents: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad((self.weight, self.bias), params, cotangents)
 
-        return [gradient.transpose(0, 1) for gradient in vmap(back)(*towards)]
+        return [gradient.transpose(0, 1) for gradient in vmap(backward)(*cotangents)]
 
-    def _bag(self, table: Tensor, places: Tensor, *arriving: Tensor) -> Tensor:
-        """The sums for one sample, (outputs, 1, channels, inputs)."""
-        weights, many = torch.cat(arriving).flatten(1), places.repeat(len(arriving), 1)
-        bag = F.embedding_bag(many, table, mode="sum", per_sample_weights=weights)
-        return bag.view(len(arriving), 1, -1, bag.shape[1])
+    def _sums_of_sample(self, patches: Tensor, argmax: Tensor, *grads: Tensor) -> Tensor:
+        """Return the sums for one sample, (outputs, 1, channels, inputs); its patches stay in a CPU's cache."""
+        weights, positions = torch.cat(grads).flatten(1), argmax.repeat(len(grads), 1)
+        sums = F.embedding_bag(positions, patches, mode="sum", per_sample_weights=weights)
+        return sums.view(len(grads), 1, -1, sums.shape[1])
 
-    def _product(self, slopes: Sequence[Tensor], place: slice) -> Tensor:
-        """The sums for some samples, (outputs, samples, channels, inputs), by copies of the patches picked."""
-        table = self.patches[place]
+    def _sums_of_samples(self, grads: Sequence[Tensor], samples: slice) -> Tensor:
+        """Return the sums for some samples, (outputs, samples, channels, inputs), from copies of the chosen patches."""
+        table = self.patches[samples]
         first = torch.arange(len(table), dtype=torch.int, device=table.device).mul_(table.shape[1]).view(-1, 1, 1)
-        chosen = F.embedding(self.places[place] + first, table.flatten(0, 1))
-        arriving = torch.stack([slope[place].flatten(2) for slope in slopes], 2)
-        return (arriving @ chosen).movedim(2, 0)
+        chosen = F.embedding(self.argmax[samples] + first, table.flatten(0, 1))
+        stacked = torch.stack([grad[samples].flatten(2) for grad in grads], 2)
+        return (stacked @ chosen).movedim(2, 0)
 
 
-def picked(layer: nn.MaxPool2d, windows: Tensor, norm: Any, linear: Params, copies: Params) -> Picked:
-    """What a pool picks of the normed maps of a convolution that sees `windows`.
+def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, norm_params: Params) -> PooledConv:
+    """Return the max pooling of the normalized maps of a convolution, without normalizing the maps.
 
-    The patches' mean m is taken from them and added to the bias: W(a − m) + (Wm + b). What a group norm divides by
-    is known from m and the covariance C, since the maps have the means Wm + b and the variances of W C Wᵀ. So V
-    and v are functions of the parameters, given here as copies for each sample, and the maps are never normed.
+    The patches' mean m is subtracted from them and added to the bias: W(a − m) + (Wm + b). The statistics of a group
+    norm follow from m and the covariance C of the patches, since the maps have the means Wm + b and the variances
+    diag(W C Wᵀ). So V and v are functions of the parameters.
+
+    Args:
+        layer: The pool.
+        windows: The input windows of the convolution, as from `conv_windows`.
+        norm: The norm layer.
+        conv: Parameters of the convolution, one copy per sample.
+        norm_params: Parameters of the norm, one copy per sample.
     """
-    weight, (table, m) = linear["weight"].flatten(2), _centred(windows)
-    centre = (weight @ m).squeeze(-1) + linear.get("bias", 0.0)
+    weight, (patches, m) = conv["weight"].flatten(2), _centered_patches(windows)
+    center = (weight @ m).squeeze(-1) + conv.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
-        lines = table.unflatten(1, windows.shape[4:])  # a product for each: a few long ones leave a GPU idle
-        spread = (weight @ ((lines.mT @ lines).sum(1) / table.shape[1]) * weight).sum(-1)
-        centres, spreads = (value.unflatten(1, (norm.num_groups, -1)) for value in (centre, spread))
-        means = centres.mean(2, keepdim=True)
-        variances = (spreads + (centres - means).square()).mean(2, keepdim=True)
-        mean, variance = (value.expand_as(centres).flatten(1) for value in (means, variances))
+        lines = patches.unflatten(1, windows.shape[4:])  # one product per line: few long products leave a GPU idle
+        spread = (weight @ ((lines.mT @ lines).sum(1) / patches.shape[1]) * weight).sum(-1)
+        centers, spreads = (value.unflatten(1, (norm.num_groups, -1)) for value in (center, spread))
+        means = centers.mean(2, keepdim=True)
+        variances = (spreads + (centers - means).square()).mean(2, keepdim=True)
+        mean, variance = (value.expand_as(centers).flatten(1) for value in (means, variances))
     else:
-        mean, variance = _fixed(norm)
-    scale = copies["weight"] * torch.rsqrt(variance + norm.eps)
-    shift = (centre - mean) * scale + copies.get("bias", 0.0)
+        mean, variance = _running_statistics(norm)
+    scale = norm_params["weight"] * torch.rsqrt(variance + norm.eps)
+    shift = (center - mean) * scale + norm_params.get("bias", 0.0)
     weight = weight * scale.unsqueeze(-1)
-    if cached(table):
-        maps = torch.baddbmm(shift.detach().unsqueeze(1), table, weight.detach().mT).mT
+    if on_cpu(patches):
+        maps = torch.baddbmm(shift.detach().unsqueeze(1), patches, weight.detach().mT).mT
     else:
-        maps = torch.baddbmm(shift.detach().unsqueeze(2), weight.detach(), table.mT)
-    largest, places = _best(maps.unflatten(2, windows.shape[4:]), *window(layer), layer.ceil_mode)
-    return Picked(largest, places.flatten(2).int(), table, weight, shift)
+        maps = torch.baddbmm(shift.detach().unsqueeze(2), weight.detach(), patches.mT)
+    maxima, argmax = _max_pool_with_indices(maps.unflatten(2, windows.shape[4:]), *pool_window(layer), layer.ceil_mode)
+    return PooledConv(maxima, argmax.flatten(2).int(), patches, weight, shift)
 
 
-def _centred(windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Patches less their mean, (samples, positions, inputs), and the mean, (samples, inputs, 1)."""
-    if cached(windows):  # what lies side by side is copied before it is turned
+def _centered_patches(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the patches minus their mean, (samples, positions, inputs), and the mean, (samples, inputs, 1)."""
+    if on_cpu(windows):  # copying contiguous runs before transposing is faster there
         a = windows.flatten(1, 3).flatten(2)
         m = a.mean(-1, keepdim=True)
         return (a - m).mT.contiguous(), m
-    m, turned = windows.mean((4, 5)), windows.permute(0, 4, 5, 1, 2, 3)
-    table = torch.sub(turned, m[:, None, None], out=windows.new_empty(turned.shape))
-    return table.flatten(3).flatten(1, 2), m.flatten(1).unsqueeze(2)
+    m, transposed = windows.mean((4, 5)), windows.permute(0, 4, 5, 1, 2, 3)
+    patches = torch.sub(transposed, m[:, None, None], out=windows.new_empty(transposed.shape))
+    return patches.flatten(3).flatten(1, 2), m.flatten(1).unsqueeze(2)
 
 
-def _best(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
-    """The largest values in the windows, and where they are; on a CPU four times faster where channels are last."""
-    if cached(x):
+def _max_pool_with_indices(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
+    """Return the maxima of the windows and their positions. Channels last is four times faster on a CPU."""
+    if on_cpu(x):
         x = x.contiguous(memory_format=torch.channels_last)
-    y, places = torch.ops.aten.max_pool2d_with_indices(x, *window)
-    return y.contiguous(), places.contiguous()
+    y, indices = torch.ops.aten.max_pool2d_with_indices(x, *window)
+    return y.contiguous(), indices.contiguous()
 
 
-class _Back(torch.autograd.Function):
-    """What a function makes of what arrives from several outputs, (outputs, samples, ...), at once under `vmap`."""
+class _BatchedBackward(torch.autograd.Function):
+    """A backward function that takes gradients of several outputs, (outputs, samples, ...), together under `vmap`."""
 
     @staticmethod
-    def forward(pull: Callable[..., tuple[Tensor, ...]], g: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
-        return tuple(found.squeeze(0) for found in pull(g.unsqueeze(0), *kept))
+    def forward(vjp: Callable[..., tuple[Tensor, ...]], g: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.squeeze(0) for grad in vjp(g.unsqueeze(0), *saved))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
-    def vmap(info: Any, axes: tuple[Any, ...], pull: Callable[..., Any], g: Tensor, *kept: Tensor) -> tuple[Any, ...]:
-        found = pull(g.movedim(axes[1], 0), *kept)
-        return found, (0,) * len(found)
+    def vmap(info: Any, axes: tuple[Any, ...], vjp: Callable[..., Any], g: Tensor, *saved: Tensor) -> tuple[Any, ...]:
+        grads = vjp(g.movedim(axes[1], 0), *saved)
+        return grads, (0,) * len(grads)
 
 
 class _MaxPool(torch.autograd.Function):
-    """Max pooling that does not keep the maps themselves: only their shape is needed to pull a gradient back."""
+    """Max pooling that does not save its input: the backward pass needs only its shape and the indices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *window: Any) -> Tensor:
-        y, places = _best(x, *window)
-        ctx.save_for_backward(places)
+        y, indices = _max_pool_with_indices(x, *window)
+        ctx.save_for_backward(indices)
         ctx.shape, ctx.count = x.shape, len(window)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        def pull(g: Tensor, places: Tensor) -> tuple[Tensor]:
-            to = g.new_zeros(len(g), *ctx.shape).flatten(3)
-            to.scatter_add_(3, places.flatten(2).expand(len(g), -1, -1, -1), g.flatten(3))
-            return (to.view(len(g), *ctx.shape),)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        def vjp(g: Tensor, indices: Tensor) -> tuple[Tensor]:
+            grad = g.new_zeros(len(g), *ctx.shape).flatten(3)
+            grad.scatter_add_(3, indices.flatten(2).expand(len(g), -1, -1, -1), g.flatten(3))
+            return (grad.view(len(g), *ctx.shape),)
 
-        (found,) = _Back.apply(pull, *slopes, *ctx.saved_tensors)
-        return found, *(None,) * ctx.count
+        (grad,) = _BatchedBackward.apply(vjp, *grads, *ctx.saved_tensors)
+        return grad, *(None,) * ctx.count
 
 
 class _GroupNorm(torch.autograd.Function):
-    """A group norm with a weight and a bias for each sample, in few passes over memory on the way back.
+    """Group norm with a weight and a bias for each sample, whose backward pass reads memory few times.
 
-    With ĝ = Σ_p g_p x̂_p, which is the weight's gradient, and ḡ = Σ_p g_p, the bias's, that of x is
-    σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), means being over a group: an affine function of g and x, channel by channel.
+    With ĝ = Σ_p g_p x̂_p, the gradient of the weight, and ḡ = Σ_p g_p, the gradient of the bias, the gradient of x is
+    σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), with means over a group. For each channel it is an affine function of g and x.
     """
 
     @staticmethod
@@ -202,43 +224,43 @@ class _GroupNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        def pull(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        def vjp(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             shape, w = g.shape, weight.view(*mean.shape[:2], -1)
             g, x, share = g.reshape(len(g), *w.shape, -1), x.reshape(*w.shape, -1), scale / (-x[0].numel() / w.shape[1])
             sums = torch.stack([torch.einsum("o...p,...p->o...", g, x), g.sum(-1)])
-            towards_weight, towards_bias = sums
-            towards_weight.addcmul_(mean, towards_bias, value=-1).mul_(scale)
-            of_both = (w * sums).sum(-1, keepdim=True)
-            of_x = of_both[0] * (share * scale)
-            shift = (of_both[1] * share).addcmul_(of_x, mean, value=-1)
-            of_g, of_x, shift = (value.unsqueeze(-1) for value in (w * scale, of_x, shift))
-            towards_x = torch.addcmul(shift, of_x, x).addcmul_(of_g, g)
-            return towards_x.view(shape), towards_weight.flatten(2), towards_bias.flatten(2)
+            grad_weight, grad_bias = sums
+            grad_weight.addcmul_(mean, grad_bias, value=-1).mul_(scale)
+            group_sums = (w * sums).sum(-1, keepdim=True)
+            x_factor = group_sums[0] * (share * scale)
+            shift = (group_sums[1] * share).addcmul_(x_factor, mean, value=-1)
+            g_factor, x_factor, shift = (value.unsqueeze(-1) for value in (w * scale, x_factor, shift))
+            grad_x = torch.addcmul(shift, x_factor, x).addcmul_(g_factor, g)
+            return grad_x.view(shape), grad_weight.flatten(2), grad_bias.flatten(2)
 
-        towards_x, towards_weight, towards_bias = _Back.apply(pull, *slopes, *ctx.saved_tensors)
-        return towards_x, None, None, towards_weight, towards_bias
+        grad_x, grad_weight, grad_bias = _BatchedBackward.apply(vjp, *grads, *ctx.saved_tensors)
+        return grad_x, None, None, grad_weight, grad_bias
 
 
-def normed(layer: Any, x: Tensor, copies: Params) -> Tensor:
-    """What a norm makes of `x` with a weight and a bias for each sample."""
-    if isinstance(layer, nn.GroupNorm) and len(copies) == 2 and not cached(x):
+def apply_norm(layer: Any, x: Tensor, copies: Params) -> Tensor:
+    """Apply a norm layer with the given parameters, one copy per sample."""
+    if isinstance(layer, nn.GroupNorm) and len(copies) == 2 and not on_cpu(x):
         return _GroupNorm.apply(x, layer.num_groups, layer.eps, *copies.values())  # type: ignore[no-any-return]
-    if isinstance(layer, nn.GroupNorm):  # each sample has groups of its own
+    if isinstance(layer, nn.GroupNorm):  # fold samples into channels: the groups of each sample are separate
         flat = {role: value.flatten() for role, value in copies.items()}
         return F.group_norm(x.reshape(1, -1, *x.shape[2:]), len(x) * layer.num_groups, **flat, eps=layer.eps).view_as(x)
     if isinstance(layer, nn.LayerNorm):
         y = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
         shape = len(x), *(1,) * (x.ndim - 1 - len(layer.normalized_shape)), *layer.normalized_shape
     else:
-        y = F.batch_norm(x, *_fixed(layer), eps=layer.eps)
+        y = F.batch_norm(x, *_running_statistics(layer), eps=layer.eps)
         shape = *x.shape[:2], *(1,) * (x.ndim - 2)
     y = y * copies["weight"].view(shape)
     return y + copies["bias"].view(shape) if "bias" in copies else y
 
 
-def _fixed(layer: Any) -> tuple[Tensor, Tensor]:
-    """Mean and variance of a batch norm in evaluation mode."""
+def _running_statistics(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return the mean and variance of a batch norm in evaluation mode."""
     if isinstance(layer, BatchNorm):
         return layer.mean, layer.variance
     return layer.running_mean, layer.running_var

@@ -1,4 +1,4 @@
-"""The empirical kernel by NTK-vector products, which need no more than one gradient at a time."""
+"""The empirical kernel from NTK-vector products, which hold no more than one gradient per column at a time."""
 
 from __future__ import annotations
 
@@ -9,43 +9,54 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
 from metabridge.kernels.gradient_products import Outputs
-from metabridge.kernels.jacobian import Gradients
-from metabridge.kernels.strategy import Plan
+from metabridge.kernels.jacobian import PerSampleGradients
+from metabridge.kernels.strategy import Strategy
 from metabridge.models.network import Params, call_with_params
 
 
-def by_products(gradients: Gradients, plan: Plan, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor) -> None:
-    """Write Θ into the grid (n, r, m, r) column by column: J(x)(J(z)ᵀe) for each sample of z and each output."""
-    moving = {name: gradients.params[name] for name in gradients.names}
-    fixed = {name: value for name, value in gradients.params.items() if name not in moving}
+def fill_by_products(
+    gradients: PerSampleGradients, strategy: Strategy, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor
+) -> None:
+    """Write Θ into a grid column by column: J(x)(J(z)ᵀe) for each sample of z and each output.
+
+    Args:
+        gradients: The network and its parameters.
+        strategy: Sizes of the parts that are computed together.
+        outputs: How the outputs are reduced.
+        x: The n samples of the rows.
+        z: The m samples of the columns; `x` if None, and then entries below the diagonal may remain unset.
+        grid: The result, (n, r, m, r), with r the number of outputs for "full" and 1 otherwise.
+    """
+    params = {name: gradients.params[name] for name in gradients.names}
+    fixed = {name: value for name, value in gradients.params.items() if name not in params}
     points = x if z is None else z
 
-    def function(samples: Tensor) -> Callable[[Params], Tensor]:
+    def apply_to(samples: Tensor) -> Callable[[Params], Tensor]:
         def apply(params: Params) -> Tensor:
-            own = samples.clone(memory_format=torch.contiguous_format)  # which the net may change
-            y: Tensor = call_with_params(gradients.net, fixed | params, own)
-            return y.sum(1, keepdim=True) if gradients.summed else y
+            copy = samples.clone(memory_format=torch.contiguous_format)  # the network may change its input
+            y: Tensor = call_with_params(gradients.net, fixed | params, copy)
+            return y.sum(1, keepdim=True) if gradients.sum_outputs else y
 
         return apply
 
-    def pulled(point: Tensor, output: Tensor) -> Params:
-        y, pull = vjp(function(point.unsqueeze(0)), moving)[:2]
+    def gradient(point: Tensor, output: Tensor) -> Params:
+        y, backward = vjp(apply_to(point.unsqueeze(0)), params)[:2]
         seed = torch.zeros_like(y).scatter(1, output.view(1, 1), 1.0)
-        return pull(seed)[0]  # type: ignore[no-any-return]
+        return backward(seed)[0]  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        k = function(x[:1])(moving).shape[1]
-        for start in range(0, len(points) * k, plan.chunk):
-            pairs = torch.arange(start, min(start + plan.chunk, len(points) * k), device=x.device)
-            samples, which = pairs // k, pairs % k
-            directions = vmap(pulled)(points[samples], which)
-            last = len(x) if z is not None else int(samples[-1]) + 1  # what is below the diagonal is not needed
-            for i in range(0, last, plan.tile):
-                apply = function(x[i : min(i + plan.tile, last)])
-                columns = vmap(lambda direction: jvp(apply, (moving,), (direction,))[1])(directions)  # noqa: B023
+        k = apply_to(x[:1])(params).shape[1]
+        for start in range(0, len(points) * k, strategy.chunk):
+            pairs = torch.arange(start, min(start + strategy.chunk, len(points) * k), device=x.device)
+            samples, output_indices = pairs // k, pairs % k
+            directions = vmap(gradient)(points[samples], output_indices)
+            rows_end = len(x) if z is not None else int(samples[-1]) + 1  # skip rows below the diagonal
+            for i in range(0, rows_end, strategy.tile):
+                apply = apply_to(x[i : min(i + strategy.tile, rows_end)])
+                columns = vmap(lambda direction: jvp(apply, (params,), (direction,))[1])(directions)  # noqa: B023
                 rows = slice(i, i + columns.shape[1])
                 if outputs == "full":
                     grid[rows].flatten(2)[:, :, start : start + len(pairs)] = columns.movedim(0, -1)
                 else:
-                    own = columns[torch.arange(len(pairs)), :, which]
-                    grid[rows, 0, :, 0].index_add_(1, samples, own.mT)
+                    same_output = columns[torch.arange(len(pairs)), :, output_indices]
+                    grid[rows, 0, :, 0].index_add_(1, samples, same_output.mT)

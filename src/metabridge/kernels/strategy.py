@@ -1,4 +1,4 @@
-"""Which way to compute an empirical kernel, and how much of it at a time."""
+"""Choice of the cheapest strategy to compute an empirical kernel in a given memory."""
 
 from __future__ import annotations
 
@@ -8,105 +8,132 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from metabridge.kernels.cost_model import Survey
+from metabridge.kernels.cost_model import NetworkProfile
 from metabridge.kernels.gradient_products import Outputs
-from metabridge.kernels.jacobian import Block
+from metabridge.kernels.jacobian import ParameterInfo
 
-Way = Literal["auto", "gradients", "products"]
+StrategyName = Literal["auto", "gradients", "products"]
 
-CPU_PASS = 2**27  # bytes that a pass over some samples holds on a CPU: larger ones gain little there
-ELEMENTWISE = 30  # multiplications of a matrix product in the time of one that goes through memory
+CPU_PASS_BYTES = 2**27  # bytes held by a pass on a CPU, where larger passes gain little
+ELEMENTWISE_COST = 30  # cost of an elementwise multiplication, in multiplications of a matrix product
 
 
-class Plan(NamedTuple):
-    """How a kernel is computed, and what that is estimated to cost in multiplications."""
+class Strategy(NamedTuple):
+    """How to compute a kernel, and its estimated cost.
 
-    way: Literal["gradients", "products"]
+    Args:
+        name: "gradients" for per-sample gradients, "products" for NTK-vector products.
+        cost: Estimated number of multiplications.
+        tile: Number of samples whose gradients are held.
+        chunk: Number of samples in a pass; for products, of pairs of a sample and an output.
+        workspace: Additional bytes for computing the gradients of a layer on a GPU.
+        threads: Number of CPU threads that take passes.
+        materialized: Parameters whose gradients are materialized.
+        factored: Parameters whose gradients are kept as factors.
+    """
+
+    name: Literal["gradients", "products"]
     cost: float
-    tile: int  # samples whose gradients are held
-    chunk: int  # samples, or for products pairs of a sample and an output, that go through the net at a time
-    room: int = 0  # bytes beside them for forming a layer's gradients on a GPU
-    cores: int = 1  # that take such chunks side by side
-    formed: tuple[Block, ...] = ()
-    factored: tuple[Block, ...] = ()
+    tile: int
+    chunk: int
+    workspace: int = 0
+    threads: int = 1
+    materialized: tuple[ParameterInfo, ...] = ()
+    factored: tuple[ParameterInfo, ...] = ()
 
 
-class Problem(NamedTuple):
-    """A kernel between n and m samples, or n and the same, to be computed in so many bytes."""
+class KernelProblem(NamedTuple):
+    """The task of computing a kernel between n and m samples.
 
-    survey: Survey
+    Args:
+        profile: Costs of the network.
+        outputs: How the outputs are reduced.
+        memory: Number of bytes available.
+        n: Number of rows.
+        m: Number of columns.
+        symmetric: Whether rows and columns are the same samples.
+        on_cpu: Whether the device is a CPU.
+    """
+
+    profile: NetworkProfile
     outputs: Outputs
     memory: int
     n: int
     m: int
     symmetric: bool
-    cached: bool  # whether the device is a CPU, which gains by small pieces that stay in its cache
+    on_cpu: bool
 
-    def cheapest(self, way: Way) -> Plan | None:
-        """The cheapest plan that the memory holds, if it holds any."""
-        blocks = self.survey.blocks
-        plans: list[Plan] = []
-        if way != "products":
-            fast = [block for block in blocks if self._factored_cost(block) >= self._formed_cost(block)]
-            small = [block for block in blocks if not self._shorter_factored(block)]
-            plans += [self._by_gradients(fast), self._by_gradients(small)]
-        if way != "gradients":
-            plans.append(self._by_products())
-        return min((plan for plan in plans if plan.tile >= 1), key=lambda plan: plan.cost, default=None)
+    def cheapest_strategy(self, name: StrategyName) -> Strategy | None:
+        """Return the cheapest strategy of that name ("auto" for any) that fits in memory, or None if none does."""
+        parameters = self.profile.parameters
+        strategies: list[Strategy] = []
+        if name != "products":
+            fastest = [info for info in parameters if self._factored_cost(info) >= self._materialized_cost(info)]
+            smallest = [info for info in parameters if not self._factors_are_smaller(info)]
+            strategies += [self._gradients(fastest), self._gradients(smallest)]
+        if name != "gradients":
+            strategies.append(self._products())
+        feasible = (strategy for strategy in strategies if strategy.tile >= 1)
+        return min(feasible, key=lambda strategy: strategy.cost, default=None)
 
-    def _by_gradients(self, formed: Sequence[Block]) -> Plan:
-        names = {block.name for block in formed}
-        factored = [block for block in self.survey.blocks if block.name not in names]
-        plan = self.rows(formed, factored)
-        contraction = sum(map(self._formed_cost, formed)) + sum(map(self._factored_cost, factored))
-        return plan._replace(cost=plan.cost + contraction)
+    def _gradients(self, materialized: Sequence[ParameterInfo]) -> Strategy:
+        names = {info.name for info in materialized}
+        factored = [info for info in self.profile.parameters if info.name not in names]
+        strategy = self.gradient_strategy(materialized, factored)
+        contraction = sum(map(self._materialized_cost, materialized)) + sum(map(self._factored_cost, factored))
+        return strategy._replace(cost=strategy.cost + contraction)
 
-    def rows(self, formed: Sequence[Block], factored: Sequence[Block]) -> Plan:
-        """Hold as many samples' gradients as fit beside a pass over some samples; the cost is that of the gradients."""
-        survey, cpu = self.survey, self.cached
-        stored = survey.outputs * sum(block.size for block in formed)
-        stored += sum(block.positions * (block.inputs + survey.outputs * block.outputs) for block in factored)
-        stored *= survey.itemsize
-        passing = survey.graph + survey.passing + (survey.forming if cpu else 0)
-        if survey.others:
-            passing = max(passing, 2 * (survey.outputs + 1) * survey.graph + stored)
-        share, room = max(passing, self.memory // 4), 0 if cpu else max(survey.forming, self.memory // 4)
-        left, most = self.memory - share - room, max(self.n, self.m)
-        whole = most * stored * (1 if self.symmetric else 2) <= left
-        tile = most if whole else left // (2 * stored)
+    def gradient_strategy(self, materialized: Sequence[ParameterInfo], factored: Sequence[ParameterInfo]) -> Strategy:
+        """Return the strategy that holds the gradients of as many samples as fit, with the cost of computing them."""
+        profile, cpu = self.profile, self.on_cpu
+        stored = profile.outputs * sum(info.size for info in materialized)
+        stored += sum(info.positions * (info.inputs + profile.outputs * info.outputs) for info in factored)
+        stored *= profile.itemsize
+        sample_bytes = profile.graph_bytes + profile.pass_bytes + (profile.workspace_bytes if cpu else 0)
+        if profile.generic_names:
+            sample_bytes = max(sample_bytes, 2 * (profile.outputs + 1) * profile.graph_bytes + stored)
+        pass_bytes = max(sample_bytes, self.memory // 4)
+        workspace = 0 if cpu else max(profile.workspace_bytes, self.memory // 4)
+        available, samples = self.memory - pass_bytes - workspace, max(self.n, self.m)
+        all_fit = samples * stored * (1 if self.symmetric else 2) <= available
+        tile = samples if all_fit else available // (2 * stored)
         if tile < 1:
-            return Plan("gradients", math.inf, 0, 1)
+            return Strategy("gradients", math.inf, 0, 1)
         tiles = -(-self.n // tile)
-        samples = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
-        cores = max(1, min(torch.get_num_threads(), share // passing)) if cpu else 1
-        free = left - tile * stored * (1 if whole and self.symmetric else 2)
-        held = min(share // cores, CPU_PASS) if cpu else share + free  # a GPU is quickest with all samples at once
-        passes = -(-tile // max(1, held // passing))
+        computed = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
+        threads = max(1, min(torch.get_num_threads(), pass_bytes // sample_bytes)) if cpu else 1
+        free = available - tile * stored * (1 if all_fit and self.symmetric else 2)
+        # A GPU is fastest with all samples in one pass.
+        chunk_bytes = min(pass_bytes // threads, CPU_PASS_BYTES) if cpu else pass_bytes + free
+        passes = -(-tile // max(1, chunk_bytes // sample_bytes))
         chunk = -(-tile // passes)
-        cost = samples * survey.work * (1 + survey.outputs) * (3 if survey.others else 1)
-        return Plan("gradients", cost, tile, chunk, room, cores, tuple(formed), tuple(factored))
+        cost = computed * profile.multiplications * (1 + profile.outputs) * (3 if profile.generic_names else 1)
+        return Strategy("gradients", cost, tile, chunk, workspace, threads, tuple(materialized), tuple(factored))
 
-    def _by_products(self) -> Plan:
-        """Push pairs of a sample and an output forward together, as many as fit, over as many samples as fit."""
-        survey, half = self.survey, self.memory // 2
-        size = 3 * survey.itemsize * sum(block.size for block in survey.blocks)
-        pairs = int(min(self.m * survey.outputs, half // (size + 2 * survey.graph)))
-        tile = int(min(self.n, half // (max(1, pairs) * 3 * survey.graph))) if pairs else 0
+    def _products(self) -> Strategy:
+        """Push as many pairs of a sample and an output forward together, over as many samples, as fit."""
+        profile, half = self.profile, self.memory // 2
+        size = 3 * profile.itemsize * sum(info.size for info in profile.parameters)
+        pairs = int(min(self.m * profile.outputs, half // (size + 2 * profile.graph_bytes)))
+        tile = int(min(self.n, half // (max(1, pairs) * 3 * profile.graph_bytes))) if pairs else 0
         if pairs > 1 and not tile:
-            pairs, tile = 1, int(min(self.n, half // (3 * survey.graph)))
-        return Plan("products", 3 * self.m * survey.outputs * (1 + self.n) * survey.work, tile, pairs)
+            pairs, tile = 1, int(min(self.n, half // (3 * profile.graph_bytes)))
+        cost = 3 * self.m * profile.outputs * (1 + self.n) * profile.multiplications
+        return Strategy("products", cost, tile, pairs)
 
-    def _formed_cost(self, block: Block) -> float:
-        k, products = self.survey.outputs, self.n * self.m * self.survey.outputs
-        return k * (self.n + self.m) * block.work + products * (k if self.outputs == "full" else 1) * block.size
+    def _materialized_cost(self, info: ParameterInfo) -> float:
+        k, products = self.profile.outputs, self.n * self.m * self.profile.outputs
+        return (
+            k * (self.n + self.m) * info.multiplications + products * (k if self.outputs == "full" else 1) * info.size
+        )
 
-    def _factored_cost(self, block: Block) -> float:
-        if not block.positions:
+    def _factored_cost(self, info: ParameterInfo) -> float:
+        if not info.positions:
             return math.inf
-        r, fold = (self.survey.outputs, 1) if self.outputs == "full" else (1, self.survey.outputs)
-        pair = block.inputs + r * r * (fold * block.outputs + ELEMENTWISE)
-        return self.n * self.m * block.positions**2 * pair
+        r, fold = (self.profile.outputs, 1) if self.outputs == "full" else (1, self.profile.outputs)
+        pair = info.inputs + r * r * (fold * info.outputs + ELEMENTWISE_COST)
+        return self.n * self.m * info.positions**2 * pair
 
-    def _shorter_factored(self, block: Block) -> bool:
-        k = self.survey.outputs
-        return 0 < block.positions * (block.inputs + k * block.outputs) < k * block.size
+    def _factors_are_smaller(self, info: ParameterInfo) -> bool:
+        k = self.profile.outputs
+        return 0 < info.positions * (info.inputs + k * info.outputs) < k * info.size

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.errors import InputError
-from metabridge.kernels.layer_calls import patches
+from metabridge.kernels.layer_calls import input_patches
 from metabridge.models.architecture import ActiveOperators, EdgeOperator
 from metabridge.models.cells import Cells, mask
 from metabridge.models.network import Network
@@ -330,7 +330,7 @@ def _convolved(layer: nn.Conv2d) -> Layer[_Sent]:
             apart = (2, 2), (2, 2), (1, 1)  # the gradient's entries, by two pixels
             return _pushed(a, g.transpose(0, 1), apart, a.shape[1])
         if groups == 1 and x.is_cuda:
-            return slope.flatten(2) @ patches(layer, x)[:, 0].mT
+            return slope.flatten(2) @ input_patches(layer, x)[:, 0].mT
         each = weight.new_empty(len(x) * len(weight), *weight.shape[1:])  # the groups of all samples in one convolution
         return _pulled(g, a, each, form, len(x) * groups, (False, True, False))[1]
 
