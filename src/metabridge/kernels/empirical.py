@@ -482,12 +482,12 @@ def _check_network(net: nn.Module, params: Params) -> None:
                 "gradients. Use evaluation mode with statistics='running', estimated, or with_group_norm(net, "
                 "groups=16)."
             )
-        if isinstance(layer, Drop | nn.modules.dropout._DropoutNd) and layer.training and _drop_rate(layer):
+        if isinstance(layer, Drop | nn.modules.dropout._DropoutNd) and layer.training and _has_drop_rate(layer):
             raise InputError(f"{name!r} drops values at random in training mode. Use net.eval().")
 
 
-def _drop_rate(layer: Drop | nn.modules.dropout._DropoutNd) -> float:
-    return layer.rate if isinstance(layer, Drop) else layer.p
+def _has_drop_rate(layer: Drop | nn.modules.dropout._DropoutNd) -> bool:
+    return bool(layer.rate if isinstance(layer, Drop) else layer.p)
 
 
 def _check_shapes(params: Params, x: Tensor, z: Tensor | None) -> None:
