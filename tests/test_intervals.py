@@ -7,8 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from metabridge.experiments.power_law import mean
-from metabridge.intervals import half_width, percentile_tail, t_quantile
+from metabridge.intervals import half_width, mean_interval, percentile_tail, t_quantile
 
 
 @pytest.mark.parametrize("degrees", [1, 4, 9, 599])
@@ -22,7 +21,7 @@ def test_one_value_has_no_interval():
 
 def test_means_over_runs_have_the_same_interval():
     values = [1.0, 2.0, 4.0]
-    assert mean(values)[1] == half_width(torch.tensor(values))
+    assert mean_interval(values)[1] == half_width(torch.tensor(values))
 
 
 @pytest.mark.parametrize("samples", [10, 20, 50])

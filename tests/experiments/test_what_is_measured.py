@@ -17,7 +17,7 @@ from metabridge.experiments import (
     nas_trainings,
     training_records,
 )
-from metabridge.experiments.landscape_trainings import Asked, Training, trained
+from metabridge.experiments.landscape_trainings import NetTraining, PlannedTraining, train_all
 from metabridge.experiments.nas_ranks import Judged, correlation, judge
 from metabridge.experiments.nas_trainings import DEEP, METANTK, Finding
 from metabridge.nas import random_architecture
@@ -183,13 +183,12 @@ def test_trainings_have_the_seed_of_the_options(monkeypatch, tmp_path):
     assert seeds == {"glyphs-mtl-quick-3": 3, "glyphs-maml-5-quick-3": 3}
 
 
-def test_a_training_of_a_landscape_is_done_as_its_plan_says(glyphs, tmp_path):
-    how = Training("maml", 0.02, 2, tasks=3, judged=2, filters=4, steps=2, inner_lr=0.3, seed=5)
-    asked = Asked("part", how, glyphs.tasks("train", queries=2), {}, {})
-    trained(ExperimentOptions("quick", out=tmp_path, progress=False), "table", glyphs, [asked])
+def test_a_planned_training_is_run_with_its_settings(glyphs, tmp_path):
+    training = NetTraining("maml", 0.02, 2, batch_size=3, test_tasks=2, filters=4, steps=2, inner_lr=0.3, seed=5)
+    planned = PlannedTraining("part", training, glyphs.tasks("train", queries=2), {}, {})
+    train_all(ExperimentOptions("quick", out=tmp_path, progress=False), "table", glyphs, [planned])
     (folder,) = (tmp_path / "runs").iterdir()
     settings = RunFolder(folder).settings()
-    told = [settings["training"][key] for key in ("iterations", "tasks", "lr", "seed")]
-    assert told == [2, 3, 0.02, 5]
+    assert [settings["training"][key] for key in ("iterations", "tasks", "lr", "seed")] == [2, 3, 0.02, 5]
     assert (settings["method"]["inner"]["steps"], settings["method"]["inner"]["lr"]) == (2, 0.3)
     assert (settings["model"]["filters"], settings["model"]["seed"]) == (4, 5)

@@ -6,21 +6,23 @@ four times as wide have half the error. The bound of 0.7 leaves room for the noi
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 
-from metabridge import Episodes, method, parameters
-from metabridge.experiments.meta_ntk_descent import meta_ntk, squared
+from metabridge import Engine, Episodes, method, parameters
 from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, mtl_kernel, split_kernel
+from metabridge.kernels.finite_width import empirical_meta_ntk, gradient_descent, squared_loss
+from metabridge.learners.adapt import predict
 from metabridge.models import wide
 
 KERNEL = fully_connected_kernel(depth=3)
 WIDTHS = (32, 128, 512)
 NETS = 6
 TIME, STEPS = 0.1, 10  # steps so small that the inner loop follows gradient flow
-INNER = {"steps": STEPS, "lr": TIME / STEPS, "loss": squared}
+INNER = {"steps": STEPS, "lr": TIME / STEPS, "loss": squared_loss}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def test_split_kernel_of_a_finite_net_approaches_the_metantk_by_second_order_gra
 
     def compare(net):
         composed = split_kernel(EmpiricalKernel(net), episodes.query_x, episodes.support_x, adapts="all", time=TIME)
-        return meta_ntk(maml, net, parameters(maml, net), episodes), composed
+        return empirical_meta_ntk(maml, net, parameters(maml, net), episodes), composed
 
     means = mean_errors(compare)
     assert fall_with_width(means)
@@ -59,7 +61,7 @@ def test_split_kernel_of_a_finite_net_approaches_the_metantk_by_second_order_gra
 
 
 def test_mtl_kernel_is_the_limit_of_gradients_in_the_body_and_one_head_per_task(episodes):
-    mtl, x = method("mtl", loss=squared), episodes.without_split().support_x
+    mtl, x = method("mtl", loss=squared_loss), episodes.without_split().support_x
     for heads in ("shared", "independent"):
 
         def compare(net, heads=heads):
@@ -67,7 +69,7 @@ def test_mtl_kernel_is_the_limit_of_gradients_in_the_body_and_one_head_per_task(
             generator = torch.Generator().manual_seed(net.recipe["seed"])
             random_heads = torch.randn(params["heads.weight"].shape, dtype=torch.float64, generator=generator)
             params["heads.weight"].data.copy_(random_heads if heads == "independent" else random_heads[:1])
-            return meta_ntk(mtl, net, params, episodes), mtl_kernel(KERNEL, x, heads)
+            return empirical_meta_ntk(mtl, net, params, episodes), mtl_kernel(KERNEL, x, heads)
 
         means = mean_errors(compare)
         assert fall_with_width(means)
@@ -75,7 +77,7 @@ def test_mtl_kernel_is_the_limit_of_gradients_in_the_body_and_one_head_per_task(
 
 
 def test_mtl_kernel_between_tasks_with_independent_heads_vanishes(episodes):
-    mtl, tasks, points = method("mtl", loss=squared), 3, 5
+    mtl, tasks, points = method("mtl", loss=squared_loss), 3, 5
     same_task = torch.block_diag(*torch.ones(tasks, points, points, dtype=torch.float64))
     limit = (1 - same_task) * mtl_kernel(KERNEL, episodes.without_split().support_x)
 
@@ -83,7 +85,7 @@ def test_mtl_kernel_between_tasks_with_independent_heads_vanishes(episodes):
         params = parameters(mtl, net, classes=tasks)
         generator = torch.Generator().manual_seed(net.recipe["seed"])
         params["heads.weight"].data.normal_(generator=generator)
-        between = (1 - same_task) * meta_ntk(mtl, net, params, episodes)
+        between = (1 - same_task) * empirical_meta_ntk(mtl, net, params, episodes)
         return limit + between, limit  # the error is the kernel between tasks, relative to its value with shared heads
 
     means = mean_errors(compare)
@@ -94,6 +96,22 @@ def test_mtl_kernel_between_tasks_with_independent_heads_vanishes(episodes):
 def test_anil_kernel_is_the_limit_of_gradients_through_the_adaptation_of_the_head(episodes):
     anil = method("anil", **INNER, split=False)
     limit = anil_kernel(KERNEL, episodes.without_split().support_x, TIME)
-    means = mean_errors(lambda net: (meta_ntk(anil, net, parameters(anil, net), episodes), limit))
+    means = mean_errors(lambda net: (empirical_meta_ntk(anil, net, parameters(anil, net), episodes), limit))
     assert fall_with_width(means)
     assert means[-1] < 0.15
+
+
+def test_a_step_of_gradient_descent_moves_the_outputs_as_the_meta_ntk_predicts(episodes):
+    """To first order F(θ − ηJᵀ(F − Y)) = F − ηΦ̂(F − Y)."""
+    maml = method("maml", steps=3, lr=0.01, loss=squared_loss)
+    net, lr = wide(4, width=16, activation="tanh").double(), 1e-5
+    params = parameters(maml, net)
+    kernel, before = empirical_meta_ntk(maml, net, params, episodes), predict(maml, net, params, episodes)
+    start = {name: value.detach().clone() for name, value in params.items()}
+    (step,) = gradient_descent(Engine(maml, net), params, episodes, lr, 1)
+    residual = (before - episodes.query_y).flatten()
+    change = (predict(maml, net, params, episodes) - before).flatten()
+    assert torch.allclose(change, -lr * kernel @ residual, rtol=1e-3, atol=1e-8)
+    assert step.loss == pytest.approx(float(residual.square().sum() / 2))
+    length = math.sqrt(sum(float((params[name].detach() - old).square().sum()) for name, old in start.items()))
+    assert step.length == pytest.approx(length)

@@ -1,67 +1,68 @@
-"""D's figure 2: how the shared representation is learned, by the squared singular values of B*ᵀB over training.
+"""Yüksel et al. 2023, figure 2: the shared representation is learned; squared singular values of B*ᵀB during training.
 
-Theorem 1 says where they go with infinitely many tasks: to the eigenvalues of Λ*. With infinitely many points in
-every task they go to 1/α. The paper draws its figure and prints no numbers; these limits stand in their place.
+With infinitely many tasks they converge to the eigenvalues of Λ* (theorem 1), with infinitely many points per task to
+1/α. The paper has a figure and no numbers; the rows compare with these limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
-from metabridge.experiments.linear_anil import Setting
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
+from metabridge.experiments.anil_trainings import (
+    METHODS,
+    SETTINGS,
+    LinearRecord,
+    curve_panels,
+    draw_curves,
+    mean_row,
+    train_methods,
+)
+from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
+from metabridge.report.results import Row
 
-ID = "anil-fig2"
-KINDS = {"smallest": "least", "largest": "largest"}  # of the squared singular values
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-# How near to the limit counts as agreeing. Theorem 1 holds for infinitely many tasks; for 5000 the paper says that
-# both learners come close to it.
-NEAR = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "fo-maml": 0.1}
-
-
-def run(work: Work) -> Outcome:
-    """Train every method, or read its record."""
-    setting = SETTINGS[work.scale]
-    records = trained(work, setting)
-    return Outcome(Result.of(work, ID, tuple(rows(records, setting, work.scale)), records), records, setting)
+# The relative difference from the limit that counts as agreement. Theorem 1 is for infinitely many tasks; for 5000 the
+# paper says that both learners come close to it.
+TOLERANCE = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "fo-maml": 0.1}
+QUANTITIES = {"smallest": "least", "largest": "largest"}  # of the squared singular values
 
 
-def rows(records: Mapping[str, Record], setting: Setting, scale: str) -> list[Row]:
-    """Give the extreme squared singular values at the end of training, beside those of the limit."""
-    made = []
+def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
+    """Train all methods."""
+    return train_methods(options, SETTINGS[options.scale])
+
+
+def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
+    """Compare the extreme squared singular values at the end of training with the limit."""
+    config = SETTINGS[options.scale]
     for name, record in records.items():
-        limits = setting.limit(setting.unlimited if name == "infinite-samples" else setting.rates)
-        for (quantity, told), wanted in zip(KINDS.items(), limits):
-            values = record.final(quantity)
-            near, ours = NEAR.get(name), sum(values) / len(values)
-            made.append(
-                row(
-                    f"{METHODS[name]}, {told}",
-                    "squared singular value of B*ᵀB",
-                    values,
-                    published=None if near is None else wanted,
-                    agrees=abs(ours - wanted) <= near * wanted if near is not None and scale == "paper" else None,
-                    note="no limit is known" if near is None else f"beside the limit; agrees within {near:.0%}",
-                )
-            )
-    return made
+        limits = config.limit(config.infinite_sample_rates if name == "infinite-samples" else config.rates)
+        tolerance = TOLERANCE.get(name)
+        for (quantity, label), limit in zip(QUANTITIES.items(), limits):
+            row = mean_row(f"{METHODS[name]}, {label}", "squared singular value of B*ᵀB", record.final(quantity))
+            if tolerance is None:
+                yield replace(row, note="no limit is known")
+                continue
+            agrees = abs(row.ours - limit) <= tolerance * limit if options.scale == "paper" else None
+            note = f"published: the limit; agrees within {tolerance:.0%}"
+            yield replace(row, published=limit, agrees=agrees, note=note)
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw the least and the largest squared singular value over training."""
-    from metabridge.report import figures
-
-    setting = outcome.setting
-    with figures.LIGHT.context():
-        picture, panels = pictured(outcome, f"Learning the shared representation B* of {setting.tasks} tasks", 2)
-        for axes, (quantity, told), wanted in zip(panels, KINDS.items(), setting.limit(setting.rates)):
-            draw(axes, outcome.records, quantity)
-            axes.axhline(wanted, color="grey", linestyle=":", label="theorem 1's limit Λ*, infinite tasks")
-            axes.set(ylabel=f"{told} squared singular value of $B_*^T B$", ylim=(0, None))
-        picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figures.save(picture, file)
+def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
+    """Draw the least and the largest squared singular value during training."""
+    config = SETTINGS[outcome.result.scale]
+    title = f"Learning the shared representation B* of {config.tasks} tasks"
+    figure, panels = curve_panels(title, 2, config, outcome.data)
+    for axes, (quantity, label), limit in zip(panels, QUANTITIES.items(), config.limit(config.rates)):
+        draw_curves(axes, outcome.data, quantity)
+        axes.axhline(limit, color="grey", linestyle=":", label="theorem 1's limit Λ*, infinite tasks")
+        axes.set(ylabel=f"{label} squared singular value of $B_*^T B$", ylim=(0, None))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
 
 
-EXPERIMENT = UnportedExperiment("anil-fig2", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("anil-fig2", measure, rows, figure)

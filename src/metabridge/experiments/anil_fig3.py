@@ -1,58 +1,66 @@
-"""D's figure 3: how what is not shared is unlearned, by the squared singular values of B*⊥ᵀB over training.
+"""Yüksel et al. 2023, figure 3: what is not shared is unlearned; squared singular values of B*⊥ᵀB during training.
 
-With infinitely many tasks of finitely many points they fall to zero, no slower than in proportion to 1/t (D app. H).
-With infinitely many points nothing is unlearned, and Burer–Monteiro's even grow. The paper prints no numbers.
+With infinitely many tasks of finitely many points they fall to zero, at least in proportion to 1/t (app. H). With
+infinitely many points per task nothing is unlearned, and Burer–Monteiro's even grow. The paper prints no numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
-from metabridge.experiments.linear_anil import Setting
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
+from metabridge.experiments.anil_trainings import (
+    METHODS,
+    SETTINGS,
+    LinearRecord,
+    curve_panels,
+    draw_curves,
+    mean_row,
+    train_methods,
+)
+from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
+from metabridge.report.results import Row
 from metabridge.theory.anil import unlearning_bound
+from metabridge.training.linear_anil import LinearAnilConfig
 
-ID = "anil-fig3"
-KINDS = {"orthogonal_mean": "mean", "orthogonal_largest": "largest"}  # of the squared singular values
-METRIC = "squared singular value of B*⊥ᵀB"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-def run(work: Work) -> Outcome:
-    """Train every method, or read its record."""
-    setting = SETTINGS[work.scale]
-    records = trained(work, setting)
-    return Outcome(Result.of(work, ID, tuple(rows(records, setting, work.scale)), records), records, setting)
+QUANTITIES = {"orthogonal_mean": "mean", "orthogonal_largest": "largest"}  # of the squared singular values
 
 
-def bound(setting: Setting, steps: list[int]) -> list[float]:
-    """Return the bound on the largest squared singular value, from the start I/4α on."""
-    total = sum(setting.variances) + setting.noise
-    values: list[float] = unlearning_bound(0.25 / setting.alpha, torch.tensor(steps), total, setting.rates).tolist()
+def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
+    """Train all methods."""
+    return train_methods(options, SETTINGS[options.scale])
+
+
+def bound(config: LinearAnilConfig, steps: list[int]) -> list[float]:
+    """Return the bound on the largest squared singular value, from the initialization I/4α."""
+    total = sum(config.variances) + config.noise
+    values: list[float] = unlearning_bound(0.25 / config.alpha, torch.tensor(steps), total, config.rates).tolist()
     return values
 
 
-def rows(records: Mapping[str, Record], setting: Setting, scale: str) -> list[Row]:
-    """Give the squared singular values at the end of training, and whether they do what the paper says."""
-    made = []
+def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
+    """Give the squared singular values at the end of training, and whether they behave as the paper says."""
+    config = SETTINGS[options.scale]
     for name, record in records.items():
-        for quantity, told in KINDS.items():
-            holds, note = claim(name, record, quantity, setting)
-            agrees = holds if scale == "paper" or name not in ("fo-anil", "fo-maml") else None
-            made.append(row(f"{METHODS[name]}, {told}", METRIC, record.final(quantity), agrees=agrees, note=note))
-    return made
+        for quantity, label in QUANTITIES.items():
+            holds, note = check_claim(name, record, quantity, config)
+            agrees = holds if options.scale == "paper" or name not in ("fo-anil", "fo-maml") else None
+            metric = "squared singular value of B*⊥ᵀB"
+            yield mean_row(f"{METHODS[name]}, {label}", metric, record.final(quantity), agrees=agrees, note=note)
 
 
-def claim(name: str, record: Record, quantity: str, setting: Setting) -> tuple[bool, str]:
-    """Return whether all runs do what the paper says of a method, and what that is."""
+def check_claim(name: str, record: LinearRecord, quantity: str, config: LinearAnilConfig) -> tuple[bool, str]:
+    """Return whether all runs of a method behave as the paper says, and what that is."""
     curves = record.curves.values[quantity]
     if name == "infinite-tasks":
-        limits = bound(setting, record.curves.steps)
-        below = all(value <= 1.000001 * most for curve in curves for value, most in zip(curve, limits))
-        return below, f"agrees if it never exceeds the bound of app. H, at the end {limits[-1]:.3g}"
+        bounds = bound(config, record.curves.steps)
+        below = all(value <= 1.000001 * limit for curve in curves for value, limit in zip(curve, bounds))
+        return below, f"agrees if it never exceeds the bound of app. H, at the end {bounds[-1]:.3g}"
     if name == "infinite-samples":
         return all(abs(curve[-1] / curve[0] - 1) <= 0.01 for curve in curves), "agrees if it stays constant within 1%"
     if name == "burer-monteiro":
@@ -60,22 +68,20 @@ def claim(name: str, record: Record, quantity: str, setting: Setting) -> tuple[b
     return all(curve[-1] < curve[0] for curve in curves), "agrees if it falls below its start"
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw the mean and the largest squared singular value over training."""
-    from metabridge.report import figures
-
-    setting = outcome.setting
-    with figures.LIGHT.context():
-        picture, panels = pictured(outcome, f"Unlearning what {setting.tasks} tasks do not share", 2, sharey=True)
-        share = list(range(101))
-        limits = bound(setting, [setting.steps * percent // 100 for percent in share])
-        for axes, (quantity, told) in zip(panels, KINDS.items()):
-            draw(axes, outcome.records, quantity)
-            axes.plot(share, limits, ":", color="grey", label="bound of app. H, infinite tasks")
-            axes.set(ylabel=f"{told} squared singular value of $B_{{*\\perp}}^T B$")
-        panels[0].set_ylim(bottom=0)
-        picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figures.save(picture, file)
+def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
+    """Draw the mean and the largest squared singular value during training."""
+    config = SETTINGS[outcome.result.scale]
+    title = f"Unlearning what {config.tasks} tasks do not share"
+    figure, panels = curve_panels(title, 2, config, outcome.data, sharey=True)
+    percent = list(range(101))
+    bounds = bound(config, [config.steps * share // 100 for share in percent])
+    for axes, (quantity, label) in zip(panels, QUANTITIES.items()):
+        draw_curves(axes, outcome.data, quantity)
+        axes.plot(percent, bounds, ":", color="grey", label="bound of app. H, infinite tasks")
+        axes.set(ylabel=f"{label} squared singular value of $B_{{*\\perp}}^T B$")
+    panels[0].set_ylim(bottom=0)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
 
 
-EXPERIMENT = UnportedExperiment("anil-fig3", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("anil-fig3", measure, rows, figure)

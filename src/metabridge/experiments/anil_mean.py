@@ -1,23 +1,34 @@
-"""D's appendix A and I: tasks whose mean is not zero, μ* = (1, …, 1), beyond what theorem 1 assumes.
+"""Yüksel et al. 2023, appendices A and I: tasks with a nonzero mean, μ* = (1, …, 1), which theorem 1 does not cover.
 
-The initial function Bw must then find the mean task B*μ* instead of zero. Both first-order learners are said to
-succeed. With infinitely many tasks the limit is the same as without a mean: at Bw = B*μ* the recursion sees the tasks'
-deviations from their mean alone, so B*ᵀBBᵀB* goes to Λ* of their covariance.
+The initial function Bw must then find the mean task B*μ* instead of zero. Both first-order learners do in the paper.
+With infinitely many tasks the limit is the same as for a zero mean: at Bw = B*μ* the recursion depends only on the
+deviations of the tasks from their mean, so B*ᵀBBᵀB* converges to Λ* of their covariance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from metabridge.experiments.anil_trainings import METHODS, SETTINGS, Outcome, Record, draw, pictured, row, trained
-from metabridge.experiments.linear_anil import Setting
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
+from metabridge.experiments import anil_trainings
+from metabridge.experiments.anil_trainings import (
+    METHODS,
+    LinearRecord,
+    curve_panels,
+    draw_curves,
+    mean_row,
+    train_methods,
+)
+from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
+from metabridge.report.results import Row
+from metabridge.training.linear_anil import LinearAnilConfig
 
-ID = "anil-mean"
-LEARNERS = ("fo-anil", "fo-maml", "infinite-tasks")
-SHRINKS = "ridge regression shrinks towards zero, not towards the mean task"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TOLERANCE = {"fo-anil": 0.15, "fo-maml": 0.15, "infinite-tasks": 0.01}  # relative, from the limit; also the methods
+REMAINING_DISTANCE = 0.05  # of the squared distance from the mean task at the start
 QUANTITIES = {
     "start": "squared distance from the mean task, $\\|Bw - B_*\\mu_*\\|^2$",
     "smallest": "least squared singular value of $B_*^T B$",
@@ -25,63 +36,56 @@ QUANTITIES = {
 }
 
 
-def run(work: Work) -> Outcome:
-    """Train both learners and the limit of infinitely many tasks, or read their records."""
-    plain = SETTINGS[work.scale]
-    setting = replace(plain, mean=(1.0,) * len(plain.variances))
-    records = trained(work, setting, LEARNERS)
-    return Outcome(Result.of(work, ID, tuple(rows(records, setting, work.scale)), records), records, setting)
+def settings(scale: str) -> LinearAnilConfig:
+    """Return how the networks are trained."""
+    config = anil_trainings.SETTINGS[scale]
+    return replace(config, mean=(1.0,) * len(config.variances))
 
 
-def rows(records: Mapping[str, Record], setting: Setting, scale: str) -> list[Row]:
-    """Give the distance from the mean, the least singular value beside the limit, and the risks."""
-    made = []
-    wanted = setting.limit(setting.rates)[0]
+def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
+    """Train both learners and the limit of infinitely many tasks."""
+    return train_methods(options, settings(options.scale), tuple(TOLERANCE))
+
+
+def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
+    """Give the distance from the mean task, compare the least singular value with the limit, and give the risks."""
+    config, paper = settings(options.scale), options.scale == "paper"
+    limit = config.limit(config.rates)[0]
     for name, record in records.items():
-        near, label = 0.01 if name == "infinite-tasks" else 0.15, METHODS[name]
-        first = [values[0] for values in record.curves.values["start"]]
-        left = [last / start for last, start in zip(record.final("start"), first)]
-        least = record.final("smallest")
-        made += [
-            row(
-                f"{label}, distance from the mean task",
-                "‖Bw − B*μ*‖² over that at the start",
-                left,
-                agrees=max(left) < 0.05 if scale == "paper" else None,
-                note="agrees below 5% in every run",
-            ),
-            row(
-                f"{label}, least",
-                "squared singular value of B*ᵀB",
-                least,
-                published=wanted,
-                agrees=abs(sum(least) / len(least) - wanted) <= near * wanted if scale == "paper" else None,
-                note=f"beside the limit; agrees within {near:.0%}",
-            ),
-            *(
-                row(f"{label}, {key}", "excess risk", values, note=SHRINKS if key.startswith("ridge") else "")
-                for key, values in record.risks.items()
-            ),
-        ]
-    return made
-
-
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw what is learned and what is unlearned over training."""
-    from metabridge.report import figures
-
-    setting = outcome.setting
-    with figures.LIGHT.context():
-        picture, panels = pictured(outcome, f"{setting.tasks} tasks whose mean is not zero", 3)
-        for axes, (quantity, told) in zip(panels, QUANTITIES.items()):
-            draw(axes, outcome.records, quantity)
-            axes.set(ylabel=told)
-        panels[0].set(yscale="log")
-        panels[1].axhline(
-            setting.limit(setting.rates)[0], color="grey", linestyle=":", label="the limit Λ*, infinite tasks"
+        label, tolerance = METHODS[name], TOLERANCE[name]
+        starts = [curve[0] for curve in record.curves.values["start"]]
+        remaining = [end / start for end, start in zip(record.final("start"), starts)]
+        yield mean_row(
+            f"{label}, distance from the mean task",
+            "‖Bw − B*μ*‖² over that at the start",
+            remaining,
+            agrees=max(remaining) < REMAINING_DISTANCE if paper else None,
+            note=f"agrees below {REMAINING_DISTANCE:.0%} in every run",
         )
-        picture.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figures.save(picture, file)
+        least = mean_row(f"{label}, least", "squared singular value of B*ᵀB", record.final("smallest"))
+        agrees = abs(least.ours - limit) <= tolerance * limit if paper else None
+        yield replace(
+            least, published=limit, agrees=agrees, note=f"published: the limit; agrees within {tolerance:.0%}"
+        )
+        for estimator, risks in record.risks.items():
+            note = "ridge regression shrinks towards zero, not towards the mean task"
+            yield mean_row(
+                f"{label}, {estimator}", "excess risk", risks, note=note if estimator.startswith("ridge") else ""
+            )
 
 
-EXPERIMENT = UnportedExperiment("anil-mean", run, figure, resumable=True)
+def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
+    """Draw what is learned and what is unlearned during training."""
+    config = settings(outcome.result.scale)
+    figure, panels = curve_panels(f"{config.tasks} tasks whose mean is not zero", 3, config, outcome.data)
+    for axes, (quantity, label) in zip(panels, QUANTITIES.items()):
+        draw_curves(axes, outcome.data, quantity)
+        axes.set(ylabel=label)
+    panels[0].set(yscale="log")
+    limit = config.limit(config.rates)[0]
+    panels[1].axhline(limit, color="grey", linestyle=":", label="the limit Λ*, infinite tasks")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+EXPERIMENT = TrainingExperiment("anil-mean", measure, rows, figure)

@@ -1,7 +1,6 @@
-"""Trainings of linear nets on tasks with a shared representation, of which D's figures and table are made.
+"""Trainings of linear networks on tasks with a shared representation (Yüksel et al. 2023, figures 2 and 3, table 1).
 
-All runs of a method are trained side by side and leave one record of what they measured. An experiment asked for
-again reads the records that are there, goes on with trainings that were stopped, and begins those that are missing.
+All runs of a method are trained side by side and leave one record, which the experiments share.
 """
 
 from __future__ import annotations
@@ -16,14 +15,21 @@ import torch
 from torch import Tensor
 
 from metabridge.environments.shared_representation import SharedRepresentation
-from metabridge.experiments.linear_anil import Curves, Setting, Trained, descend, factorise
-from metabridge.experiments.power_law import mean
-from metabridge.experiments.record_files import keep, plain, run_folder, stored
-from metabridge.experiments.result import Environment, Result, Row, Work, environment
+from metabridge.experiments.experiment import ExperimentOptions
+from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.files import FolderLock
+from metabridge.intervals import mean_interval
+from metabridge.report.results import Machine, Row
 from metabridge.theory.adaptation import one_step_risk, ridge_risks
 from metabridge.theory.anil import TaskMoments
 from metabridge.training.checkpoint import RunFolder
+from metabridge.training.linear_anil import (
+    LinearAnilConfig,
+    RepresentationCurves,
+    TrainedLinearNets,
+    train_burer_monteiro,
+    train_first_order,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,122 +42,135 @@ METHODS = {
     "infinite-samples": "FO-ANIL, infinite samples",
     "burer-monteiro": "Burer–Monteiro",
 }
-SETTINGS = {"quick": Setting(runs=2, tasks=500, steps=2000, iterations=60, designs=200), "paper": Setting()}
-PENALTIES = torch.logspace(-1, 4, 51, dtype=torch.float64)  # of ridge regression at test
+SETTINGS = {
+    "quick": LinearAnilConfig(runs=2, tasks=500, steps=2000, iterations=60, designs=200),
+    "paper": LinearAnilConfig(),
+}
+PENALTIES = torch.logspace(-1, 4, 51, dtype=torch.float64)  # of ridge regression at test time
 
 
 @dataclass(frozen=True)
-class Record:
-    """What the runs of one method measured; `plan` is all that it depends on.
+class LinearRecord(Record):
+    """The measurements of all runs of one method; `risks` has one number per run, by estimator and points of a task."""
 
-    `risks` are those on new tasks, a number for each run, by estimator and by points of a task.
-    """
-
-    name: str
-    plan: dict[str, Any]
-    environment: Environment
-    minutes: float
-    curves: Curves
+    curves: RepresentationCurves
     risks: dict[str, list[float]]
 
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> LinearRecord:
+        """Return the record with these fields, as JSON holds them."""
+        return cls(**{**stored, "curves": RepresentationCurves(**stored["curves"])})
+
     def final(self, quantity: str) -> list[float]:
-        """Return a quantity of every run at the end of training."""
+        """Return a quantity of each run at the end of training."""
         return [values[-1] for values in self.curves.values[quantity]]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result, the records it was made of, and how their nets were trained."""
-
-    result: Result
-    records: dict[str, Record]
-    setting: Setting
-
-
-def trained(work: Work, setting: Setting, methods: Sequence[str] = tuple(METHODS)) -> dict[str, Record]:
-    """Return the record of every method that is trained to the end, after training those that are asked for."""
-    work.check_only(methods)
-    found = {name: _record(work, name, setting) for name in methods}
-    return {name: record for name, record in found.items() if record is not None}
+def train_methods(
+    options: ExperimentOptions, config: LinearAnilConfig, methods: Sequence[str] = tuple(METHODS)
+) -> dict[str, LinearRecord]:
+    """Train the methods that `only` selects, and return the records of all finished ones."""
+    options.check_only(methods)
+    records = {name: train_method(options, name, config) for name in methods}
+    return {name: record for name, record in records.items() if record is not None}
 
 
-def _record(work: Work, method: str, setting: Setting) -> Record | None:
-    plan = plain({"method": method, "seed": work.seed, **asdict(setting)})
-    name = f"anil{'' if setting.mean is None else '-mean'}-{method}-{work.scale}-{work.seed}"
-    record = stored(work, name, plan, lambda held: Record(**{**held, "curves": Curves(**held["curves"])}))
-    if record is not None or (work.only and method not in work.only):
+def train_method(options: ExperimentOptions, method: str, config: LinearAnilConfig) -> LinearRecord | None:
+    """Return the stored record of a method, or train it; None if `only` excludes it or the time runs out."""
+    plan = as_json({"method": method, "seed": options.seed, **asdict(config)})
+    name = f"anil{'' if config.mean is None else '-mean'}-{method}-{options.scale}-{options.seed}"
+    record = LinearRecord.load(options, name, plan)
+    if record is not None or not options.includes(method):
         return record
-    worlds = setting.worlds(work.seed)
-    until = math.inf if work.minutes is None else time.perf_counter() + 60 * work.minutes
-    with FolderLock(run_folder(work, name, plan)) as lock:
+    environments = config.environments(options.seed)
+    deadline = math.inf if options.minutes is None else time.perf_counter() + 60 * options.minutes
+    with FolderLock(run_folder(options, name, plan)) as lock:
         folder = RunFolder(lock.folder)
         if method == "burer-monteiro":
-            done = factorise(setting, worlds, work.device, folder, until)
+            nets = train_burer_monteiro(config, environments, options.device, folder, deadline)
         else:
-            done = descend(method, setting, worlds, work.device, folder, until)
-    if done is None:
+            nets = train_first_order(method, config, environments, options.device, folder, deadline)
+    if nets is None:
         return None
-    record = Record(name, plan, environment(work.device), done.seconds / 60, done.curves, _risks(setting, worlds, done))
-    keep(work, name, record)
+    risks = new_task_risks(config, environments, nets)
+    record = LinearRecord(name, plan, Machine.current(options.device), nets.seconds / 60, nets.curves, risks)
+    record.save(options)
     return record
 
 
-def _risks(setting: Setting, worlds: list[SharedRepresentation], done: Trained) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for points in setting.m_test:
-        if done.w is not None:
-            tasks = (TaskMoments.from_environment(world) for world in worlds)
-            found[f"1-GD, {points} points"] = [
-                float(one_step_risk(B, w, own, setting.alpha, points)) for B, w, own in zip(done.B, done.w, tasks)
+def new_task_risks(
+    config: LinearAnilConfig, environments: list[SharedRepresentation], nets: TrainedLinearNets
+) -> dict[str, list[float]]:
+    """Return the risk of each run on new tasks, by estimator and points of a task."""
+    risks: dict[str, list[float]] = {}
+    for points in config.m_test:
+        if nets.w is not None:
+            moments = (TaskMoments.from_environment(environment) for environment in environments)
+            risks[f"1-GD, {points} points"] = [
+                float(one_step_risk(B, w, tasks, config.alpha, points)) for B, w, tasks in zip(nets.B, nets.w, moments)
             ]
-        found[f"ridge, {points} points"] = [ridge_risk(setting, world, B, points) for world, B in zip(worlds, done.B)]
-    return found
+        risks[f"ridge, {points} points"] = [
+            ridge_risk(config, environment, B, points) for environment, B in zip(environments, nets.B)
+        ]
+    return risks
 
 
-def ridge_risk(setting: Setting, world: SharedRepresentation, B: Tensor, points: int) -> float:
-    """Return the risk of ridge regression on a representation, its penalty chosen on other designs than judge it."""
-    generator = torch.Generator().manual_seed(world.seed)
-    shape = (setting.designs, points, setting.dimension)
-    choosing, judging = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    tasks = TaskMoments.from_environment(world)
-    penalty = PENALTIES[ridge_risks(B, tasks, choosing, PENALTIES).argmin()]
-    return float(ridge_risks(B, tasks, judging, penalty[None]))
+def ridge_risk(config: LinearAnilConfig, environment: SharedRepresentation, B: Tensor, points: int) -> float:
+    """Return the risk of ridge regression on a representation, with the penalty chosen on other designs."""
+    generator = torch.Generator().manual_seed(environment.seed)
+    shape = (config.designs, points, config.dimension)
+    validation, test = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    tasks = TaskMoments.from_environment(environment)
+    penalty = PENALTIES[ridge_risks(B, tasks, validation, PENALTIES).argmin()]
+    return float(ridge_risks(B, tasks, test, penalty[None]))
 
 
-def row(name: str, metric: str, values: Sequence[float], **beside: Any) -> Row:
-    """Return the row of a mean over runs, with its 95 % interval."""
-    middle, margin = mean(values)
-    return Row(name, metric, ours=middle, ci95=margin, **beside)
+def mean_row(
+    name: str,
+    metric: str,
+    values: Sequence[float],
+    *,
+    published: float | None = None,
+    agrees: bool | None = None,
+    note: str = "",
+) -> Row:
+    """Return the row of a mean over runs, with its 95 % interval if there are several."""
+    mean, margin = mean_interval(values)
+    ci95 = None if len(values) == 1 else margin
+    return Row(name, metric, published=published, ours=mean, ci95=ci95, agrees=agrees, note=note)
 
 
-def draw(axes: Axes, records: Mapping[str, Record], quantity: str) -> None:
-    """Draw a quantity over training: the mean over runs, and a band of one standard deviation to either side."""
+def curve_panels(
+    title: str, panels: int, config: LinearAnilConfig, records: Mapping[str, LinearRecord], **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels against the share of training."""
+    from metabridge.report import result_figures
+
+    title = f"{title}: means of {config.runs} runs ± one standard deviation"
+    figure, axes = result_figures.subplots(title, 1, panels, (1 + 4.6 * panels, 5), **options)
+    xlabel = f"training, % of {config.steps:,} steps".replace(",000", " 000")
+    if "burer-monteiro" in records:
+        xlabel += f"\n(Burer–Monteiro: of {config.iterations} iterations of L-BFGS)"
+    for panel in axes:
+        panel.set(xlabel=xlabel)
+    return figure, list(axes)
+
+
+def draw_curves(axes: Axes, records: Mapping[str, LinearRecord], quantity: str) -> None:
+    """Draw the mean of a quantity over runs during training, with a band of one standard deviation on either side."""
     from metabridge.report.figures import COLOURS
 
-    for name, record in records.items():
-        if quantity not in record.curves.values:
+    for (name, label), colour in zip(METHODS.items(), COLOURS):
+        if name not in records or quantity not in records[name].curves.values:
             continue
-        values = torch.tensor(record.curves.values[quantity], dtype=torch.float64)
-        middle, spread = values.mean(0), values.std(0)
-        steps = [100 * step / record.curves.steps[-1] for step in record.curves.steps]
-        place = list(METHODS).index(name)
-        # FO-MAML lies on FO-ANIL: dashes let both be seen
-        style, colour = "--" if name == "fo-maml" else "-", COLOURS[place]
-        axes.fill_between(steps, middle - spread, middle + spread, color=colour, alpha=0.2, linewidth=0)
-        axes.plot(steps, middle, style, color=colour, label=METHODS[name], linewidth=2.2 if place == 0 else 1.8)
-
-
-def pictured(outcome: Outcome, title: str, panels: int, **options: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels against the share of training, with a title that says what the bands are."""
-    from matplotlib.figure import Figure
-
-    setting = outcome.setting
-    share = f"training, % of {setting.steps:,} steps".replace(",000", " 000")
-    if "burer-monteiro" in outcome.records:
-        share += f"\n(Burer–Monteiro: of {setting.iterations} iterations of L-BFGS)"
-    picture = Figure(figsize=(1 + 4.6 * panels, 5), layout="constrained")
-    picture.suptitle(f"{title}: means of {setting.runs} runs ± one standard deviation")
-    axes = list(picture.subplots(1, panels, **options))
-    for own in axes:
-        own.set(xlabel=share)
-    return picture, axes
+        curves = records[name].curves
+        values = torch.tensor(curves.values[quantity], dtype=torch.float64)
+        mean, std = values.mean(0), values.std(0)
+        percent = [100 * step / curves.steps[-1] for step in curves.steps]
+        axes.fill_between(percent, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+        # FO-MAML coincides with FO-ANIL: dashes and a wider line show both
+        style: dict[str, Any] = {
+            "linestyle": "--" if name == "fo-maml" else "-",
+            "linewidth": 2.2 if name == "fo-anil" else 1.8,
+        }
+        axes.plot(percent, mean, color=colour, label=label, **style)

@@ -15,11 +15,11 @@ import torch
 
 from metabridge.experiments.bridge_gap import GAP_LABEL, draw_tasks, fit_anil_and_mtl, prediction_gap
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
-from metabridge.experiments.power_law import PowerLaw
 from metabridge.intervals import mean_interval
 from metabridge.kernels import EmpiricalKernel, fully_connected_kernel
 from metabridge.models import wide
 from metabridge.report.results import Row
+from metabridge.theory.power_law import PowerLaw
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

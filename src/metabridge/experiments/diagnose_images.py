@@ -1,308 +1,320 @@
-"""Does a diagnosis rank real tasks as C §5 does, and methods as trained nets do?
+"""Whether a diagnosis ranks real tasks like Collins et al. (2022, §5), and methods like trained networks.
 
-On characters, hard tasks of alphabets that are alike ("small r_H") must promise more of adaptation than hard tasks of
-many ("large r_H"): that is C's table 1. Each seed has a new untrained net, which also says which alphabets are hard.
-On glyphs small nets are trained in both settings, to see what MAML gains over NAL. Where the numbers of the experiments
-glyphs and kernel-fewshot lie in the folder, the predicted order of methods is set beside their accuracies.
+On characters, hard tasks from alphabets that are alike ("small r_H") must predict a larger gain of adaptation than hard
+tasks from many alphabets ("large r_H"), as in table 1 of the paper. Each seed has a new untrained network, which also
+determines which alphabets are hard. On glyphs, small networks are trained in both settings to measure the gain of MAML
+over NAL. If the results of the experiments glyphs and kernel-fewshot are in the folder, the predicted order of methods
+is compared with their accuracies.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from metabridge.datasets import load
 from metabridge.diagnosis import Diagnosis, diagnose, untrained
+from metabridge.diagnosis.estimates import Interval
 from metabridge.diagnosis.feature_space import Space
 from metabridge.diagnosis.moments import Features, rates
 from metabridge.environments import LabelledImages
 from metabridge.environments.image_tasks import ImageTasks
 from metabridge.environments.mixture import Mixture
 from metabridge.episodes import Episodes
-from metabridge.experiments.landscape_table1 import ALIKE, TARGETS, WAYS, alphabets
-from metabridge.experiments.landscape_trainings import Asked, Record, Training, trained
-from metabridge.experiments.method_orders import Order, draw_orders, predicted_orders
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
+from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
+from metabridge.experiments.landscape_table1 import ALIKE, QUERIES, WAYS, alphabets
+from metabridge.experiments.landscape_trainings import AccuracyRecord, NetTraining, PlannedTraining, train_all
+from metabridge.experiments.method_orders import MethodOrder, draw_orders, predicted_orders
+from metabridge.report.results import Result, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-ID = "diagnose-images"
-SETTINGS = ("small", "large")  # r_H
-HARD = 10  # alphabets with the lowest rates, as many as C has
+CLAIM = "Collins et al. 2022, §5: adaptation gains more where hard tasks are alike"
+HARD_ALPHABETS = 10  # with the lowest rates, as many as in the paper
+R_H = {"small": "hard tasks of 2 alphabets", "large": f"hard tasks of {HARD_ALPHABETS} alphabets"}
 LEARNERS = ("nal", "maml")
-LABELS = {"small": "hard tasks of 2 alphabets", "large": f"hard tasks of {HARD} alphabets"}
-CLAIM = "C §5: adaptation gains more where hard tasks are alike"
-
-
-Place = tuple[str, int, str]  # a data set, a seed, a setting
-Ends = tuple[float, ...]  # a value, and the lower and the upper end of its interval
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How many tasks a diagnosis has, how many rank an alphabet, over how many seeds, and how nets are trained."""
+class Settings:
+    """Numbers of tasks and seeds, and how networks are trained."""
 
-    tasks: int
-    ranking: int
+    tasks: int  # in a diagnosis
+    ranking: int  # tasks that rank an alphabet
     seeds: int
-    training: Training
+    training: NetTraining
 
 
-SCALES = {
-    "quick": Scale(128, 6, 1, Training("maml", 1e-3, iterations=40, tasks=4, judged=100, filters=16)),
-    "paper": Scale(256, 12, 3, Training("maml", 1e-3, iterations=300, tasks=4, judged=400, filters=32)),
+SETTINGS = {
+    "quick": Settings(128, 6, 1, NetTraining("maml", 1e-3, iterations=40, batch_size=4, test_tasks=100, filters=16)),
+    "paper": Settings(256, 12, 3, NetTraining("maml", 1e-3, iterations=300, batch_size=4, test_tasks=400, filters=32)),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One seed of one data set: the hard alphabets and the diagnosis of each setting."""
+    """One seed of one data set: the hard and easy alphabets, and the diagnoses for small and large r_H."""
 
     data: str
     seed: int
     hard: Mapping[str, Sequence[str]]
     easy: Sequence[str]
-    found: Mapping[str, Diagnosis]
+    diagnoses: Mapping[str, Diagnosis]
+
+
+Gains = Mapping[tuple[str, int, str], Interval]  # by data set, seed and r_H
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result, the diagnoses, what training gained in the cases that were trained, and the orders of methods."""
+class Measurements:
+    """The diagnoses and how long they took, the records of trainings, and the orders of methods."""
 
-    result: Result
     cases: tuple[Case, ...]
-    gains: Mapping[Place, Ends]
-    orders: tuple[Order, ...]
+    orders: tuple[MethodOrder, ...]
+    seconds: float
+    records: Mapping[tuple[int, str, str], AccuracyRecord]  # by seed, r_H and learner
+
+    @property
+    def gains(self) -> Gains:
+        """How far MAML is above NAL on hard test tasks, in percent, where both are trained."""
+        gains = {}
+        for seed, setting in dict.fromkeys((seed, setting) for seed, setting, _ in self.records):
+            records = [self.records.get((seed, setting, learner)) for learner in LEARNERS]
+            nal, maml = (record and record.scores["hard test"] for record in records)
+            if nal and maml:
+                gain, margin = 100 * (maml.mean - nal.mean), 100 * math.hypot(maml.ci95, nal.ci95)
+                gains["glyphs", seed, setting] = Interval(gain, gain - margin, gain + margin)
+        return gains
 
 
-def run(work: Work) -> Outcome:
-    """Diagnose both settings of every data set, train nets in those of glyphs, and compare orders of methods."""
-    work.check_only([f"{setting}-{learner}" for setting in SETTINGS for learner in LEARNERS])
-    scale, started = SCALES[work.scale], time.perf_counter()
-    characters = _characters(work)
-    seeds = range(work.seed, work.seed + scale.seeds)
-    cases = tuple(_case(name, images, scale, seed) for name, images in characters.items() for seed in seeds)
-    orders = tuple(predicted_orders(work.out, characters, tasks=scale.tasks // 2, seed=work.seed))
+def measure(options: ExperimentOptions) -> Measurements:
+    """Diagnose both settings of each data set, compare orders of methods, and train networks on glyphs."""
+    options.check_only([f"{setting}-{learner}" for setting in R_H for learner in LEARNERS])
+    settings, started = SETTINGS[options.scale], time.perf_counter()
+    datasets = {"glyphs": load("glyphs")}
+    if options.scale == "paper" and options.data is not None and (options.data / "omniglot").exists():
+        datasets["omniglot"] = load("omniglot", options.data / "omniglot")
+    datasets = {name: images.to(options.device) for name, images in datasets.items()}
+    seeds = range(options.seed, options.seed + settings.seeds)
+    cases = tuple(diagnose_case(name, images, settings, seed) for name, images in datasets.items() for seed in seeds)
+    orders = tuple(predicted_orders(options.out, datasets, tasks=settings.tasks // 2, seed=options.seed))
     seconds = time.perf_counter() - started
-    gains: dict[Place, Ends] = {}
+    records: dict[tuple[int, str, str], AccuracyRecord] = {}
     for case in cases:
         if case.data == "glyphs":
-            records = _records(work, scale, case, characters["glyphs"])
-            seconds += 60 * sum(record.minutes for record in records.values())
-            gains |= _gains(case, records)
-    rows = [row for name in characters for row in _data_rows(name, cases, gains)]
-    rows += [order.row() for order in orders]
-    if orders:
-        sides = [side for order in orders for side in order.sides]
-        share, note = 100 * sum(sides) / len(sides), f"{sum(sides)} of {len(sides)} pairs in {len(orders)} orders"
-        rows.append(Row("order of methods, all", "pairs right %", ours=share, note=note))
-    hard = {f"{case.data}, seed {case.seed}": dict(case.hard) for case in cases}
-    about = {**asdict(scale), "hard alphabets": hard}
-    result = Result(ID, work.scale, work.seed, about, environment(work.device), seconds, tuple(rows))
-    return Outcome(result, cases, gains, orders)
+            records |= train_case(options, settings, case, datasets["glyphs"])
+    return Measurements(cases, orders, seconds, records)
 
 
-def _case(name: str, images: LabelledImages, scale: Scale, seed: int) -> Case:
-    """Find the hard alphabets with a new net, and diagnose tasks with hard ones of ten, and of two that are alike."""
-    own = {alphabet: members for alphabet, members in alphabets(images).items() if len(members) >= WAYS}
-    features, slow = _ranked(images, own, scale.ranking, seed)
-    hardest = sorted(own, key=slow.__getitem__)[:HARD]
-    hard = {"small": list(ALIKE) if set(ALIKE) <= set(own) else hardest[:2], "large": hardest}
-    easy = [alphabet for alphabet in own if alphabet not in (*hard["small"], *hardest)]
-    found = {
+def diagnose_case(data: str, images: LabelledImages, settings: Settings, seed: int) -> Case:
+    """Rank the alphabets with a new network, and diagnose tasks with two hard alphabets and with ten."""
+    members = {name: classes for name, classes in alphabets(images).items() if len(classes) >= WAYS}
+    features, learning_rates = rank_alphabets(images, members, settings.ranking, seed)
+    hardest = sorted(members, key=learning_rates.__getitem__)[:HARD_ALPHABETS]
+    hard = {"small": list(ALIKE) if set(ALIKE) <= set(members) else hardest[:2], "large": hardest}
+    easy = [name for name in members if name not in (*hard["small"], *hardest)]
+    diagnoses = {
         setting: diagnose(
-            Mixture(_parts(images, hard[setting], easy), (0.5, 0.5)),
+            Mixture(hard_and_easy_tasks(images, hard[setting], easy), (0.5, 0.5)),
             features=features,
             groups="parts",
-            tasks=scale.tasks,
+            tasks=settings.tasks,
             seed=seed,
         )
-        for setting in SETTINGS
+        for setting in R_H
     }
-    return Case(name, seed, hard, easy, found)
+    return Case(data, seed, hard, easy, diagnoses)
 
 
-def _ranked(
-    images: LabelledImages, own: Mapping[str, torch.Tensor], tasks: int, seed: int
+def rank_alphabets(
+    images: LabelledImages, members: Mapping[str, torch.Tensor], tasks: int, seed: int
 ) -> tuple[Features, dict[str, float]]:
-    """Return a new net's features along the principal directions of all alphabets, and the mean rate in each."""
-    apart = replace(images, splits=dict(own))
+    """Return a new network's features along their principal directions, and the mean rate of each alphabet."""
+    by_alphabet = replace(images, splits=dict(members))
 
     def sample(name: str) -> Episodes:
-        drawn = apart.tasks(name, ways=WAYS, queries=TARGETS)
-        return drawn.sample(tasks, torch.Generator().manual_seed(seed))
+        environment = by_alphabet.tasks(name, ways=WAYS, queries=QUERIES)
+        return environment.sample(tasks, torch.Generator().manual_seed(seed))
 
-    space = Space.of([sample(name) for name in own], untrained(images, seed=seed), None)
-    slow = {name: float(rates(space.moments(sample(name))).log().mean().exp()) for name in own}
-    return lambda x: space.directions(space.features(x).double().cpu()), slow
+    space = Space.of([sample(name) for name in members], untrained(images, seed=seed), None)
+    mean_rates = {name: float(rates(space.moments(sample(name))).log().mean().exp()) for name in members}
+    return lambda x: space.directions(space.features(x).double().cpu()), mean_rates
 
 
-def _parts(images: LabelledImages, hard: Sequence[str], easy: Sequence[str]) -> tuple[ImageTasks, ImageTasks]:
-    """Return tasks within single alphabets of the hard ones, and tasks across the easy ones."""
-    own = alphabets(images)
-    kinds = {"hard": hard, "easy": easy}
-    parted = replace(images, splits={kind: torch.cat([own[name] for name in names]) for kind, names in kinds.items()})
+def hard_and_easy_tasks(
+    images: LabelledImages, hard: Sequence[str], easy: Sequence[str]
+) -> tuple[ImageTasks, ImageTasks]:
+    """Return tasks within single hard alphabets, and tasks across the easy ones."""
+    members = alphabets(images)
+    splits = {kind: torch.cat([members[name] for name in names]) for kind, names in (("hard", hard), ("easy", easy))}
+    split_images = replace(images, splits=splits)
     return (
-        parted.tasks("hard", ways=WAYS, queries=TARGETS, superclass="same"),
-        parted.tasks("easy", ways=WAYS, queries=TARGETS, superclass="different"),
+        split_images.tasks("hard", ways=WAYS, queries=QUERIES, superclass="same"),
+        split_images.tasks("easy", ways=WAYS, queries=QUERIES, superclass="different"),
     )
 
 
-def _records(work: Work, scale: Scale, case: Case, images: LabelledImages) -> dict[tuple[str, str], Record]:
-    """Train on every second alphabet of each setting, judge on the others, and return what is finished."""
-    asked = {}
-    for setting in SETTINGS:
-        train, test = (_parts(images, case.hard[setting][turn::2], case.easy[turn::2]) for turn in (0, 1))
-        about = {"hard": case.hard[setting], "easy": case.easy, "ways": WAYS, "shots": 1, "queries": TARGETS}
+def train_case(
+    options: ExperimentOptions, settings: Settings, case: Case, images: LabelledImages
+) -> dict[tuple[int, str, str], AccuracyRecord]:
+    """Train on every second alphabet of each setting and test on the others; return the finished records."""
+    planned = {}
+    for setting in R_H:
+        train, test = (hard_and_easy_tasks(images, case.hard[setting][i::2], case.easy[i::2]) for i in (0, 1))
+        test_tasks = {"hard test": test[0], "easy test": test[1]}
+        description = {"hard": case.hard[setting], "easy": case.easy, "ways": WAYS, "shots": 1, "queries": QUERIES}
         for learner in LEARNERS:
-            how = replace(scale.training, method=learner, seed=case.seed)
-            kinds = {"hard test": test[0], "easy test": test[1]}
-            tasks = Mixture(train, (0.5, 0.5))
-            asked[setting, learner] = Asked(f"{setting}-{learner}", how, tasks, kinds, about)
-    found = trained(work, ID, images, list(asked.values()))
-    return {key: record for key, record in zip(asked, found) if record is not None}
+            training = replace(settings.training, method=learner, seed=case.seed)
+            planned[case.seed, setting, learner] = PlannedTraining(
+                f"{setting}-{learner}", training, Mixture(train, (0.5, 0.5)), test_tasks, description
+            )
+    records = train_all(options, EXPERIMENT.id, images, list(planned.values()))
+    return {key: record for key, record in zip(planned, records) if record is not None}
 
 
-def _gains(case: Case, records: Mapping[tuple[str, str], Record]) -> dict[Place, Ends]:
-    """Return how far MAML is above NAL on hard test tasks, in percent, in the settings where both are trained."""
-    found: dict[Place, Ends] = {}
-    for setting in SETTINGS:
-        scores = [records[setting, name].scores["hard test"] for name in LEARNERS if (setting, name) in records]
-        if len(scores) == len(LEARNERS):
-            nal, maml = scores
-            value, margin = 100 * (maml.mean - nal.mean), 100 * math.hypot(maml.ci95, nal.ci95)
-            found[case.data, case.seed, setting] = value, value - margin, value + margin
-    return found
+def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
+    """Give the diagnoses, whether they rank small and large r_H like the paper, and the orders of methods."""
+    for name in dict.fromkeys(case.data for case in data.cases):
+        yield from dataset_rows(name, [case for case in data.cases if case.data == name], data.gains)
+    yield from (order.row() for order in data.orders)
+    if data.orders:
+        right = [pair for order in data.orders for pair in order.pairs_right]
+        note = f"{sum(right)} of {len(right)} pairs in {len(data.orders)} orders"
+        yield Row("order of methods, all", "pairs right %", ours=100 * sum(right) / len(right), note=note)
 
 
-def _data_rows(name: str, cases: Sequence[Case], gains: Mapping[Place, Ends]) -> list[Row]:
-    """Return what was found in both settings of a data set, and whether they rank as C says, and as nets do."""
-    own = [case for case in cases if case.data == name]
-    rows = [_found_row(case, setting) for case in own for setting in SETTINGS]
-    pairs = [(case.found["small"], case.found["large"]) for case in own]
-    overlap = sum(small.ratio.meets(large.ratio) for small, large in pairs)
+def dataset_rows(name: str, cases: Sequence[Case], gains: Gains) -> Iterator[Row]:
+    """Give the diagnoses of one data set, the gains of trained MAML, and whether both rank small above large r_H."""
+
+    def ranking(quantity: str, right: Sequence[bool], note: str = "") -> Row:
+        share, note = 100 * sum(right) / len(right), f"{sum(right)} of {len(right)} seeds{note}; {CLAIM}"
+        return Row(f"{name}, small r_H above large by {quantity}", "seeds %", ours=share, agrees=all(right), note=note)
+
+    for case in cases:
+        for setting in R_H:
+            diagnosis = case.diagnoses[setting]
+            percent = [100 * (end - 1) for end in (diagnosis.ratio.value, diagnosis.ratio.low, diagnosis.ratio.high)]
+            note = f"95 % interval {percent[1]:.3f} to {percent[2]:.3f}; R {diagnosis.distance:.3g}"
+            note += f", r_H {diagnosis.groups[0].dispersion:.3g}"
+            if diagnosis.limit is not None:
+                note += f", 1 + R²/r_H {diagnosis.limit:.3g}"
+            yield Row(f"{name}, {setting} r_H, seed {case.seed}", "predicted ratio − 1, %", ours=percent[0], note=note)
+    pairs = [(case.diagnoses["small"], case.diagnoses["large"]) for case in cases]
+    overlaps = sum(small.ratio.meets(large.ratio) for small, large in pairs)
     by_ratio = [small.ratio.value > large.ratio.value for small, large in pairs]
-    rows.append(_rank_row(name, "predicted ratio", by_ratio, f"; intervals overlap in {overlap}"))
-    rows.append(_rank_row(name, "1 + R²/r_H", [small.promises_more(large) for small, large in pairs], ""))
-    for setting in SETTINGS:
-        gained = [gains[name, case.seed, setting] for case in own if (name, case.seed, setting) in gains]
-        if gained:
-            value = sum(gain[0] for gain in gained) / len(gained)
-            ci95 = math.hypot(*(gain[2] - gain[0] for gain in gained)) / len(gained)
-            note = f"by seed {', '.join(f'{gain[0]:.1f}' for gain in gained)}; interval over tasks"
-            what = f"{name}, {setting} r_H, trained MAML above NAL on hard tasks"
-            rows.append(Row(what, "accuracy %", ours=value, ci95=ci95, note=note))
-    both = [[gains.get((name, case.seed, setting)) for setting in SETTINGS] for case in own]
-    right = [small[0] > large[0] for small, large in both if small and large]
+    yield ranking("predicted ratio", by_ratio, f"; intervals overlap in {overlaps}")
+    yield ranking("1 + R²/r_H", [small.promises_more(large) for small, large in pairs])
+    for setting in R_H:
+        of_setting = [gains[name, case.seed, setting] for case in cases if (name, case.seed, setting) in gains]
+        if of_setting:
+            mean = sum(gain.value for gain in of_setting) / len(of_setting)
+            ci95 = math.hypot(*(gain.high - gain.value for gain in of_setting)) / len(of_setting)
+            note = f"by seed {', '.join(f'{gain.value:.1f}' for gain in of_setting)}; interval over tasks"
+            label = f"{name}, {setting} r_H, trained MAML above NAL on hard tasks"
+            yield Row(label, "accuracy %", ours=mean, ci95=ci95, note=note)
+    both = [(gains.get((name, case.seed, "small")), gains.get((name, case.seed, "large"))) for case in cases]
+    right = [small.value > large.value for small, large in both if small and large]
     if right:
-        rows.append(_rank_row(name, "what trained MAML gains", right, ""))
-    return rows
+        yield ranking("what trained MAML gains", right)
 
 
-def _rank_row(name: str, quantity: str, right: Sequence[bool], more: str) -> Row:
-    share, note = 100 * sum(right) / len(right), f"{sum(right)} of {len(right)} seeds{more}; {CLAIM}"
-    return Row(f"{name}, small r_H above large by {quantity}", "seeds %", ours=share, agrees=all(right), note=note)
-
-
-def _found_row(case: Case, setting: str) -> Row:
-    found = case.found[setting]
-    ratio, r = found.ratio, found.groups[0].dispersion
-    low, high = 100 * (ratio.low - 1), 100 * (ratio.high - 1)
-    note = f"95 % interval {low:.3f} to {high:.3f}; R {found.distance:.3g}, r_H {r:.3g}"
-    if found.limit is not None:
-        note += f", 1 + R²/r_H {found.limit:.3g}"
-    name = f"{case.data}, {setting} r_H, seed {case.seed}"
-    return Row(name, "predicted ratio less 1, %", ours=100 * (ratio.value - 1), note=note)
-
-
-def _characters(work: Work) -> dict[str, LabelledImages]:
-    """Return glyphs, and at the paper scale Omniglot where it is at hand."""
-    found = {"glyphs": load("glyphs")}
-    if work.scale == "paper" and work.data is not None and (work.data / "omniglot").exists():
-        found["omniglot"] = load("omniglot", work.data / "omniglot")
-    return {name: images.to(work.device) for name, images in found.items()}
-
-
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw the settings as predicted and as trained, and how well the orders of methods agree."""
+def figure(outcome: Outcome[Measurements]) -> Figure:
+    """Draw both settings as predicted and as trained, and how well the orders of methods agree."""
     from matplotlib.figure import Figure
 
-    from metabridge.report import figures
-
-    ratios = {
-        (case.data, case.seed, setting): (found.ratio.value, found.ratio.low, found.ratio.high)
-        for case in outcome.cases
-        for setting, found in case.found.items()
-    }
+    data = outcome.data
     panels: list[Callable[[Axes], None]] = [
-        lambda axes: _draw_ratios(axes, ratios),
-        lambda axes: _draw_geography(axes, outcome.cases),
+        lambda axes: draw_ratios(axes, data.cases),
+        lambda axes: draw_distances(axes, data.cases),
     ]
-    if outcome.gains:
-        panels.append(lambda axes: _draw_gains(axes, outcome.gains))
-    if outcome.orders:
-        panels.append(lambda axes: draw_orders(axes, outcome.orders))
-    with figures.LIGHT.context():
-        tall = (len(panels) + 1) // 2
-        page = Figure(figsize=(10.8, 4.2 * tall), layout="constrained")
-        for number, draw in enumerate(panels, start=1):
-            draw(page.add_subplot(tall, 2, number))
-    figures.save(page, file)
+    if data.gains:
+        panels.append(lambda axes: draw_gains(axes, data.gains))
+    if data.orders:
+        panels.append(lambda axes: draw_orders(axes, data.orders))
+    height = (len(panels) + 1) // 2
+    figure = Figure(figsize=(10.8, 4.2 * height), layout="constrained")
+    for number, draw in enumerate(panels, start=1):
+        draw(figure.add_subplot(height, 2, number))
+    return figure
 
 
-def _draw_ratios(axes: Axes, ratios: Mapping[Place, Ends]) -> None:
-    """Draw how far the predicted ratios are above 1."""
-    _draw_settings(axes, {place: tuple(100 * (end - 1) for end in ends) for place, ends in ratios.items()})
+def draw_ratios(axes: Axes, cases: Sequence[Case]) -> None:
+    """Draw the predicted ratios minus 1, in percent."""
+    values = {}
+    for case in cases:
+        for setting, diagnosis in case.diagnoses.items():
+            ends = (diagnosis.ratio.value, diagnosis.ratio.low, diagnosis.ratio.high)
+            values[case.data, case.seed, setting] = Interval(*(100 * (end - 1) for end in ends))
+    _draw_intervals(axes, values)
     axes.set(title="predicted: a step of an untrained net's features", ylim=(0, None))
     axes.set_ylabel("risk of plain pre-training above MAML's, %")
 
 
-def _draw_gains(axes: Axes, gains: Mapping[Place, Ends]) -> None:
-    """Draw what trained MAML gains over trained NAL."""
-    _draw_settings(axes, gains)
+def draw_gains(axes: Axes, gains: Gains) -> None:
+    """Draw the gains of trained MAML over trained NAL."""
+    _draw_intervals(axes, gains)
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set(title="trained: small nets, test tasks within a hard alphabet")
     axes.set_ylabel("accuracy of MAML above NAL's, %")
 
 
-def _draw_settings(axes: Axes, values: Mapping[Place, Ends]) -> None:
-    """Draw a value with its interval for each data set, seed and setting, both settings of a seed side by side."""
+def _draw_intervals(axes: Axes, values: Gains) -> None:
+    """Draw a value with its interval for each data set, seed and setting, the settings of a seed side by side."""
     from metabridge.report.figures import COLOURS
 
-    places = list(dict.fromkeys((data, seed) for data, seed, _ in values))
-    for setting, colour, marker, shift in zip(SETTINGS, COLOURS, "ox", (-0.1, 0.1)):
-        own = [(places.index((data, seed)), *ends) for (data, seed, kind), ends in values.items() if kind == setting]
-        if not own:
-            continue
-        xs, ys, low, high = torch.tensor(own, dtype=torch.float64).T
-        margins = torch.stack([ys - low, high - ys])
-        axes.errorbar(xs + shift, ys, margins, fmt=marker, color=colour, capsize=3, label=LABELS[setting])
-    axes.set_xticks(range(len(places)), [f"{data}\nseed {seed}" for data, seed in places], fontsize=8)
-    axes.set_xlim(-0.6, len(places) - 0.4)
+    columns = list(dict.fromkeys((data, seed) for data, seed, _ in values))
+    for setting, colour, marker, shift in zip(R_H, COLOURS, "ox", (-0.1, 0.1)):
+        intervals = {
+            columns.index((data, seed)) + shift: value
+            for (data, seed, kind), value in values.items()
+            if kind == setting
+        }
+        if intervals:
+            means = [interval.value for interval in intervals.values()]
+            below = [interval.value - interval.low for interval in intervals.values()]
+            above = [interval.high - interval.value for interval in intervals.values()]
+            style: dict[str, Any] = {"fmt": marker, "color": colour, "capsize": 3}
+            axes.errorbar(list(intervals), means, [below, above], label=R_H[setting], **style)
+    axes.set_xticks(range(len(columns)), [f"{data}\nseed {seed}" for data, seed in columns], fontsize=8)
+    axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.legend(fontsize=8)
 
 
-def _draw_geography(axes: Axes, cases: Sequence[Case]) -> None:
+def draw_distances(axes: Axes, cases: Sequence[Case]) -> None:
     """Draw the squared distance between hard and easy tasks against the dispersion of the hard ones."""
     from metabridge.report.figures import COLOURS
 
-    for data, (first, second) in zip(dict.fromkeys(case.data for case in cases), (COLOURS[:2], COLOURS[2:4])):
-        for setting, colour, marker in zip(SETTINGS, (first, second), "ox"):
-            own = [case.found[setting] for case in cases if case.data == data]
-            xs, ys = [1000 * one.groups[0].dispersion for one in own], [1000 * one.distance**2 for one in own]
-            axes.plot(xs, ys, marker, color=colour, label=f"{data}, {LABELS[setting]}")
+    for i, data in enumerate(dict.fromkeys(case.data for case in cases)):
+        for setting, colour, marker in zip(R_H, COLOURS[2 * i :], "ox"):
+            diagnoses = [case.diagnoses[setting] for case in cases if case.data == data]
+            dispersions = [1000 * diagnosis.groups[0].dispersion for diagnosis in diagnoses]
+            distances = [1000 * diagnosis.distance**2 for diagnosis in diagnoses]
+            axes.plot(dispersions, distances, marker, color=colour, label=f"{data}, {R_H[setting]}")
     axes.margins(0.15)
-    axes.set(xlim=(0, None), ylim=(0, None), title="predicted: where solutions lie, one mark a seed")
+    axes.set(xlim=(0, None), ylim=(0, None), title="predicted: positions of solutions, one mark per seed")
     axes.set_xlabel("dispersion $r_H$ of the hard tasks' solutions, thousandths")
-    axes.set_ylabel("$R^2$ between the groups' centres, thousandths")
+    axes.set_ylabel("$R^2$ between the centers of the groups, thousandths")
     axes.legend(fontsize=8)
 
 
-EXPERIMENT = UnportedExperiment("diagnose-images", run, figure, resumable=True)
+class DiagnosisExperiment(Experiment[Measurements]):
+    """An experiment whose time includes that of its trainings, which may have run earlier."""
+
+    resumable: ClassVar[bool] = True
+
+    def result(self, data: Measurements, options: ExperimentOptions, seconds: float) -> Result:
+        """Return the result, with the hard alphabets of each seed in its settings."""
+        seconds = data.seconds + 60 * sum(record.minutes for record in data.records.values())
+        result = super().result(data, options, seconds)
+        hard = {f"{case.data}, seed {case.seed}": dict(case.hard) for case in data.cases}
+        return replace(result, settings={**result.settings, "hard alphabets": hard})
+
+
+EXPERIMENT = DiagnosisExperiment("diagnose-images", measure, rows, figure, SETTINGS)

@@ -1,18 +1,17 @@
-"""Is a diagnosis right where the truth is known?
+"""Whether a diagnosis is right on linear regression tasks, where the truth is known.
 
-Linear worlds are drawn at random. What the diagnosis predicts from sampled tasks of each is set beside the ratio of
-the exact risks of NAL and MAML, both trained on other tasks of it, and its interval beside the ratio that endless
-training has. Of two worlds that differ in r_H alone, adaptation gains more in the one with the smaller r_H, and the
-diagnosis must say so even where steps are short and gains small.
+The landscapes are random. The ratio of risks that the diagnosis predicts from sampled tasks is compared with the ratio
+of the exact risks of NAL and MAML after both are trained on other tasks, and its interval with the ratio after training
+on infinitely many. Of two landscapes that differ in r_H only, adaptation gains more in the one with the smaller r_H;
+the diagnosis must say so even where steps are short and gains small.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from torch import Tensor
 from metabridge.diagnosis import Diagnosis, diagnose
 from metabridge.diagnosis.advice import WORTH
 from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
+from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
+from metabridge.report.results import Row
 from metabridge.theory.landscape import (
     Risks,
     empirical_maml,
@@ -30,285 +30,270 @@ from metabridge.theory.landscape import (
     risk_above_floor,
 )
 
-ID = "diagnose-worlds"
-CLEAR = (1.1, 1.5)  # below the first plain pre-training is right, above the second adaptation is
-OUTER = 25  # queries of a task
-STEEPEST = 1.5  # the largest step, times the largest curvature; from 2 on descent diverges
-WIDER, SHORTER = 4, 0.1  # times r_H in the second world of a pair, and times the step in both
-TRAINED = 500  # tasks that NAL and MAML are trained on
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CLEAR = (1.1, 1.5)  # plain pre-training is right below the first true ratio, adaptation above the second
+QUERIES = 25
+STEEPEST = 1.5  # the largest step, times the largest curvature; from 2 on gradient descent diverges
+WIDER, SHORTER = 4, 0.1  # factors of r_H in the second landscape of a pair, and of the step in both
+TRAINING_TASKS = 500  # for NAL and MAML
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How many worlds and pairs of worlds, and how many tasks of each are diagnosed."""
+class Settings:
+    """Numbers of landscapes, of pairs of landscapes, and of tasks in a diagnosis."""
 
     worlds: int
     pairs: int
     tasks: int
 
 
-SCALES = {"quick": Scale(worlds=16, pairs=8, tasks=100), "paper": Scale(worlds=120, pairs=40, tasks=200)}
+SETTINGS = {"quick": Settings(worlds=16, pairs=8, tasks=100), "paper": Settings(worlds=120, pairs=40, tasks=200)}
 
 
 @dataclass(frozen=True, eq=False)
-class World:
-    """A landscape with the step of adaptation and the samples it is taken on."""
+class LinearProblem:
+    """A landscape, the size of the adaptation step, and the number of samples for it."""
 
     landscape: Landscape
     alpha: float
     m: int
 
     @classmethod
-    def drawn(cls, seed: int) -> World:
-        """Draw hard and easy tasks: with an even seed of C's form, otherwise with random covariances and centre."""
+    def random(cls, seed: int) -> LinearProblem:
+        """Draw hard and easy tasks: for even seeds as in Collins et al. 2022, for odd ones with random covariances."""
         generator = torch.Generator().manual_seed(seed)
 
-        def between(low: float, high: float) -> float:
-            """A number whose logarithm is uniform."""
+        def log_uniform(low: float, high: float) -> float:
             share = float(torch.rand((), generator=generator, dtype=torch.float64))
             return float(low * (high / low) ** share)
 
-        d = int(between(5, 21))
-        easy = between(0.5, 2)
-        hard, R = easy * between(0.03, 1), between(0.5, 8)
-        r_hard, r_easy, noise = between(0.02, 2), between(0.02, 2), between(0.01, 1)
-        alpha, m = between(0.8, 1.1) / easy, int(between(30, 500))
+        d = int(log_uniform(5, 21))
+        easy = log_uniform(0.5, 2)
+        hard, R = easy * log_uniform(0.03, 1), log_uniform(0.5, 8)
+        r_hard, r_easy, noise = log_uniform(0.02, 2), log_uniform(0.02, 2), log_uniform(0.01, 1)
+        alpha, m = log_uniform(0.8, 1.1) / easy, int(log_uniform(30, 500))
         if seed % 2 == 0:
             return cls(HardEasy(hard, easy, R, r_hard, r_easy, d, noise).landscape, alpha, m)
-        centre = torch.nn.functional.normalize(torch.randn(d, generator=generator).double(), dim=0) * R * math.sqrt(d)
+        center = torch.nn.functional.normalize(torch.randn(d, generator=generator).double(), dim=0) * R * math.sqrt(d)
         groups = (
-            TaskGroup(hard * _covariance(d, generator), centre, r_hard, noise, 0.5),
-            TaskGroup(easy * _covariance(d, generator), 0.0, r_easy, noise, 0.5),
+            TaskGroup(hard * _random_covariance(d, generator), center, r_hard, noise, 0.5),
+            TaskGroup(easy * _random_covariance(d, generator), 0.0, r_easy, noise, 0.5),
         )
         landscape = Landscape(groups, d)
-        steepest = float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
-        return cls(landscape, min(alpha, STEEPEST / steepest), m)
+        curvature = float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
+        return cls(landscape, min(alpha, STEEPEST / curvature), m)
 
-    def diagnosed(self, tasks: int, seed: int) -> Diagnosis:
-        """Diagnose sampled tasks of this world."""
-        return diagnose(LinearTasks(self.landscape, self.m, OUTER), tasks=tasks, alpha=self.alpha, seed=seed)
+    def diagnose(self, tasks: int, seed: int) -> Diagnosis:
+        """Diagnose sampled tasks."""
+        return diagnose(LinearTasks(self.landscape, self.m, QUERIES), tasks=tasks, alpha=self.alpha, seed=seed)
 
-    def realised(self, seed: int) -> Risks:
-        """Train NAL and MAML on tasks, and return the exact 𝓔_m of both."""
-        episodes = LinearTasks(self.landscape, self.m, OUTER).sample(TRAINED, torch.Generator().manual_seed(seed))
+    def trained_risks(self, seed: int) -> Risks:
+        """Train NAL and MAML on sampled tasks, and return the exact 𝓔_m of both."""
+        generator = torch.Generator().manual_seed(seed)
+        episodes = LinearTasks(self.landscape, self.m, QUERIES).sample(TRAINING_TASKS, generator)
         return self._risks(empirical_nal(episodes), empirical_maml(episodes, self.alpha))
 
-    def exact(self) -> Risks:
-        """Return 𝓔_m of both with endless training."""
+    def population_risks(self) -> Risks:
+        """Return 𝓔_m of both after training on infinitely many tasks."""
         return self._risks(nal_solution(self.landscape), maml_solution(self.landscape, self.alpha, self.m))
 
     def _risks(self, nal: Tensor, maml: Tensor) -> Risks:
-        both = risk_above_floor(self.landscape, torch.stack([nal, maml]), self.alpha, self.m)
-        return Risks(*both.tolist())
+        risks = risk_above_floor(self.landscape, torch.stack([nal, maml]), self.alpha, self.m)
+        return Risks(*risks.tolist())
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A world's diagnosis beside the ratio that training realised, and the one that endless training has."""
+    """The diagnosis of a problem, and its ratios of risks after training on finitely and on infinitely many tasks."""
 
     diagnosis: Diagnosis
-    realised: float
-    exact: float
+    trained: float
+    population: float
 
     @property
     def right(self) -> bool | None:
-        """Whether the recommendation is right, not if there is none; None where the realised ratio is not clear."""
-        if CLEAR[0] <= self.realised <= CLEAR[1]:
+        """Whether the recommendation is right; None where the true ratio is not clear."""
+        if CLEAR[0] <= self.trained <= CLEAR[1]:
             return None
-        return self.diagnosis.advice.adapts == (self.realised > CLEAR[1])
+        return self.diagnosis.advice.adapts == (self.trained > CLEAR[1])
 
     @property
     def covered(self) -> bool:
-        """Whether the exact ratio is in the interval."""
-        return self.diagnosis.ratio.low <= self.exact <= self.diagnosis.ratio.high
+        """Whether the population ratio is in the interval."""
+        return self.diagnosis.ratio.low <= self.population <= self.diagnosis.ratio.high
 
     @property
-    def miss(self) -> float:
-        """How far the exact ratio is from the predicted one: beyond −1 and 1 it is outside the interval."""
+    def error(self) -> float:
+        """Population ratio minus predicted one, in half-widths of the interval: it is outside below −1 and above 1."""
         ratio = self.diagnosis.ratio
-        side = ratio.high - ratio.value if self.exact > ratio.value else ratio.value - ratio.low
-        return (self.exact - ratio.value) / max(side, 1e-12)
+        side = ratio.high - ratio.value if self.population > ratio.value else ratio.value - ratio.low
+        return (self.population - ratio.value) / max(side, 1e-12)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The diagnoses of two worlds that differ in r_H alone. Adaptation gains more in the first."""
+    """The diagnoses of two problems that differ in r_H only. Adaptation gains more in the first."""
 
     narrow: Diagnosis
     wide: Diagnosis
 
     @property
-    def apart(self) -> bool:
-        """Whether the intervals of their ratios do not meet."""
+    def separated(self) -> bool:
+        """Whether the intervals of their ratios do not overlap."""
         return not self.narrow.ratio.meets(self.wide.ratio)
 
     @property
     def ranked(self) -> bool:
-        """Whether their ratios rank them right."""
+        """Whether their ratios rank them correctly."""
         return self.narrow.ratio.value > self.wide.ratio.value
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result and the worlds."""
+class Measurements:
+    """The diagnoses of single problems and of pairs."""
 
-    result: Result
     trials: tuple[Trial, ...]
+    pairs: tuple[Pair, ...]
 
 
-def run(work: Work) -> Outcome:
-    """Diagnose random worlds."""
-    scale, started = SCALES[work.scale], time.perf_counter()
-    trials = tuple(_trial(10_000 * (work.seed + 1) + number, scale.tasks) for number in range(scale.worlds))
-    pairs = [_pair(10_000 * (work.seed + 1) + 5_000 + number, scale.tasks) for number in range(scale.pairs)]
-    seconds = time.perf_counter() - started
-    about = {**asdict(scale), "trained on": TRAINED, "clear": CLEAR, "worth": WORTH}
-    rows = (*world_rows(trials), *pair_rows(pairs))
-    return Outcome(Result(ID, work.scale, work.seed, about, environment(work.device), seconds, rows), trials)
+def measure(options: ExperimentOptions) -> Measurements:
+    """Diagnose random problems and pairs of problems."""
+    settings, first = SETTINGS[options.scale], 10_000 * (options.seed + 1)
+    trials = tuple(run_trial(first + i, settings.tasks) for i in range(settings.worlds))
+    return Measurements(trials, tuple(run_pair(first + 5_000 + i, settings.tasks) for i in range(settings.pairs)))
 
 
-def _trial(seed: int, tasks: int) -> Trial:
-    world = World.drawn(seed)
-    return Trial(world.diagnosed(tasks, seed), world.realised(seed + 1_000_000).ratio, world.exact().ratio)
+def run_trial(seed: int, tasks: int) -> Trial:
+    """Diagnose and train on a random problem."""
+    problem = LinearProblem.random(seed)
+    trained = problem.trained_risks(seed + 1_000_000).ratio
+    return Trial(problem.diagnose(tasks, seed), trained, problem.population_risks().ratio)
 
 
-def _pair(seed: int, tasks: int) -> Pair:
-    world = World.drawn(seed)
-    narrow = replace(world, alpha=SHORTER * world.alpha)
-    hard, easy = world.landscape.groups
-    wider = replace(world.landscape, groups=(replace(hard, spread=WIDER * hard.spread), easy))
-    wide = replace(narrow, landscape=wider)
-    return Pair(narrow.diagnosed(tasks, seed), wide.diagnosed(tasks, seed + 1_000_000))
+def run_pair(seed: int, tasks: int) -> Pair:
+    """Diagnose a random problem with a short step, and the same with a larger r_H."""
+    problem = LinearProblem.random(seed)
+    narrow = replace(problem, alpha=SHORTER * problem.alpha)
+    hard, easy = problem.landscape.groups
+    landscape = replace(problem.landscape, groups=(replace(hard, spread=WIDER * hard.spread), easy))
+    wide = replace(narrow, landscape=landscape)
+    return Pair(narrow.diagnose(tasks, seed), wide.diagnose(tasks, seed + 1_000_000))
 
 
-def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
-    """Return how often the world with the smaller r_H ranks above the other."""
-    apart = [pair for pair in pairs if pair.apart]
-    right = {
-        "ratio": (
-            [pair.ranked for pair in pairs],
-            f"intervals apart in {len(apart)}, and then right in {sum(pair.ranked for pair in apart)}",
-        ),
-        "1 + R²/r_H": ([pair.narrow.promises_more(pair.wide) for pair in pairs], ""),
-    }
-    what = f"pairs of worlds, one with {WIDER} times the other's r_H, steps {SHORTER:g} times as long, ranked by"
-    return [
-        Row(
-            f"{what} {name}",
-            "pairs right %",
-            ours=100 * sum(each) / len(each),
-            note=f"{len(pairs)} pairs; {note}".rstrip("; "),
-        )
-        for name, (each, note) in right.items()
-    ]
+def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
+    """Give how predicted and true ratios agree, and how often pairs are ranked correctly."""
+    yield from trial_rows(data.trials)
+    yield from pair_rows(data.pairs)
 
 
-def world_rows(trials: tuple[Trial, ...]) -> list[Row]:
-    """Return how predicted and realised ratios agree."""
-    predicted, realised = (
+def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
+    """Give how predicted ratios, recommendations and intervals agree with the true ratios."""
+    predicted, trained = (
         torch.tensor(values, dtype=torch.float64)
-        for values in zip(*((trial.diagnosis.ratio.value, trial.realised) for trial in trials))
+        for values in zip(*((trial.diagnosis.ratio.value, trial.trained) for trial in trials))
     )
-    note = f"{len(trials)} worlds; realised: exact risks after training on {TRAINED} other tasks"
-    rows = [
-        Row(
-            "linear worlds, predicted and realised ratio",
-            "correlation",
-            ours=_correlation(predicted, realised),
-            note=note,
-        ),
-        Row(
-            "linear worlds, their logarithms",
-            "correlation",
-            ours=_correlation(predicted.log(), realised.log()),
-            note=f"median error {100 * float((predicted / realised - 1).abs().median()):.1f} %",
-        ),
-    ]
-    kinds = {f"above {CLEAR[1]:g}": realised > CLEAR[1], f"below {CLEAR[0]:g}": realised < CLEAR[0]}
-    for kind, chosen in kinds.items():
-        right = [bool(trial.right) for trial, own in zip(trials, chosen.tolist()) if own]
+    note = f"{len(trials)} worlds; realized: exact risks after training on {TRAINING_TASKS} other tasks"
+    correlation = _correlation(predicted, trained)
+    yield Row("linear worlds, predicted and realized ratio", "correlation", ours=correlation, note=note)
+    note = f"median error {100 * float((predicted / trained - 1).abs().median()):.1f} %"
+    correlation = _correlation(predicted.log(), trained.log())
+    yield Row("linear worlds, logarithms of both ratios", "correlation", ours=correlation, note=note)
+    for kind, selected in ((f"above {CLEAR[1]:g}", trained > CLEAR[1]), (f"below {CLEAR[0]:g}", trained < CLEAR[0])):
+        right = [bool(trial.right) for trial, is_selected in zip(trials, selected.tolist()) if is_selected]
         if right:
-            share = 100 * sum(right) / len(right)
-            rows.append(
-                Row(
-                    f"linear worlds, true ratio {kind}",
-                    "recommendation right %",
-                    ours=share,
-                    note=f"{len(right)} worlds",
-                )
-            )
-    intervals = [trial.diagnosis.ratio for trial in trials]
-    widths = torch.tensor([(one.high - one.low) / one.value for one in intervals], dtype=torch.float64)
-    share, width = 100 * sum(trial.covered for trial in trials) / len(trials), 100 * float(widths.median())
-    note = "of endless training; 95 would be right if groups were known and not found, and tasks endless"
-    return [
-        *rows,
-        Row("linear worlds, exact ratio in the 95 % interval", "worlds %", ours=share, note=note),
-        Row("linear worlds, width of the 95 % interval", "median % of the ratio", ours=width),
-    ]
+            share, note = 100 * sum(right) / len(right), f"{len(right)} worlds"
+            yield Row(f"linear worlds, true ratio {kind}", "recommendation right %", ours=share, note=note)
+    share = 100 * sum(trial.covered for trial in trials) / len(trials)
+    note = "exact for infinitely many training tasks; 95 is the target if groups are known and tasks infinitely many"
+    yield Row("linear worlds, exact ratio in the 95 % interval", "worlds %", ours=share, note=note)
+    ratios = [trial.diagnosis.ratio for trial in trials]
+    widths = torch.tensor([(ratio.high - ratio.low) / ratio.value for ratio in ratios], dtype=torch.float64)
+    width = 100 * float(widths.median())
+    yield Row("linear worlds, width of the 95 % interval", "median % of the ratio", ours=width)
+
+
+def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
+    """Give how often the problem with the smaller r_H ranks above the other."""
+    separated = [pair for pair in pairs if pair.separated]
+    overlap = f"intervals apart in {len(separated)}, and then right in {sum(pair.ranked for pair in separated)}"
+    label = f"pairs of worlds, one with {WIDER} times the other's r_H, steps {SHORTER:g} times as long, ranked by"
+    for quantity, right, note in (
+        ("ratio", [pair.ranked for pair in pairs], f"{len(pairs)} pairs; {overlap}"),
+        ("1 + R²/r_H", [pair.narrow.promises_more(pair.wide) for pair in pairs], f"{len(pairs)} pairs"),
+    ):
+        yield Row(f"{label} {quantity}", "pairs right %", ours=100 * sum(right) / len(right), note=note)
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
 
 
-def _covariance(d: int, generator: torch.Generator) -> Tensor:
-    """A matrix of random directions, with eigenvalues that differ by some 30 % and have the mean 1."""
+def _random_covariance(d: int, generator: torch.Generator) -> Tensor:
+    """Return a matrix of random directions, with eigenvalues that differ by about 30 % and have mean 1."""
     directions = torch.linalg.qr(torch.randn(d, d, generator=generator).double()).Q
     values = (0.3 * torch.randn(d, generator=generator).double()).exp()
     return (directions * (values / values.mean())) @ directions.T  # type: ignore[no-any-return]
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw predicted against realised ratios, and how far exact ones are from the middle of their intervals."""
+def figure(outcome: Outcome[Measurements]) -> Figure:
+    """Draw predicted against true ratios, and the errors relative to the intervals."""
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(10.4, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    trials = outcome.data.trials
+    largest = 1.1 * max(max(trial.trained, trial.diagnosis.ratio.high) for trial in trials)
+    draw_predictions(left, trials, largest)
+    draw_errors(right, trials)
+    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < largest]
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ticks([], minor=True)
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+    return figure
+
+
+def draw_predictions(axes: Axes, trials: Sequence[Trial], largest: float) -> None:
+    """Draw predicted ratios with their intervals against those after training, by whether the advice is right."""
     from metabridge.report import figures
 
-    with figures.LIGHT.context():
-        page = Figure(figsize=(10.4, 4.6), layout="constrained")
-        worlds, misses = page.subplots(1, 2)
-        for right, label, colour, marker in (
-            (True, "recommendation right", figures.COLOURS[0], "o"),
-            (None, f"true ratio from {CLEAR[0]:g} to {CLEAR[1]:g}: not clear", figures.COLOURS[6], "s"),
-            (False, "recommendation wrong or undecided", figures.COLOURS[1], "X"),
-        ):
-            own = [trial for trial in outcome.trials if trial.right is right]
-            ratios = [trial.diagnosis.ratio for trial in own]
-            margins = [[ratio.value - ratio.low for ratio in ratios], [ratio.high - ratio.value for ratio in ratios]]
-            worlds.errorbar(
-                [trial.realised for trial in own],
-                [ratio.value for ratio in ratios],
-                margins,
-                fmt=marker,
-                color=colour,
-                markersize=4,
-                linewidth=0.8,
-                label=f"{label} ({len(own)})",
-            )
-        most = 1.1 * max(max(trial.realised, trial.diagnosis.ratio.high) for trial in outcome.trials)
-        worlds.plot([0.95, most], [0.95, most], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
-        label = f"adaptation is recommended from {WORTH:g} on"
-        worlds.axhline(WORTH, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
-        worlds.set(xscale="log", yscale="log", title="random linear worlds")
-        worlds.set(xlabel="realised risk of NAL / risk of MAML", ylabel="predicted, with 95 % interval")
-        ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < most]
-        for axis in (worlds.xaxis, worlds.yaxis):
-            axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-            axis.set_ticks([], minor=True)
-        worlds.legend(fontsize=8)
-        kinds = ((True, "in the 95 % interval", figures.COLOURS[0], "o"), (False, "outside", figures.COLOURS[1], "X"))
-        for covered, label, colour, marker in kinds:
-            own = [trial for trial in outcome.trials if trial.covered is covered]
-            places = [trial.exact for trial in own], [trial.miss for trial in own]
-            misses.plot(*places, marker, color=colour, markersize=4, label=f"{label} ({len(own)})")
-        misses.axhspan(-1, 1, color=figures.LIGHT.line, alpha=0.5, zorder=0)
-        misses.set(xscale="log", title="exact ratio and interval")
-        misses.set(xlabel="exact risk of NAL / risk of MAML", ylabel="exact less predicted, in sides of the interval")
-        misses.xaxis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-        misses.xaxis.set_ticks([], minor=True)
-        misses.legend(fontsize=8)
-    figures.save(page, file)
+    for right, label, colour, marker in (
+        (True, "recommendation right", figures.COLOURS[0], "o"),
+        (None, f"true ratio from {CLEAR[0]:g} to {CLEAR[1]:g}: not clear", figures.COLOURS[6], "s"),
+        (False, "recommendation wrong or undecided", figures.COLOURS[1], "X"),
+    ):
+        selected = [trial for trial in trials if trial.right is right]
+        ratios = [trial.diagnosis.ratio for trial in selected]
+        margins = [[ratio.value - ratio.low for ratio in ratios], [ratio.high - ratio.value for ratio in ratios]]
+        style: dict[str, Any] = {"fmt": marker, "color": colour, "markersize": 4, "linewidth": 0.8}
+        xs, ys = [trial.trained for trial in selected], [ratio.value for ratio in ratios]
+        axes.errorbar(xs, ys, margins, label=f"{label} ({len(selected)})", **style)
+    axes.plot([0.95, largest], [0.95, largest], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
+    label = f"adaptation is recommended from {WORTH:g} on"
+    axes.axhline(WORTH, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
+    axes.set(xscale="log", yscale="log", title="random linear worlds")
+    axes.set(xlabel="realized risk of NAL / risk of MAML", ylabel="predicted, with 95 % interval")
 
 
-EXPERIMENT = UnportedExperiment("diagnose-worlds", run, figure)
+def draw_errors(axes: Axes, trials: Sequence[Trial]) -> None:
+    """Draw the errors of the predicted ratios in half-widths of their intervals."""
+    from metabridge.report import figures
+
+    for covered, label, colour, marker in (
+        (True, "in the 95 % interval", figures.COLOURS[0], "o"),
+        (False, "outside", figures.COLOURS[1], "X"),
+    ):
+        selected = [trial for trial in trials if trial.covered is covered]
+        xs, ys = [trial.population for trial in selected], [trial.error for trial in selected]
+        axes.plot(xs, ys, marker, color=colour, markersize=4, label=f"{label} ({len(selected)})")
+    axes.axhspan(-1, 1, color=figures.LIGHT.line, alpha=0.5, zorder=0)
+    axes.set(xscale="log", title="exact ratio and interval")
+    axes.set(xlabel="exact risk of NAL / risk of MAML", ylabel="exact − predicted, in half-widths of the interval")
+
+
+CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR, "worth": WORTH}
+EXPERIMENT = Experiment("diagnose-worlds", measure, rows, figure, SETTINGS, CONSTANTS)

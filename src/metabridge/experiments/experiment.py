@@ -84,6 +84,7 @@ class Experiment(Generic[D]):
         figure: Draws the outcome; by default our numbers next to the published ones.
         settings: What to compute at each scale, a dataclass; stored in the result.
         constants: Further settings to store, the same for both scales.
+        on_cpu: Whether it computes on the CPU, whatever the device.
     """
 
     id: str
@@ -92,6 +93,7 @@ class Experiment(Generic[D]):
     figure: Callable[[Outcome[D]], Figure] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, object] = field(default_factory=dict)
+    on_cpu: bool = False
 
     resumable: ClassVar[bool] = False  # whether it takes --only and --minutes
 
@@ -108,7 +110,7 @@ class Experiment(Generic[D]):
             scale=options.scale,
             seed=options.seed,
             settings={**asdict(self.settings[options.scale]), **self.constants},
-            environment=Machine.current(options.device),
+            environment=Machine.current("cpu" if self.on_cpu else options.device),
             seconds=seconds,
             rows=tuple(self.rows(data, options)),
         )

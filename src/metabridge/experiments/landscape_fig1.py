@@ -1,112 +1,95 @@
-"""C's figure 1: MAML gains much over NAL only where tasks differ in hardness and the hard ones lie close together.
+"""Collins et al. 2022, figure 1: MAML gains much over NAL only if hard tasks are alike and far from the easy ones.
 
-Four landscapes of hard and easy tasks, with the solutions of both and their risks above the floor. The paper prints
-ρ, m and d, but neither R nor r: those here give risks of the size of its bars.
+Four landscapes of hard and easy tasks, with the solutions of NAL and MAML and their risks above the noise floor. The
+paper prints ρ, m and d, but neither R nor r; the values here give risks of the size of its bars.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from metabridge.environments.linear_tasks import HardEasy, Landscape, LinearTasks
-from metabridge.experiments.landscape_linear import NAMES, Scale, compared, completed, judge
-from metabridge.experiments.power_law import mean
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
+from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
+from metabridge.experiments.landscape_linear import LABELS, SgdSettings, compare_with_theory, loss_on_new_tasks
+from metabridge.intervals import mean_interval
+from metabridge.report.results import Row
 from metabridge.theory.landscape import Solution, hard_easy_risks, noise_floor, solution
 
-ID = "landscape-fig1"
-M = 500  # samples of the step at test, and n₂
-WORLDS = {
-    "equally hard": HardEasy(0.9, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
-    "hard ones far apart": HardEasy(0.1, 0.9, R=5.0, r_hard=25.0, r_easy=2.0),
-    "all close together": HardEasy(0.1, 0.9, R=0.5, r_hard=0.2, r_easy=0.2),
-    "hard ones close, far from easy": HardEasy(0.1, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
-}
-KINDS = (("hard", "black", "^"), ("easy", "grey", "o"))  # of tasks, as they are drawn
-SCALES = {"quick": Scale(judged=300, runs=5), "paper": Scale()}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result, and the measured 𝓔_m of both solutions in every landscape, for each run."""
-
-    result: Result
-    risks: dict[str, dict[Solution, Tensor]]
-
-
-def run(work: Work) -> Outcome:
-    """Judge both solutions of every landscape on tasks drawn from it."""
-    scale, started = SCALES[work.scale], time.perf_counter()
-    generator = torch.Generator().manual_seed(work.seed)
-    risks = {name: _measured(world, scale, generator) for name, world in WORLDS.items()}
-    settings = asdict(scale) | {"m": M, "worlds": {name: asdict(world) for name, world in WORLDS.items()}}
-    return Outcome(completed(work, ID, started, rows(risks), settings), risks)
-
-
-def _measured(world: HardEasy, scale: Scale, generator: torch.Generator) -> dict[Solution, Tensor]:
-    tasks, alpha = LinearTasks(world.landscape, M, scale.outer), 1 / world.rho_easy
-    floor = noise_floor(world.landscape, alpha, M)
-    starts = {name: solution(name, world.landscape, alpha, M).float() for name in NAMES}
-    return {name: judge(tasks, w, alpha, scale, generator) - floor for name, w in starts.items()}
-
-
-def rows(risks: dict[str, dict[Solution, Tensor]]) -> list[Row]:
-    """Give every measured risk beside the closed form, and the ratios, of which the paper says which is largest."""
-    found, ratios = [], {}
-    for place, (name, own) in zip("abcd", risks.items()):
-        theory = hard_easy_risks(WORLDS[name], 1 / WORLDS[name].rho_easy, M)
-        found += [compared(f"({place}) {name}, {NAMES[each]}", "𝓔_m", own[each], getattr(theory, each)) for each in own]
-        ratios[f"({place}) {name}"] = mean((own["nal"] / own["maml"]).tolist())
-    largest = max(ratios, key=lambda name: ratios[name][0])
-    last = list(ratios)[-1]
-    for name, (ratio, margin) in ratios.items():
-        if name == last:
-            note = "the paper has about 3 and says neither R nor r; agrees if this ratio is the largest of the four"
-            row = Row(name, "ratio", published=3.0, ours=ratio, ci95=margin, agrees=largest == last, note=note)
-        else:
-            row = Row(name, "ratio", ours=ratio, ci95=margin)
-        found.append(row)
-    return found
-
-
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw the solutions of tasks with those of NAL and MAML, and under each landscape the risks of the two."""
+if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from metabridge.report import figures
-
-    orange, blue = figures.COLOURS[1], figures.COLOURS[0]
-    with figures.LIGHT.context():
-        picture = Figure(figsize=(14, 5.6), layout="constrained")
-        picture.suptitle("MAML pays where the hard tasks are slow to learn, close together and far from the easy ones")
-        grid = picture.subplots(2, 4, height_ratios=(3, 1))
-        for place, (name, world), above, below in zip("abcd", WORLDS.items(), *grid):
-            for group, (label, colour, marker) in zip(world.landscape.groups, KINDS):
-                one = Landscape((replace(group, probability=1.0),), world.dimension)
-                first, second = one.sample_finite(50, torch.Generator().manual_seed(0)).distribution.centre.T[:2]
-                above.plot(first, second, marker, color=colour, markersize=4, label=f"w* of {label} tasks")
-            for (each, label), colour, marker in zip(NAMES.items(), (orange, blue), "sD"):
-                w = solution(each, world.landscape, 1 / world.rho_easy, M)
-                above.plot(*w[:2], marker, color=colour, markersize=9, label=f"solution of {label}")
-                value, margin = mean(outcome.risks[name][each].tolist())
-                below.barh(label, value, xerr=margin, color=colour, height=0.6)
-            above.set(title=f"({place}) {name}\n{_settings(world)}", xlabel="coordinate 1 of w")
-            below.set(xlabel="risk above the floor after a step, $\\mathcal{E}_m$")
-            below.grid(visible=False, axis="y")
-            below.invert_yaxis()
-        grid[0, 0].set(ylabel="coordinate 2 of w")
-        handles, labels = grid[0, 0].get_legend_handles_labels()
-        picture.legend(handles, labels, loc="outside lower center", ncols=4)
-    figures.save(picture, file)
+PUBLISHED_RATIO = 3.0  # of landscape (d), approximately
+LANDSCAPES = {
+    "(a) equally hard": HardEasy(0.9, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
+    "(b) hard ones far apart": HardEasy(0.1, 0.9, R=5.0, r_hard=25.0, r_easy=2.0),
+    "(c) all close together": HardEasy(0.1, 0.9, R=0.5, r_hard=0.2, r_easy=0.2),
+    "(d) hard ones close, far from easy": HardEasy(0.1, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
+}
+M = 500  # samples of the step at test time, and n₂
 
 
-def _settings(world: HardEasy) -> str:
-    return f"$ρ_H/ρ_E$ = {world.rho_hard / world.rho_easy:.2g}, R = {world.R:g}, $r_H$ = {world.r_hard:g}"
+SETTINGS = {"quick": SgdSettings(test_tasks=300, runs=5), "paper": SgdSettings()}
+
+Risks = dict[str, dict[Solution, Tensor]]  # measured 𝓔_m of each run, by landscape and solution
 
 
-EXPERIMENT = UnportedExperiment("landscape-fig1", run, figure)
+def measure(options: ExperimentOptions) -> Risks:
+    """Measure the risks of both solutions on tasks sampled from each landscape."""
+    sgd, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
+    risks: Risks = {}
+    for name, hard_easy in LANDSCAPES.items():
+        landscape, alpha = hard_easy.landscape, 1 / hard_easy.rho_easy
+        tasks, floor = LinearTasks(landscape, M, sgd.queries), noise_floor(landscape, alpha, M)
+        solutions = {key: solution(key, landscape, alpha, M).float() for key in LABELS}
+        risks[name] = {key: loss_on_new_tasks(tasks, w, alpha, sgd, generator) - floor for key, w in solutions.items()}
+    return risks
+
+
+def rows(risks: Risks, _: ExperimentOptions) -> Iterator[Row]:
+    """Compare the risks with the closed forms; the ratio of NAL to MAML must be largest in landscape (d)."""
+    for name, measured in risks.items():
+        theory = hard_easy_risks(LANDSCAPES[name], 1 / LANDSCAPES[name].rho_easy, M)
+        for key, values in measured.items():
+            yield compare_with_theory(f"{name}, {LABELS[key]}", "𝓔_m", values, getattr(theory, key))
+    ratios = {name: mean_interval((values["nal"] / values["maml"]).tolist()) for name, values in risks.items()}
+    *others, last = [Row(name, "ratio", ours=ratio, ci95=margin) for name, (ratio, margin) in ratios.items()]
+    yield from others
+    note = "the paper has about 3 and prints neither R nor r; agrees if this ratio is the largest of the four"
+    yield replace(last, published=PUBLISHED_RATIO, agrees=last.ours == max(ratios.values())[0], note=note)
+
+
+def figure(outcome: Outcome[Risks]) -> Figure:
+    """Draw the solutions of tasks, of NAL and of MAML, and below each landscape the risks of the two."""
+    from metabridge.report import figures, result_figures
+
+    title = "MAML pays off where the hard tasks are slow to learn, close together and far from the easy ones"
+    figure, grid = result_figures.subplots(title, 2, 4, (14, 5.6), height_ratios=(3, 1))
+    for (name, risks), above, below in zip(outcome.data.items(), *grid):
+        hard_easy = LANDSCAPES[name]
+        for group, label, colour, marker in zip(hard_easy.landscape.groups, ("hard", "easy"), ("black", "grey"), "^o"):
+            one_group = Landscape((replace(group, probability=1.0),), hard_easy.dimension)
+            first, second = one_group.sample_finite(50, torch.Generator().manual_seed(0)).distribution.centre.T[:2]
+            above.plot(first, second, marker, color=colour, markersize=4, label=f"w* of {label} tasks")
+        for (key, label), colour, marker in zip(LABELS.items(), (figures.COLOURS[1], figures.COLOURS[0]), "sD"):
+            w = solution(key, hard_easy.landscape, 1 / hard_easy.rho_easy, M)
+            above.plot(*w[:2], marker, color=colour, markersize=9, label=f"solution of {label}")
+            risk, margin = mean_interval(risks[key].tolist())
+            below.barh(label, risk, xerr=margin, color=colour, height=0.6)
+        ratio = hard_easy.rho_hard / hard_easy.rho_easy
+        parameters = f"$ρ_H/ρ_E$ = {ratio:.2g}, R = {hard_easy.R:g}, $r_H$ = {hard_easy.r_hard:g}"
+        above.set(title=f"{name}\n{parameters}", xlabel="coordinate 1 of w")
+        below.set(xlabel="risk above the floor after a step, $\\mathcal{E}_m$")
+        below.grid(visible=False, axis="y")
+        below.invert_yaxis()
+    grid[0, 0].set(ylabel="coordinate 2 of w")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+CONSTANTS = {"m": M, "worlds": {name: asdict(landscape) for name, landscape in LANDSCAPES.items()}}
+EXPERIMENT = Experiment("landscape-fig1", measure, rows, figure, SETTINGS, CONSTANTS, on_cpu=True)

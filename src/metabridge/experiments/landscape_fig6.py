@@ -1,95 +1,85 @@
-"""C's figure 6: where NAL and MAML have their minima if hard and easy tasks share a centre, and if they do not.
+"""Collins et al. 2022, figure 6: minima of NAL and MAML if hard and easy tasks share a center, and if they do not.
 
-The paper shows Sigmoid: with a common centre the minima are close and do as well as each other; with the hard tasks
-close together and far from the easy ones they are apart, and MAML's does better. It gives no neurons and no rate.
-Here the neurons are the corners of a square, and two pairs on opposite sides; tanh and ReLU, of which the paper's
-theorem 1 is as well, are shown beside it.
+The paper shows Sigmoid: with a common center the minima are close and equally good; with the hard tasks close together
+and far from the easy ones they differ, and MAML's is better. It prints neither neurons nor α. Here the neurons are the
+corners of a square, and two pairs on opposite sides. The other activations of theorem 1, tanh and ReLU, are included.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from metabridge.environments.teacher_networks import Activation
+from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.landscape_nets import (
-    NAMES,
-    RATES,
-    SCALES,
+    ALPHA,
     SQUARE,
-    Minima,
-    World,
-    draw_world,
-    find_minima,
+    Case,
+    NetData,
+    draw_case,
+    measure_nets,
     minima_rows,
+    settings_by_scale,
 )
-from metabridge.experiments.landscape_thm1 import TITLE, Check, check_theorem, draw_theorem, theorem_rows
-from metabridge.experiments.result import Result, UnportedExperiment, Work, environment
+from metabridge.experiments.landscape_thm1 import LABELS, TITLE, draw_theorem, theorem_rows
+from metabridge.report.results import Row
 
-ID = "landscape-fig6"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PUBLISHED_ACTIVATION = "sigmoid"
 ACTIVATIONS: tuple[Activation, ...] = ("sigmoid", "tanh", "relu")
-PUBLISHED = "sigmoid"
-WORLDS = tuple(
-    World(f"{NAMES[activation]}, {name}", activation, 80, easy, hard, apart if activation == PUBLISHED else None)
+CASES = tuple(
+    Case(
+        f"{LABELS[activation]}, {name}",
+        activation,
+        support=80,
+        easy=easy,
+        hard=hard,
+        minima_differ=differ if activation == PUBLISHED_ACTIVATION else None,
+    )
     for activation in ACTIVATIONS
-    for name, easy, hard, apart in (
+    for name, easy, hard, differ in (
         ("common centre", SQUARE[1::2], SQUARE[::2], False),
         ("hard tasks apart", ((-1.0, -0.5), (-0.5, -1.0)), ((1.5, 1.0), (1.0, 1.5)), True),
     )
 )
+SETTINGS = settings_by_scale(CASES)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result, the minima in all environments, and theorem 1 for every activation."""
-
-    result: Result
-    minima: tuple[Minima, ...]
-    checks: dict[Activation, list[Check]]
+def measure(options: ExperimentOptions) -> NetData:
+    """Find the minima in both cases of each activation, and check theorem 1."""
+    return measure_nets(SETTINGS[options.scale], options)
 
 
-def run(work: Work) -> Outcome:
-    """Find the minima in both environments of every activation, and check theorem 1."""
-    scale, started = SCALES[work.scale], time.perf_counter()
-    minima = tuple(find_minima(world, scale, work.seed) for world in WORLDS)
-    checks = {activation: check_theorem(activation, scale.pairs, work.seed) for activation in ACTIVATIONS}
-    result = Result(
-        id=ID,
-        scale=work.scale,
-        seed=work.seed,
-        settings=asdict(scale) | {"worlds": [asdict(world) for world in WORLDS], "rates": RATES},
-        environment=environment("cpu"),
-        seconds=time.perf_counter() - started,
-        rows=(
-            *(row for own in minima for row in minima_rows(own)),
-            *(row for own in checks.values() for row in theorem_rows(own)),
-        ),
-    )
-    return Outcome(result, minima, checks)
+def rows(data: NetData, _: ExperimentOptions) -> Iterator[Row]:
+    """Give the minima, and theorem 1."""
+    for minima in data.minima:
+        yield from minima_rows(minima)
+    for checks in data.checks.values():
+        yield from theorem_rows(checks)
 
 
-def figure(outcome: Outcome, file: Path) -> None:
-    """Draw the landscapes, a line for every activation, and theorem 1 below them."""
+def figure(outcome: Outcome[NetData]) -> Figure:
+    """Draw the landscapes, one row per activation, and theorem 1 below."""
     from matplotlib.figure import Figure
 
-    from metabridge.report import figures
-
-    with figures.LIGHT.context():
-        picture = Figure(figsize=(15, 15.5), layout="constrained")
-        *lines, bottom = picture.subfigures(len(ACTIVATIONS) + 1, 1, squeeze=False)[:, 0]
-        for line, start in zip(lines, range(0, len(WORLDS), 2)):
-            for part, minima in zip(line.subfigures(1, 2, squeeze=False)[0], outcome.minima[start : start + 2]):
-                part.suptitle(f"{minima.world.name}: mean loss of a neuron", fontsize=12)
-                panels = part.subplots(1, 2)
-                draw_world(panels, minima)
-        picture.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=11)
-        bottom.suptitle(TITLE, fontsize=12)
-        for axes, (activation, checks) in zip(bottom.subplots(1, len(ACTIVATIONS)), outcome.checks.items()):
-            draw_theorem(axes, checks)
-            axes.set_title(NAMES[activation], fontsize=10)
-        bottom.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    figures.save(picture, file)
+    minima, checks = outcome.data.minima, outcome.data.checks
+    figure = Figure(figsize=(15, 15.5), layout="constrained")
+    *lines, bottom = figure.subfigures(len(checks) + 1, 1, squeeze=False)[:, 0]
+    for i, line in enumerate(lines):
+        for part, case_minima in zip(line.subfigures(1, 2, squeeze=False)[0], minima[2 * i : 2 * i + 2]):
+            part.suptitle(f"{case_minima.case.name}: mean loss of a neuron", fontsize=12)
+            panels = part.subplots(1, 2)
+            draw_case(panels, case_minima)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=11)
+    bottom.suptitle(TITLE, fontsize=12)
+    for axes, (activation, activation_checks) in zip(bottom.subplots(1, len(checks), squeeze=False)[0], checks.items()):
+        draw_theorem(axes, activation_checks)
+        axes.set_title(LABELS[activation], fontsize=10)
+    bottom.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    return figure
 
 
-EXPERIMENT = UnportedExperiment("landscape-fig6", run, figure)
+EXPERIMENT = Experiment("landscape-fig6", measure, rows, figure, SETTINGS, {"alpha": ALPHA}, on_cpu=True)

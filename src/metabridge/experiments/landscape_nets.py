@@ -1,27 +1,26 @@
-"""Loss landscapes of NAL and MAML for students of a single neuron, of which C's figures 4 to 6 are made.
+"""Minima of NAL and MAML for students of a single neuron: what the figures 4 to 6 of Collins et al. 2022 share.
 
-A task is a teacher of one neuron in the plane (M = 1, d = 2); hard tasks have inputs of half the variance. From
-every task come τ episodes of n₂ support and n₁ query points. MAML's loss is that of the queries after one step of
-gradient descent on the support; NAL's is that of the same τn₁ = n queries without it (C §4, app. C.3).
+A task is a teacher of one neuron in the plane (M = 1, d = 2); hard tasks have inputs of half the variance. Each task
+has τ episodes of n₂ support and n₁ query points. MAML's loss is that of the queries after one gradient step on the
+support; NAL's is that of the same τn₁ = n queries without the step (§4, app. C.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
-from metabridge.environments.teacher_networks import Activation, FixedNeurons, TeacherTasks, neuron_sum
+from metabridge.environments.teacher_networks import Activation, FixedNeurons, TeacherTasks
 from metabridge.episodes import Episodes
-from metabridge.experiments.power_law import mean
-from metabridge.experiments.result import Row
-from metabridge.models.network import Params
-from metabridge.solvers import GradientDescent, Problem, task_loss
+from metabridge.experiments.experiment import ExperimentOptions
+from metabridge.experiments.landscape_thm1 import EASY, HARD, BoundCheck, check_theorem
+from metabridge.intervals import mean_interval
+from metabridge.report.results import Row
+from metabridge.theory.loss_surface import EXTENT, LossSurface, plane
 from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss, stationary_points
 
 if TYPE_CHECKING:
@@ -29,49 +28,26 @@ if TYPE_CHECKING:
 
 Neuron = tuple[float, float]
 
-HARD, EASY = 0.5, 1.0  # the variance of the inputs (C §4)
-EDGE = 2.0  # landscapes reach from −2 to 2 along both axes
-SEARCH = 25  # points along an axis of the grid from whose lowest point a minimum is sought
-PRECISION = 1e-4  # of a minimum's place
-NAMES: dict[Activation, str] = {"softplus": "Softplus", "sigmoid": "Sigmoid", "tanh": "tanh", "relu": "ReLU"}
 SQUARE: tuple[Neuron, ...] = ((1.0, 1.0), (-1.0, 1.0), (-1.0, -1.0), (1.0, -1.0))
-# α, of which the paper says nothing: the inverse of an easy task's curvature at the origin, σ'(0)² or ½ for ReLU.
-# So one step solves an easy task as far as the net is linear, as α = 1/ρ_E does in C's corollary 2.
-RATES: dict[Activation, float] = {"softplus": 4.0, "sigmoid": 16.0, "tanh": 1.0, "relu": 2.0}
+# The paper does not print α. Here it is the inverse of an easy task's curvature at the origin, σ'(0)², or ½ for ReLU:
+# one step then solves the linear part of an easy task, as α = 1/ρ_E does in corollary 2.
+ALPHA: dict[Activation, float] = {"softplus": 4.0, "sigmoid": 16.0, "tanh": 1.0, "relu": 2.0}
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How much is sampled and looked at. n₁, τ and n₂ are the paper's at every scale."""
-
-    draws: int  # samples of all episodes, each with minima of its own
-    grid: int  # points along an axis of the landscapes that are drawn
-    tests: int  # fresh episodes of every task, on which the minima are judged
-    pairs: int  # of teachers, on which theorem 1 is checked
-    episodes: int = 25  # τ
-    queries: int = 20  # n₁
-
-
-SCALES = {
-    "quick": Scale(draws=3, grid=41, tests=100, pairs=3),
-    "paper": Scale(draws=10, grid=81, tests=400, pairs=12),
-}
-
-
-@dataclass(frozen=True)
-class World:
-    """An environment of a few tasks; `apart` is whether the paper finds the two minima apart, if it shows it."""
+class Case:
+    """A few easy and hard tasks with the same activation."""
 
     name: str
     activation: Activation
     support: int  # n₂ = m
     easy: tuple[Neuron, ...]
     hard: tuple[Neuron, ...] = ()
-    apart: bool | None = None
+    minima_differ: bool | None = None  # in the paper; None if the paper does not show this case
 
     @property
     def tasks(self) -> list[TeacherTask]:
-        """The tasks, the hard ones first."""
+        """The tasks, hard ones first."""
         kinds = [(neuron, HARD) for neuron in self.hard] + [(neuron, EASY) for neuron in self.easy]
         return [
             TeacherTask(torch.tensor([neuron], dtype=torch.float64), self.activation, variance)
@@ -79,7 +55,7 @@ class World:
         ]
 
     def sample(self, episodes: int, queries: int, generator: torch.Generator) -> Episodes:
-        """Draw as many episodes of every task."""
+        """Sample the same number of episodes of each task."""
         parts = [
             TeacherTasks(
                 FixedNeurons(task.neurons[None]),
@@ -93,202 +69,167 @@ class World:
         return Episodes.concatenate(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class LossSurface:
-    """The loss of a student with one neuron on given episodes, after one step of rate α, or as it is without."""
+@dataclass(frozen=True)
+class NetSettings:
+    """How much is sampled. n₁, τ and n₂ are the paper's at both scales."""
 
-    activation: Activation
-    episodes: Episodes
-    rate: float | None = None
-
-    def __call__(self, neurons: Tensor) -> Tensor:
-        """Return the mean loss over the episodes of every neuron (..., 2)."""
-
-        def apply(params: Params, x: Tensor) -> Tensor:
-            return neuron_sum(self.activation, params["neurons"], x)
-
-        def loss(neuron: Tensor, *task: Tensor) -> Tensor:
-            student = {"neurons": neuron[None]}
-            if self.rate is not None:
-                problem = Problem(apply, task_loss, task[0], task[1])
-                student = GradientDescent(steps=1, lr=self.rate).solve(problem, student, {}, exact=False)
-            return task_loss(apply(student, task[2]), task[3])
-
-        each = vmap(vmap(loss, (None, 0, 0, 0, 0)), (0, None, None, None, None), chunk_size=32)
-        return each(neurons.reshape(-1, 2), *self.episodes.tensors()).mean(1).reshape(neurons.shape[:-1])
-
-    def minimum(self) -> Tensor:
-        """Return the neuron with the least loss, sought from the lowest point of a grid on with ever shorter steps.
-
-        The search looks at values alone: with ReLU the loss after a step jumps where an input changes sides.
-        """
-        grid, offsets, step = plane(SEARCH).reshape(-1, 2), plane(5).reshape(-1, 2) / EDGE, 2 * EDGE / (SEARCH - 1)
-        values = self(grid)
-        place, least = grid[values.argmin()], values.min()
-        while step > PRECISION:
-            around = place + step * offsets
-            values = self(around)
-            if values.min() < least:
-                place, least = around[values.argmin()], values.min()
-            else:
-                step /= 2
-        return place
+    cases: tuple[Case, ...]
+    draws: int  # samples of all episodes, each with its minima
+    grid: int  # points per axis of the drawn landscapes
+    test_episodes: int  # new episodes of each task, which measure the risk of the minima
+    pairs: int  # of teachers, on which theorem 1 is checked
+    episodes: int = 25  # τ
+    queries: int = 20  # n₁
 
 
-def plane(points: int) -> Tensor:
-    """The neurons on a grid, (points, points, 2), the first coordinate along the first axis.
-
-    >>> plane(3)[2, 0]
-    tensor([ 2., -2.], dtype=torch.float64)
-    """
-    axis = torch.linspace(-EDGE, EDGE, points, dtype=torch.float64)
-    return torch.cartesian_prod(axis, axis).reshape(points, points, 2)
+def settings_by_scale(cases: tuple[Case, ...]) -> dict[str, NetSettings]:
+    """Return the settings of both scales."""
+    return {
+        "quick": NetSettings(cases, draws=3, grid=41, test_episodes=100, pairs=3),
+        "paper": NetSettings(cases, draws=10, grid=81, test_episodes=400, pairs=12),
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class Minima:
-    """The minima of NAL and MAML in every draw, their risks, and the landscapes of the first draw."""
+    """The minima of NAL and MAML in each draw, their risks, and the landscapes of the first draw."""
 
-    world: World
-    places: Mapping[str, Tensor]  # by method, (draws, 2)
-    risks: Mapping[str, list[float]]  # the loss after a step on m fresh samples, C's F_m
+    case: Case
+    positions: Mapping[str, Tensor]  # by method, (draws, 2)
+    risks: Mapping[str, list[float]]  # F_m, the loss after a step on m new samples
     landscapes: Mapping[str, Tensor]  # on the plane
 
     def distances(self, method: str, neurons: Sequence[Neuron]) -> list[float]:
-        """Return the mean distance to the neurons, for every draw."""
-        return torch.cdist(self.places[method], torch.tensor(neurons, dtype=torch.float64)).mean(1).tolist()
+        """Return the mean distance of the minimum to the neurons, for each draw."""
+        return torch.cdist(self.positions[method], torch.tensor(neurons, dtype=torch.float64)).mean(1).tolist()
 
 
-def find_minima(world: World, scale: Scale, seed: int) -> Minima:
-    """Draw episodes, look for the minima of both losses on each, and judge both on the same fresh episodes."""
-    generator, rate = torch.Generator().manual_seed(seed), RATES[world.activation]
-    places: dict[str, list[Tensor]] = {"NAL": [], "MAML": []}
+@dataclass(frozen=True)
+class NetData:
+    """The minima in each case, and theorem 1 for each activation."""
+
+    minima: tuple[Minima, ...]
+    checks: Mapping[Activation, list[BoundCheck]]
+
+
+def measure_nets(settings: NetSettings, options: ExperimentOptions) -> NetData:
+    """Find the minima in each case, and check theorem 1 for each activation."""
+    minima = tuple(find_minima(case, settings, options.seed) for case in settings.cases)
+    activations = dict.fromkeys(case.activation for case in settings.cases)
+    return NetData(minima, {name: check_theorem(name, settings.pairs, options.seed) for name in activations})
+
+
+def find_minima(case: Case, settings: NetSettings, seed: int) -> Minima:
+    """Find the minima of both losses on each draw of episodes, and measure their risks on the same new episodes."""
+    generator, alpha = torch.Generator().manual_seed(seed), ALPHA[case.activation]
+    positions: dict[str, list[Tensor]] = {"NAL": [], "MAML": []}
     risks: dict[str, list[float]] = {"NAL": [], "MAML": []}
     landscapes: dict[str, Tensor] = {}
-    for _ in range(scale.draws):
-        episodes = world.sample(scale.episodes, scale.queries, generator)
-        judge = LossSurface(world.activation, world.sample(scale.tests, 100, generator), rate)
-        for method, own in (("NAL", None), ("MAML", rate)):
-            landscape = LossSurface(world.activation, episodes, own)
+    for _ in range(settings.draws):
+        episodes = case.sample(settings.episodes, settings.queries, generator)
+        risk = LossSurface(case.activation, case.sample(settings.test_episodes, 100, generator), alpha)
+        for method, lr in (("NAL", None), ("MAML", alpha)):
+            surface = LossSurface(case.activation, episodes, lr)
             if method not in landscapes:
-                landscapes[method] = landscape(plane(scale.grid))
-            places[method].append(landscape.minimum())
-            risks[method].append(float(judge(places[method][-1])))
-    return Minima(world, {method: torch.stack(own) for method, own in places.items()}, risks, landscapes)
+                landscapes[method] = surface(plane(settings.grid))
+            positions[method].append(surface.minimum())
+            risks[method].append(float(risk(positions[method][-1])))
+    return Minima(case, {method: torch.stack(values) for method, values in positions.items()}, risks, landscapes)
 
 
-def minima_rows(minima: Minima) -> list[Row]:
-    """Give where the minima are, how far from the neurons, what they risk, and what the paper says of it."""
-    world, rows = minima.world, []
-    about = f"over {len(minima.risks['NAL'])} draws of all episodes"
-    groups = {kind: own for kind, own in (("hard", world.hard), ("easy", world.easy)) if own}
+def minima_rows(minima: Minima) -> Iterator[Row]:
+    """Give the minima, their distances to the neurons, their risks, and how the two methods compare."""
+    case, risks = minima.case, minima.risks
+    draws = f"over {len(risks['NAL'])} draws of all episodes"
 
-    def row(name: str, metric: str, values: Sequence[float], note: str = about) -> Row:
-        ours, margin = mean(values)
-        return Row(f"{world.name}: {name}", metric, ours=ours, ci95=margin, note=note)
+    def row(name: str, metric: str, values: Sequence[float], note: str = draws) -> Row:
+        ours, margin = mean_interval(values)
+        return Row(f"{case.name}: {name}", metric, ours=ours, ci95=margin, note=note)
+
+    def claim(row: Row, bound: float) -> Row:
+        """If the paper's minima differ, ours must be above the bound with the whole interval."""
+        if not case.minima_differ:
+            return row
+        assert row.ci95 is not None
+        note = f"the paper claims more than {bound:g}; {row.note}"
+        return replace(row, agrees=row.ours - row.ci95 > bound, note=note)
 
     for method in ("NAL", "MAML"):
         for axis, label in enumerate(("first", "second")):
-            rows.append(row(f"minimum of {method}, {label} coordinate", "w", minima.places[method][:, axis].tolist()))
-        for kind, neurons in groups.items():
-            rows.append(row(f"{method} to {kind} tasks", "mean distance", minima.distances(method, neurons)))
-        note = f"F_m, with m = {world.support} samples; {about}"
-        rows.append(row(f"risk of {method}", "loss after a step", minima.risks[method], note))
-    ratios = [nal / maml for nal, maml in zip(minima.risks["NAL"], minima.risks["MAML"])]
-    gain = row("risk of NAL over that of MAML", "ratio", ratios)
-    if world.hard:
-        pairs = zip(*(minima.distances(method, world.hard) for method in ("NAL", "MAML")))
-        nearer = row("MAML nearer to hard tasks than NAL by", "distance", [nal - maml for nal, maml in pairs])
-        rows.append(_judged(nearer, 0.0) if world.apart else nearer)
-    rows.append(_judged(gain, 1.0) if world.apart else gain)
-    return rows + population_rows(minima)
+            yield row(f"minimum of {method}, {label} coordinate", "w", minima.positions[method][:, axis].tolist())
+        for kind, neurons in (("hard", case.hard), ("easy", case.easy)):
+            if neurons:
+                yield row(f"{method} to {kind} tasks", "mean distance", minima.distances(method, neurons))
+        note = f"F_m, with m = {case.support} samples; {draws}"
+        yield row(f"risk of {method}", "loss after a step", risks[method], note)
+    if case.hard:
+        nal, maml = (minima.distances(method, case.hard) for method in ("NAL", "MAML"))
+        gains = [a - b for a, b in zip(nal, maml)]
+        yield claim(row("MAML nearer to hard tasks than NAL by", "distance", gains), 0.0)
+    ratios = [nal / maml for nal, maml in zip(risks["NAL"], risks["MAML"])]
+    yield claim(row("risk of NAL over that of MAML", "ratio", ratios), 1.0)
+    yield from population_rows(minima)
 
 
-def _judged(row: Row, least: float) -> Row:
-    """The paper claims a sign: ours agrees if the whole interval has it."""
-    assert row.ci95 is not None
-    return replace(row, agrees=row.ours - row.ci95 > least, note=f"the paper claims more than {least:g}; {row.note}")
+def population_rows(minima: Minima) -> Iterator[Row]:
+    """Give the distance between the minima of NAL and MAML with infinitely many samples.
 
-
-def population_rows(minima: Minima) -> list[Row]:
-    """Give the distance between the minima of the losses that infinitely many samples have.
-
-    They are stationary points that the minima of the draws lead to. There is no row where none is as low as those:
-    with ReLU the minimum may lie on a kink.
+    They are the lowest stationary points reached from the minima of the draws. There is no row if those minima are
+    lower: with ReLU the population minimum may lie on a kink.
     """
-    world, tasks = minima.world, minima.world.tasks
-    found = []
-    for method, loss in (("NAL", nal_loss(tasks)), ("MAML", maml_loss(tasks, RATES[world.activation]))):
-        starts = list(minima.places[method][:, None])
-        lowest = min([*stationary_points(loss, starts), *starts], key=lambda point: float(loss(point)))
-        if any(lowest is start for start in starts):
-            return []
-        found.append(lowest)
-    nal, maml = found
-    gap = float((nal - maml).norm())
-    places = ", ".join(
-        f"{method} ({point[0, 0]:.3f}, {point[0, 1]:.3f})" for method, point in (("NAL", nal), ("MAML", maml))
+    case = minima.case
+    lowest = {}
+    for method, loss in (("NAL", nal_loss(case.tasks)), ("MAML", maml_loss(case.tasks, ALPHA[case.activation]))):
+        starts = list(minima.positions[method][:, None])
+        lowest[method] = min([*stationary_points(loss, starts), *starts], key=lambda point: float(loss(point)))
+        if any(lowest[method] is start for start in starts):
+            return
+    distance = float((lowest["NAL"] - lowest["MAML"]).norm())
+    note = "m = ∞; " + ", ".join(f"{name} ({point[0, 0]:.3f}, {point[0, 1]:.3f})" for name, point in lowest.items())
+    equal = case.minima_differ is False
+    yield Row(
+        f"{case.name}: population minima of NAL and MAML",
+        "distance",
+        published=0.0 if equal else None,
+        ours=distance,
+        agrees=distance < 1e-3 if equal else None,
+        note=f"{note}; equal in the paper, which does not print its neurons" if equal else note,
     )
-    same = world.apart is False
-    return [
-        Row(
-            f"{world.name}: population minima of NAL and MAML",
-            "distance",
-            published=0.0 if same else None,
-            ours=gap,
-            agrees=gap < 1e-3 if same else None,
-            note=f"m = ∞; {places}{'; the same in the paper, at neurons that it does not give' if same else ''}",
-        )
-    ]
 
 
-def draw_landscape(axes: Axes, values: Tensor, title: str) -> None:
-    """Draw a loss over the plane by contours at equal ratios, with the scale of its colours beside it."""
-    from matplotlib.colors import LogNorm
-    from matplotlib.ticker import FuncFormatter
+def draw_landscape(axes: Axes, losses: Tensor, title: str) -> None:
+    """Draw a loss over the plane as contours at equal ratios, with a colour bar."""
+    from metabridge.report.result_figures import draw_contours
 
-    numbers = values.numpy()
-    low = max(numbers.min(), 1e-4 * numbers.max())  # a loss that reaches 0 has no logarithm
-    levels = np.geomspace(low * (1 - 1e-9), numbers.max() * (1 + 1e-9), 16)
-    axis = np.linspace(-EDGE, EDGE, len(numbers))
-    drawn = axes.contourf(axis, axis, numbers.T.clip(low), levels, cmap="viridis", norm=LogNorm(levels[0], levels[-1]))
-    axes.contour(axis, axis, numbers.T.clip(low), levels[1:-1], colors="white", linewidths=0.3, alpha=0.6)
-    bar = axes.figure.colorbar(drawn, ax=axes, shrink=0.82, pad=0.03, ticks=levels[::5])
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda level, _: f"{level:.2g}"))
-    bar.ax.minorticks_off()
-    bar.ax.tick_params(labelsize=8)
-    axes.set(aspect="equal", xlim=(-EDGE, EDGE), ylim=(-EDGE, EDGE), xticks=range(-2, 3), yticks=range(-2, 3))
+    draw_contours(axes, losses.numpy(), EXTENT)
+    axes.set(xticks=range(-2, 3), yticks=range(-2, 3))
     axes.set(xlabel="first weight of the neuron", ylabel="second weight")
     axes.set_title(title, fontsize=10)
-    axes.grid(visible=False)
 
 
-def mark(axes: Axes, neurons: Mapping[str, Sequence[Neuron]], places: Mapping[str, Tensor]) -> None:
-    """Mark the neurons of teachers by kind, and the minima of the first draw."""
-    styles = {"easy": ("o", "white"), "hard": ("*", "#ff5a36"), "NAL": ("X", "#ffd23f"), "MAML": ("^", "#ff9df5")}
-    sizes = {"easy": 75, "hard": 150, "NAL": 140, "MAML": 55}  # both minima show where they coincide
-    labels = {"easy": "neuron of an easy task", "hard": "neuron of a hard task"}
-    spots = {kind: list(own) for kind, own in neurons.items() if own}
-    spots |= {method: [tuple(own[0].tolist())] for method, own in places.items()}
-    for kind, points in spots.items():
-        marker, colour = styles[kind]
-        first, second = zip(*points)
-        axes.scatter(
-            first,
-            second,
-            marker=marker,
-            color=colour,
-            edgecolor="black",
-            linewidth=0.8,
-            s=sizes[kind],
-            label=labels.get(kind, f"minimum of {kind}'s loss"),
-            zorder=3,
-        )
+def mark_neurons(axes: Axes, case: Case, positions: Mapping[str, Tensor]) -> None:
+    """Mark the neurons of the teachers by kind, and the minima of the first draw."""
+    marks = {  # both minima can be seen where they coincide
+        "neuron of an easy task": (case.easy, "o", "white", 75),
+        "neuron of a hard task": (case.hard, "*", "#ff5a36", 150),
+        "minimum of NAL's loss": (positions["NAL"][:1].tolist() if positions else (), "X", "#ffd23f", 140),
+        "minimum of MAML's loss": (positions["MAML"][:1].tolist() if positions else (), "^", "#ff9df5", 55),
+    }
+    for label, (points, marker, colour, size) in marks.items():
+        if points:
+            style: dict[str, Any] = {
+                "marker": marker,
+                "color": colour,
+                "s": size,
+                "edgecolor": "black",
+                "linewidth": 0.8,
+            }
+            axes.scatter(*zip(*points), label=label, zorder=3, **style)
 
 
-def draw_world(panels: Sequence[Axes], minima: Minima) -> None:
-    """Draw NAL's landscape and MAML's, each with all neurons and both minima."""
-    for axes, (method, values) in zip(panels, minima.landscapes.items()):
+def draw_case(panels: Sequence[Axes], minima: Minima) -> None:
+    """Draw the landscapes of NAL and of MAML, each with all neurons and both minima."""
+    for axes, (method, losses) in zip(panels, minima.landscapes.items()):
         when = "before adaptation" if method == "NAL" else "after one step"
-        draw_landscape(axes, values, f"{method}: loss {when}")
-        mark(axes, {"easy": minima.world.easy, "hard": minima.world.hard}, minima.places)
+        draw_landscape(axes, losses, f"{method}: loss {when}")
+        mark_neurons(axes, minima.case, minima.positions)

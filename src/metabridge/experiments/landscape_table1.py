@@ -1,12 +1,13 @@
-"""C's table 1: MAML gains over no adaptation in training (NAL) by being accurate on hard tasks, if they are alike.
+"""Collins et al. 2022, table 1: MAML gains over training without adaptation (NAL) on hard tasks, if they are alike.
 
-Easy tasks of Omniglot tell characters of different alphabets apart, hard ones those of one alphabet.
-The hard alphabets are those on which MAML, trained on all of them, is least accurate. Where there are
-ten ("large r_H") their tasks' solutions lie further apart than where there are two ("small r_H").
+Easy tasks of Omniglot distinguish characters of different alphabets, hard ones characters of one alphabet. The hard
+alphabets are those on which MAML, trained on all of them, has the lowest accuracy. With ten hard alphabets
+("large r_H") the solutions of their tasks lie further apart than with two ("small r_H").
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,23 +17,19 @@ from metabridge.datasets import load
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
-from metabridge.experiments import beside
+from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
 from metabridge.experiments.landscape_trainings import (
     KINDS,
     Accuracy,
-    Asked,
-    Outcome,
-    Record,
-    Training,
-    rows,
-    trained,
+    AccuracyRecord,
+    NetTraining,
+    PlannedTraining,
+    accuracy_rows,
+    train_all,
 )
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
+from metabridge.report.results import Row
 
-ID = "landscape-table1"
-WAYS, TARGETS = 5, 10
-
-# accuracy in percent and the half-width of its 95 % interval, on each of `KINDS` (C table 4)
+# accuracy in percent and the half-width of its 95 % interval, on each of `KINDS` (table 4)
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "large-maml": ((99.2, 0.2), (96.0, 0.6), (98.0, 0.2), (81.2, 0.3)),
     "large-nal-1": ((69.4, 0.4), (41.5, 0.3), (57.8, 0.4), (45.2, 0.8)),
@@ -41,78 +38,77 @@ PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "small-nal-1": ((69.2, 0.5), (46.0, 0.6), (55.8, 0.5), (45.8, 1.0)),
     "small-nal-10": ((70.2, 0.6), (44.0, 0.8), (67.8, 0.8), (48.9, 0.8)),
 }
-ALIKE = ("Sanskrit", "Bengali")  # the hard alphabets of "small r_H", to train and to test
+ALIKE = ("Sanskrit", "Bengali")  # the hard alphabets of "small r_H", for training and test
+WAYS, QUERIES = 5, 10
+NAL_LR = 1e-6
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How much to train, over how many seeds, and how many tasks rank an alphabet."""
+class Settings:
+    """How MAML is trained, for how many seeds, and how many tasks rank an alphabet."""
 
-    training: Training
+    training: NetTraining
     seeds: int
     ranking_tasks: int
 
 
-SCALES = {
-    "quick": Scale(Training("maml", 1e-3, iterations=100, tasks=4, judged=60, filters=32), seeds=1, ranking_tasks=12),
-    "paper": Scale(Training("maml", 1e-3, iterations=20_000, tasks=8, judged=500), seeds=2, ranking_tasks=200),
+SETTINGS = {
+    "quick": Settings(
+        NetTraining("maml", 1e-3, iterations=100, batch_size=4, test_tasks=60, filters=32), seeds=1, ranking_tasks=12
+    ),
+    "paper": Settings(
+        NetTraining("maml", 1e-3, iterations=20_000, batch_size=8, test_tasks=500), seeds=2, ranking_tasks=200
+    ),
 }
-NAL_LR = 1e-6
 
 
-def run(work: Work) -> Outcome:
-    """Rank the alphabets, then train every method in both settings, or read what the trainings measured."""
-    work.check_only(("ranking", *PUBLISHED))
-    scale, images = SCALES[work.scale], _images(work)
-    ranking = _rank(work, scale, images)
+def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
+    """Rank the alphabets, then train each method in both settings."""
+    options.check_only(("ranking", *PUBLISHED))
+    settings, images = SETTINGS[options.scale], load_images(options)
+    ranking = rank_alphabets(options, settings, images)
     if ranking is None:
-        if work.only and "ranking" not in work.only:
-            raise InputError("the hard alphabets come from the ranking, which is not finished. Add it to --only.")
-        return Outcome(Result.of(work, ID, (), {}), {})
-    made, records = _ranking_rows(ranking), {ranking.name: ranking}
-    seeds = [replace(scale.training, seed=work.seed + turn) for turn in range(scale.seeds)]
-    asked = [_asked(name, how, images, ranking) for name in PUBLISHED for how in seeds]
-    measured = trained(work, ID, images, asked)
-    for name, published in PUBLISHED.items():
-        found = [record for each, record in zip(asked, measured) if each.part == name and record is not None]
-        records |= {record.name: record for record in found}
-        setting, _, learner = name.partition("-")
-        made += rows(f"{setting} r_H, {learner.upper()}", found, published, "omniglot")
-    return Outcome(Result.of(work, ID, tuple(made), records), records)
+        if not options.includes("ranking"):
+            raise InputError("the ranking, which selects the hard alphabets, is not finished. Add ranking to --only.")
+        return {}
+    trainings = [replace(settings.training, seed=options.seed + i) for i in range(settings.seeds)]
+    planned = [plan_training(part, training, images, ranking) for part in PUBLISHED for training in trainings]
+    records = train_all(options, EXPERIMENT.id, images, planned)
+    return {record.name: record for record in (ranking, *records) if record is not None}
 
 
-def _rank(work: Work, scale: Scale, images: LabelledImages) -> Record | None:
-    """Train MAML on tasks within single alphabets, out of all of them, and measure its accuracy on each."""
-    own = alphabets(images)
-    ranked = {name: members for name, members in own.items() if len(members) >= WAYS}
-    everything = replace(images, splits={"all": torch.cat(list(own.values()))})
-    apart = replace(images, splits=ranked)
-    how = replace(scale.training, seed=work.seed, judged=scale.ranking_tasks)
-    tasks = everything.tasks("all", ways=WAYS, queries=TARGETS, superclass="same")
-    kinds = {name: apart.tasks(name, ways=WAYS, queries=TARGETS) for name in ranked}
-    about = {"ways": WAYS, "shots": 1, "queries": TARGETS}
-    return trained(work, ID, images, [Asked("ranking", how, tasks, kinds, about)])[0]
+def rank_alphabets(options: ExperimentOptions, settings: Settings, images: LabelledImages) -> AccuracyRecord | None:
+    """Train MAML on tasks within single alphabets, and measure its accuracy on each alphabet."""
+    classes = alphabets(images)
+    ranked = {name: members for name, members in classes.items() if len(members) >= WAYS}
+    all_classes = replace(images, splits={"all": torch.cat(list(classes.values()))})
+    by_alphabet = replace(images, splits=ranked)
+    training = replace(settings.training, seed=options.seed, test_tasks=settings.ranking_tasks)
+    tasks = all_classes.tasks("all", ways=WAYS, queries=QUERIES, superclass="same")
+    test_tasks = {name: by_alphabet.tasks(name, ways=WAYS, queries=QUERIES) for name in ranked}
+    description = {"ways": WAYS, "shots": 1, "queries": QUERIES}
+    planned = PlannedTraining("ranking", training, tasks, test_tasks, description)
+    return train_all(options, EXPERIMENT.id, images, [planned])[0]
 
 
 def alphabets(images: LabelledImages) -> dict[str, torch.Tensor]:
-    """Return the classes of every alphabet, of all splits together."""
-    members = torch.cat(list(images.splits.values())).sort().values
-    own = images.superclasses[members]
-    return {
-        name: members[own == index] for index, name in enumerate(images.superclass_names) if bool((own == index).any())
-    }
+    """Return the classes of each alphabet, from all splits together."""
+    classes = torch.cat(list(images.splits.values())).sort().values
+    alphabet = images.superclasses[classes]
+    members = {name: classes[alphabet == index] for index, name in enumerate(images.superclass_names)}
+    return {name: classes for name, classes in members.items() if len(classes)}
 
 
-def hardest(ranking: Record) -> list[str]:
-    """Return the fifth of the alphabets, an even number, with the lowest accuracies, the lowest first."""
+def hardest(ranking: AccuracyRecord) -> list[str]:
+    """Return the fifth of the alphabets, an even number, with the lowest accuracies, lowest first."""
     return sorted(ranking.scores, key=lambda name: ranking.scores[name].mean)[: 2 * (len(ranking.scores) // 10)]
 
 
-def divided(names: list[str], ranking: Record, setting: str, seed: int) -> dict[str, list[str]]:
-    """Return the alphabets of each split: half of the hard ones train, and five eighths of the easy ones.
+def split_alphabets(names: list[str], ranking: AccuracyRecord, setting: str, seed: int) -> dict[str, list[str]]:
+    """Return the alphabets of each kind of task: half of the hard ones train, and five eighths of the easy ones.
 
-    With small r_H there is one hard alphabet to train and one to test, the two hardest where the
-    paper's two are not there. An alphabet too small to be ranked is easy.
+    With small r_H one hard alphabet trains and one tests: the paper's two, or the two hardest if those are missing.
+    An alphabet with too few characters for the ranking counts as easy.
     """
     hard = hardest(ranking)
     alike = list(ALIKE) if set(ALIKE) <= set(names) else hard[:2]
@@ -120,56 +116,64 @@ def divided(names: list[str], ranking: Record, setting: str, seed: int) -> dict[
     shuffled = [names[index] for index in torch.randperm(len(names), generator=generator).tolist()]
     easy = [name for name in shuffled if name not in hard]
     hard = [name for name in shuffled if name in hard] if setting == "large" else alike
-    parts = (easy[: len(easy) * 5 // 8], hard[: len(hard) // 2], easy[len(easy) * 5 // 8 :], hard[len(hard) // 2 :])
-    own = dict(zip(KINDS, parts))
-    return own | {kind: [name for name in own[kind] if name not in hard] for kind in ("easy train", "easy test")}
+    easy_train, easy_test = easy[: len(easy) * 5 // 8], easy[len(easy) * 5 // 8 :]
+    return {
+        "easy train": [name for name in easy_train if name not in hard],
+        "hard train": hard[: len(hard) // 2],
+        "easy test": [name for name in easy_test if name not in hard],
+        "hard test": hard[len(hard) // 2 :],
+    }
 
 
-def _asked(name: str, how: Training, images: LabelledImages, ranking: Record) -> Asked:
-    """Return the training of a setting and a method, on easy and hard tasks alike."""
-    setting, _, learner = name.partition("-")
+def plan_training(part: str, training: NetTraining, images: LabelledImages, ranking: AccuracyRecord) -> PlannedTraining:
+    """Return the training of a method in a setting, on as many easy as hard tasks."""
+    setting, _, learner = part.partition("-")
     shots = 10 if learner == "nal-10" else 1
     if learner != "maml":
-        how = replace(how, method="nal", lr=NAL_LR)
-    own = alphabets(images)
-    parts = divided(list(own), ranking, setting, how.seed)
-    parted = replace(images, splits={kind: torch.cat([own[each] for each in names]) for kind, names in parts.items()})
-    form: Any = {"ways": WAYS, "shots": shots, "queries": TARGETS}
-    kinds = {
-        kind: parted.tasks(kind, **form, superclass="different" if kind.startswith("easy") else "same")
+        training = replace(training, method="nal", lr=NAL_LR)
+    classes = alphabets(images)
+    splits = split_alphabets(list(classes), ranking, setting, training.seed)
+    split_images = replace(
+        images, splits={kind: torch.cat([classes[name] for name in names]) for kind, names in splits.items()}
+    )
+    form: dict[str, Any] = {"ways": WAYS, "shots": shots, "queries": QUERIES}
+    tasks = {
+        kind: split_images.tasks(kind, **form, superclass="different" if kind.startswith("easy") else "same")
         for kind in KINDS
     }
-    tasks = Mixture((kinds["easy train"], kinds["hard train"]), (0.5, 0.5))
-    return Asked(name, how, tasks, kinds, {**form, "alphabets": parts})
+    mixture = Mixture((tasks["easy train"], tasks["hard train"]), (0.5, 0.5))
+    return PlannedTraining(part, training, mixture, tasks, {**form, "alphabets": splits})
 
 
-def _ranking_rows(ranking: Record) -> list[Row]:
-    """Return MAML's accuracy on the hard and on the easy alphabets when it ranked them."""
-    hard = hardest(ranking)
-    kinds = {"hard": hard, "easy": [name for name in ranking.scores if name not in hard]}
-    made = []
-    for kind, names in kinds.items():
-        score = Accuracy.over([ranking.scores[name] for name in names])
-        note = f"{ranking.plan['images']}; {', '.join(names)}"
-        made.append(
-            Row(f"ranking, {kind} alphabets", "accuracy %", ours=100 * score.mean, ci95=100 * score.ci95, note=note)
-        )
-    return made
+def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> Iterator[Row]:
+    """Give the accuracies that rank the alphabets, and compare those of each method with the published ones."""
+    for name, record in records.items():
+        if not name.startswith(f"{EXPERIMENT.id}-ranking-"):
+            continue
+        hard = hardest(record)
+        for kind, names in (("hard", hard), ("easy", [name for name in record.scores if name not in hard])):
+            score = Accuracy.pool([record.scores[alphabet] for alphabet in names])
+            note = f"{record.plan['images']}; {', '.join(names)}"
+            accuracy, ci95 = 100 * score.mean, 100 * score.ci95
+            yield Row(f"ranking, {kind} alphabets", "accuracy %", ours=accuracy, ci95=ci95, note=note)
+    for part, published in PUBLISHED.items():
+        setting, _, learner = part.partition("-")
+        by_seed = [
+            record for name, record in records.items() if name.startswith(f"{EXPERIMENT.id}-{part}-{options.scale}-")
+        ]
+        yield from accuracy_rows(f"{setting} r_H, {learner.upper()}", by_seed, published, "omniglot")
 
 
-def _images(work: Work) -> LabelledImages:
-    """Return Omniglot, or at the quick scale glyphs where it is not at hand."""
-    if work.data is not None and (work.data / "omniglot").exists():
-        return load("omniglot", work.data / "omniglot").to(work.device)
-    if work.scale == "paper":
+def load_images(options: ExperimentOptions) -> LabelledImages:
+    """Load Omniglot, or at the quick scale glyphs if Omniglot is missing."""
+    if options.data is not None and (options.data / "omniglot").exists():
+        return load("omniglot", options.data / "omniglot").to(options.device)
+    if options.scale == "paper":
         raise InputError(
-            "the paper scale needs Omniglot, in the folder omniglot of the one that --data names "
-            f"(now {work.data}). Use --scale quick to try the experiment without it."
+            "the paper scale needs Omniglot, in the subfolder omniglot of the folder given by --data "
+            f"(now {options.data}). Use --scale quick to try the experiment without it."
         )
-    return load("glyphs").to(work.device)
+    return load("glyphs").to(options.device)
 
 
-figure = beside.figure
-
-
-EXPERIMENT = UnportedExperiment("landscape-table1", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("landscape-table1", measure, rows)

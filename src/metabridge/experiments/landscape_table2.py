@@ -1,11 +1,12 @@
-"""C's table 2: the more of the tasks are hard, the more MAML gains over no adaptation in training (NAL).
+"""Collins et al. 2022, table 2: the more tasks are hard, the more MAML gains over training without adaptation (NAL).
 
-Easy tasks of FS-CIFAR100 have two ways and many shots, hard ones twenty ways and few. The net has
-twenty outputs, of which easy tasks use the first two: adaptation finds out.
+Easy tasks of FS-CIFAR100 have two ways and many shots, hard ones twenty ways and few. The network has twenty outputs,
+of which easy tasks use the first two; adaptation has to find out which.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +15,17 @@ from metabridge.datasets import cifar, load
 from metabridge.environments.image_tasks import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
-from metabridge.experiments import beside
-from metabridge.experiments.landscape_trainings import Asked, Outcome, Record, Training, rows, trained
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work
+from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
+from metabridge.experiments.landscape_trainings import (
+    AccuracyRecord,
+    NetTraining,
+    PlannedTraining,
+    accuracy_rows,
+    train_all,
+)
+from metabridge.report.results import Row
 
-ID = "landscape-table2"
-
-# accuracy in percent and the half-width of its 95 % interval, on each of `KINDS` (C table 5); p is that of hard tasks
+# accuracy in percent and the half-width of its 95 % interval, on each of `KINDS` (table 5), by the share of hard tasks
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "p0.99-nal": ((78.2, 0.4), (9.9, 1.0), (74.8, 0.4), (9.5, 0.6)),
     "p0.99-maml": ((92.9, 0.3), (50.1, 1.0), (84.6, 0.4), (21.7, 0.3)),
@@ -29,110 +34,114 @@ PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "p0.01-nal": ((82.4, 1.4), (7.6, 0.2), (76.9, 0.9), (8.2, 0.4)),
     "p0.01-maml": ((94.0, 1.2), (15.7, 0.3), (85.0, 0.2), (11.8, 0.3)),
 }
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much to train, over how many seeds, and what tasks are like."""
-
-    training: Training
-    seeds: int
-    easy: tuple[int, int]  # ways and shots
-    hard: tuple[int, int]
-    targets: int = 10
-    nal_shots: int = 5  # with the targets, the images of a class that NAL trains on
-
-    @property
-    def needed(self) -> int:
-        """How many images of a class the tasks need."""
-        return max(self.easy[1], self.hard[1], self.nal_shots) + self.targets
-
-
-SCALES = {
-    "quick": Scale(
-        Training("maml", 1e-3, iterations=40, tasks=2, judged=24, filters=32),
-        seeds=1,
-        easy=(2, 5),
-        hard=(20, 1),
-        targets=5,
-        nal_shots=3,
-    ),
-    "paper": Scale(Training("maml", 1e-3, iterations=10_000, tasks=2, judged=500), seeds=2, easy=(2, 50), hard=(20, 5)),
-}
 NAL_LR, NAL_STEPS = 1e-6, 5
 
 
-def run(work: Work) -> Outcome:
-    """Train both methods with every share of hard tasks, or read what the trainings measured."""
-    work.check_only(PUBLISHED)
-    scale = SCALES[work.scale]
-    images = _images(work, scale)
-    made: list[Row] = []
-    records: dict[str, Record] = {}
-    seeds = range(work.seed, work.seed + scale.seeds)
-    asked = [_asked(scale, name, seed, images) for name in PUBLISHED for seed in seeds]
-    measured = trained(work, ID, images, asked)
-    for name, published in PUBLISHED.items():
-        found = [record for each, record in zip(asked, measured) if each.part == name and record is not None]
-        records |= {record.name: record for record in found}
-        share, _, learner = name.removeprefix("p").partition("-")
-        made += rows(f"p = {share}, {learner.upper()}", found, published, "fs-cifar100")
-    return Outcome(Result.of(work, ID, tuple(made), records), records)
+@dataclass(frozen=True)
+class Settings:
+    """How MAML is trained, for how many seeds, and the form of the tasks."""
+
+    training: NetTraining
+    seeds: int
+    easy: tuple[int, int]  # ways and shots
+    hard: tuple[int, int]
+    queries: int = 10
+    nal_shots: int = 5  # NAL trains on so many shots and the queries
+
+    @property
+    def images_per_class(self) -> int:
+        """The number of images of a class that a task needs."""
+        return max(self.easy[1], self.hard[1], self.nal_shots) + self.queries
 
 
-def _asked(scale: Scale, name: str, seed: int, images: LabelledImages) -> Asked:
+SETTINGS = {
+    "quick": Settings(
+        NetTraining("maml", 1e-3, iterations=40, batch_size=2, test_tasks=24, filters=32),
+        seeds=1,
+        easy=(2, 5),
+        hard=(20, 1),
+        queries=5,
+        nal_shots=3,
+    ),
+    "paper": Settings(
+        NetTraining("maml", 1e-3, iterations=10_000, batch_size=2, test_tasks=500), seeds=2, easy=(2, 50), hard=(20, 5)
+    ),
+}
+
+
+def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
+    """Train both methods with each share of hard tasks."""
+    options.check_only(PUBLISHED)
+    settings = SETTINGS[options.scale]
+    images = load_images(options, settings)
+    seeds = range(options.seed, options.seed + settings.seeds)
+    planned = [plan_training(settings, part, seed, images) for part in PUBLISHED for seed in seeds]
+    return {record.name: record for record in train_all(options, EXPERIMENT.id, images, planned) if record is not None}
+
+
+def plan_training(settings: Settings, part: str, seed: int, images: LabelledImages) -> PlannedTraining:
     """Return the training of a method with a share of hard tasks."""
-    share, _, learner = name.removeprefix("p").partition("-")
-    how, forms = replace(scale.training, seed=seed), {"easy": scale.easy, "hard": scale.hard}
-    shots = {kind: own for kind, (_, own) in forms.items()}
+    share, _, learner = part.removeprefix("p").partition("-")
+    training, forms = replace(settings.training, seed=seed), {"easy": settings.easy, "hard": settings.hard}
+    shots = {kind: kind_shots for kind, (_, kind_shots) in forms.items()}
     if learner == "nal":
-        how = replace(how, method="nal", lr=NAL_LR, steps=NAL_STEPS)
-        shots = dict.fromkeys(forms, scale.nal_shots)
+        training = replace(training, method="nal", lr=NAL_LR, steps=NAL_STEPS)
+        shots = dict.fromkeys(forms, settings.nal_shots)
 
-    def drawn(split: str, kind: str, shots: int) -> ImageTasks:
-        return images.tasks(split, ways=forms[kind][0], shots=shots, queries=scale.targets)
+    def tasks(split: str, kind: str, shots: int) -> ImageTasks:
+        return images.tasks(split, ways=forms[kind][0], shots=shots, queries=settings.queries)
 
-    tasks = Mixture(tuple(drawn("train", kind, shots[kind]) for kind in forms), (1 - float(share), float(share)))
-    kinds = {
-        f"{kind} {seen}": drawn(split, kind, own)
-        for seen, split in {"train": "validation", "test": "test"}.items()
-        for kind, (_, own) in forms.items()
+    mixture = Mixture(tuple(tasks("train", kind, shots[kind]) for kind in forms), (1 - float(share), float(share)))
+    test_tasks = {
+        f"{kind} {classes}": tasks(split, kind, kind_shots)
+        for classes, split in {"train": "validation", "test": "test"}.items()
+        for kind, (_, kind_shots) in forms.items()
     }
-    about = {"hard_share": float(share), **forms, "training_shots": shots, "queries": scale.targets}
-    return Asked(name, how, tasks, kinds, about)
+    description = {"hard_share": float(share), **forms, "training_shots": shots, "queries": settings.queries}
+    return PlannedTraining(part, training, mixture, test_tasks, description)
 
 
-def _images(work: Work, scale: Scale) -> LabelledImages:
-    """Return FS-CIFAR100, or what stands in for it: mini-ImageNet at the same size, or at the quick scale glyphs."""
-    if work.data is not None and cifar.holds(work.data):
-        return load("fs-cifar100", work.data).to(work.device)
-    if work.data is not None and (work.data / "mini-imagenet").exists():
-        images = load("mini-imagenet", work.data / "mini-imagenet", size=32)
-    elif work.scale == "quick":
+def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> Iterator[Row]:
+    """Compare the accuracies of each method with the published ones."""
+    for part, published in PUBLISHED.items():
+        share, _, learner = part.removeprefix("p").partition("-")
+        by_seed = [
+            record for name, record in records.items() if name.startswith(f"{EXPERIMENT.id}-{part}-{options.scale}-")
+        ]
+        yield from accuracy_rows(f"p = {share}, {learner.upper()}", by_seed, published, "fs-cifar100")
+
+
+def load_images(options: ExperimentOptions, settings: Settings) -> LabelledImages:
+    """Load FS-CIFAR100, or in its place mini-ImageNet at the same size, or at the quick scale glyphs."""
+    if options.data is not None and cifar.holds(options.data):
+        return load("fs-cifar100", options.data).to(options.device)
+    if options.data is not None and (options.data / "mini-imagenet").exists():
+        images = load("mini-imagenet", options.data / "mini-imagenet", size=32)
+    elif options.scale == "quick":
         images = load("glyphs")
     else:
         raise InputError(
-            "the paper scale needs CIFAR-100, in the folder cifar-100-python of the one that --data names, or "
-            f"mini-ImageNet in mini-imagenet (now {work.data}). Use --scale quick to try the experiment without it."
+            "the paper scale needs CIFAR-100 in the subfolder cifar-100-python of the folder given by --data, or "
+            f"mini-ImageNet in mini-imagenet (now {options.data}). Use --scale quick to try the experiment without it."
         )
-    return held_out(images, scale.needed).to(work.device)
+    return hold_out_images(images, settings.images_per_class).to(options.device)
 
 
-def held_out(images: LabelledImages, least: int) -> LabelledImages:
-    """Part the images of the training and validation classes as FS-CIFAR100's are.
+def hold_out_images(images: LabelledImages, minimum: int) -> LabelledImages:
+    """Split the images of the training and validation classes like FS-CIFAR100.
 
-    All these classes train. The last quarter of each one's images, or `least` if that is more, become
-    a class of their own in the validation split: there accuracy on classes seen is measured.
+    All these classes train. The last quarter of the images of each, or `minimum` if that is more, become a new class
+    in the validation split, which measures the accuracy on classes seen in training.
     """
     seen = torch.cat([images.splits["train"], images.splits["validation"]])
     labels = images.labels.clone()
-    for place, member in enumerate(seen.tolist()):
-        own = (images.labels == member).nonzero().squeeze(1)
-        labels[own[-max(len(own) // 4, least) :]] = len(images.class_names) + place
+    for i, class_index in enumerate(seen.tolist()):
+        of_class = (images.labels == class_index).nonzero().squeeze(1)
+        labels[of_class[-max(len(of_class) // 4, minimum) :]] = len(images.class_names) + i
     return replace(
         images,
         labels=labels,
-        class_names=(*images.class_names, *(f"{images.class_names[each]} (held out)" for each in seen.tolist())),
+        class_names=(*images.class_names, *(f"{images.class_names[i]} (held out)" for i in seen.tolist())),
         superclasses=torch.cat([images.superclasses, images.superclasses[seen]]),
         splits={
             "train": seen,
@@ -142,7 +151,4 @@ def held_out(images: LabelledImages, least: int) -> LabelledImages:
     )
 
 
-figure = beside.figure
-
-
-EXPERIMENT = UnportedExperiment("landscape-table2", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("landscape-table2", measure, rows)

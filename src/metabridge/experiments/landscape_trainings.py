@@ -1,19 +1,20 @@
-"""Trainings on easy and hard tasks, of which C's tables 1 and 2 are made. Each leaves a record of what it measured."""
+"""Trainings on easy and hard tasks that tables 1 and 2 of Collins et al. 2022 and `diagnose-images` are made of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from metabridge.environments.environment import Environment as Tasks
+from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import LabelledImages
-from metabridge.experiments.record_files import keep, plain, run_folder, stored
-from metabridge.experiments.result import Environment, Result, Row, Work, environment
+from metabridge.experiments.experiment import ExperimentOptions
+from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.learners.method import method
 from metabridge.models import conv4
+from metabridge.report.results import Machine, Row
 from metabridge.training import Fitting, Run, Settings, evaluate, in_turns
 from metabridge.training.fitting import several
 
@@ -21,18 +22,23 @@ KINDS = ("easy train", "hard train", "easy test", "hard test")  # of tasks, in t
 
 
 @dataclass(frozen=True)
-class Training:
-    """How the four-block net is trained, and how many tasks of each kind judge it (C app. C.4, C.5)."""
+class NetTraining:
+    """How the conv4 network is trained and tested (app. C.4, C.5)."""
 
     method: str
     lr: float
     iterations: int
-    tasks: int  # in an iteration
-    judged: int
+    batch_size: int
+    test_tasks: int  # of each kind
     filters: int = 64
-    steps: int = 1  # of adaptation, which NAL does at test time alone
+    steps: int = 1  # of adaptation, for NAL at test time only
     inner_lr: float = 0.1
     seed: int = 0
+
+    def stored(self) -> dict[str, Any]:
+        """Return the fields under the keys of the records."""
+        keys = {"batch_size": "tasks", "test_tasks": "judged"}
+        return {keys.get(key, key): value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,10 @@ class Accuracy:
     tasks: int
 
     @classmethod
-    def over(cls, scores: Sequence[Accuracy]) -> Accuracy:
-        """Return the mean of several; its interval is over their tasks alone, not over what else tells them apart.
+    def pool(cls, scores: Sequence[Accuracy]) -> Accuracy:
+        """Return the mean of several accuracies; the interval is over their tasks only.
 
-        >>> Accuracy.over([Accuracy(0.5, 0.03, 100), Accuracy(0.7, 0.04, 100)])
+        >>> Accuracy.pool([Accuracy(0.5, 0.03, 100), Accuracy(0.7, 0.04, 100)])
         Accuracy(mean=0.6, ci95=0.025, tasks=200)
         """
         mean = sum(score.mean for score in scores) / len(scores)
@@ -56,118 +62,126 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What one training measured, by kind of task; `plan` is all that it depends on."""
+class AccuracyRecord(Record):
+    """The accuracies of one trained network by kind of task."""
 
-    name: str
-    plan: dict[str, Any]
-    environment: Environment
-    minutes: float
     scores: dict[str, Accuracy]
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result and the records it was made of."""
-
-    result: Result
-    records: dict[str, Record]
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> AccuracyRecord:
+        """Return the record with these fields, as JSON holds them."""
+        return cls(**{**stored, "scores": {kind: Accuracy(**score) for kind, score in stored["scores"].items()}})
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A training that a table needs: on which tasks, and on which of each kind it is judged.
+class PlannedTraining:
+    """A training that an experiment needs.
 
-    `part` is what the command line calls it, and `about` says what the tasks are.
+    Args:
+        part: Its name for --only.
+        training: How to train.
+        tasks: What to train on.
+        test_tasks: What to test on, by kind.
+        description: What distinguishes these tasks from others, for the record.
     """
 
     part: str
-    how: Training
-    tasks: Tasks
-    kinds: Mapping[str, Tasks]
-    about: Mapping[str, object]
+    training: NetTraining
+    tasks: Environment
+    test_tasks: Mapping[str, Environment]
+    description: Mapping[str, object]
 
     @property
     def label(self) -> str:
-        """What a person reads."""
-        return f"{self.part}, seed {self.how.seed}"
+        """The name in progress messages."""
+        return f"{self.part}, seed {self.training.seed}"
 
-    def name(self, work: Work, table: str) -> str:
-        """What its files are called."""
-        return f"{table}-{self.part}-{work.scale}-{self.how.seed}"
+    def name(self, options: ExperimentOptions, experiment: str) -> str:
+        """Return the name of its files."""
+        return f"{experiment}-{self.part}-{options.scale}-{self.training.seed}"
 
     def plan(self, images: LabelledImages) -> dict[str, Any]:
-        """Return all that it depends on."""
-        source = (
-            f"{images.load_arguments['name'] if images.load_arguments else 'images'} at {images.images.shape[-1]} px"
-        )
-        return plain({"images": source, **self.about, **asdict(self.how)})
+        """Return everything that it depends on."""
+        name = images.load_arguments["name"] if images.load_arguments else "images"
+        source = f"{name} at {images.images.shape[-1]} px"
+        return as_json({"images": source, **self.description, **self.training.stored()})
 
 
-def trained(work: Work, table: str, images: LabelledImages, asked: Sequence[Asked]) -> list[Record | None]:
+def train_all(
+    options: ExperimentOptions, experiment: str, images: LabelledImages, planned: Sequence[PlannedTraining]
+) -> list[AccuracyRecord | None]:
     """Return the record of each training.
 
-    Without a record of the same plan it is trained now, if its part is to be done; None if it is not, or if the time,
-    which is that of all together, ran out before the end.
+    A training without a record runs now, if `only` selects it. Its record is None if it does not run or if the time
+    limit, which is that of all trainings together, ends it early.
     """
-    found = {each.label: stored(work, each.name(work, table), each.plan(images), _made) for each in asked}
-    missing = {
-        each.label: each for each in asked if found[each.label] is None and (not work.only or each.part in work.only)
+    records = {
+        training.label: AccuracyRecord.load(options, training.name(options, experiment), training.plan(images))
+        for training in planned
     }
-    begin = {label: partial(_begin, work, table, images, each) for label, each in missing.items()}
-    for label, run in in_turns(begin, at_once=several(work.device), minutes=work.minutes, progress=work.progress):
+    missing = {
+        training.label: training
+        for training in planned
+        if records[training.label] is None and options.includes(training.part)
+    }
+    start = {label: partial(_start, options, experiment, images, training) for label, training in missing.items()}
+    at_once = several(options.device)
+    for label, run in in_turns(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
         if run.finished:
-            found[label] = _judged(work, table, images, missing[label], run)
-    return list(found.values())
+            records[label] = _test(options, experiment, images, missing[label], run)
+    return list(records.values())
 
 
-def _begin(work: Work, table: str, images: LabelledImages, asked: Asked) -> Fitting:
-    how, (channels, size) = asked.how, images.images.shape[1:3]
+def _start(options: ExperimentOptions, experiment: str, images: LabelledImages, planned: PlannedTraining) -> Fitting:
+    training, (channels, size) = planned.training, images.images.shape[1:3]
     return Fitting(
-        conv4(channels, size, asked.tasks.outputs, filters=how.filters, seed=how.seed),
-        method(how.method, steps=how.steps, lr=how.inner_lr),
-        asked.tasks,
-        Settings(iterations=how.iterations, tasks=how.tasks, lr=how.lr, seed=how.seed),
-        device=work.device,
-        out=run_folder(work, asked.name(work, table), asked.plan(images)),
+        conv4(channels, size, planned.tasks.outputs, filters=training.filters, seed=training.seed),
+        method(training.method, steps=training.steps, lr=training.inner_lr),
+        planned.tasks,
+        Settings(iterations=training.iterations, tasks=training.batch_size, lr=training.lr, seed=training.seed),
+        device=options.device,
+        out=run_folder(options, planned.name(options, experiment), planned.plan(images)),
     )
 
 
-def _judged(work: Work, table: str, images: LabelledImages, asked: Asked, run: Run) -> Record:
-    """Measure a training's accuracy on each kind of tasks, and keep the record."""
-    how, name = asked.how, asked.name(work, table)
-    scores = {kind: evaluate(run, own, tasks=how.judged, seed=how.seed) for kind, own in asked.kinds.items()}
-    found = {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()}
-    record = Record(name, asked.plan(images), environment(work.device), run.seconds / 60, found)
-    keep(work, name, record)
+def _test(
+    options: ExperimentOptions, experiment: str, images: LabelledImages, planned: PlannedTraining, run: Run
+) -> AccuracyRecord:
+    """Measure the accuracy on each kind of tasks, and save the record."""
+    scores = {
+        kind: evaluate(run, tasks, tasks=planned.training.test_tasks, seed=planned.training.seed)
+        for kind, tasks in planned.test_tasks.items()
+    }
+    record = AccuracyRecord(
+        planned.name(options, experiment),
+        planned.plan(images),
+        Machine.current(options.device),
+        run.seconds / 60,
+        {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()},
+    )
+    record.save(options)
     return record
 
 
-def rows(name: str, records: Sequence[Record], published: Sequence[tuple[float, float]], data: str) -> list[Row]:
-    """Return a row for every kind of task, the mean over the seeds; none without a record.
+def accuracy_rows(
+    name: str, records: Sequence[AccuracyRecord], published: Sequence[tuple[float, float]], data: str
+) -> Iterator[Row]:
+    """Yield a row for each kind of task, the mean over seeds; none without a record.
 
-    Ours agrees where the two intervals meet: a question only on the `data` that the paper has.
+    Ours agrees if the two intervals overlap. It is compared only on `data`, the data set of the paper.
     """
-    made = []
     for kind, (value, margin) in zip(KINDS, published) if records else ():
-        score = Accuracy.over([record.scores[kind] for record in records])
+        score = Accuracy.pool([record.scores[kind] for record in records])
         ours, ci95, images = 100 * score.mean, 100 * score.ci95, str(records[0].plan["images"])
         comparable = images.startswith(data)
         seeds = [f"{100 * record.scores[kind].mean:.1f} with seed {record.plan['seed']}" for record in records]
-        made.append(
-            Row(
-                f"{name}, {kind}",
-                "accuracy %",
-                published=value,
-                ours=ours,
-                ci95=ci95,
-                agrees=abs(ours - value) <= ci95 + margin if comparable else None,
-                note=f"{images}{'' if comparable else f', not {data}'}; {', '.join(seeds)}; "
-                f"interval over {score.tasks} tasks",
-            )
+        yield Row(
+            f"{name}, {kind}",
+            "accuracy %",
+            published=value,
+            ours=ours,
+            ci95=ci95,
+            agrees=abs(ours - value) <= ci95 + margin if comparable else None,
+            note=f"{images}{'' if comparable else f', not {data}'}; {', '.join(seeds)}; "
+            f"interval over {score.tasks} tasks",
         )
-    return made
-
-
-def _made(held: dict[str, Any]) -> Record:
-    return Record(**{**held, "scores": {kind: Accuracy(**score) for kind, score in held["scores"].items()}})

@@ -1,27 +1,27 @@
-"""B's theorem 2: as the width grows, trained MAML predicts what kernel regression with the MetaNTK does.
+"""Wang et al. 2022, theorem 2: with growing width, trained MAML predicts what regression with the MetaNTK predicts.
 
-F_t = G + Φ' T_Φ^{ηt}(Y − G_train), at a finite time of training and at its end. Beside it the same for MTL and ANIL,
-whose predictions are those of A's lemma 1. The formulas are for nets whose outputs start at 0, so what is learnt
-here is added to the initial outputs. They are for gradient flow, so steps are small, the outer ones up to the finite
-time; the end does not depend on them, and is reached by larger ones.
-The papers prove it and show no experiment; this is one.
+F_t = G + Φ' T_Φ^{ηt}(Y − G_train), at a finite time of training and at its end. The same is shown for MTL and ANIL with
+the predictions of lemma 1 of Wang et al. 2021. The formulas are for networks whose outputs start at 0, so the targets
+here are added to the initial outputs. They are for gradient flow, so steps are small: the inner ones always, the outer
+ones up to the finite time. The end of training does not depend on the outer steps and is reached by larger ones.
+The papers have proofs and no experiment; this is one.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
-from metabridge.experiments.meta_ntk_descent import DEPTH, KERNEL, TASKS, descend, initialisations, sample, squared
-from metabridge.experiments.power_law import PowerLaw, draw_laws, mean
-from metabridge.experiments.result import Result, Row, UnportedExperiment, Work, environment
+from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
+from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
+from metabridge.intervals import mean_interval
+from metabridge.kernels.finite_width import gradient_descent, squared_loss
 from metabridge.kernels.kernel_predictors import KernelLearner, KernelMethod
 from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine
@@ -29,127 +29,114 @@ from metabridge.learners.method import Method, method
 from metabridge.learners.parameters import parameters
 from metabridge.models import wide
 from metabridge.models.network import Network
+from metabridge.report.results import Row
+from metabridge.theory.power_law import PowerLaw
 
-ID = "metantk-thm2"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 METHODS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How wide the nets are, how many of each width, and how they are trained."""
+class Settings:
+    """Widths, number of networks per width, and how they are trained."""
 
     widths: tuple[int, ...]
     nets: int
     tasks: int = 3
-    tests: int = 10
-    inner_time: float = 0.05  # λτ, in training and at test
+    test_tasks: int = 10
+    inner_time: float = 0.05  # λτ, in training and at test time
     inner_steps: int = 10
     outer_time: float = 3.0  # ηt·σ_max(Φ), the finite time of training
     outer_steps: int = 30
-    left: float = 0.003  # what the kernel says is left of the slowest mode at the end
+    remainder: float = 0.003  # what is left of the slowest mode at the end, according to the kernel
 
 
-SCALES = {
-    "quick": Scale(widths=(16, 64, 256), nets=3, inner_steps=5, outer_steps=15, left=0.03),
-    "paper": Scale(widths=(64, 128, 256, 512, 1024), nets=4),
+SETTINGS = {
+    "quick": Settings(widths=(16, 64, 256), nets=3, inner_steps=5, outer_steps=15, remainder=0.03),
+    "paper": Settings(widths=(64, 128, 256, 512, 1024), nets=4),
 }
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training by gradient descent, and what the kernel predicts at its end."""
+    """A period of training by gradient descent, and the kernel's prediction at its end."""
 
     name: str
-    rate: float
+    lr: float
     steps: int
     predicted: Tensor
 
 
-Errors = dict[str, dict[KernelMethod, dict[int, list[float]]]]  # at the end of a stage, of a method, by width
+Errors = dict[str, dict[KernelMethod, dict[int, list[float]]]]  # relative, by stage, method and width
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result, and the relative errors of every training."""
-
-    result: Result
-    errors: Errors
-
-
-def run(work: Work) -> Outcome:
-    """Train nets of every width from several initialisations, all on the same tasks."""
-    scale, started = SCALES[work.scale], time.perf_counter()
-    drawn = sample(scale.tasks + scale.tests, work.seed).to(work.device)
-    train, test = drawn[: scale.tasks], drawn[scale.tasks :]
-    stages = {name: _stages(scale, name, train, test) for name in METHODS}
+def measure(options: ExperimentOptions) -> Errors:
+    """Train networks of each width from several initializations, all on the same tasks."""
+    settings = SETTINGS[options.scale]
+    episodes = sample_tasks(settings.tasks + settings.test_tasks, options.seed).to(options.device)
+    train, test = episodes[: settings.tasks], episodes[settings.tasks :]
+    stages = {name: plan_stages(settings, name, train, test) for name in METHODS}
     errors: Errors = {}
-    for width, seeds in initialisations(scale.widths, scale.nets, work.seed).items():
-        for name, own in stages.items():
+    for width, seeds in initialization_seeds(settings.widths, settings.nets, options.seed).items():
+        for name in METHODS:
             for seed in seeds:
-                net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(work.device)
-                for stage, found in zip(own, trained(scale, name, net, train, test, own)):
-                    error = float((found - stage.predicted).norm() / stage.predicted.norm())
+                net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(options.device)
+                for stage, predicted in zip(stages[name], train_net(settings, name, net, train, test, stages[name])):
+                    error = float((predicted - stage.predicted).norm() / stage.predicted.norm())
                     errors.setdefault(stage.name, {}).setdefault(name, {}).setdefault(width, []).append(error)
-    rates = {name: {stage.name: (stage.rate, stage.steps) for stage in own} for name, own in stages.items()}
-    result = Result(
-        id=ID,
-        scale=work.scale,
-        seed=work.seed,
-        settings=asdict(scale) | {"depth": DEPTH, "environment": asdict(TASKS), "rates_and_steps": rates},
-        environment=environment(work.device),
-        seconds=time.perf_counter() - started,
-        rows=tuple(rows(errors)),
-    )
-    return Outcome(result, errors)
+    return errors
 
 
-def _stages(scale: Scale, name: KernelMethod, train: Episodes, test: Episodes) -> tuple[Stage, Stage]:
-    """Small steps up to the finite time, then larger ones to the end."""
-    twin = KernelLearner(
-        KERNEL, name, inner_time=0.0 if name == "mtl" else scale.inner_time, test_time=scale.inner_time
-    )
-    end = twin.fit(train)
-    modes = torch.linalg.eigvalsh(end.matrix)
-    least, most = float(modes[0]), float(modes[-1])
-    spent = scale.outer_time / most
-    early = replace(twin, outer_time=spent).fit(train)
-    rate = 1 / (most + least)
-    steps = math.ceil(math.log(scale.left) / math.log1p(-rate * least))
+def plan_stages(settings: Settings, name: KernelMethod, train: Episodes, test: Episodes) -> tuple[Stage, Stage]:
+    """Return small steps up to the finite time, and larger ones to the end."""
+    inner_time = 0.0 if name == "mtl" else settings.inner_time
+    learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=settings.inner_time)
+    end = learner.fit(train)
+    eigenvalues = torch.linalg.eigvalsh(end.matrix)
+    smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
+    finite_time = settings.outer_time / largest
+    early = replace(learner, outer_time=finite_time).fit(train)
+    lr = 1 / (largest + smallest)
+    steps = math.ceil(math.log(settings.remainder) / math.log1p(-lr * smallest))
     return (
-        Stage("stopped early", spent / scale.outer_steps, scale.outer_steps, early.predict(test)),
-        Stage("trained to the end", rate, steps, end.predict(test)),
+        Stage("stopped early", finite_time / settings.outer_steps, settings.outer_steps, early.predict(test)),
+        Stage("trained to the end", lr, steps, end.predict(test)),
     )
 
 
-def trained(
-    scale: Scale, name: KernelMethod, net: Network, train: Episodes, test: Episodes, stages: tuple[Stage, ...]
+def train_net(
+    settings: Settings, name: KernelMethod, net: Network, train: Episodes, test: Episodes, stages: tuple[Stage, ...]
 ) -> Iterator[Tensor]:
-    """Train a net, and yield what it has learnt to predict for the test tasks at the end of each stage."""
-    chosen, at_test = _methods(scale, name)
-    train, shifted = (_from_initial_outputs(net, episodes) for episodes in (train, test))
+    """Train a network, and yield what it has learned to predict for the test tasks at the end of each stage."""
+    training_method, test_method = methods(settings, name)
+    train, shifted_test = (add_initial_outputs(net, episodes) for episodes in (train, test))
     train = replace(train, classes=torch.arange(len(train), device=train.device)[:, None])
-    params = parameters(chosen, net, classes=len(train))
-    if name == "mtl":  # all heads start from the same value
+    params = parameters(training_method, net, classes=len(train))
+    if name == "mtl":  # all heads start from the same values
         params["heads.weight"].data.copy_(params["head.weight"].expand(len(train), -1))
-    engine = Engine(chosen, net)
+    engine = Engine(training_method, net)
     for stage in stages:
-        for _ in descend(engine, params, train, stage.rate, stage.steps):
+        for _ in gradient_descent(engine, params, train, stage.lr, stage.steps):
             pass
-        weights = params if name == "maml" else params | {"head.weight": net.head.weight}  # else a new head (A §3.4)
-        yield predict(at_test, net, weights, shifted) - (shifted.query_y - test.query_y)
+        # MTL and ANIL adapt a new head at test time (Wang et al. 2021, §3.4)
+        test_params = params if name == "maml" else params | {"head.weight": net.head.weight}
+        yield predict(test_method, net, test_params, shifted_test) - (shifted_test.query_y - test.query_y)
 
 
-def _methods(scale: Scale, name: KernelMethod) -> tuple[Method, Method]:
-    """The method that trains, and the one that adapts at test."""
-    inner = {"steps": scale.inner_steps, "lr": scale.inner_time / scale.inner_steps, "loss": squared}
+def methods(settings: Settings, name: KernelMethod) -> tuple[Method, Method]:
+    """Return the method for training, and the one that adapts at test time."""
+    inner_lr = settings.inner_time / settings.inner_steps
+    inner = {"steps": settings.inner_steps, "lr": inner_lr, "loss": squared_loss}
     if name == "maml":
         return (method("maml", **inner),) * 2
     anil = method("anil", **inner, split=False)
-    return (method("mtl", loss=squared) if name == "mtl" else anil), anil
+    return (method("mtl", loss=squared_loss) if name == "mtl" else anil), anil
 
 
-def _from_initial_outputs(net: Network, episodes: Episodes) -> Episodes:
-    """The same tasks, their targets added to the outputs that the net starts from."""
+def add_initial_outputs(net: Network, episodes: Episodes) -> Episodes:
+    """Return the tasks with the initial outputs of the network added to the targets."""
     with torch.no_grad():
         support, query = (
             net(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (episodes.support_x, episodes.query_x)
@@ -157,37 +144,31 @@ def _from_initial_outputs(net: Network, episodes: Episodes) -> Episodes:
     return replace(episodes, support_y=episodes.support_y + support, query_y=episodes.query_y + query)
 
 
-def rows(errors: Errors) -> Iterator[Row]:
-    """Give the error of every method after every stage, at every width, and the exponent of the law through it."""
+def rows(errors: Errors, _: ExperimentOptions) -> Iterator[Row]:
+    """Give the exponent of the width and the error at each width, for each method after each stage."""
+    note = "agrees if the error falls with the width: the interval, over initializations, is below 0"
     for stage, methods in errors.items():
         for name, points in methods.items():
             label, law = f"{name.upper()} {stage}", PowerLaw.fit(points)
-            yield Row(
-                label,
-                "exponent of the width",
-                ours=law.exponent,
-                ci95=law.ci95,
-                agrees=law.exponent + law.ci95 < 0,
-                note="agrees if the error falls as the width grows: the interval, over initialisations, is below 0",
-            )
+            agrees = law.exponent + law.ci95 < 0
+            yield Row(label, "exponent of the width", ours=law.exponent, ci95=law.ci95, agrees=agrees, note=note)
             for width, values in points.items():
-                size, margin = mean(values)
-                yield Row(f"{label}, width {width}", "error, of ‖F‖", ours=size, ci95=margin)
+                mean, margin = mean_interval(values)
+                yield Row(f"{label}, width {width}", "error, of ‖F‖", ours=mean, ci95=margin)
 
 
-def figure(outcome: Outcome, file: Path) -> None:
+def figure(outcome: Outcome[Errors]) -> Figure:
     """Draw the errors against the width, the two times of training side by side."""
     from matplotlib.figure import Figure
 
-    from metabridge.report import figures
+    from metabridge.report import result_figures
 
-    with figures.LIGHT.context():
-        picture = Figure(figsize=(9.6, 4.4), layout="constrained")
-        panels = picture.subplots(1, 2, sharey=True)
-        for axes, (stage, methods) in zip(panels, outcome.errors.items()):
-            draw_laws(axes, {f"{name.upper()} {stage}": points for name, points in methods.items()})
-        panels[0].set(ylabel="‖trained − kernel prediction‖ / ‖kernel prediction‖\non the queries of test tasks")
-    figures.save(picture, file)
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (stage, methods) in zip(panels, outcome.data.items()):
+        result_figures.draw_power_laws(axes, {f"{name.upper()} {stage}": points for name, points in methods.items()})
+    panels[0].set(ylabel="‖trained − kernel prediction‖ / ‖kernel prediction‖\non the queries of test tasks")
+    return figure
 
 
-EXPERIMENT = UnportedExperiment("metantk-thm2", run, figure)
+EXPERIMENT = Experiment("metantk-thm2", measure, rows, figure, SETTINGS, CONSTANTS)

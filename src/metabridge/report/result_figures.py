@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import FuncFormatter, NullLocator
+from numpy.typing import NDArray
 
 from metabridge.intervals import mean_interval
 from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.results import Result, Row
+from metabridge.theory.power_law import Points, PowerLaw
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 X = TypeVar("X", int, float)
 
@@ -97,3 +103,58 @@ def legends_below(panels: Iterable[Axes]) -> None:
     """Put a legend below each panel."""
     for axes in panels:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))
+
+
+def subplots(title: str, rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
+    """Return a figure with a title, and its panels as `Figure.subplots` gives them."""
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def draw_means(
+    axes: Axes, runs: Mapping[float, Tensor], colour: str, label: str, marker: str = "o", markersize: float = 4
+) -> None:
+    """Draw means over runs with their 95 % intervals, by position on the x axis."""
+    means, margins = zip(*(mean_interval(values.tolist()) for values in runs.values()))
+    axes.errorbar(list(runs), means, margins, fmt=marker, color=colour, label=label, markersize=markersize, capsize=2)
+
+
+def draw_power_laws(axes: Axes, points_by_label: Mapping[str, Points]) -> None:
+    """Draw values against the width on logarithmic axes, with fitted power laws and their exponents."""
+    for (label, points), colour, marker in zip(points_by_label.items(), COLOURS, MARKERS):
+        law, widths = PowerLaw.fit(points), list(points)
+        xs, ys = zip(*((width, value) for width, values in points.items() for value in values))
+        axes.plot(xs, ys, marker, color=colour, markersize=4, alpha=0.6)
+        fitted = [law(width) for width in widths]
+        axes.plot(widths, fitted, color=colour, label=f"{label}, exponent {format_exponent(law)}")
+    guide = [fitted[0] * (width / widths[0]) ** -0.5 for width in widths]
+    axes.plot(widths, guide, "--", color="grey", label="in proportion to width$^{-1/2}$")
+    axes.set(xscale="log", yscale="log", xlabel="width")
+    axes.set_xticks(widths, [str(width) for width in widths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    plain_numbers(axes.yaxis)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def format_exponent(law: PowerLaw) -> str:
+    """Return the exponent with its 95 % interval, such as "−0.50 ± 0.02"."""
+    return f"{law.exponent:.2f} ± {law.ci95:.2f}".replace("-", "−")
+
+
+def draw_contours(axes: Axes, losses: NDArray[np.float64], extent: float) -> None:
+    """Draw a positive function on the square from −extent to extent as contours at equal ratios, with a colour bar.
+
+    The first axis of `losses` is the horizontal one.
+    """
+    low = max(losses.min(), 1e-4 * losses.max())  # a loss that reaches 0 has no logarithm
+    levels = np.geomspace(low * (1 - 1e-9), losses.max() * (1 + 1e-9), 16)
+    axis, values = np.linspace(-extent, extent, len(losses)), losses.T.clip(low)
+    filled = axes.contourf(axis, axis, values, levels, cmap="viridis", norm=LogNorm(levels[0], levels[-1]))
+    axes.contour(axis, axis, values, levels[1:-1], colors="white", linewidths=0.3, alpha=0.6)
+    bar = axes.figure.colorbar(filled, ax=axes, shrink=0.82, pad=0.03, ticks=levels[::5])
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda level, _: f"{level:.2g}"))
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=8)
+    axes.set(aspect="equal", xlim=(-extent, extent), ylim=(-extent, extent))
+    axes.grid(visible=False)

@@ -1,0 +1,35 @@
+"""Tasks, kernel and seeds that the experiments on wide networks share (Wang et al. 2022, theorems 1 and 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from metabridge.environments.regression_functions import Quadratic
+from metabridge.episodes import Episodes
+from metabridge.kernels import fully_connected_kernel
+
+DEPTH = 3
+KERNEL = fully_connected_kernel(depth=DEPTH)
+TASKS = Quadratic(shots=4, queries=4)
+CONSTANTS = {"depth": DEPTH, "environment": asdict(TASKS)}
+
+
+def sample_tasks(tasks: int, seed: int) -> Episodes:
+    """Sample tasks and standardize their labels to zero mean and unit variance over all of them."""
+    episodes = TASKS.sample(tasks, torch.Generator().manual_seed(seed))
+    labels = torch.cat([episodes.support_y, episodes.query_y], 1)
+    mean, std = labels.mean(), labels.std()
+    return replace(episodes, support_y=(episodes.support_y - mean) / std, query_y=(episodes.query_y - mean) / std)
+
+
+def initialization_seeds(widths: Sequence[int], nets: int, seed: int) -> dict[int, list[int]]:
+    """Return the seeds of the networks of each width, all different.
+
+    >>> initialization_seeds((8, 16), 2, seed=0)
+    {8: [0, 1], 16: [2, 3]}
+    """
+    first = seed * len(widths) * nets
+    return {width: list(range(first + i * nets, first + (i + 1) * nets)) for i, width in enumerate(widths)}

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from metabridge.experiments import ExperimentOptions, Result, load_experiment, metantk_thm1, metantk_thm2
+from metabridge.experiments.metantk_thm1 import Training, Trainings
+from metabridge.experiments.wide_nets import initialization_seeds
+
+OPTIONS = ExperimentOptions("quick", progress=False)
+SMALL = {
+    metantk_thm1: metantk_thm1.Settings(widths=(16, 128), nets=2, steps=12),
+    metantk_thm2: metantk_thm2.Settings(
+        widths=(16, 256), nets=2, test_tasks=4, inner_steps=3, outer_steps=6, remainder=0.3
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """The outcomes of both experiments, with settings that take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, settings in SMALL.items():
+            patch.setitem(module.SETTINGS, "quick", settings)
+        return {module: module.EXPERIMENT.run(OPTIONS) for module in SMALL}
+
+
+@pytest.mark.parametrize("module", list(SMALL), ids=lambda module: module.EXPERIMENT.id)
+def test_results_can_be_read_again_and_figures_are_drawn(module, outcomes, tmp_path):
+    outcome, experiment = outcomes[module], module.EXPERIMENT
+    assert Result.read(outcome.result.write(tmp_path)).rows == outcome.result.rows
+    assert len({row.name for row in outcome.result.rows}) == len(outcome.result.rows)
+    experiment.draw(outcome, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert load_experiment(experiment.id) is experiment
+
+
+def test_the_losses_stay_within_the_bound_of_the_theorem(outcomes):
+    outcome = outcomes[metantk_thm1]
+    for training in outcome.data.by_width[128]:
+        assert len(training.losses) == 12
+        assert all(loss <= outcome.data.bound**t * training.losses[0] for t, loss in enumerate(training.losses))
+    assert all(row.agrees for row in outcome.result.rows if row.name == "loss, width 128")
+
+
+def test_wider_networks_move_less_and_start_closer_to_their_limit(outcomes):
+    for name in metantk_thm1.QUANTITIES:
+        quantity = outcomes[metantk_thm1].data.quantity(name)
+        assert sum(quantity[128]) < sum(quantity[16])
+
+
+def test_wider_trained_networks_agree_better_with_their_kernels(outcomes):
+    errors = [points for methods in outcomes[metantk_thm2].data.values() for points in methods.values()]
+    assert len(errors) == 2 * len(metantk_thm2.METHODS)
+    for points in errors:
+        assert sum(points[256]) < sum(points[16]) / 2  # √16 = 4, within a factor of two
+        assert max(points[256]) < 0.5
+
+
+def test_losses_above_the_bound_and_changes_that_do_not_fall_disagree():
+    falling = Training(tuple(0.5**step for step in range(10)), path=1.0, kernel_change=1.0, kernel_error=1.0)
+    constant = replace(falling, losses=(1.0,) * 10)
+    other = replace(constant, path=1.1, kernel_change=1.1)
+    trainings = Trainings({8: [falling, falling], 16: [falling, constant]}, bound=0.9, limit=0.6)
+    first, second = metantk_thm1.loss_rows(trainings)
+    assert (first.ours, first.agrees) == (pytest.approx(0.5), True)
+    assert (second.ours, second.agrees) == (pytest.approx(0.75), False)
+    assert "11 of 20 losses of 2 trainings" in second.note
+    trainings = Trainings({8: [constant, other], 16: [constant, other]}, bound=0.9, limit=0.6)
+    exponents = [row for row in metantk_thm1.power_law_rows(trainings) if row.metric.startswith("exponent")]
+    assert [row.agrees for row in exponents] == [False, False, None]
+    assert all(row.ours == pytest.approx(0) for row in exponents)
+
+
+def test_errors_agree_if_they_fall_with_the_width():
+    flat, falling = ({8: [1.0, 1.1], 16: [x, 1.1 * x], 32: [x**2, 1.1 * x**2]} for x in (1.0, 0.7))
+    rows = metantk_thm2.rows({"stopped early": {"maml": flat, "mtl": falling}}, OPTIONS)
+    assert [row.agrees for row in rows if row.agrees is not None] == [False, True]
+
+
+def test_all_networks_have_different_seeds():
+    seeds = [s for seed in (0, 1) for of_width in initialization_seeds((8, 16), 3, seed).values() for s in of_width]
+    assert len(set(seeds)) == 12
