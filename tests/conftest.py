@@ -26,14 +26,14 @@ def glyphs(cache: None) -> LabelledImages:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
-    """Make the quick comparison a matter of seconds."""
-    from metabridge.experiments.glyph_methods import SETTINGS, Scale, Setting
+    """Make the quick comparison take seconds."""
+    from metabridge.experiments.glyph_methods import SETTINGS, MethodSettings, Settings
 
     methods = {
-        "anil": Setting(12, 1e-2, {"steps": 2, "lr": 0.3}, batch=2),
-        "mtl": Setting(4, 1e-2, batch=2, queries=2),
+        "anil": MethodSettings(12, 1e-2, {"steps": 2, "lr": 0.3}, batch_size=2),
+        "mtl": MethodSettings(4, 1e-2, batch_size=2, queries=2),
     }
-    monkeypatch.setitem(SETTINGS, "quick", Scale(methods, validation_tasks=4, test_tasks=6, other_tasks=4))
+    monkeypatch.setitem(SETTINGS, "quick", Settings(methods, validation_tasks=4, test_tasks=6, other_tasks=4))
 
 
 @pytest.fixture

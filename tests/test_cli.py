@@ -88,7 +88,7 @@ def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny,
         monkeypatch.setitem(sys.modules, module, None)
     status, printed, _ = metabridge("reproduce", "glyphs", "--out", tmp_path, "--device", "cpu")
     assert status == 0
-    assert "glyphs.png is left out, since matplotlib is not installed." in printed
+    assert "glyphs.png is not drawn, since matplotlib is not installed." in printed
     assert [file.name for file in tmp_path.iterdir()] == ["glyphs.json"]
 
 
@@ -139,7 +139,7 @@ def test_what_the_library_advises_is_told_as_an_option_of_the_command(metabridge
 
 def test_a_folder_that_cannot_be_made_is_refused_before_any_training(metabridge, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr("metabridge.experiments.glyph_methods.run", lambda *_: pytest.fail("trained first"))
+    monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", lambda *_: pytest.fail("trained first"))
     status, _, complained = metabridge("demo", "--out", tmp_path / "file")
     assert status == 2
     assert f"metabridge demo: the folder {tmp_path / 'file'} cannot be made" in complained
@@ -156,25 +156,24 @@ def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("metabridge.experiments.glyph_methods.run", interrupted)
+    monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", interrupted)
     assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (130, "", "metabridge demo: interrupted.\n")
 
 
-def test_parts_and_minutes_are_refused_by_an_experiment_that_is_done_as_a_whole(metabridge, tmp_path):
+def test_only_and_minutes_are_refused_by_an_experiment_that_is_computed_as_a_whole(metabridge, tmp_path):
     for option in (("--only", "maml"), ("--minutes", 1)):
         status, _, complained = metabridge("reproduce", "glyphs", "--out", tmp_path, *option)
         assert status == 2
-        assert f"{option[0]} is given, but glyphs is done as a whole" in complained
+        assert f"glyphs takes no {option[0]}, since it is computed as a whole" in complained
 
 
-def test_experiments_in_parts_are_those_whose_trainings_can_be_stopped(tmp_path):
-    """Each one refuses a part that it has not, before it computes anything."""
+def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_path):
     from metabridge.experiments import ExperimentOptions, experiment_modules, load_experiment
 
     for experiment in map(load_experiment, experiment_modules()):
         if experiment.resumable:
-            with pytest.raises(InputError, match="only names no such part"):
-                experiment.run(ExperimentOptions("quick", out=tmp_path, only=("no such part",)))
+            with pytest.raises(InputError, match="only names no such training"):
+                experiment.run(ExperimentOptions("quick", out=tmp_path, only=("no such training",)))
 
 
 def test_an_interrupted_training_says_that_it_can_go_on(metabridge, monkeypatch):
@@ -241,7 +240,7 @@ def test_what_the_system_refuses_ends_in_one_sentence(metabridge, tmp_path, monk
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("metabridge.experiments.glyph_methods.run", refuse)
+    monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", refuse)
     assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (2, "", f"metabridge demo: {complaint}\n")
 
 

@@ -10,14 +10,18 @@ import torch
 from matplotlib.colors import to_rgb
 
 from metabridge.experiments import ExperimentOptions
-from metabridge.experiments.glyph_methods import run
+from metabridge.experiments.glyph_methods import EXPERIMENT, SETTINGS
 from metabridge.report import demo_page, figures, task_pictures
 from metabridge.training import Score
 
 
 @pytest.fixture
 def outcome(tiny):
-    return run(ExperimentOptions("quick", progress=False))
+    return EXPERIMENT.run(ExperimentOptions("quick", progress=False))
+
+
+def write(outcome, folder):
+    return demo_page.write(folder, outcome.result, *outcome.data)
 
 
 class Table(HTMLParser):
@@ -42,11 +46,11 @@ class Table(HTMLParser):
             self.lines[-1].append(data)
 
 
-def test_the_page_fetches_nothing_and_holds_its_pictures(outcome, tmp_path):
-    html = demo_page.write(outcome, tmp_path).read_text()
+def test_the_page_loads_nothing_and_contains_its_pictures(outcome, tmp_path):
+    html = write(outcome, tmp_path).read_text()
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
-    # One for each paper: two curves, the accuracies, and the tasks of each method.
-    assert len(sources) == 2 * (3 + len(outcome.trials))
+    # For each of two themes: two learning curves, the accuracies, and the tasks of each method.
+    assert len(sources) == 2 * (3 + len(outcome.data.runs))
     for source in sources:
         assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
     assert "url(" not in html
@@ -54,38 +58,38 @@ def test_the_page_fetches_nothing_and_holds_its_pictures(outcome, tmp_path):
 
 
 def test_the_table_shows_the_scores_of_the_outcome(outcome, tmp_path):
-    heading, *lines = Table(demo_page.write(outcome, tmp_path).read_text()).lines
-    assert [line[0] for line in lines] == [trial.name for trial in outcome.trials]
-    for line, trial in zip(lines, outcome.trials):
+    heading, *lines = Table(write(outcome, tmp_path).read_text()).lines
+    assert [line[0] for line in lines] == list(outcome.data.runs)
+    for line, (name, run) in zip(lines, outcome.data.runs.items()):
         cells = dict(zip(heading, line, strict=True))
-        for kind, score in trial.scores().items():
+        for kind, score in outcome.data.scores[name].items():
             assert cells[kind] == f"{100 * score.mean:.1f} ± {100 * score.ci95:.1f}"
-        assert cells["iterations"] == str(trial.setting.iterations)
-        assert cells["adapts"] == trial.run.method.adapts
+        assert cells["iterations"] == str(SETTINGS["quick"].methods[name].iterations)
+        assert cells["adapts"] == run.method.adapts
 
 
-def test_the_pictures_lie_beside_the_page(outcome, tmp_path):
-    demo_page.write(outcome, tmp_path)
+def test_the_pictures_are_in_the_folder_of_the_page(outcome, tmp_path):
+    write(outcome, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {
         "index.html",
         "accuracies.png",
         "learning-curves-iterations.png",
         "learning-curves-seconds.png",
-        *(f"tasks-{trial.name}.png" for trial in outcome.trials),
+        *(f"tasks-{name}.png" for name in outcome.data.runs),
     }
 
 
 def test_the_page_says_how_to_run_it_again(outcome, tmp_path):
-    html = demo_page.write(outcome, tmp_path).read_text()
+    html = write(outcome, tmp_path).read_text()
     assert "metabridge reproduce glyphs --scale quick --seed 0" in html
     assert outcome.result.environment.device in html
 
 
 def test_frames_are_green_exactly_where_the_prediction_is_right(outcome):
-    trial = outcome.trials[0]
-    episodes = outcome.examples(3)
-    right = (trial.run.predict(episodes).argmax(-1) == episodes.query_y).view(3, 5, 15)[:, :, :2].sum().item()
-    canvas = np.asarray(task_pictures.picture(trial.run, episodes, shown=2).axes[0].images[0].get_array())
+    run = outcome.data.runs["anil"]
+    episodes = outcome.data.test_tasks.sample(3, torch.Generator().manual_seed(0))
+    right = (run.predict(episodes).argmax(-1) == episodes.query_y).view(3, 5, 15)[:, :, :2].sum().item()
+    canvas = np.asarray(task_pictures.picture(run, episodes, shown=2).axes[0].images[0].get_array())
     counts = {}
     for colour in (task_pictures.RIGHT, task_pictures.WRONG):
         counts[colour] = int((np.abs(canvas - to_rgb(colour)).max(-1) < 1e-3).sum())
@@ -95,14 +99,14 @@ def test_frames_are_green_exactly_where_the_prediction_is_right(outcome):
 
 @pytest.mark.parametrize("along", ["iterations", "seconds"])
 def test_a_learning_curve_passes_through_the_validation_scores(outcome, along):
-    run_ = outcome.trials[0].run
-    (line,) = figures.learning_curves({"anil": run_}, along).axes[0].lines
-    across = [getattr(point, {"iterations": "iteration"}.get(along, along)) for point in run_.curve]
-    np.testing.assert_allclose(line.get_xdata(), across)
-    np.testing.assert_allclose(line.get_ydata(), [100 * point.score.mean for point in run_.curve])
+    run = outcome.data.runs["anil"]
+    (line,) = figures.learning_curves({"anil": run}, along).axes[0].lines
+    xs = [getattr(point, {"iterations": "iteration"}.get(along, along)) for point in run.curve]
+    np.testing.assert_allclose(line.get_xdata(), xs)
+    np.testing.assert_allclose(line.get_ydata(), [100 * point.score.mean for point in run.curve])
 
 
-def test_every_method_has_a_line_of_its_own_in_the_accuracies():
+def test_the_accuracies_have_a_line_for_every_method():
     score = Score.of(torch.tensor([0.4, 0.6]))
     names = [f"method {index}" for index in range(14)]
     axes = figures.accuracies({name: {"test tasks": score, "untrained": score} for name in names}).axes[0]

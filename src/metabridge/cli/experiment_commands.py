@@ -1,4 +1,4 @@
-"""Commands that compare: the demo, the experiments and the list of methods."""
+"""Commands that compare methods: demo, reproduce and methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metabridge.cli.terminal import print_table, say
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
-    from metabridge.experiments.glyph_methods import Trial
+    from metabridge.experiments.glyph_methods import Comparison
     from metabridge.report.results import Result
 
 
@@ -32,9 +32,9 @@ def demo(
 ) -> None:
     """Train and compare four methods on the built-in glyphs.
 
-    Trains MAML, ANIL, MTL and NAL to tell five unknown characters apart from one example of each,
-    tests them on alphabets that they never saw, prints their accuracies with 95 % intervals, and
-    writes a page with learning curves and pictures of their right and wrong answers.
+    Trains MAML, ANIL, MTL and NAL to classify five new characters from one example of each, tests them on
+    alphabets that they were not trained on, prints the accuracies with 95 % intervals, and writes an HTML page with
+    learning curves and pictures of right and wrong answers.
 
     Example: **metabridge demo --out demo --seed 1**
     """
@@ -43,41 +43,43 @@ def demo(
     from metabridge.report import demo_page
 
     make_folder(out)
-    outcome = glyph_methods.run(ExperimentOptions("quick", device_name(device), seed))
-    _print_trials(outcome.trials)
+    outcome = glyph_methods.EXPERIMENT.run(ExperimentOptions("quick", device_name(device), seed))
+    _print_scores(outcome.data)
     outcome.result.write(out)
-    say(f"The page is {demo_page.write(outcome, out)}")
+    say(f"The page is {demo_page.write(out, outcome.result, *outcome.data)}")
 
 
 @app.command()
 def reproduce(
     name: Annotated[
-        str, typer.Argument(metavar="ID", help="The experiment, such as glyphs; an unknown ID prints them all.")
+        str, typer.Argument(metavar="ID", help="Name of the experiment, such as glyphs. An unknown name lists all.")
     ],
-    scale: Annotated[Scale, typer.Option(help="quick: minutes on a CPU; paper: the full size.")] = Scale.quick,
+    scale: Annotated[Scale, typer.Option(help="quick: minutes on a CPU. paper: full size.")] = Scale.quick,
     device: DeviceOption = Device.auto,
     seed: SeedOption = 0,
-    out: Annotated[Path, typer.Option(help="Folder for ID.json and ID.png, and for long trainings.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder for ID.json, ID.png and the trainings.")] = Path("runs"),
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with omniglot/ and mini-imagenet/.", envvar="METABRIDGE_DATA"),
+        typer.Option(help="Folder with the datasets omniglot/ and mini-imagenet/.", envvar="METABRIDGE_DATA"),
     ] = None,
-    only: Annotated[str, typer.Option(metavar="NAME,...", help="Do these parts alone, such as methods.")] = "",
+    only: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Run only these trainings. An unknown name lists all.")
+    ] = "",
     minutes: Annotated[
         float | None,
         typer.Option(
             min=0,
             callback=is_number,
-            help="Stop a training, or several in turns, after so long; the same command goes on.",
+            help="Stop each training after this many minutes (several that run in turns: together). "
+            "Run the same command again to resume.",
         ),
     ] = None,
 ) -> None:
-    """Run one experiment and set its numbers beside the published ones.
+    """Run an experiment and compare its numbers with the published ones.
 
-    Writes ID.json, which holds the settings, the machine and a row for every number, and ID.png, the
-    figure. The quick scale runs the same code as the paper scale, only less of it, and where the data
-    set is not at hand on the built-in glyphs. Experiments that share a training do it once: what it
-    measured stays in records/.
+    Writes ID.json with the settings, the machine and all numbers, and ID.png with the figure. The quick scale runs the
+    same code as the paper scale with smaller settings, and uses the built-in glyphs if the dataset is not available.
+    Experiments that share a training run it once: its scores are stored in OUT/records/.
 
     Example: **metabridge reproduce glyphs --scale quick --out runs**
     """
@@ -85,53 +87,51 @@ def reproduce(
     from metabridge.files import make_folder
 
     experiment = load_experiment(name)
-    parts = tuple(part for part in only.split(",") if part)
-    for option, given in (("--only", bool(parts)), ("--minutes", minutes is not None)):
-        if given and not experiment.resumable:
-            raise InputError(f"{option} is given, but {name} is done as a whole. Leave it out.")
+    trainings = tuple(training for training in only.split(",") if training)
+    for option, is_given in (("--only", bool(trainings)), ("--minutes", minutes is not None)):
+        if is_given and not experiment.resumable:
+            raise InputError(f"{name} takes no {option}, since it is computed as a whole. Leave {option} out.")
     make_folder(out)
-    outcome = experiment.run(ExperimentOptions(scale.value, device_name(device), seed, out, data, parts, minutes))
-    _print_rows(outcome.result)
+    outcome = experiment.run(ExperimentOptions(scale.value, device_name(device), seed, out, data, trainings, minutes))
+    _print_result(outcome.result)
     say(f"The numbers are in {outcome.result.write(out)}")
-    picture = out / f"{name}.png"
+    file = out / f"{name}.png"
     try:
-        experiment.draw(outcome, picture)
+        experiment.draw(outcome, file)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        say(f"{picture} is left out, since matplotlib is not installed.")
+        say(f"{file} is not drawn, since matplotlib is not installed.")
     else:
-        say(f"The figure is {picture}")
+        say(f"The figure is {file}")
 
 
 @app.command()
 def methods() -> None:
-    """List the methods: what each adapts, how, and how its outer gradient sees that.
+    """List the methods: which parameters adapt, with which inner solver, and how the outer gradient is computed.
 
-    The names are those that metabridge.method takes; the settings shown are the ones it starts from.
+    Use the names with --method or metabridge.method; the settings are the defaults.
 
     Example: **metabridge methods**
     """
-    from metabridge.heads import Head
     from metabridge.learners.method import PRESETS
     from metabridge.report.method_table import described
 
     lines = {name: described(method) for name, method in PRESETS.items()}
     columns = ("method", *next(iter(lines.values())))
-    print_table(columns, [[name, *words.values()] for name, words in lines.items()], text=columns)
-    say(f"Test-time heads (--head): {', '.join(sorted(Head.registry))}")
+    print_table(columns, [[name, *cells.values()] for name, cells in lines.items()], text=columns)
 
 
-def _print_trials(trials: tuple[Trial, ...]) -> None:
+def _print_scores(comparison: Comparison) -> None:
     rows = []
-    for trial in trials:
-        told = [score.told().removesuffix(" %") for score in trial.scores().values()]
-        rows.append([trial.name, *told, f"{trial.run.seconds:.0f} s"])
-    columns = ("method", *trials[0].scores(), "training")
+    for name, scores in comparison.scores.items():
+        percent = [score.told().removesuffix(" %") for score in scores.values()]
+        rows.append([name, *percent, f"{comparison.runs[name].seconds:.0f} s"])
+    columns = ("method", *scores, "training")
     print_table(columns, rows, text=("method",), title="Accuracy on new alphabets in percent, with 95 % intervals")
 
 
-def _print_rows(result: Result) -> None:
+def _print_result(result: Result) -> None:
     rows = []
     for row in result.rows:
         numbers = ["" if value is None else f"{value:.4g}" for value in (row.published, row.ours, row.ci95)]

@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from metabridge.diagnosis import Diagnosis
 from metabridge.files import make_folder, write_atomically
-from metabridge.report.demo_page import Picture, rendered
 from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme, plain_numbers
+from metabridge.report.html_pages import Picture, render
 
 PLAIN = ("rfs", "nal", "mtl")  # methods that do not adapt in training
 APART = 1.08
@@ -22,12 +22,12 @@ def write(diagnosis: Diagnosis, folder: str | Path) -> Path:
     """Write `diagnosis.json`, `index.html` and its pictures into the folder, and return the page's path."""
     folder = make_folder(folder)
     pictures = [
-        Picture.drawn("hardness", "Tasks by the rate of gradient descent on them.", lambda t: hardness(diagnosis, t)),
-        Picture.drawn("map", "Solutions of hard and easy tasks in two dimensions.", lambda t: solutions(diagnosis, t)),
-        Picture.drawn("gain", "Predicted gain of each method against its cost.", lambda t: gain(diagnosis, t)),
+        Picture.draw("hardness", "Tasks by the rate of gradient descent on them.", lambda t: hardness(diagnosis, t)),
+        Picture.draw("map", "Solutions of hard and easy tasks in two dimensions.", lambda t: solutions(diagnosis, t)),
+        Picture.draw("gain", "Predicted gain of each method against its cost.", lambda t: gain(diagnosis, t)),
     ]
     text = f"{diagnosis.to_json()}\n".encode(errors="backslashreplace")
-    html = rendered("diagnosis.html.jinja", found=diagnosis, pictures={picture.name: picture for picture in pictures})
+    html = render("diagnosis.html.jinja", found=diagnosis, pictures={picture.name: picture for picture in pictures})
     for picture in pictures:
         write_atomically(folder / f"{picture.name}.png", picture.light)
     write_atomically(folder / "diagnosis.json", text)

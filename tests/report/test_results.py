@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from metabridge.errors import InputError
-from metabridge.experiments import experiment_modules, load_experiment
-from metabridge.experiments.result import Environment, Result, Row, environment
+from metabridge.experiments import ExperimentOptions, experiment_modules, load_experiment
+from metabridge.report.results import Machine, Result, Row
 
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 RESULT = Result(
     id="landscape-table3",
     scale="quick",
     seed=3,
     settings={"iterations": 5, "methods": {"maml": {"lr": 0.1}}},
-    environment=Environment("a CPU, 2 cores", "2.13", "3.11", None),
+    environment=Machine("a CPU, 2 cores", "2.13", "3.11", None),
     seconds=1.5,
     rows=(
         Row("MAML", "error", published=0.26, ours=0.27, ci95=0.01, agrees=True, note="ν has no part in it"),
@@ -31,7 +32,7 @@ def test_a_written_result_reads_back_equal(tmp_path):
     assert Result.read(RESULT.write(tmp_path)) == RESULT
 
 
-def test_the_file_has_the_keys_of_the_specification_in_their_order(tmp_path):
+def test_the_keys_of_a_result_file_and_their_order(tmp_path):
     path = RESULT.write(tmp_path / "new" / "folder")
     stored = json.loads(path.read_text())
     assert path.name == "landscape-table3.json"
@@ -45,12 +46,12 @@ def test_the_file_has_the_keys_of_the_specification_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("key", ["published", "ours", "ci95"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_row_refuses_what_is_not_finite(key, value):
+def test_a_row_refuses_a_number_that_is_not_finite(key, value):
     with pytest.raises(InputError, match=rf"'MAML' has {key}={value}"):
         Row("MAML", "error", **{"ours": 1.0, key: value})
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch):
     path = RESULT.write(tmp_path)
     before = path.read_bytes()
 
@@ -73,14 +74,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
         ('{"id": "x"}', "keys must be exactly"),
     ],
 )
-def test_a_file_that_is_no_result_is_named(tmp_path, content, complaint):
+def test_a_file_that_is_not_a_result_is_refused(tmp_path, content, complaint):
     path = tmp_path / "broken.json"
     path.write_text(content)
     with pytest.raises(InputError, match=rf"broken\.json.*{complaint}"):
         Result.read(path)
 
 
-def test_a_row_of_another_form_is_named(tmp_path):
+def test_a_malformed_row_is_refused(tmp_path):
     path = RESULT.write(tmp_path)
     stored = json.loads(path.read_text())
     del stored["rows"][0]["ours"]
@@ -89,13 +90,13 @@ def test_a_row_of_another_form_is_named(tmp_path):
         Result.read(path)
 
 
-def test_the_environment_names_this_machine():
-    here = environment("cpu")
+def test_the_current_machine_has_its_processor_and_torch_version():
+    here = Machine.current("cpu")
     assert here.device.endswith(" cores")
     assert here.torch == torch.__version__
 
 
-def test_the_commit_is_that_of_the_checkout_the_code_lies_in():
+def test_the_commit_is_that_of_the_checkout():
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(git, capture_output=True, text=True)
@@ -103,15 +104,24 @@ def test_the_commit_is_that_of_the_checkout_the_code_lies_in():
         pytest.skip("git is not installed")
     if done.returncode:
         pytest.skip("the tests are not in a checkout")
-    assert environment("cpu").commit == done.stdout.strip()
+    assert Machine.current("cpu").commit == done.stdout.strip()
 
 
-def test_there_is_no_commit_where_there_is_no_git(monkeypatch):
+def test_there_is_no_commit_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert environment("cpu").commit is None
+    assert Machine.current("cpu").commit is None
+
+
+def test_an_unknown_scale_is_refused():
+    with pytest.raises(InputError, match="scale is 'huge', but must be 'quick' or 'paper'"):
+        ExperimentOptions("huge")
 
 
 @pytest.mark.parametrize("name", experiment_modules())
-def test_every_experiment_of_the_table_has_run_and_figure(name):
-    assert callable(load_experiment(name).run)
-    assert callable(load_experiment(name).draw)
+def test_every_experiment_can_be_loaded_by_its_id(name):
+    assert load_experiment(name).id == name
+
+
+def test_every_experiment_has_a_committed_result():
+    committed = {file.stem for file in RESULTS.glob("*.json")}
+    assert set(experiment_modules()) <= committed

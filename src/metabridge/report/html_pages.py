@@ -1,0 +1,56 @@
+"""HTML pages that are one file: the pictures are inside, and nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from metabridge.report import figures
+from metabridge.report.figures import DARK, LIGHT, Theme
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure as PNG files for the light and the dark theme.
+
+    Args:
+        name: Name of the file, without `.png`.
+        alt: Text for readers who do not see the picture.
+        light: The file for the light theme.
+        dark: The file for the dark theme.
+    """
+
+    name: str
+    alt: str
+    light: bytes
+    dark: bytes
+
+    @classmethod
+    def draw(cls, name: str, alt: str, figure: Callable[[Theme], Figure]) -> Picture:
+        """Draw a figure with both themes."""
+        return cls(name, alt, figures.png(figure(LIGHT)), figures.png(figure(DARK)))
+
+    @property
+    def html(self) -> Markup:
+        """An element that contains both files and shows the one for the reader's color scheme."""
+        light, dark = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in (self.light, self.dark))
+        return Markup(
+            '<picture><source srcset="{}" media="(prefers-color-scheme: dark)"><img src="{}" alt="{}"></picture>'
+        ).format(dark, light, self.alt)
+
+
+def render(template: str, **values: object) -> bytes:
+    """Return the page that a template of this package makes of the values."""
+    templates = Environment(
+        loader=PackageLoader("metabridge", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return templates.get_template(template).render(**values, light=LIGHT, dark=DARK).encode(errors="backslashreplace")
