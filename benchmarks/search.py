@@ -42,16 +42,16 @@ from metabridge.models.architecture import EdgeOperator
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network
 from metabridge.nas import EDGES, NODES, OPERATORS, ActiveOperators
-from metabridge.nas.proxies import Conditioning, Grams, condition_number, points
-from metabridge.nas.pruning import evaluations
-from metabridge.nas.supernet_ntk import Candidates
+from metabridge.nas.proxies import ConditionNumber, KernelMatrices, all_images, condition_number
+from metabridge.nas.pruning import count_evaluations
+from metabridge.nas.supernet_ntk import CandidateKernels
 from metabridge.report.results import Machine
 from metabridge.threads import stream_over_threads
 
 ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # operators on an edge
 MEASURED = (7, 4, 1)
 REPEATS = 3
-CONDITION = Conditioning("maml")
+CONDITION = ConditionNumber("maml")
 PROGRESS = Console(stderr=True)
 
 Values = dict[EdgeOperator, float]
@@ -59,11 +59,11 @@ Values = dict[EdgeOperator, float]
 
 def by_search(net: Network, active: ActiveOperators, tasks: Episodes, removals: Sequence[EdgeOperator]) -> Values:
     """Return the condition numbers as a search finds them."""
-    candidates = Candidates(net, active, points(tasks))
+    candidates = CandidateKernels(net, active, all_images(tasks))
 
     def part(share: Sequence[EdgeOperator]) -> Iterator[tuple[Any, float]]:
-        for removal, grams in candidates.grams(share):
-            yield removal, CONDITION.of_grams(grams, len(tasks), tasks.query_x.shape[1]).value
+        for removal, grams in candidates.matrices(share):
+            yield removal, CONDITION.from_matrices(grams, len(tasks), tasks.query_x.shape[1]).value
 
     return dict(part(removals) if tasks.device.type == "cuda" else stream_over_threads(part, removals))
 
@@ -122,14 +122,14 @@ def _by_rows(
     removals: Sequence[EdgeOperator],
 ) -> Values:
     found: Values = {}
-    x, weights, features = points(tasks), net.state_dict(), cast(Any, net.features)
+    x, weights, features = all_images(tasks), net.state_dict(), cast(Any, net.features)
     cells, channels = len(features.cells), features.stem[0].out_channels // NODES
     for removal in removals:
         pruned = supernet(active.without(removal), cells=cells, channels=channels, size=x.shape[-1]).to(x.device)
         pruned.load_state_dict({name: weights[name] for name in pruned.state_dict()})
         jacobian = torch.stack(list(rows(pruned, x)))
-        grams = Grams(jacobian @ jacobian.mT, None)
-        found[removal] = CONDITION.of_grams(grams, len(tasks), tasks.query_x.shape[1]).value
+        grams = KernelMatrices(jacobian @ jacobian.mT, None)
+        found[removal] = CONDITION.from_matrices(grams, len(tasks), tasks.query_x.shape[1]).value
     return found
 
 
@@ -183,7 +183,7 @@ def _gaps(found: Values, exact: Values) -> list[float]:
 def in_all(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Extrapolate to all rounds of a search: those measured stand in order of falling numbers of operators."""
     counts = [REPEATS * (2 * len(EDGES) * left + 1) for left in ROUNDS]
-    assert sum(counts) == evaluations(ActiveOperators.full(), REPEATS)
+    assert sum(counts) == count_evaluations(ActiveOperators.full(), REPEATS)
     known = [row["operators"] for row in rows[::-1]]
     each = {way: [row["seconds"][way] for row in rows[::-1]] for way in rows[0]["seconds"]}
     took = {way: float(np.interp(ROUNDS, known, times) @ counts) for way, times in each.items()}

@@ -31,8 +31,8 @@ from metabridge.learners import method
 from metabridge.learners.method import PRESETS
 from metabridge.models import build, conv4, mlp
 from metabridge.models.architecture import EDGES, OPERATORS, random_architecture
-from metabridge.nas.proxies import Score
-from metabridge.nas.pruning import Journal, Scores
+from metabridge.nas.proxies import ProxyScore
+from metabridge.nas.pruning import CandidateScores, SearchLog
 from metabridge.report.results import Machine, Result, Row
 from metabridge.training import checkpoint, fit, load
 from metabridge.training.checkpoint import write_method
@@ -317,19 +317,19 @@ LOG = {"kernel": "maml", "cells": 3, "channels": 2, "seed": 0}
 
 def read_log(folder: Path) -> object:
     """Go on with a search."""
-    journal = Journal(folder / "run" / "search.jsonl", LOG)
-    return journal.known, journal.seconds, sorted(journal._closed)
+    search_log = SearchLog(folder / "run" / "search.jsonl", LOG)
+    return search_log.scores, search_log.seconds, sorted(search_log._finished_rounds)
 
 
 def _logs(folder: Path) -> list[Files]:
     (folder / "run").mkdir()
     with _steady():
-        journal = Journal(folder / "run" / "search.jsonl", LOG)
+        search_log = SearchLog(folder / "run" / "search.jsonl", LOG)
         for number, edge in itertools.product(range(2), range(2)):
             for removal in (None, ("normal", edge, OPERATORS[edge])):
-                scores = Scores(Score(1.5 + edge), Score(float("nan"), "it is singular") if edge else Score(3.0))
-                journal.add(number, edge, removal, scores)
-            journal.close_round(number, [("reduction", len(EDGES) - 1, "skip")])
+                regions = ProxyScore(float("nan"), "it is singular") if edge else ProxyScore(3.0)
+                search_log.add_scores(number, edge, removal, CandidateScores(ProxyScore(1.5 + edge), regions))
+            search_log.add_round(number, [("reduction", len(EDGES) - 1, "skip")])
     content = (folder / "run" / "search.jsonl").read_bytes()
     return [{"run/search.jsonl": content}, {"run/search.jsonl": content[: len(content) // 2]}]
 

@@ -1,4 +1,4 @@
-"""Searches of a few small networks, and what experiments make of them."""
+"""Small architecture searches, and experiments of searches made small."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from metabridge.experiments import nas_trainings, training_records
 from metabridge.experiments.nas_trainings import Scale
 from metabridge.experiments.result import Environment
 from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord
-from metabridge.nas import EDGES, OPERATORS, ActiveOperators
-from metabridge.nas.architecture_search import Search
+from metabridge.nas import EDGES, OPERATORS, ActiveOperators, SearchConfig
 
 MACHINE = Environment("abacus", "0", "0", None)
-SEARCH = Search(channels=2, tasks=1, ways=2, repeats=1, inputs=20, operators=("skip",))
+SEARCH = SearchConfig(channels=2, tasks=1, ways=2, repeats=1, region_inputs=20, operators=("skip",))
 
 
-def small_search(kernel: str = "maml", **options: object) -> Search:
-    small = {"cells": 3, "channels": 2, "tasks": 2, "ways": 2, "repeats": 1, "inputs": 20}
-    return Search(kernel, **{**small, **options})  # type: ignore[arg-type]
+def small_search(kernel: str = "maml", **options: object) -> SearchConfig:
+    small = {"cells": 3, "channels": 2, "tasks": 2, "ways": 2, "repeats": 1, "region_inputs": 20}
+    return SearchConfig(kernel, **{**small, **options})  # type: ignore[arg-type]
 
 
-def thinned() -> ActiveOperators:
-    """Two operators on every edge."""
-    edges = tuple(frozenset(OPERATORS[place % 7] for place in (edge, edge + 1)) for edge in range(len(EDGES)))
+def two_operators_per_edge() -> ActiveOperators:
+    edges = tuple(frozenset(OPERATORS[index % 7] for index in (edge, edge + 1)) for edge in range(len(EDGES)))
     return ActiveOperators(edges, edges)
 
 
@@ -33,29 +31,29 @@ def on_first_edge(operator: str) -> tuple[str, int, str]:
     return ("normal", 0, operator)
 
 
-def few(images: LabelledImages) -> LabelledImages:
-    """Few classes, and the middle of the pictures."""
+def small_images(images: LabelledImages) -> LabelledImages:
+    """Return the centers of the images of a few classes."""
     splits = {split: members[:6] for split, members in images.splits.items()}
     return replace(images, images=images.images[..., 6:22, 6:22], splits=splits)
 
 
-def tiny() -> Scale:
-    """One search is of 19 networks, and a training of a single step, or of ten where it is longer."""
+def small_scale() -> Scale:
+    """Return a scale with searches of 19 networks and trainings of one step, or ten steps for the longer ones."""
     quick = nas_trainings.SCALES["quick"]
     plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch=8)
     plan = replace(plan, model_options={**plan.model_options, "widths": [4, 4, 8, 8]})
     return replace(quick, search=SEARCH, plan=plan, longer=10, tasks=2, looks=())
 
 
-def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
-    """Let the experiments of searches be tiny."""
-    patch.setitem(nas_trainings.SCALES, "quick", tiny())
-    patch.setattr(nas_trainings, "images", lambda work, size: few(glyphs))
+def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
+    """Make the experiments of searches small."""
+    patch.setitem(nas_trainings.SCALES, "quick", small_scale())
+    patch.setattr(nas_trainings, "images", lambda work, size: small_images(glyphs))
     patch.setattr(training_records, "PENALTIES", (1.0,))
 
 
-def record(accuracy: float) -> TrainingRecord:
-    """What a training of this accuracy measured."""
+def make_record(accuracy: float) -> TrainingRecord:
+    """Return the record of a training that reached this accuracy."""
     scores = tuple(
         SplitAccuracy(split, shots, accuracy, 0.01, 10, 0.1) for split in ("validation", "test") for shots in (1, 5)
     )

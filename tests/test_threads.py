@@ -60,6 +60,19 @@ def test_calls_inside_a_worker_do_not_wait_for_their_own_pool():
     assert results == [[1, 1, 1], [2, 2, 2]]
 
 
+def test_a_stream_yields_the_results_of_all_threads_and_raises_their_errors():
+    before = torch.get_num_threads()
+    assert sorted(stream_over_threads(lambda share: (2 * item for item in share), [1, 2, 3])) == [2, 4, 6]
+
+    def failing(share):
+        yield from share
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        list(stream_over_threads(failing, [1, 2, 3]))
+    assert torch.get_num_threads() == before
+
+
 def test_a_map_keeps_the_order_and_the_gradient_mode(two_threads):
     assert list(map_over_threads(max, [1, 5, 2], [4, 3, 0])) == [4, 5, 2]
     with torch.no_grad():

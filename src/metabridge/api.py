@@ -36,8 +36,7 @@ from metabridge.learners import (
     parameters,
     predict,
 )
-from metabridge.nas import Architecture
-from metabridge.nas.architecture_search import Search
+from metabridge.nas import Architecture, SearchConfig, search
 from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, SVMSolver, task_loss
 from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, Views, evaluate, fit, load
 
@@ -81,7 +80,7 @@ __all__ = [
     "Run",
     "SVMSolver",
     "Score",
-    "Search",
+    "SearchConfig",
     "SharedRepresentation",
     "Sinusoid",
     "Step",
@@ -102,6 +101,7 @@ __all__ = [
     "nas",
     "parameters",
     "predict",
+    "search",
     "solvers",
     "task_loss",
     "theory",

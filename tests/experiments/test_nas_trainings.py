@@ -23,16 +23,16 @@ from metabridge.experiments.nas_ranks import Judged, correlation
 from metabridge.experiments.nas_trainings import METANTK, RANDOM, REGIONS
 from metabridge.experiments.result import Result
 from metabridge.nas import OPERATORS, random_architecture
-from metabridge.nas.architecture_search import Proxies, Search
+from metabridge.nas.architecture_search import ProxyEvaluator, SearchConfig
 from metabridge.training.config import Plan
-from small_searches import SEARCH, few, record, shrink, tiny
+from small_searches import SEARCH, make_record, shrink_experiments, small_images, small_scale
 
 NAMES = ("nas-table1", "nas-table2", "nas-fig2")
 
 
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
-    shrink(monkeypatch, glyphs)
+    shrink_experiments(monkeypatch, glyphs)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def out(glyphs, tmp_path_factory) -> Path:
     """A folder with the records of every search and training, done once."""
     folder = tmp_path_factory.mktemp("nas")
     with pytest.MonkeyPatch.context() as patch:
-        shrink(patch, glyphs)
+        shrink_experiments(patch, glyphs)
         for name in NAMES:
             load_experiment(name).run(ExperimentOptions("quick", out=folder, progress=False))
     return folder
@@ -126,16 +126,16 @@ def test_a_training_without_its_search_is_refused(small, tmp_path):
 
 def test_a_search_that_was_stopped_goes_on_to_the_same_cells(small, monkeypatch, tmp_path):
     search = replace(SEARCH, operators=("skip", "conv_3x3"))
-    monkeypatch.setitem(nas_trainings.SCALES, "quick", replace(tiny(), search=search))
+    monkeypatch.setitem(nas_trainings.SCALES, "quick", replace(small_scale(), search=search))
     measured = []
-    original = Proxies.__call__
+    original = ProxyEvaluator.__call__
 
     def counted(self, number, repeat, active, removals):
         for found in original(self, number, repeat, active, removals):
             measured.append((number, found[0]))
             yield found
 
-    monkeypatch.setattr(Proxies, "__call__", counted)
+    monkeypatch.setattr(ProxyEvaluator, "__call__", counted)
     parts = {"only": ("search-regions-5-0",)}
     whole = load_experiment("nas-fig2").run(ExperimentOptions("quick", out=tmp_path / "whole", progress=False, **parts))
     wanted, measured[:] = list(measured), []
@@ -173,7 +173,7 @@ def test_cells_have_everything_in_common_with_themselves():
 
 @pytest.mark.parametrize(("published", "agrees"), [(73.0, True), (73.6, False)])
 def test_an_accuracy_agrees_within_its_interval_and_the_published_spread(published, agrees):
-    records = [record(value) for value in (0.70, 0.72, 0.71)]
+    records = [make_record(value) for value in (0.70, 0.72, 0.71)]
     found = {
         row.name: row
         for row in nas_trainings.accuracy_rows("x", records, dict.fromkeys((1, 5), (published, 1.5)), judged=True)
@@ -186,21 +186,23 @@ def test_an_accuracy_agrees_within_its_interval_and_the_published_spread(publish
 
 
 def test_a_gain_agrees_where_the_first_is_above_the_second_beyond_doubt():
-    sides = [record(0.7), record(0.8)], [record(0.72)]
+    sides = [make_record(0.7), make_record(0.8)], [make_record(0.72)]
     published = {1: (2.0, 0.1), 5: (3.0, 0.1)}, {1: (1.5, 0.1), 5: (1.0, 0.1)}
     forth = nas_trainings.gain_rows("x", sides, published, judged=True)
     back = nas_trainings.gain_rows("x", sides[::-1], published[::-1], judged=True)
     assert [row.ours for row in forth] == pytest.approx([3, 3])
     assert [row.published for row in forth] == pytest.approx([0.5, 2])
     assert [(row.agrees, other.agrees) for row, other in zip(forth, back)] == [(True, False)] * 2
-    close = nas_trainings.gain_rows("x", ([record(0.7)], [record(0.71)]), published, judged=True)  # each to 1 %
+    close = nas_trainings.gain_rows(
+        "x", ([make_record(0.7)], [make_record(0.71)]), published, judged=True
+    )  # each to 1 %
     assert [row.agrees for row in close] == [None, None]
     assert nas_trainings.gain_rows("x", ([], sides[1]), published, judged=True) == []
 
 
 def test_eight_cells_go_by_their_own_kernel():
     assert (nas_trainings.DEEP.time, nas_trainings.DEEP.ridge) == (1.0, 1e-5)
-    assert (METANTK.time, METANTK.ridge) == (Search().time, Search().ridge)
+    assert (METANTK.time, METANTK.ridge) == (SearchConfig().adaptation_time, SearchConfig().ridge)
     assert [len(case.labels(ExperimentOptions("paper"))) for case in (METANTK, REGIONS, RANDOM)] == [3, 3, 3]
 
 
@@ -209,7 +211,7 @@ def ranking(monkeypatch, glyphs) -> None:
     plan = replace(nas_ranks.SCALES["quick"].plan, iterations=2, validate_every=2, validate_tasks=2, batch=8)
     scale = nas_ranks.Scale(4, replace(SEARCH, cells=3), plan, test_tasks=4, resamples=20)
     monkeypatch.setitem(nas_ranks.SCALES, "quick", scale)
-    monkeypatch.setattr(nas_ranks, "load", lambda name: few(glyphs))
+    monkeypatch.setattr(nas_ranks, "load", lambda name: small_images(glyphs))
 
 
 def test_every_proxy_is_correlated_and_what_was_judged_is_kept(ranking, monkeypatch, tmp_path):

@@ -20,13 +20,12 @@ from metabridge.experiments import (
 from metabridge.experiments.landscape_trainings import NetTraining, PlannedTraining, train_all
 from metabridge.experiments.nas_ranks import Judged, correlation, judge
 from metabridge.experiments.nas_trainings import DEEP, METANTK, Finding
-from metabridge.nas import random_architecture
-from metabridge.nas.architecture_search import score_model
+from metabridge.nas import random_architecture, score_model
 from metabridge.training import evaluate, load
 from metabridge.training.checkpoint import RunFolder
 from metabridge.training.config import Plan
 from metabridge.training.evaluate import Score
-from small_searches import MACHINE, SEARCH, few, record, shrink
+from small_searches import MACHINE, SEARCH, make_record, shrink_experiments, small_images
 
 BRIEF = Plan("mtl", batch=1, iterations=1, validate_every=1, validate_tasks=2)
 DRAWN = random_architecture(torch.Generator().manual_seed(0))
@@ -36,7 +35,7 @@ FOUND = Finding("", {}, MACHINE, 90.0, DRAWN, 2_000_000, 5, 0)
 @pytest.fixture
 def sizes(monkeypatch, glyphs) -> list[int]:
     """The sizes of images that small searches and trainings ask for."""
-    shrink(monkeypatch, glyphs)
+    shrink_experiments(monkeypatch, glyphs)
     small, asked = nas_trainings.images, []
 
     def noted(work: ExperimentOptions, size: int) -> LabelledImages:
@@ -63,13 +62,15 @@ def test_a_case_is_searched_by_its_kernel_and_trained_by_its_seed_at_their_sizes
 
 
 def test_costs_are_in_millions_hours_and_minutes():
-    rows = nas_trainings.cost_rows("x", [FOUND], [replace(record(0.5), minutes=6.0)])
+    rows = nas_trainings.cost_rows("x", [FOUND], [replace(make_record(0.5), minutes=6.0)])
     assert [(row.metric, row.ours) for row in rows] == [("million", 2.0), ("hours", 1.5), ("minutes", 6.0)]
 
 
 def test_a_gain_has_the_margin_of_both_sides():
     published = dict.fromkeys((1, 5), (1.0, 0.1))
-    for row in nas_trainings.gain_rows("x", ([record(0.7)], [record(0.6)]), (published, published), judged=True):
+    for row in nas_trainings.gain_rows(
+        "x", ([make_record(0.7)], [make_record(0.6)]), (published, published), judged=True
+    ):
         assert row.ci95 == pytest.approx(2**0.5)  # of 1 % each
 
 
@@ -77,14 +78,14 @@ def test_a_gain_has_the_margin_of_both_sides():
 def studied(monkeypatch) -> ExperimentOptions:
     """Work whose searches all found the same, and whose trainings gave 70 % in our cases and 60 % in all others."""
     work = ExperimentOptions("quick")
-    ours = {label: record(0.7) for case in (METANTK, DEEP) for label in case.labels(work)}
-    ours[nas_trainings.longer("maml-5-0")] = record(0.7)
+    ours = {label: make_record(0.7) for case in (METANTK, DEEP) for label in case.labels(work)}
+    ours[nas_trainings.longer("maml-5-0")] = make_record(0.7)
     others = {
-        label: record(0.6)
+        label: make_record(0.6)
         for case in (nas_trainings.NTK, nas_trainings.REGIONS, nas_trainings.RANDOM)
         for label in case.labels(work)
     }
-    others[nas_trainings.resnet12(work)] = record(0.6)
+    others[nas_trainings.resnet12(work)] = make_record(0.6)
     monkeypatch.setattr(nas_trainings, "studied", lambda *_, **__: (dict.fromkeys(ours, FOUND), {**ours, **others}))
     return work
 
@@ -114,12 +115,12 @@ def test_what_two_searches_have_in_common_is_told_for_edges_and_for_operators(mo
 
 
 def test_an_architecture_is_scored_in_every_repeat_and_judged_on_test_tasks(glyphs, tmp_path):
-    images, search = few(glyphs), replace(SEARCH, cells=3, tasks=2, repeats=2)
+    images, search = small_images(glyphs), replace(SEARCH, cells=3, tasks=2, repeats=2)
     run = BRIEF.train(images, progress=False)
     judged = judge(ExperimentOptions("quick"), DRAWN, search, images, run, tasks=20)
     file = str(DRAWN.save(tmp_path / "architecture.json"))
     for proxy, kernel in {**nas_ranks.CONDITIONS, "linear regions": "none"}.items():
-        wanted = score_model(replace(search, kernel=kernel), file, images).mean.value
+        wanted = score_model(file, images, replace(search, kernel=kernel)).mean.value
         assert judged.proxies[proxy] == pytest.approx(wanted, rel=1e-5)
     validation, test = (evaluate(run, images.tasks(split), tasks=20, seed=0) for split in ("validation", "test"))
     assert judged.accuracy == test.mean != validation.mean
@@ -162,7 +163,7 @@ class Telling:
 def test_every_score_is_of_its_split_shots_penalty_and_seed(glyphs, monkeypatch, tmp_path):
     monkeypatch.setattr(training_records, "FeatureTable", Telling)
     work = ExperimentOptions("quick", out=tmp_path, seed=7, progress=False)
-    images, evaluation = few(glyphs), training_records.Evaluation((1, 5), 2, ())
+    images, evaluation = small_images(glyphs), training_records.Evaluation((1, 5), 2, ())
     record = training_records.train_or_load(work, "", "brief", BRIEF, lambda: images, evaluation)
     assert {(one.split, one.shots, one.penalty): one.mean for one in record.scores} == {
         (split, shots, penalty): pytest.approx(7000 + 100 * (split == "test") + 10 * shots + penalty)

@@ -13,12 +13,11 @@ import pytest
 from metabridge.datasets import load
 from metabridge.environments import LabelledImages
 from metabridge.errors import InputError
-from metabridge.nas import Architecture
-from metabridge.nas.architecture_search import Search
+from metabridge.nas import Architecture, SearchConfig, run_search
 
-WRITTEN = Path(__file__).parent.parent / "data" / "v0.1.0" / "search"
-SEARCH = Search(cells=3, channels=2, tasks=1, ways=2, repeats=1, inputs=20, operators=("skip", "conv_3x3"))
-ARCHITECTURE = Architecture.load(WRITTEN / "architecture.json")
+STORED = Path(__file__).parent.parent / "data" / "v0.1.0" / "search"
+CONFIG = SearchConfig(cells=3, channels=2, tasks=1, ways=2, repeats=1, region_inputs=20, operators=("skip", "conv_3x3"))
+ARCHITECTURE = Architecture.load(STORED / "architecture.json")
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +27,14 @@ def images() -> LabelledImages:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(WRITTEN, tmp_path / "search"))
+    return Path(shutil.copytree(STORED, tmp_path / "search"))
 
 
-def test_a_finished_search_is_read_without_measuring_again(images: LabelledImages, folder: Path) -> None:
+def test_a_finished_search_is_read_without_computing_scores_again(images: LabelledImages, folder: Path) -> None:
     before = (folder / "search.jsonl").read_text()
-    result = SEARCH.run(images, out=folder, progress=False)
+    result = run_search(images, CONFIG, out=folder, progress=False)
     assert result.architecture == ARCHITECTURE
-    assert result.measured == 56
+    assert result.evaluated == 56
     added = (folder / "search.jsonl").read_text().removeprefix(before).splitlines()
     assert len(added) == 1
     assert added[0].startswith('{"seconds": ')
@@ -46,12 +45,12 @@ def test_an_unfinished_search_is_continued(images: LabelledImages, folder: Path)
     lines = log.read_text().splitlines(keepends=True)[:30]
     log.write_text("".join(lines))
     (folder / "architecture.json").unlink()
-    result = SEARCH.run(images, out=folder, progress=False)
+    result = run_search(images, CONFIG, out=folder, progress=False)
     assert log.read_text().startswith("".join(lines))
-    assert result.measured == 56
+    assert result.evaluated == 56
     assert result.architecture == Architecture.load(folder / "architecture.json") == ARCHITECTURE
 
 
 def test_a_search_of_other_images_is_still_refused(images: LabelledImages, folder: Path) -> None:
     with pytest.raises(InputError, match="images='14180 images, checksum 79f6465b'"):
-        SEARCH.run(replace(images, images=255 - images.images), out=folder, progress=False)
+        run_search(replace(images, images=255 - images.images), CONFIG, out=folder, progress=False)

@@ -14,228 +14,242 @@ from metabridge.kernels.meta_kernels import split_kernel
 from metabridge.models import mlp
 from metabridge.models.cells import mask, supernet
 from metabridge.nas import EDGES, OPERATORS, ActiveOperators, EdgeOperator
-from metabridge.nas.cached_forward import Memory, Walker
-from metabridge.nas.linear_regions import ThinRegions, thin
-from metabridge.nas.proxies import Conditioning, Grams, Score, condition_number, mean, points, regions
-from metabridge.nas.supernet_ntk import Candidates
+from metabridge.nas.cached_forward import CachedForward, ForwardCache
+from metabridge.nas.linear_regions import LinearRegionCounter, thin_supernet
+from metabridge.nas.proxies import (
+    ConditionNumber,
+    KernelMatrices,
+    ProxyScore,
+    all_images,
+    condition_number,
+    count_linear_regions,
+    mean_score,
+)
+from metabridge.nas.supernet_ntk import CandidateKernels
 
-ADAPTS = {"maml": "all", "anil": "head"}
+ADAPTED_PART = {"maml": "all", "anil": "head"}
 
 
-def sampled(tasks: int, ways: int, shots: int, queries: int, *shape: int) -> Episodes:
+def make_tasks(tasks: int, ways: int, shots: int, queries: int, *shape: int) -> Episodes:
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(count: int) -> tuple[Tensor, Tensor]:
+    def draw(count: int) -> tuple[Tensor, Tensor]:
         x = torch.rand(tasks, ways * count, *shape, generator=generator, dtype=torch.float64)
         return x, torch.zeros(tasks, ways * count, dtype=torch.int64)
 
-    return Episodes(*drawn(shots), *drawn(queries))
+    return Episodes(*draw(shots), *draw(queries))
 
 
 @pytest.mark.parametrize(("time", "ridge"), [(math.inf, 1e-3), (1.0, 1e-5), (0.3, 0.0)])
-@pytest.mark.parametrize("form", [(1, 2, 1, 1), (3, 5, 1, 1), (2, 3, 2, 4)])
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (3, 5, 1, 1), (2, 3, 2, 4)])
 @pytest.mark.parametrize("kernel", ["maml", "anil"])
-def test_condition_number_is_that_of_the_kernel_between_tasks(
-    kernel: str, form: tuple[int, int, int, int], time: float, ridge: float
+def test_condition_number_is_that_of_the_meta_ntk(
+    kernel: str, sizes: tuple[int, int, int, int], time: float, ridge: float
 ) -> None:
-    net, tasks = mlp(6, 5, width=64).double(), sampled(*form, 6)
+    net, tasks = mlp(6, 5, width=64).double(), make_tasks(*sizes, 6)
     exact = split_kernel(
         EmpiricalKernel(net, outputs="sum"),
         tasks.query_x,
         tasks.support_x,
-        adapts=ADAPTS[kernel],
+        adapts=ADAPTED_PART[kernel],
         time=time,
         ridge=ridge,
     )
     values = torch.linalg.eigvalsh(exact)
-    found = Conditioning(kernel, time, ridge)(net, tasks)
-    assert found.trouble is None
-    assert found.value == pytest.approx(float(values[-1] / values[0]), rel=1e-6)
+    score = ConditionNumber(kernel, time, ridge)(net, tasks)
+    assert score.failure is None
+    assert score.value == pytest.approx(float(values[-1] / values[0]), rel=1e-6)
 
 
-def test_plain_ntk_is_over_all_images_of_all_tasks() -> None:
-    net, tasks = mlp(6, 5, width=64).double(), sampled(3, 2, 1, 2, 6)
+def test_ntk_uses_all_images_of_all_tasks() -> None:
+    net, tasks = mlp(6, 5, width=64).double(), make_tasks(3, 2, 1, 2, 6)
     x = torch.cat([tasks.query_x, tasks.support_x], 1).flatten(0, 1)
     values = torch.linalg.eigvalsh(EmpiricalKernel(net, outputs="sum").ntk(x))
-    assert Conditioning("ntk")(net, tasks).value == pytest.approx(float(values[-1] / values[0]), rel=1e-9)
+    assert ConditionNumber("ntk")(net, tasks).value == pytest.approx(float(values[-1] / values[0]), rel=1e-9)
 
 
-def thinned(each: int) -> ActiveOperators:
-    """So many operators an edge, all of them somewhere in either cell."""
-    edges = tuple(frozenset(OPERATORS[(edge + place) % len(OPERATORS)] for place in range(each)) for edge in range(9))
+def with_operators_per_edge(count: int) -> ActiveOperators:
+    """Return a state with `count` operators on each edge, such that each operator is on some edge of both cells."""
+    edges = tuple(frozenset(OPERATORS[(edge + index) % len(OPERATORS)] for index in range(count)) for edge in range(9))
     return ActiveOperators(edges, edges)
 
 
 @pytest.mark.parametrize("size", [8, 9])  # with an odd side there are more even pixels than odd ones
-def test_fast_candidates_equal_the_reference(size: int) -> None:
-    active = thinned(2)
-    net, tasks = supernet(active, cells=3, channels=2, size=size).double(), sampled(2, 2, 1, 1, 3, size, size)
+def test_candidate_kernels_equal_those_of_the_masked_network(size: int) -> None:
+    active = with_operators_per_edge(2)
+    net, tasks = supernet(active, cells=3, channels=2, size=size).double(), make_tasks(2, 2, 1, 1, 3, size, size)
     removals = [None, ("normal", 0, "avg_pool_3x3"), ("reduction", 5, "dil_conv_3x3")]
-    for removal, fast in Candidates(net, active, points(tasks)).grams(removals):
+    for removal, fast in CandidateKernels(net, active, all_images(tasks)).matrices(removals):
         mask(net, active.without(removal))
-        exact = Grams(*EmpiricalKernel(net, outputs="sum").both(points(tasks)))
+        exact = KernelMatrices(*EmpiricalKernel(net, outputs="sum").both(all_images(tasks)))
         torch.testing.assert_close(fast.ntk, exact.ntk, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(fast.nngp, exact.nngp, rtol=1e-6, atol=1e-9)
         for kernel in ("maml", "anil", "ntk"):
-            found, wanted = (Conditioning(kernel).of_grams(grams, tasks=2, queries=2) for grams in (fast, exact))
-            assert found.value == pytest.approx(wanted.value, rel=1e-6)
+            score, expected = (
+                ConditionNumber(kernel).from_matrices(grams, tasks=2, queries=2) for grams in (fast, exact)
+            )
+            assert score.value == pytest.approx(expected.value, rel=1e-6)
 
 
-def gradients_of_each(net: nn.Module, x: Tensor) -> Tensor:
+def gradients_per_image(net: nn.Module, x: Tensor) -> Tensor:
     rows = []
     for image in x.split(1):
-        slopes = torch.autograd.grad(net(image).sum(), list(net.parameters()), materialize_grads=True)
-        rows.append(torch.cat([slope.flatten() for slope in slopes]))
+        grads = torch.autograd.grad(net(image).sum(), list(net.parameters()), materialize_grads=True)
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("side_by_side", [1, 3])
-def test_candidates_equal_products_of_the_gradients_of_each_image(side_by_side: int) -> None:
+@pytest.mark.parametrize("candidates_per_pass", [1, 3])
+def test_candidate_kernels_equal_products_of_gradients_per_image(candidates_per_pass: int) -> None:
     active = ActiveOperators.full()
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
     removals = [("normal", 0, "skip"), None, ("normal", 8, "conv_3x3"), ("reduction", 4, "dil_conv_3x3")]
-    for removal, fast in Candidates(net, active, x, side_by_side).grams(removals):
+    for removal, fast in CandidateKernels(net, active, x, candidates_per_pass).matrices(removals):
         mask(net, active.without(removal))
-        rows = gradients_of_each(net, x)
+        rows = gradients_per_image(net, x)
         torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
 
-def test_where_memory_ends_fewer_candidates_go_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    active = thinned(1)
+def test_running_out_of_memory_reduces_the_candidates_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = with_operators_per_edge(1)
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(2, 3, 8, 8, dtype=torch.float64)
     removals = [None, *active][:9]
-    exact = dict(Candidates(net, active, x, 8).grams(removals))
-    whole, tried = Candidates._together, []
+    exact = dict(CandidateKernels(net, active, x, 8).matrices(removals))
+    run_together, tried = CandidateKernels._run_together, []
 
-    def small(self: Candidates, chosen: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
+    def small(self: CandidateKernels, chosen: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
         tried.append(len(chosen))
         if len(chosen) > 2:
             raise torch.OutOfMemoryError
-        return whole(self, chosen)
+        return run_together(self, chosen)
 
-    monkeypatch.setattr(Candidates, "_together", small)
-    found = dict(Candidates(net, active, x, 8).grams(removals))
+    monkeypatch.setattr(CandidateKernels, "_run_together", small)
+    score = dict(CandidateKernels(net, active, x, 8).matrices(removals))
     assert tried == [8, 4, 2, 2, 2, 2, 1]
-    assert list(found) == removals
-    for removal, grams in found.items():
+    assert list(score) == removals
+    for removal, grams in score.items():
         torch.testing.assert_close(grams.ntk, exact[removal].ntk, rtol=1e-12, atol=1e-12)
 
 
-def test_a_source_that_no_operator_takes_up_has_no_part() -> None:
+def test_a_source_without_operators_has_no_gradient() -> None:
     edges = tuple(frozenset() if source in (0, 3) else {"conv_3x3"} for _, source in EDGES)
     active = ActiveOperators(edges, edges)
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
-    ((_, fast),) = Candidates(net, active, x).grams([None])
-    rows = gradients_of_each(net, x)
+    ((_, fast),) = CandidateKernels(net, active, x).matrices([None])
+    rows = gradients_per_image(net, x)
     torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
 
-def test_what_a_missing_operator_does_not_reach_is_not_run_again() -> None:
-    class Ran(NamedTuple):
+def test_layers_that_do_not_depend_on_the_removed_operator_are_not_run_again() -> None:
+    class Result(NamedTuple):
         output: Tensor
 
-    def run(layers: Sequence[nn.Module]) -> Callable[[Tensor], Ran]:
-        def step(x: Tensor) -> Ran:
+    def run(layers: Sequence[nn.Module]) -> Callable[[Tensor], Result]:
+        def step(x: Tensor) -> Result:
             count[0] += 1
-            return Ran(nn.Sequential(*layers)(x))
+            return Result(nn.Sequential(*layers)(x))
 
         return step
 
-    count, active, memory, x = [0], thinned(3), Memory(), torch.rand(2, 3, 8, 8)
-    walker = Walker(supernet(active, cells=3, channels=2, size=8).features, run)
+    count, active, cache, x = [0], with_operators_per_edge(3), ForwardCache(), torch.rand(2, 3, 8, 8)
+    forward = CachedForward(supernet(active, cells=3, channels=2, size=8).features, run)
 
-    def ran(removal: EdgeOperator | None, known: Memory) -> int:
+    def layers_run(removal: EdgeOperator | None, cache: ForwardCache) -> int:
         count[0] = 0
-        walker(x, active.without(removal), known)
+        forward(x, active.without(removal), cache)
         return count[0]
 
-    whole = ran(None, memory)
-    assert ran(None, Memory(memory)) == 0
-    assert ran(("normal", 0, "max_pool_3x3"), Memory(memory)) > whole / 2
-    assert 0 < ran(("reduction", 8, "skip"), Memory(memory)) < whole / 2  # the last cell, and nothing before it
+    all_layers = layers_run(None, cache)
+    assert layers_run(None, ForwardCache(cache)) == 0
+    assert layers_run(("normal", 0, "max_pool_3x3"), ForwardCache(cache)) > all_layers / 2
+    assert 0 < layers_run(("reduction", 8, "skip"), ForwardCache(cache)) < all_layers / 2  # only the last cell
 
 
-def test_candidates_want_group_norm() -> None:
+def test_candidate_kernels_require_group_norm() -> None:
     with pytest.raises(InputError, match="norm='group'"):
-        Candidates(supernet(thinned(1), cells=3, channels=2, norm="batch"), thinned(1), torch.rand(2, 3, 8, 8))
+        CandidateKernels(
+            supernet(with_operators_per_edge(1), cells=3, channels=2, norm="batch"),
+            with_operators_per_edge(1),
+            torch.rand(2, 3, 8, 8),
+        )
 
 
-BENDS = {nn.ReLU: (0.0,), nn.LeakyReLU: (0.0,), nn.PReLU: (0.0,), nn.ReLU6: (0.0, 6.0), nn.Hardtanh: (-1.0, 1.0)}
+BREAKPOINTS = {nn.ReLU: (0.0,), nn.LeakyReLU: (0.0,), nn.PReLU: (0.0,), nn.ReLU6: (0.0, 6.0), nn.Hardtanh: (-1.0, 1.0)}
 
 
 def brute_force(net: nn.Sequential, inputs: Tensor) -> int:
-    """Distinct strings of sides, one input at a time, layer by layer and bend by bend."""
-    found = set()
+    """Count the distinct activation patterns, one input, layer and breakpoint at a time."""
+    patterns = set()
     for x in inputs:
-        sides = ""
+        pattern = ""
         for layer in net:
-            for bend in BENDS.get(type(layer), ()):
-                sides += "".join("1" if value > bend else "0" for value in x.flatten().tolist())
+            for point in BREAKPOINTS.get(type(layer), ()):
+                pattern += "".join("1" if value > point else "0" for value in x.flatten().tolist())
             x = layer(x)
-        found.add(sides)
-    return len(found)
+        patterns.add(pattern)
+    return len(patterns)
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (3, 1), (5, 3), (20, 2)])
-@pytest.mark.parametrize("kind", BENDS)
+@pytest.mark.parametrize("kind", BREAKPOINTS)
 def test_regions_equal_brute_force(width: int, depth: int, kind: type[nn.Module]) -> None:
     torch.manual_seed(width)
-    layers = [layer for place in range(depth) for layer in (nn.Linear(width if place else 2, width), kind())]
+    layers = [layer for index in range(depth) for layer in (nn.Linear(width if index else 2, width), kind())]
     net, inputs = nn.Sequential(*layers, nn.Linear(width, 1)), 9 * torch.randn(200, 2)
-    assert regions(net, inputs) == Score(brute_force(net, inputs))
+    assert count_linear_regions(net, inputs) == ProxyScore(brute_force(net, inputs))
 
 
-def test_another_bend_beside_a_relu_is_not_overlooked() -> None:
+def test_other_activations_are_counted_next_to_a_relu() -> None:
     net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 20), nn.PReLU())
     inputs = torch.linspace(-5, 5, 200)[:, None]
-    assert regions(net, inputs).value == brute_force(net, inputs) > 2
+    assert count_linear_regions(net, inputs).value == brute_force(net, inputs) > 2
 
 
-def test_regions_want_inputs_that_do_not_depend_on_each_other() -> None:
+def test_batch_norm_over_the_batch_is_refused() -> None:
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU())
-    with pytest.raises(InputError, match=r"batch norm '1' normalises by the batch.*Use net.eval()"):
-        regions(net, torch.randn(9, 2))
-    assert regions(net.eval(), torch.randn(9, 2)).trouble is None
+    with pytest.raises(InputError, match=r"batch norm '1' normalizes over the batch.*Use net.eval()"):
+        count_linear_regions(net, torch.randn(9, 2))
+    assert count_linear_regions(net.eval(), torch.randn(9, 2)).failure is None
     with pytest.raises(InputError, match="inputs is empty"):
-        regions(net, torch.randn(0, 2))
+        count_linear_regions(net, torch.randn(0, 2))
 
 
 def test_regions_of_one_relu_on_a_line_are_two() -> None:
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU())
-    assert regions(net, torch.tensor([[-2.0], [-1.0], [1.0], [3.0]])).value == 2
+    assert count_linear_regions(net, torch.tensor([[-2.0], [-1.0], [1.0], [3.0]])).value == 2
 
 
 def test_regions_do_not_depend_on_how_inputs_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     net, inputs = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(100, 2)
-    whole = regions(net, inputs)
-    monkeypatch.setattr("metabridge.nas.proxies._AT_ONCE", 14)
-    assert regions(net, inputs) == whole
-    assert 1 < whole.value < 100
+    expected = count_linear_regions(net, inputs)
+    monkeypatch.setattr("metabridge.nas.proxies._INPUT_ENTRIES_PER_PASS", 14)
+    assert count_linear_regions(net, inputs) == expected
+    assert 1 < expected.value < 100
 
 
-@pytest.mark.parametrize("side_by_side", [1, 5])
-@pytest.mark.parametrize("each", [1, 2])  # with one an edge, the first ReLU of a source may have no other reader
-def test_regions_of_the_thin_network_are_those_of_what_is_left(side_by_side: int, each: int) -> None:
-    active = thinned(each)
+@pytest.mark.parametrize("candidates_per_pass", [1, 5])
+@pytest.mark.parametrize("count", [1, 2])  # with one operator per edge, the ReLU of a source may have one reader
+def test_fast_region_counts_equal_those_of_the_masked_network(candidates_per_pass: int, count: int) -> None:
+    active = with_operators_per_edge(count)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.linspace(0, 1, 300).view(-1, 1, 1, 1) * torch.randn(1, 1, 3, 3, generator=generator)
-    net = thin(active, seed=0, inputs=len(inputs))
+    net = thin_supernet(active, seed=0, inputs=len(inputs))
     counts = set()
-    for removal, found in ThinRegions(active, inputs, 0, side_by_side).scores([None, *active]):
+    for removal, score in LinearRegionCounter(active, inputs, 0, candidates_per_pass).scores([None, *active]):
         mask(net, active.without(removal))
-        assert found == regions(net, inputs)
-        counts.add(found.value)
+        assert score == count_linear_regions(net, inputs)
+        counts.add(score.value)
     assert len(counts) > 1
 
 
 def test_a_network_without_relu_has_no_regions_to_count() -> None:
-    assert "no ReLU" in str(regions(nn.Linear(2, 1), torch.randn(3, 2)).trouble)
+    assert "no ReLU" in str(count_linear_regions(nn.Linear(2, 1), torch.randn(3, 2)).failure)
 
 
 def test_outputs_that_are_nan_are_reported() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     nn.init.constant_(net[0].weight, math.nan)
-    assert "NaN" in str(regions(net, torch.randn(3, 2)).trouble)
+    assert "NaN" in str(count_linear_regions(net, torch.randn(3, 2)).failure)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -243,67 +257,67 @@ def test_outputs_that_are_nan_are_reported() -> None:
 def test_a_kernel_that_is_not_finite_is_reported(kernel: str, bad: float) -> None:
     gram = torch.eye(4)
     gram[0, 1] = bad
-    found = Conditioning(kernel).of_grams(Grams(gram, gram), tasks=2, queries=1)
-    assert "NaN or infinite" in str(found.trouble)
+    score = ConditionNumber(kernel).from_matrices(KernelMatrices(gram, gram), tasks=2, queries=1)
+    assert "NaN or infinite" in str(score.failure)
 
 
-def test_an_eigenvalue_lost_in_rounding_is_reported() -> None:
+def test_a_smallest_eigenvalue_lost_in_rounding_is_reported() -> None:
     exact = torch.diag(torch.tensor([1.0, 1e-8], dtype=torch.float64))
     assert condition_number(exact, eps=1e-16).value == pytest.approx(1e8)
-    assert "lost in rounding" in str(condition_number(exact, eps=1e-7).trouble)
-    single = Conditioning("ntk").of_grams(Grams(exact.float(), None), tasks=1, queries=1)
-    assert "lost in rounding" in str(single.trouble)
+    assert "lost in rounding" in str(condition_number(exact, eps=1e-7).failure)
+    single = ConditionNumber("ntk").from_matrices(KernelMatrices(exact.float(), None), tasks=1, queries=1)
+    assert "lost in rounding" in str(single.failure)
 
 
-def test_the_same_image_twice_in_a_support_is_reported_without_a_ridge() -> None:
-    net, tasks = mlp(6, 5, width=16).double(), sampled(2, 3, 1, 1, 6)
+def test_a_duplicate_support_image_is_reported_if_there_is_no_ridge() -> None:
+    net, tasks = mlp(6, 5, width=16).double(), make_tasks(2, 3, 1, 1, 6)
     tasks.support_x[0, 1] = tasks.support_x[0, 0]
-    assert "points 0 and 1" in str(Conditioning("maml", ridge=0.0)(net, tasks).trouble)
+    assert "points 0 and 1" in str(ConditionNumber("maml", ridge=0.0)(net, tasks).failure)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_mode_of_the_support_that_single_precision_loses_is_reported(seed: int) -> None:
+def test_an_eigenvalue_of_the_support_kernel_lost_in_rounding_is_reported(seed: int) -> None:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 6))  # K has the rank 17
-    tasks = sampled(1, 6, 3, 1, 30)
+    tasks = make_tasks(1, 6, 3, 1, 30)
     for dtype in (torch.float64, torch.float32):
-        found = Conditioning("anil", ridge=0.0)(net.to(dtype), tasks.to(dtype=dtype))
-        assert "cannot be inverted" in str(found.trouble)
+        score = ConditionNumber("anil", ridge=0.0)(net.to(dtype), tasks.to(dtype=dtype))
+        assert "cannot be inverted" in str(score.failure)
 
 
 @pytest.mark.parametrize("kernel", ["maml", "anil"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_kernel_that_is_lost_beside_what_adaptation_takes_away_is_reported(kernel: str, seed: int) -> None:
-    tasks = sampled(2, 5, 1, 1, 784)
-    alike = replace(tasks, support_x=0.8 + 3e-3 * tasks.support_x, query_x=0.8 + 3e-3 * tasks.query_x)
-    net, proxy = mlp(784, 5, seed=seed), Conditioning(kernel)
-    assert proxy(net.double(), alike).trouble is None
-    assert "lost in rounding" in str(proxy(net.float(), alike.to(dtype=torch.float32)).trouble)
-    usual = [proxy(net.to(dtype), tasks.to(dtype=dtype)).value for dtype in (torch.float32, torch.float64)]
-    assert usual[0] == pytest.approx(usual[1], rel=1e-2)
+def test_cancellation_by_adaptation_is_reported(kernel: str, seed: int) -> None:
+    tasks = make_tasks(2, 5, 1, 1, 784)
+    similar = replace(tasks, support_x=0.8 + 3e-3 * tasks.support_x, query_x=0.8 + 3e-3 * tasks.query_x)
+    net, proxy = mlp(784, 5, seed=seed), ConditionNumber(kernel)
+    assert proxy(net.double(), similar).failure is None
+    assert "lost in rounding" in str(proxy(net.float(), similar.to(dtype=torch.float32)).failure)
+    values = [proxy(net.to(dtype), tasks.to(dtype=dtype)).value for dtype in (torch.float32, torch.float64)]
+    assert values[0] == pytest.approx(values[1], rel=1e-2)
 
 
 @pytest.mark.parametrize("kernel", ["maml", "anil", "ntk"])
 def test_a_network_whose_outputs_are_not_finite_is_reported(kernel: str) -> None:
-    net, tasks = mlp(6, 5, width=16).double(), sampled(2, 3, 1, 1, 6)
+    net, tasks = mlp(6, 5, width=16).double(), make_tasks(2, 3, 1, 1, 6)
     nn.init.constant_(net.head.weight, math.nan)
-    assert "outputs are NaN" in str(Conditioning(kernel)(net, tasks).trouble)
+    assert "outputs are NaN" in str(ConditionNumber(kernel)(net, tasks).failure)
 
 
-def test_a_value_that_is_no_number_is_never_without_trouble() -> None:
-    assert Score(math.nan).trouble
-    assert Score(math.inf).trouble
-    assert mean([Score(1.0), Score(math.inf)]).trouble
+def test_a_value_that_is_not_finite_always_has_a_failure() -> None:
+    assert ProxyScore(math.nan).failure
+    assert ProxyScore(math.inf).failure
+    assert mean_score([ProxyScore(1.0), ProxyScore(math.inf)]).failure
 
 
-@pytest.mark.parametrize("wrong", [{"kernel": "mtl"}, {"time": 0.0}, {"ridge": -1.0}, {"ridge": math.nan}])
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        Conditioning(**wrong)
+@pytest.mark.parametrize("options", [{"kernel": "mtl"}, {"time": 0.0}, {"ridge": -1.0}, {"ridge": math.nan}])
+def test_invalid_settings_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        ConditionNumber(**options)
 
 
-def test_any_module_can_be_scored() -> None:
-    tasks = sampled(2, 5, 1, 1, 1, 28, 28).to(dtype=torch.float32)
+def test_proxies_accept_any_module() -> None:
+    tasks = make_tasks(2, 5, 1, 1, 1, 28, 28).to(dtype=torch.float32)
     net = nn.Sequential(nn.Conv2d(1, 4, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(324, 5))
-    assert Conditioning("anil")(net, tasks).value > 1
-    assert 1 < regions(net, tasks.query_x.flatten(0, 1)).value <= 10
+    assert ConditionNumber("anil")(net, tasks).value > 1
+    assert 1 < count_linear_regions(net, tasks.query_x.flatten(0, 1)).value <= 10

@@ -1,4 +1,4 @@
-"""Commands that look for an architecture without training anything, and that score one."""
+"""The commands `search`, which finds an architecture without training, and `score`, which prints its proxies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,16 +28,16 @@ from metabridge.cli.train_commands import DataOption
 from metabridge.errors import InputError
 
 
-class Kernel(StrEnum):
-    """Whose condition number is meant."""
+class ScoreKernel(StrEnum):
+    """The kernels that `score` knows."""
 
     maml = "maml"
     anil = "anil"
     ntk = "ntk"
 
 
-class Guide(StrEnum):
-    """What a search goes by: a kernel and linear regions, regions alone, or nothing."""
+class SearchKernel(StrEnum):
+    """The kernels that can guide a search; see `metabridge.nas.SearchConfig`."""
 
     maml = "maml"
     anil = "anil"
@@ -46,89 +46,106 @@ class Guide(StrEnum):
     random = "random"
 
 
-CellsOption = Annotated[int, typer.Option(min=3, max=1000, help="Cells of the network.")]
-ChannelsOption = Annotated[int, typer.Option(min=1, max=4096, help="Channels of the first cells.")]
-TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Tasks that the kernel is computed for.")]
-WaysOption = Annotated[int, typer.Option(min=2, max=MOST, help="Classes in a task.")]
-ShotsOption = Annotated[int, typer.Option(min=1, max=MOST, help="Support images of each class.")]
-QueriesOption = Annotated[int, typer.Option(min=1, max=MOST, help="Query images of each class.")]
-RepeatsOption = Annotated[int, typer.Option(min=1, max=1000, help="Initialisations and batches to average over.")]
-TimeOption = Annotated[
+CellsOption = Annotated[int, typer.Option(min=3, max=1000, help="Number of cells of the network.")]
+ChannelsOption = Annotated[int, typer.Option(min=1, max=4096, help="Number of channels of the first cells.")]
+TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of tasks that the kernel is computed for.")]
+WaysOption = Annotated[int, typer.Option(min=2, max=MOST, help="Number of classes per task.")]
+ShotsOption = Annotated[int, typer.Option(min=1, max=MOST, help="Number of support images per class.")]
+QueriesOption = Annotated[int, typer.Option(min=1, max=MOST, help="Number of query images per class.")]
+RepeatsOption = Annotated[
+    int, typer.Option(min=1, max=1000, help="Number of initializations and batches of tasks to average over.")
+]
+AdaptationTimeOption = Annotated[
     float,
-    typer.Option(min=0, callback=is_number, help="λτ, rate times steps of the adaptation; inf adapts to the end."),
+    typer.Option(
+        min=0, callback=is_number, help="Learning rate times steps of the kernel's adaptation; inf for convergence."
+    ),
 ]
 RidgeOption = Annotated[
-    float, typer.Option(min=0, callback=is_number, help="Added to the kernel that adaptation inverts.")
+    float,
+    typer.Option(
+        min=0, callback=is_number, help="Added to the diagonal of the kernel matrices that adaptation inverts."
+    ),
 ]
-InputsOption = Annotated[int, typer.Option(min=2, max=100_000, help="Inputs that linear regions are counted on.")]
+RegionInputsOption = Annotated[
+    int, typer.Option(min=2, max=100_000, help="Number of image patches by which linear regions are counted.")
+]
 
 
 @app.command()
 def search(
     data: DataOption = "glyphs",
-    kernel: Annotated[Guide, typer.Option(help="The kernel to go by; none takes regions alone.")] = Guide.maml,
+    kernel: Annotated[
+        SearchKernel,
+        typer.Option(
+            help="Kernel whose condition number guides the search, together with linear regions. "
+            "none: linear regions alone; random: random cells, without any evaluation."
+        ),
+    ] = SearchKernel.maml,
     cells: CellsOption = 5,
     channels: ChannelsOption = 48,
-    out: Annotated[Path, typer.Option(help="Folder of the search.")] = Path("runs/search"),
+    out: Annotated[Path, typer.Option(help="Folder for the architecture and the search log.")] = Path("runs/search"),
     tasks: TasksOption = 3,
     ways: WaysOption = 5,
     shots: ShotsOption = 1,
     queries: QueriesOption = 1,
     repeats: RepeatsOption = 3,
-    time: TimeOption = math.inf,
+    adaptation_time: AdaptationTimeOption = math.inf,
     ridge: RidgeOption = 1e-3,
-    inputs: InputsOption = 3000,
+    region_inputs: RegionInputsOption = 3000,
     size: SizeOption = None,
     min_images: MinImagesOption = None,
     operators: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Such as skip,conv_3x3; all unless told.")
+        str | None,
+        typer.Option(metavar="NAME,...", help="Operators to choose from, such as skip,conv_3x3 (default: all)."),
     ] = None,
     minutes: MinutesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Find an architecture for few-shot learning without training anything.
+    """Search a network architecture for few-shot learning, without training any network.
 
-    Prunes a network of all operators at once by the condition number of its kernel and its number of
-    linear regions. Writes architecture.json, search.jsonl with every score, and cells.png. The same
-    command given again goes on with a search that was stopped.
+    Starts from a network with all operators on all edges and removes operators by two proxies: the condition
+    number of the network's kernel and its number of linear regions. Writes architecture.json, a drawing of the
+    cells (cells.png) and all scores (search.jsonl). Running the same command again continues a stopped search.
 
     Example: **metabridge search --data mini-imagenet:data --size 32 --cells 5 --kernel maml --out runs/search**
     """
     from metabridge.datasets import load
     from metabridge.models.architecture import OPERATORS
-    from metabridge.nas.architecture_search import Search, TimeUpError
+    from metabridge.nas import SearchConfig, TimeLimitError
+    from metabridge.nas import search as search_architecture
     from metabridge.training.checkpoint import RunFolder
 
     if RunFolder(out).started:
-        raise InputError(f"--out is {out}, which holds a run. Name another folder.")
-    chosen = OPERATORS if operators is None else tuple(name.strip() for name in operators.split(",") if name.strip())
-    settings = Search(
-        kernel.value,
-        cells=cells,
-        channels=channels,
-        tasks=tasks,
-        ways=ways,
-        shots=shots,
-        queries=queries,
-        repeats=repeats,
-        time=time,
-        ridge=ridge,
-        inputs=inputs,
-        operators=chosen,
-        seed=seed,
-    )
+        raise InputError(f"--out is {out}, which has a training run. Choose another folder.")
+    options: dict[str, Any] = {
+        "kernel": kernel.value,
+        "cells": cells,
+        "channels": channels,
+        "tasks": tasks,
+        "ways": ways,
+        "shots": shots,
+        "queries": queries,
+        "repeats": repeats,
+        "adaptation_time": adaptation_time,
+        "ridge": ridge,
+        "region_inputs": region_inputs,
+        "operators": OPERATORS if operators is None else tuple(filter(None, map(str.strip, operators.split(",")))),
+        "seed": seed,
+    }
+    SearchConfig(**options)  # raises InputError before the images are loaded
     try:
         images = load(data, size=size, min_images=min_images)
-        found = settings.run(images, device=device_name(device), out=out, minutes=minutes)
-    except TimeUpError:
-        say(f"Stopped after {minutes:g} minutes. The scores so far are in {out}; the same command goes on.")
+        result = search_architecture(images, **options, device=device_name(device), out=out, minutes=minutes)
+    except TimeLimitError:
+        say(f"Stopped after {minutes:g} minutes. The scores are saved in {out}; run the same command to continue.")
         return
-    found.architecture.draw(out / "cells.png")
-    for line in str(found.architecture).splitlines():
+    result.architecture.draw(out / "cells.png")
+    for line in str(result.architecture).splitlines():
         say(line)
-    if found.troubled:
-        say(f"{found.troubled} of {found.measured} networks had a proxy that could not be told; search.jsonl says why.")
+    if result.failed:
+        say(f"A proxy failed for {result.failed} of {result.evaluated} networks; search.jsonl has the reasons.")
     say(f"The architecture is in {out}.")
     words = ["--model", out / "architecture.json", "--data", data]
     words += ["--model-option", f"cells={cells}", "--model-option", f"channels={channels}"]
@@ -140,7 +157,9 @@ def search(
 def score(
     model: Annotated[str, typer.Option(help="An architecture.json, or conv4, resnet12, mlp or timm:NAME.")],
     data: DataOption = "glyphs",
-    kernel: Annotated[list[Kernel] | None, typer.Option(help="Which kernels; all unless told.")] = None,
+    kernel: Annotated[
+        list[ScoreKernel] | None, typer.Option(help="Kernel to compute; can be repeated (default: all).")
+    ] = None,
     cells: CellsOption = 5,
     channels: ChannelsOption = 48,
     tasks: TasksOption = 3,
@@ -148,35 +167,37 @@ def score(
     shots: ShotsOption = 1,
     queries: QueriesOption = 1,
     repeats: RepeatsOption = 3,
-    time: TimeOption = math.inf,
+    adaptation_time: AdaptationTimeOption = math.inf,
     ridge: RidgeOption = 1e-3,
-    inputs: InputsOption = 3000,
+    region_inputs: RegionInputsOption = 3000,
     size: SizeOption = None,
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the scores there; - is stdout.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the scores to this JSON file; - for stdout only.")
+    ] = None,
 ) -> None:
-    """Score an untrained network: how well its kernels are conditioned, and its number of linear regions.
+    """Print the proxies of an untrained network: condition numbers of its kernels and its number of linear regions.
 
-    Batch norms are replaced by group norms, so that every image has a gradient of its own. An
-    architecture is scored as a search does it, with regions of a thin network on patches of images; the
-    regions of another model are its own, on whole images.
+    Batch norms are replaced by group norms, so that images do not influence each other. For an architecture,
+    linear regions are counted as in a search: in a thin network, on image patches. For other models they are
+    counted in the model itself, on whole images.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
     from metabridge.datasets import load
     from metabridge.files import STDOUT, json_bytes, make_parent_folder, write_output
     from metabridge.models import builder
-    from metabridge.nas.architecture_search import Search, score_model
+    from metabridge.nas import SearchConfig, score_model
 
-    builder(model)
+    builder(model)  # raises InputError before the images are loaded
     if json_file is not None:
         make_parent_folder(json_file)
-    images, where = load(data, size=size, min_images=min_images), device_name(device)
+    images, torch_device = load(data, size=size, min_images=min_images), device_name(device)
     rows: list[list[str]] = []
     report: list[dict[str, object]] = []
-    settings = Search(
+    config = SearchConfig(
         cells=cells,
         channels=channels,
         tasks=tasks,
@@ -184,21 +205,24 @@ def score(
         shots=shots,
         queries=queries,
         repeats=repeats,
-        time=time,
+        adaptation_time=adaptation_time,
         ridge=ridge,
-        inputs=inputs,
+        region_inputs=region_inputs,
         seed=seed,
     )
-    for guide in (*(Guide(name) for name in kernel or Kernel), Guide.none):
-        found = score_model(replace(settings, kernel=guide.value), model, images, device=where)
-        told = "linear regions" if guide is Guide.none else f"condition number, {guide.upper()}"
-        each = ", ".join(f"{one.value:.4g}" for one in found.each)
-        rows.append([told, f"{found.mean.value:.4g}", each, found.mean.trouble or ""])
-        values = [one.value if math.isfinite(one.value) else None for one in found.each]
-        report.append({"proxy": told, "values": values, "troubles": [one.trouble for one in found.each]})
-    columns = ("proxy", "mean", "of each", "trouble")
+    for search_kernel in (*(SearchKernel(name) for name in kernel or ScoreKernel), SearchKernel.none):
+        score = score_model(model, images, replace(config, kernel=search_kernel.value), device=torch_device)
+        is_regions = search_kernel is SearchKernel.none
+        proxy = "linear regions" if is_regions else f"condition number, {search_kernel.upper()}"
+        values = ", ".join(f"{repeat.value:.4g}" for repeat in score.repeats)
+        rows.append([proxy, f"{score.mean.value:.4g}", values, score.mean.failure or ""])
+        json_values = [repeat.value if math.isfinite(repeat.value) else None for repeat in score.repeats]
+        failures = [repeat.failure for repeat in score.repeats]
+        report.append({"proxy": proxy, "values": json_values, "failures": failures})
+    columns = ("proxy", "mean", "per initialization", "failure")
     if str(json_file) != STDOUT:
-        print_table(columns, rows, text=("proxy", "of each", "trouble"), title=f"{model}, initialisations: {repeats}")
+        title = f"{model}, initializations: {repeats}"
+        print_table(columns, rows, text=("proxy", "per initialization", "failure"), title=title)
     if json_file is not None:
         write_output(json_file, json_bytes(report, indent=2))
         if str(json_file) != STDOUT:

@@ -28,14 +28,14 @@ from metabridge.experiments.record_files import keep, plain, run_folder, stored
 from metabridge.experiments.result import Environment, Result, Row, UnportedExperiment, Work, environment
 from metabridge.intervals import percentile_tail
 from metabridge.models.architecture import Architecture, random_architecture
-from metabridge.nas.architecture_search import Guide, Proxies, Search
-from metabridge.nas.proxies import Score, mean
+from metabridge.nas.architecture_search import ProxyEvaluator, SearchConfig, SearchKernel
+from metabridge.nas.proxies import ProxyScore, mean_score
 from metabridge.training import Cosine, Run, evaluate, in_turns
 from metabridge.training.config import Plan
 from metabridge.training.fitting import several
 
 ID = "nas-ranks"
-CONDITIONS: dict[str, Guide] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}
+CONDITIONS: dict[str, SearchKernel] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}
 PROXIES = (*CONDITIONS, "linear regions", "parameters")
 STATISTICS: dict[str, Callable[..., Any]] = {"Spearman": stats.spearmanr, "Kendall": stats.kendalltau}
 FEWEST = 3  # architectures that a correlation is computed of
@@ -48,7 +48,7 @@ class Scale:
     """How many architectures, how they are scored and trained, and how many tasks judge each."""
 
     architectures: int
-    search: Search
+    search: SearchConfig
     plan: Plan
     test_tasks: int
     resamples: int
@@ -69,12 +69,12 @@ _PLAN = Plan(
 SCALES = {
     "quick": Scale(
         4,
-        Search(cells=3, channels=4, tasks=2, ways=3, repeats=1, inputs=200),
+        SearchConfig(cells=3, channels=4, tasks=2, ways=3, repeats=1, region_inputs=200),
         replace(_PLAN, batch=32, iterations=10, validate_every=10, validate_tasks=10),
         test_tasks=20,
         resamples=100,
     ),
-    "paper": Scale(40, Search(cells=3, channels=16), _PLAN, test_tasks=2000, resamples=2000),
+    "paper": Scale(40, SearchConfig(cells=3, channels=16), _PLAN, test_tasks=2000, resamples=2000),
 }
 
 
@@ -125,7 +125,7 @@ def run(work: Work) -> Outcome:
     work.check_only(())
     scale = SCALES[work.scale]
     search, training = replace(scale.search, seed=work.seed), replace(scale.plan, seed=work.seed)
-    about = {"data": "glyphs", "search": search.plain(), "training": asdict(training)}
+    about = {"data": "glyphs", "search": search.to_dict(), "training": asdict(training)}
     plan, name = plain({**about, "test_tasks": scale.test_tasks}), f"{ID}-{work.scale}-{work.seed}"
     record = stored(work, name, plan, _made) or Record(name, plan, environment(work.device), ())
     generator = torch.Generator().manual_seed(work.seed)
@@ -157,26 +157,26 @@ def run(work: Work) -> Outcome:
     return Outcome(Result.of(work, ID, tuple(_rows(judged, found)), {name: record}), judged, found["Spearman"])
 
 
-def _plan(training: Plan, search: Search, architecture: Architecture, images: LabelledImages) -> Plan:
+def _plan(training: Plan, search: SearchConfig, architecture: Architecture, images: LabelledImages) -> Plan:
     options = {"architecture": asdict(architecture), "cells": search.cells, "channels": search.channels}
     options |= {"image_channels": images.images.shape[1], "drop_rate": 0.0}
     return replace(training, model_options=options)
 
 
 def judge(
-    work: Work, architecture: Architecture, search: Search, images: LabelledImages, run: Run, tasks: int
+    work: Work, architecture: Architecture, search: SearchConfig, images: LabelledImages, run: Run, tasks: int
 ) -> Judged:
     """Score one architecture untrained, and test it trained."""
-    promised: dict[str, Score] = {}
+    promised: dict[str, ProxyScore] = {}
     for proxy, kernel in CONDITIONS.items():
-        measure = Proxies(replace(search, kernel=kernel), images, work.device)
+        measure = ProxyEvaluator(replace(search, kernel=kernel), images, work.device)
         repeats = (measure(0, repeat, architecture.active_operators, [None]) for repeat in range(search.repeats))
         each = [scores for measured in repeats for _, scores in measured]
-        promised[proxy] = mean([scores.condition for scores in each if scores.condition is not None])
-        promised["linear regions"] = mean([scores.regions for scores in each if scores.regions is not None])
+        promised[proxy] = mean_score([scores.condition for scores in each if scores.condition is not None])
+        promised["linear regions"] = mean_score([scores.regions for scores in each if scores.regions is not None])
     score = evaluate(run, images.tasks("test"), tasks=tasks, seed=work.seed)
-    promised["parameters"] = Score(float(sum(value.numel() for value in run.net.features.parameters())))
-    told = {proxy: None if found.trouble else found.value for proxy, found in promised.items()}
+    promised["parameters"] = ProxyScore(float(sum(value.numel() for value in run.net.features.parameters())))
+    told = {proxy: None if found.failure else found.value for proxy, found in promised.items()}
     return Judged(architecture, told, score.mean, score.ci95, run.seconds / 60)
 
 

@@ -22,7 +22,7 @@ from metabridge.experiments.training_records import Evaluation, train_or_load
 from metabridge.experiments.training_records import TrainingRecord as Record
 from metabridge.models.architecture import Architecture
 from metabridge.models.cells import cell_network
-from metabridge.nas.architecture_search import Guide, Search, TimeUpError
+from metabridge.nas.architecture_search import SearchConfig, SearchKernel, TimeLimitError, run_search
 from metabridge.training import Views
 from metabridge.training.config import Plan
 
@@ -36,7 +36,7 @@ SEARCH_SIZE, SIZE = 32, 84  # pixels of mini-ImageNet
 class Case:
     """What a search goes by, for a network of so many cells (B app. E)."""
 
-    guide: Guide
+    guide: SearchKernel
     cells: int = 5
     time: float = math.inf
     ridge: float = 1e-3
@@ -63,7 +63,7 @@ class Scale:
     """How much to search and to train. Each case has its own kernel, cells and seed, and each training its model."""
 
     seeds: int
-    search: Search
+    search: SearchConfig
     plan: Plan
     longer: int  # steps, of one training
     lr: float  # for stacks of cells
@@ -78,7 +78,7 @@ _RFS = {scale: plans(scale)["rfs"] for scale in ("quick", "paper")}
 SCALES = {
     "quick": Scale(
         seeds=2,
-        search=Search(channels=4, tasks=2, ways=3, repeats=1, inputs=100, operators=("skip", "conv_3x3")),
+        search=SearchConfig(channels=4, tasks=2, ways=3, repeats=1, region_inputs=100, operators=("skip", "conv_3x3")),
         plan=replace(_RFS["quick"], iterations=8, validate_every=8),
         longer=20,
         lr=0.1,
@@ -90,7 +90,7 @@ SCALES = {
     ),
     "paper": Scale(
         seeds=3,
-        search=Search(),
+        search=SearchConfig(),
         plan=replace(_RFS["paper"], iterations=5000, validate_every=2500),
         longer=30_000,
         lr=0.4,  # this and the next chosen in validation, after 1000 steps
@@ -143,15 +143,16 @@ def findings(work: Work, cases: Iterable[Case]) -> dict[str, Finding]:
 
 def _found(work: Work, case: Case, label: str, seed: int) -> Finding | None:
     scale, part = SCALES[work.scale], f"search-{label}"
-    search = replace(scale.search, kernel=case.guide, cells=case.cells, time=case.time, ridge=case.ridge, seed=seed)
-    plan, name = plain({"data": scale.data, **search.plain()}), f"nas-{part}-{work.scale}"
+    search = replace(scale.search, kernel=case.guide, cells=case.cells, ridge=case.ridge, seed=seed)
+    search = replace(search, adaptation_time=case.time)
+    plan, name = plain({"data": scale.data, **search.to_dict()}), f"nas-{part}-{work.scale}"
     finding = stored(work, name, plan, _made)
     if finding is not None or (work.only and part not in work.only):
         return finding
     here, folder = images(work, SEARCH_SIZE), run_folder(work, name, plan)
     try:
-        found = search.run(here, device=work.device, out=folder, minutes=work.minutes, progress=work.progress)
-    except TimeUpError:
+        found = run_search(here, search, device=work.device, out=folder, minutes=work.minutes, progress=work.progress)
+    except TimeLimitError:
         return None
     net = cell_network(
         found.architecture, cells=search.cells, channels=search.channels, image_channels=scale.image_channels
@@ -159,7 +160,7 @@ def _found(work: Work, case: Case, label: str, seed: int) -> Finding | None:
     parameters = sum(value.numel() for value in net.features.parameters())
     machine = environment(work.device)
     finding = Finding(
-        name, plan, machine, found.seconds / 60, found.architecture, parameters, found.measured, found.troubled
+        name, plan, machine, found.seconds / 60, found.architecture, parameters, found.evaluated, found.failed
     )
     keep(work, name, finding)
     return finding

@@ -1,7 +1,4 @@
-"""Architectures for few-shot learning, found without training any (B §5).
-
-What searches is imported from its own file: models are built of the space here, and the search of models.
-"""
+"""Architecture search for few-shot learning without training (Wang et al. 2022, sec. 5)."""
 
 from metabridge.models.architecture import (
     CELLS,
@@ -14,6 +11,16 @@ from metabridge.models.architecture import (
     EdgeOperator,
     random_architecture,
 )
+from metabridge.nas.architecture_search import (
+    RepeatedScore,
+    SearchConfig,
+    SearchResult,
+    TimeLimitError,
+    run_search,
+    score_model,
+    search,
+)
+from metabridge.nas.proxies import ConditionNumber, ProxyScore, count_linear_regions
 
 __all__ = [
     "CELLS",
@@ -23,6 +30,16 @@ __all__ = [
     "ActiveOperators",
     "Architecture",
     "CellKind",
+    "ConditionNumber",
     "EdgeOperator",
+    "ProxyScore",
+    "RepeatedScore",
+    "SearchConfig",
+    "SearchResult",
+    "TimeLimitError",
+    "count_linear_regions",
     "random_architecture",
+    "run_search",
+    "score_model",
+    "search",
 ]

@@ -1,4 +1,4 @@
-"""MetaNTK-NAS: the search of an architecture by the conditioning of its MetaNTK and its linear regions (B §5, §6)."""
+"""MetaNTK-NAS: architecture search by kernel conditioning and linear regions (Wang et al. 2022, sec. 5 and 6)."""
 
 from __future__ import annotations
 
@@ -24,53 +24,75 @@ from metabridge.models.architecture import OPERATORS, ActiveOperators, Architect
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network, with_group_norm
 from metabridge.models.size_limit import SizeLimit
-from metabridge.nas.linear_regions import PATCH, ThinRegions
-from metabridge.nas.proxies import Conditioning, KernelName, Score, mean, points, regions
-from metabridge.nas.pruning import Journal, Removal, Scores, evaluations, prune
-from metabridge.nas.supernet_ntk import Candidates
+from metabridge.nas.linear_regions import PATCH_SIZE, LinearRegionCounter
+from metabridge.nas.proxies import ConditionNumber, KernelName, ProxyScore, all_images, count_linear_regions, mean_score
+from metabridge.nas.pruning import CandidateScores, Removal, SearchLog, count_evaluations, prune
+from metabridge.nas.supernet_ntk import CandidateKernels
 from metabridge.progress import progress_bar
 from metabridge.threads import stream_over_threads
 from metabridge.training.config import Plan
 
-SEEDS = 10**12  # so many are different after rounds and repeats have theirs
-FINGERPRINTED = 4096  # images
-Way = Literal["fast", "reference"]
-Guide = Literal["maml", "anil", "ntk", "none", "random"]
+MAX_SEED = 10**12 - 1  # leaves digits for the round and the repeat, see `ProxyEvaluator.__call__`
+FINGERPRINTED_IMAGES = 4096
+Implementation = Literal["fast", "reference"]
+SearchKernel = Literal["maml", "anil", "ntk", "none", "random"]
+# Fields of `SearchConfig` that logs and records store under their names of version 0.1.0.
+STORED_KEYS = {"adaptation_time": "time", "region_inputs": "inputs"}
 
 
-class TimeUpError(Exception):
-    """A search was given no more minutes."""
+class TimeLimitError(Exception):
+    """A search reached its time limit. Running the same search again continues it."""
 
 
-class Found(NamedTuple):
-    """What a search ends with."""
+class SearchResult(NamedTuple):
+    """The result of a search.
+
+    Args:
+        architecture: The architecture that was found.
+        seconds: Computing time, including that of earlier runs that this one continued.
+        evaluated: Number of networks whose proxies were computed.
+        failed: Number of them for which a proxy failed. The search log has the reasons.
+    """
 
     architecture: Architecture
-    seconds: float  # of all runs of it
-    measured: int  # networks, in all
-    troubled: int  # of which some proxy could not be told
+    seconds: float
+    evaluated: int
+    failed: int
 
 
 @dataclass(frozen=True)
-class Search:
-    """A search as data.
+class SearchConfig:
+    """The settings of an architecture search.
 
-    - kernel="maml", "anil": MetaNTK-NAS by the condition number of that kernel, and linear regions
-    - kernel="ntk": TE-NAS, by that of the NTK, and linear regions
-    - kernel="none": linear regions alone
-    - kernel="random": cells drawn at random, which measures nothing
+    The supernet has the size of the final network and is evaluated at initialization. Both proxies are averaged over
+    `repeats` initializations and batches of tasks. These differ between rounds, and are the same for all candidates
+    of a round.
 
-    The kernel is that of a supernet as large as the network will be, at initialisation, for `tasks` tasks of so many
-    ways, shots and queries. Regions are counted on `inputs` random 3×3 patches of training images in a thin
-    network of one channel. All of it is averaged over `repeats` initialisations and batches, drawn anew in every
-    round and the same for all networks of a round. At first every edge has all `operators`.
+    Args:
+        kernel: Kernel whose condition number guides the search together with linear regions: "maml" or "anil"
+            (MetaNTK-NAS), or "ntk" (TE-NAS). "none" uses linear regions alone, and "random" draws cells at random
+            without evaluating anything.
+        cells: Number of cells of the network, at least 3.
+        channels: Number of channels of the first cells.
+        tasks: Number of tasks that the kernel is computed for.
+        ways: Number of classes per task.
+        shots: Number of support images per class.
+        queries: Number of query images per class.
+        repeats: Number of initializations and batches of tasks to average over.
+        adaptation_time: Learning rate times steps of the kernel's adaptation, λτ; infinite for convergence.
+        ridge: Added to the diagonal of the kernel matrices that adaptation inverts.
+        region_inputs: Number of random 3×3 image patches by which linear regions are counted.
+        operators: Operators to choose from.
+        seed: Seed of all random numbers.
 
-    >>> from metabridge.datasets import load
-    >>> print(Search("random").run(load("glyphs"), progress=False).architecture)  # doctest: +ELLIPSIS
-    normal     0: ...
+    Raises:
+        InputError: If a setting is out of range.
+
+    >>> SearchConfig("anil", cells=8).channels
+    48
     """
 
-    kernel: Guide = "maml"
+    kernel: SearchKernel = "maml"
     cells: int = 5
     channels: int = 48
     tasks: int = 3
@@ -78,214 +100,360 @@ class Search:
     shots: int = 1
     queries: int = 1
     repeats: int = 3
-    time: float = math.inf
+    adaptation_time: float = math.inf
     ridge: float = 1e-3
-    inputs: int = 3000
+    region_inputs: int = 3000
     operators: tuple[str, ...] = OPERATORS
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kernel not in get_args(Guide):
-            raise InputError(f"kernel is {self.kernel!r}, but must be one of {', '.join(get_args(Guide))}.")
-        for name in ("cells", "channels", "tasks", "ways", "shots", "queries", "repeats", "inputs"):
+        if self.kernel not in get_args(SearchKernel):
+            raise InputError(f"kernel is {self.kernel!r}, but must be one of {', '.join(get_args(SearchKernel))}.")
+        for name in ("cells", "channels", "tasks", "ways", "shots", "queries", "repeats", "region_inputs"):
             check_count(name, getattr(self, name))
         if self.cells < 3:
-            raise InputError(f"cells is {self.cells}, but two of them reduce, so a network has 3 or more.")
-        if self.inputs < 2:
-            raise InputError("inputs is 1, but the thin network normalises over its inputs. Use inputs=2 or more.")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < SEEDS:
-            raise InputError(f"seed is {self.seed!r}, but must be a whole number from 0 to {SEEDS - 1}.")
-        self.conditioning  # noqa: B018  (checks time and ridge)
+            raise InputError(f"cells is {self.cells}, but must be at least 3, as two of the cells are reduction cells.")
+        if self.region_inputs < 2:
+            raise InputError("region_inputs is 1, but batch norm needs at least 2. Use region_inputs=2 or more.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise InputError(f"seed is {self.seed!r}, but must be an integer from 0 to {MAX_SEED}.")
+        if not self.adaptation_time > 0:
+            raise InputError(f"adaptation_time is {self.adaptation_time}, but must be positive; inf for convergence.")
+        self.condition_number  # noqa: B018  (checks ridge)
         if not self.operators:
-            raise InputError(f"operators is empty, but a search needs some. Use some of {', '.join(OPERATORS)}.")
+            raise InputError(f"operators is empty. Choose at least one of {', '.join(OPERATORS)}.")
         ActiveOperators.full(self.operators)
 
     @property
-    def conditioning(self) -> Conditioning | None:
-        """The proxy of the kernel, if one is asked for."""
-        kernels: dict[Guide, KernelName] = {"maml": "maml", "anil": "anil", "ntk": "ntk"}
-        return Conditioning(kernels[self.kernel], self.time, self.ridge) if self.kernel in kernels else None
+    def condition_number(self) -> ConditionNumber | None:
+        """The proxy for the kernel; None for "none" and "random"."""
+        kernels: dict[SearchKernel, KernelName] = {"maml": "maml", "anil": "anil", "ntk": "ntk"}
+        if self.kernel not in kernels:
+            return None
+        return ConditionNumber(kernels[self.kernel], self.adaptation_time, self.ridge)
 
-    def run(
-        self,
-        images: LabelledImages,
-        *,
-        device: str = "cpu",
-        out: str | Path | None = None,
-        way: Way = "fast",
-        minutes: float | None = None,
-        progress: bool = True,
-    ) -> Found:
-        """Search on the images' training classes.
+    def to_dict(self) -> dict[str, object]:
+        """Return the settings as JSON data, with the keys by which logs and records store them."""
+        stored = {STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return {**stored, "time": str(self.adaptation_time)}  # JSON has no infinity
 
-        The folder `out` gets search.jsonl, from which the same search goes on if it was stopped, and
-        architecture.json. It is locked until the search ends. After so many `minutes` a `TimeUpError` stops it. `way`
-        is how kernels are computed; both give the same.
-        """
-        start = time.perf_counter()
-        until = math.inf if minutes is None else start + 60 * minutes
-        proxies = Proxies(self, images.to(device), device, way)
-        if out is None:
-            return self._found(proxies, Journal(), until, progress)
-        with FolderLock(out) as lock:
-            seen = {"data": images.load_arguments, "images": _fingerprint(images, proxies.environment.image_indices)}
-            journal = Journal(lock.folder / "search.jsonl", {**self.plain(), **seen}, lock)
-            found = self._found(proxies, journal, until, progress)
-            found.architecture.save(lock.folder / "architecture.json")
-        return found
 
-    def _found(self, proxies: Proxies, journal: Journal, until: float, progress: bool) -> Found:
-        try:
-            architecture = self._architecture(proxies, journal, until, progress)
-        finally:
-            journal.note_time()
-        troubled = sum(
-            any(score is not None and score.trouble for score in scores) for scores in journal.known.values()
+def search(
+    images: LabelledImages,
+    *,
+    kernel: SearchKernel = "maml",
+    cells: int = 5,
+    channels: int = 48,
+    tasks: int = 3,
+    ways: int = 5,
+    shots: int = 1,
+    queries: int = 1,
+    repeats: int = 3,
+    adaptation_time: float = math.inf,
+    ridge: float = 1e-3,
+    region_inputs: int = 3000,
+    operators: Sequence[str] = OPERATORS,
+    seed: int = 0,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    minutes: float | None = None,
+    progress: bool = True,
+) -> SearchResult:
+    """Search an architecture for few-shot learning on the training classes of a data set, without any training.
+
+    Args:
+        images: Data set with a "train" split.
+        kernel: Kernel whose condition number guides the search together with linear regions: "maml" or "anil"
+            (MetaNTK-NAS), or "ntk" (TE-NAS). "none" uses linear regions alone, and "random" draws cells at random
+            without evaluating anything.
+        cells: Number of cells of the network, at least 3.
+        channels: Number of channels of the first cells.
+        tasks: Number of tasks that the kernel is computed for.
+        ways: Number of classes per task.
+        shots: Number of support images per class.
+        queries: Number of query images per class.
+        repeats: Number of initializations and batches of tasks to average over.
+        adaptation_time: Learning rate times steps of the kernel's adaptation, λτ; infinite for convergence.
+        ridge: Added to the diagonal of the kernel matrices that adaptation inverts.
+        region_inputs: Number of random 3×3 image patches by which linear regions are counted.
+        operators: Operators to choose from.
+        seed: Seed of all random numbers.
+        device: Where to compute, such as "cpu" or "cuda".
+        out: Folder for `search.jsonl`, the log of all scores, and `architecture.json`. If the folder has the log of
+            a search with the same settings and images, that search is continued. It is locked during the search.
+        minutes: Time limit.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The architecture, the computing time and the number of networks evaluated.
+
+    Raises:
+        InputError: If a setting is out of range, the images are too small, or the folder cannot be used.
+        TimeLimitError: If the time limit is reached. The same call with the same `out` then continues the search.
+
+    >>> from metabridge.datasets import load
+    >>> print(search(load("glyphs"), kernel="random", progress=False).architecture)  # doctest: +ELLIPSIS
+    normal     0: ...
+    """
+    config = SearchConfig(
+        kernel=kernel,
+        cells=cells,
+        channels=channels,
+        tasks=tasks,
+        ways=ways,
+        shots=shots,
+        queries=queries,
+        repeats=repeats,
+        adaptation_time=adaptation_time,
+        ridge=ridge,
+        region_inputs=region_inputs,
+        operators=tuple(operators),
+        seed=seed,
+    )
+    return run_search(images, config, device=device, out=out, minutes=minutes, progress=progress)
+
+
+def run_search(
+    images: LabelledImages,
+    config: SearchConfig,
+    *,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    implementation: Implementation = "fast",
+    minutes: float | None = None,
+    progress: bool = True,
+) -> SearchResult:
+    """Run `search` with settings in a `SearchConfig`.
+
+    Args:
+        images: Data set with a "train" split.
+        config: Settings of the search.
+        device: Where to compute.
+        out: Folder of the search.
+        implementation: "fast" shares computations between candidates; "reference" runs each of them by itself.
+        minutes: Time limit.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The result of the search.
+
+    Raises:
+        InputError: See `search`.
+        TimeLimitError: If the time limit is reached.
+
+    >>> from metabridge.datasets import load
+    >>> run_search(load("glyphs"), SearchConfig("random"), progress=False).evaluated
+    0
+    """
+    deadline = math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    evaluator = ProxyEvaluator(config, images.to(device), device, implementation)
+    if out is None:
+        return _run(evaluator, SearchLog(), deadline, progress)
+    with FolderLock(out) as lock:
+        data = {"data": images.load_arguments, "images": _fingerprint(images, evaluator.environment.image_indices)}
+        search_log = SearchLog(lock.folder / "search.jsonl", {**config.to_dict(), **data}, lock)
+        result = _run(evaluator, search_log, deadline, progress)
+        result.architecture.save(lock.folder / "architecture.json")
+    return result
+
+
+def _run(evaluator: ProxyEvaluator, search_log: SearchLog, deadline: float, progress: bool) -> SearchResult:
+    try:
+        architecture = _find_architecture(evaluator, search_log, deadline, progress)
+    finally:
+        search_log.add_time()
+    candidates = search_log.scores.values()
+    failed = sum(any(score is not None and score.failure for score in scores) for scores in candidates)
+    return SearchResult(architecture, search_log.seconds, len(candidates), failed)
+
+
+def _find_architecture(
+    evaluator: ProxyEvaluator, search_log: SearchLog, deadline: float, progress: bool
+) -> Architecture:
+    config = evaluator.config
+    if config.kernel == "random":
+        return random_architecture(torch.Generator().manual_seed(config.seed), config.operators)
+
+    def score_until_deadline(*args: Any) -> Iterator[tuple[Removal, CandidateScores]]:
+        for removal_and_scores in evaluator(*args):
+            yield removal_and_scores
+            if time.perf_counter() > deadline:
+                raise TimeLimitError("The time limit is reached. Run the same search again to continue it.")
+
+    full = ActiveOperators.full(config.operators)
+    with progress_bar(progress) as bar:
+        task = bar.add_task("search", total=count_evaluations(full, config.repeats), status="")
+        search_log.on_score = lambda round_index, count: bar.update(
+            task, completed=count, status=f"round {round_index + 1}"
         )
-        return Found(architecture, journal.seconds, len(journal.known), troubled)
-
-    def _architecture(self, proxies: Proxies, journal: Journal, until: float, progress: bool) -> Architecture:
-        if self.kernel == "random":
-            return random_architecture(torch.Generator().manual_seed(self.seed), self.operators)
-
-        def measure(*asked: Any) -> Iterator[tuple[Removal, Scores]]:
-            for measured in proxies(*asked):
-                yield measured
-                if time.perf_counter() > until:
-                    raise TimeUpError("The time is up. The same search goes on where it stopped.")
-
-        full = ActiveOperators.full(self.operators)
-        with progress_bar(progress) as bar:
-            task = bar.add_task("search", total=evaluations(full, self.repeats), status="")
-            journal.on_score = lambda number, count: bar.update(task, completed=count, status=f"round {number + 1}")
-            return prune(full, measure, repeats=self.repeats, journal=journal)
-
-    def plain(self) -> dict[str, object]:
-        """Return the search as plain data; JSON has no infinity."""
-        return {**asdict(self), "time": str(self.time)}
+        return prune(full, score_until_deadline, repeats=config.repeats, search_log=search_log)
 
 
 def _fingerprint(images: LabelledImages, rows: Tensor) -> str:
-    """Tell the images in some rows from others by their labels and by some of them, or by all where they are few."""
-    chosen = rows[:: math.ceil(len(rows) / FINGERPRINTED)]
-    parts = (part[chosen.to(part.device)].cpu().numpy().tobytes() for part in (images.images, images.labels))
-    return f"{len(rows)} images, checksum {functools.reduce(lambda sum, part: zlib.crc32(part, sum), parts, 0):08x}"
+    """Return the number of images in some rows and a checksum of their labels and pixels, or of a subset of them.
+
+    Search logs store it, so it must not change.
+    """
+    subset = rows[:: math.ceil(len(rows) / FINGERPRINTED_IMAGES)]
+    parts = (values[subset.to(values.device)].cpu().numpy().tobytes() for values in (images.images, images.labels))
+    checksum = functools.reduce(lambda value, part: zlib.crc32(part, value), parts, 0)
+    return f"{len(rows)} images, checksum {checksum:08x}"
 
 
-class Proxies:
-    """Measures networks of a search on its images: what `prune` asks."""
+class ProxyEvaluator:
+    """Computes the proxies of a search's candidates; the `score_candidates` function of `prune`.
 
-    def __init__(self, search: Search, images: LabelledImages, device: str = "cpu", way: Way = "fast") -> None:
-        if way not in get_args(Way):
-            raise InputError(f"way is {way!r}, but must be 'fast' or 'reference'.")
+    Args:
+        config: Settings of the search.
+        images: Data set on `device`.
+        device: Where to compute.
+        implementation: "fast" shares computations between candidates; "reference" runs each of them by itself.
+
+    Raises:
+        InputError: If the images are too small, there are too few classes, or the supernet is too large.
+    """
+
+    def __init__(
+        self,
+        config: SearchConfig,
+        images: LabelledImages,
+        device: str = "cpu",
+        implementation: Implementation = "fast",
+    ) -> None:
+        if implementation not in get_args(Implementation):
+            raise InputError(f"implementation is {implementation!r}, but must be 'fast' or 'reference'.")
         height, width = images.images.shape[2:]
-        if min(height, width) < PATCH:
+        if min(height, width) < PATCH_SIZE:
             raise InputError(
-                f"images has {height}×{width} pixels, but regions are counted on patches of {PATCH}×{PATCH}."
+                f"images have {height}×{width} pixels, but linear regions need at least {PATCH_SIZE}×{PATCH_SIZE}."
             )
-        self.search, self.images, self.device, self.way = search, images, device, way
-        self.environment = images.tasks("train", ways=search.ways, shots=search.shots, queries=search.queries)
+        self.config, self.images, self.device, self.implementation = config, images, device, implementation
+        self.environment = images.tasks("train", ways=config.ways, shots=config.shots, queries=config.queries)
         with SizeLimit(tensors=2**15), torch.device("meta"):
-            self._supernet(ActiveOperators.full(search.operators), 0)
+            self._supernet(ActiveOperators.full(config.operators), 0)
 
     def __call__(
-        self, number: int, repeat: int, active: ActiveOperators, removals: Sequence[Removal]
-    ) -> Iterator[tuple[Removal, Scores]]:
-        """Score the networks without each of some operators, with weights and images of this repeat's own."""
-        seed = (self.search.seed * 1000 + number) * 1000 + repeat
+        self, round_index: int, repeat: int, active: ActiveOperators, removals: Sequence[Removal]
+    ) -> Iterator[tuple[Removal, CandidateScores]]:
+        """Yield each removal with the scores of the network without it; order may differ from that of `removals`.
+
+        Weights, tasks and patches depend on the round and the repeat, but not on the removal.
+        """
+        seed = (self.config.seed * 1000 + round_index) * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
-        tasks = self.environment.sample(self.search.tasks, generator).to(self.device)
+        tasks = self.environment.sample(self.config.tasks, generator).to(self.device)
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-            thin = ThinRegions(active, self._patches(generator), seed)
-            conditions = self._conditions(active, self._supernet(active, seed).to(self.device), tasks)
+            counter = LinearRegionCounter(active, self._patches(generator), seed)
+            condition_numbers = self._condition_numbers(active, self._supernet(active, seed).to(self.device), tasks)
 
-            def part(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Scores]]:
-                for (removal, condition), (_, regions) in zip(conditions(removals), thin.scores(removals)):
-                    yield removal, Scores(condition, regions)
+            def score(removals: Sequence[Removal]) -> Iterator[tuple[Removal, CandidateScores]]:
+                for (removal, condition), (_, regions) in zip(condition_numbers(removals), counter.scores(removals)):
+                    yield removal, CandidateScores(condition, regions)
 
-            yield from part(removals) if self.device != "cpu" else stream_over_threads(part, removals)
+            yield from score(removals) if self.device != "cpu" else stream_over_threads(score, removals)
 
     def _supernet(self, active: ActiveOperators, seed: int) -> Network:
         channels, size = self.images.images.shape[1], self.images.images.shape[-1]
         return supernet(
             active,
-            cells=self.search.cells,
-            channels=self.search.channels,
+            cells=self.config.cells,
+            channels=self.config.channels,
             image_channels=channels,
             size=size,
-            outputs=self.search.ways,
+            outputs=self.config.ways,
             seed=seed,
         )
 
-    def _conditions(
+    def _condition_numbers(
         self, active: ActiveOperators, net: Network, tasks: Episodes
-    ) -> Callable[[Sequence[Removal]], Iterator[tuple[Removal, Score | None]]]:
-        """Return what yields condition numbers; on a CPU several threads may call it."""
-        proxy = self.search.conditioning
+    ) -> Callable[[Sequence[Removal]], Iterator[tuple[Removal, ProxyScore | None]]]:
+        """Return a function that yields condition numbers; on a CPU several threads may call it."""
+        proxy = self.config.condition_number
         if proxy is None:
             return lambda removals: ((removal, None) for removal in removals)
-        if self.way == "fast":
-            candidates, form = Candidates(net, active, points(tasks)), (len(tasks), tasks.query_x.shape[1])
+        if self.implementation == "fast":
+            kernels, shape = CandidateKernels(net, active, all_images(tasks)), (len(tasks), tasks.query_x.shape[1])
             return lambda removals: (
-                (removal, proxy.of_grams(grams, *form)) for removal, grams in candidates.grams(removals)
+                (removal, proxy.from_matrices(matrices, *shape)) for removal, matrices in kernels.matrices(removals)
             )
 
-        def reference(removals: Sequence[Removal]) -> Iterator[tuple[Removal, Score]]:
-            own = copy.deepcopy(net)
+        def reference(removals: Sequence[Removal]) -> Iterator[tuple[Removal, ProxyScore]]:
+            masked_net = copy.deepcopy(net)
             for removal in removals:
-                mask(own, active.without(removal))
-                yield removal, proxy(own, tasks)
+                mask(masked_net, active.without(removal))
+                yield removal, proxy(masked_net, tasks)
 
         return reference
 
     def _patches(self, generator: torch.Generator) -> Tensor:
-        """Random patches of random training images, of one channel each, (inputs, 1, 3, 3)."""
-        images, count = self.images.images, self.search.inputs
+        """Return random patches of one channel of random training images (region_inputs, 1, 3, 3)."""
+        images, count = self.images.images, self.config.region_inputs
         rows = self.environment.image_indices
-        sizes = (len(rows), images.shape[1], *(side - PATCH + 1 for side in images.shape[2:]))
+        sizes = (len(rows), images.shape[1], *(side - PATCH_SIZE + 1 for side in images.shape[2:]))
         image, channel, top, left = (torch.randint(size, (count, 1, 1), generator=generator) for size in sizes)
-        steps = torch.arange(PATCH)
-        places = (rows[image], channel, top + steps[:, None], left + steps)
-        return (images[tuple(place.to(images.device) for place in places)].float() / 255).unsqueeze(1).to(self.device)
+        steps = torch.arange(PATCH_SIZE)
+        indices = (rows[image], channel, top + steps[:, None], left + steps)
+        patches = images[tuple(index.to(images.device) for index in indices)]
+        return (patches.float() / 255).unsqueeze(1).to(self.device)
 
 
-class Repeated(NamedTuple):
-    """A proxy of a model, averaged over initialisations."""
+class RepeatedScore(NamedTuple):
+    """A proxy of a model for several initializations.
 
-    mean: Score
-    each: tuple[Score, ...]
+    Args:
+        mean: The mean over the initializations.
+        repeats: The score for each of them.
+    """
+
+    mean: ProxyScore
+    repeats: tuple[ProxyScore, ...]
 
 
-def score_model(search: Search, model: str, images: LabelledImages, *, device: str = "cpu") -> Repeated:
-    """Score a model by a search's proxy: the condition number of its kernel or, with kernel="none", its regions.
+def score_model(
+    model: str, images: LabelledImages, config: SearchConfig | None = None, *, device: str = "cpu"
+) -> RepeatedScore:
+    """Compute the proxy of an untrained model: the condition number of a kernel, or its number of linear regions.
 
-    `model` is the path of an architecture, or what `metabridge.models.build` takes. An architecture is scored as
-    in a search. The regions of other models are counted on whole images, and most models give each image one of its
-    own, which tells nothing of them and is reported.
+    An architecture is scored as in a search. For other models, linear regions are counted by whole images. In most
+    models every image has its own region, which says nothing about the model and is reported as a failure.
+
+    Args:
+        model: Path of an `architecture.json`, or a model name that `metabridge.models.build` takes.
+        images: Data set with a "train" split.
+        config: Settings: `kernel` selects the proxy, with "none" for linear regions.
+        device: Where to compute.
+
+    Returns:
+        The proxy for each of `config.repeats` initializations, and the mean.
+
+    Raises:
+        InputError: If there is no such model, or the images do not suit the settings.
 
     >>> from metabridge.datasets import load
-    >>> score_model(Search("none", repeats=1, inputs=50), "conv4", load("glyphs")).mean.trouble
-    'each of 50 images has a region of its own'
+    >>> score_model("conv4", load("glyphs"), SearchConfig("none", repeats=1, region_inputs=50)).mean.failure
+    'each of 50 images has its own region'
     """
-    proxies = Proxies(search, images.to(device), device)
-    each = []
-    for repeat in range(search.repeats):
+    config = config or SearchConfig()
+    evaluator = ProxyEvaluator(config, images.to(device), device)
+    repeats = []
+    for repeat in range(config.repeats):
         if model.endswith(ARCHITECTURE):
             active = Architecture.load(model).active_operators
-            ((_, both),) = proxies(0, repeat, active, [None])
-            each.append(both.regions if search.conditioning is None else both.condition)
+            ((_, scores),) = evaluator(0, repeat, active, [None])
+            repeats.append(scores.regions if config.condition_number is None else scores.condition)
             continue
-        seed = search.seed * 1000 + repeat
+        seed = config.seed * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
-        tasks = proxies.environment.sample(search.tasks, generator).to(device)
-        net = with_group_norm(Plan("mtl", model=model, ways=search.ways, seed=seed).network(images)).to(device).eval()
-        if search.conditioning is not None:
-            each.append(search.conditioning(net, tasks))
+        tasks = evaluator.environment.sample(config.tasks, generator).to(device)
+        net = with_group_norm(Plan("mtl", model=model, ways=config.ways, seed=seed).network(images)).to(device).eval()
+        if config.condition_number is not None:
+            repeats.append(config.condition_number(net, tasks))
         else:
-            rows = proxies.environment.image_indices
-            drawn = rows[torch.randperm(len(rows), generator=generator)[: search.inputs]]
-            found = regions(net, images.float_images(drawn).to(device))
-            full = found.value == len(drawn)
-            each.append(Score(found.value, f"each of {len(drawn)} images has a region of its own") if full else found)
-    scores = tuple(score for score in each if score is not None)
-    return Repeated(mean(scores), scores)
+            rows = evaluator.environment.image_indices
+            sample = rows[torch.randperm(len(rows), generator=generator)[: config.region_inputs]]
+            score = count_linear_regions(net, images.float_images(sample).to(device))
+            if score.value == len(sample):
+                score = ProxyScore(score.value, f"each of {len(sample)} images has its own region")
+            repeats.append(score)
+    scored = tuple(score for score in repeats if score is not None)
+    return RepeatedScore(mean_score(scored), scored)

@@ -1,10 +1,10 @@
-"""A way through a stack of cells on which nothing is computed twice.
+"""Forward passes through a stack of cells that reuse the layers computed in earlier passes.
 
-The networks of a round are one supernet, each without one operator. What such a network computes before the place of
-that operator, or beside it, the supernet has computed already. So whoever walks through the stack keeps what every
-layer made of every tensor and looks there first: a layer that is given the very same tensor is not run again.
+The candidates of a search round are one supernet, each without one operator. Everything that does not depend on this
+operator has the same value in the supernet and in the candidate. A `ForwardCache` therefore stores the result of
+every layer for every input tensor, and a layer that receives the same tensor again is not run again.
 
-Operators on edges from the same source share their first step as well: one ReLU, and one pooling of each kind.
+Operators on edges from the same source also share their first step: one ReLU, and one pooling of each kind.
 """
 
 from __future__ import annotations
@@ -21,111 +21,121 @@ from metabridge.models.architecture import CELLS, EDGES, NODES, ActiveOperators,
 from metabridge.models.cells import Cells
 
 
-class Step(Protocol):
-    """What a walker notes of layers that were run: what they made, and whatever else it wants."""
+class LayerResult(Protocol):
+    """The result of running some layers: their output, and anything else that the caller's runner records."""
 
     @property
     def output(self) -> Tensor:
-        """What the layers made of their input."""
+        """The output of the layers."""
 
 
-S = TypeVar("S", bound=Step)
+S = TypeVar("S", bound=LayerResult)
 R = TypeVar("R")
-Layer = Callable[[Tensor], S]
-Place = tuple[int, Layer[S]]  # a source of a cell, and the first step from there
+LayerRunner = Callable[[Tensor], S]
+FirstStep = tuple[int, LayerRunner[S]]  # the source in a cell, and the first layer that operators apply to it
 
 
-class Memory:
-    """What functions made of tensors. Tensors are the same if they are one object, whatever their values."""
+class ForwardCache:
+    """Results of functions by their input tensors. Tensors are compared by identity, not by value.
 
-    def __init__(self, known: Memory | None = None) -> None:
-        self._known = known
-        self._found: dict[tuple[object, ...], tuple[Sequence[Tensor], Any]] = {}  # with inputs, so that ids stay theirs
+    With a `parent`, results that are stored there are used too, but new ones are not added to it.
+    """
+
+    def __init__(self, parent: ForwardCache | None = None) -> None:
+        self._parent = parent
+        # The inputs are stored with the result: as long as they exist, no other tensor can have their id.
+        self._results: dict[tuple[object, ...], tuple[Sequence[Tensor], Any]] = {}
 
     def __call__(self, function: Callable[..., R], *inputs: Tensor) -> R:
-        """Return what the function makes of the inputs, which it is run for once."""
+        """Return `function(*inputs)`, computing it only the first time."""
         key = (function, *map(id, inputs))
-        for memory in (self, self._known):
-            if memory is not None and key in memory._found:
-                return cast(R, memory._found[key][1])
-        made = function(*inputs)
-        self._found[key] = inputs, made
-        return made
+        for cache in (self, self._parent):
+            if cache is not None and key in cache._results:
+                return cast(R, cache._results[key][1])
+        result = function(*inputs)
+        self._results[key] = inputs, result
+        return result
 
 
 @dataclass(frozen=True)
-class CellWalk(Generic[S]):
-    """The steps through a cell: from its two inputs, from a source on, and from there to each of the nodes."""
+class CellTrace(Generic[S]):
+    """The layer results of one cell, in order of computation.
 
-    entries: list[tuple[S, S]]
-    begun: dict[Place[S], S]
-    arriving: list[list[tuple[Place[S], S]]]
+    - `preprocessing`: for each of the two inputs, the ReLU and the layers after it
+    - `first_steps`: the first step of each kind from each source, shared by the operators
+    - `operators`: for each node, the rest of every operator on its edges, with the first step that it follows
+    """
+
+    preprocessing: list[tuple[S, S]]
+    first_steps: dict[FirstStep[S], S]
+    operators: list[list[tuple[FirstStep[S], S]]]
 
     @property
-    def steps(self) -> Iterator[S]:
-        """All of them."""
-        yield from (step for entry in self.entries for step in entry)
-        yield from self.begun.values()
-        yield from (step for node in self.arriving for _, step in node)
+    def results(self) -> Iterator[S]:
+        """All layer results of the cell."""
+        yield from (result for pair in self.preprocessing for result in pair)
+        yield from self.first_steps.values()
+        yield from (result for node in self.operators for _, result in node)
 
 
 @dataclass(frozen=True)
-class Walk(Generic[S]):
-    """The steps through a network: its stem, its cells, and what stands before the pooling."""
+class ForwardTrace(Generic[S]):
+    """The layer results of a whole forward pass: the stem, the cells, and the layers before the global pooling."""
 
     stem: S
-    cells: list[CellWalk[S]]
+    cells: list[CellTrace[S]]
     end: S
 
     @property
-    def steps(self) -> Iterator[S]:
-        """All of them."""
+    def results(self) -> Iterator[S]:
+        """All layer results of the pass."""
         yield from (self.stem, self.end)
         for cell in self.cells:
-            yield from cell.steps
+            yield from cell.results
 
 
-class Walker(Generic[S]):
-    """Walks through a stack of cells, of which `run` says how some layers are run one after the other.
+class CachedForward(Generic[S]):
+    """Runs a stack of cells layer by layer, taking results from a `ForwardCache` where it has them.
 
-    A ReLU is taken off the halvings that begin with one, so `run` is given a halving for maps that are rectified.
-    `sent` changes how an operator's last layers are run, given how they would be.
+    `runner` turns a sequence of modules into a function from their input to a `LayerResult`. A reduction module
+    that starts with a ReLU is passed to it without that ReLU, so it must expect an input that is already rectified.
+    `wrap_operator` can replace the function of the last layers of each operator.
     """
 
     def __init__(
         self,
         stack: Cells,
-        run: Callable[[Sequence[nn.Module]], Layer[S]],
-        sent: Callable[[EdgeOperator, Layer[S]], Layer[S]] = lambda choice, layer: layer,
+        runner: Callable[[Sequence[nn.Module]], LayerRunner[S]],
+        wrap_operator: Callable[[EdgeOperator, LayerRunner[S]], LayerRunner[S]] = lambda operator, layer: layer,
     ) -> None:
-        self._stem, self._end = run(_layers(stack.stem)), run(_layers(stack.end))
-        relu = run([nn.ReLU()])
-        self._cells = [_Cell(cell, run, relu, sent) for cell in stack.cells]
+        self._stem, self._end = runner(_layers(stack.stem)), runner(_layers(stack.end))
+        relu = runner([nn.ReLU()])
+        self._cells = [_CachedCell(cell, runner, relu, wrap_operator) for cell in stack.cells]
 
-    def __call__(self, x: Tensor, active: ActiveOperators, memory: Memory) -> Walk[S]:
-        """Walk through what is active."""
-        stem = memory(self._stem, x)
+    def __call__(self, x: Tensor, active: ActiveOperators, cache: ForwardCache) -> ForwardTrace[S]:
+        """Run the active operators on `x` and return all layer results."""
+        stem = cache(self._stem, x)
         before = last = stem.output
         cells = []
         for cell in self._cells:
-            walk, output = cell(before, last, active, memory)
-            cells.append(walk)
+            trace, output = cell(before, last, active, cache)
+            cells.append(trace)
             before, last = last, output
-        return Walk(stem, cells, memory(self._end, last))
+        return ForwardTrace(stem, cells, cache(self._end, last))
 
 
-class _Cell(Generic[S]):
+class _CachedCell(Generic[S]):
     def __init__(
         self,
         cell: Any,
-        run: Callable[[Sequence[nn.Module]], Layer[S]],
-        relu: Layer[S],
-        sent: Callable[[EdgeOperator, Layer[S]], Layer[S]],
+        runner: Callable[[Sequence[nn.Module]], LayerRunner[S]],
+        relu: LayerRunner[S],
+        wrap_operator: Callable[[EdgeOperator, LayerRunner[S]], LayerRunner[S]],
     ) -> None:
         self._kind = CELLS[bool(cell.reduction)]
-        self._entries = [(relu, run(_rectified(entry))) for entry in (cell.before, cell.last)]
-        firsts: dict[tuple[int, type], Layer[S]] = {}
-        self._operators: list[dict[str, tuple[Place[S], Layer[S]]]] = []
+        self._preprocessing = [(relu, runner(_without_relu(module))) for module in (cell.before, cell.last)]
+        first_layers: dict[tuple[int, type], LayerRunner[S]] = {}
+        self._operators: list[dict[str, tuple[FirstStep[S], LayerRunner[S]]]] = []
         for edge, operators in enumerate(cell.edges):
             source = EDGES[edge][1]
             self._operators.append({})
@@ -133,47 +143,48 @@ class _Cell(Generic[S]):
                 layers = _layers(operator)
                 kind = type(layers[0])
                 if issubclass(kind, nn.MaxPool2d | nn.AvgPool2d):
-                    first, rest = firsts.setdefault((source, kind), run(layers[:1])), layers[1:]
+                    first, rest = first_layers.setdefault((source, kind), runner(layers[:1])), layers[1:]
                 elif kind is nn.Identity:
-                    first, rest = firsts.setdefault((source, kind), run([])), layers
+                    first, rest = first_layers.setdefault((source, kind), runner([])), layers
                 else:
-                    first, rest = relu, _rectified(operator)
-                self._operators[edge][name] = (source, first), sent((self._kind, edge, name), run(rest))
+                    first, rest = relu, _without_relu(operator)
+                last_layers = wrap_operator((self._kind, edge, name), runner(rest))
+                self._operators[edge][name] = (source, first), last_layers
 
     def __call__(
-        self, before: Tensor, last: Tensor, active: ActiveOperators, memory: Memory
-    ) -> tuple[CellWalk[S], Tensor]:
-        walk: CellWalk[S] = CellWalk([], {}, [])
+        self, before: Tensor, last: Tensor, active: ActiveOperators, cache: ForwardCache
+    ) -> tuple[CellTrace[S], Tensor]:
+        trace: CellTrace[S] = CellTrace([], {}, [])
         states = []
-        for (relu, layer), x in zip(self._entries, (before, last)):
-            first = memory(relu, x)
-            walk.entries.append((first, memory(layer, first.output)))
-            states.append(walk.entries[-1][1].output)
+        for (relu, layer), x in zip(self._preprocessing, (before, last)):
+            rectified = cache(relu, x)
+            trace.preprocessing.append((rectified, cache(layer, rectified.output)))
+            states.append(trace.preprocessing[-1][1].output)
         for node in range(NODES):
-            arriving = []
+            results = []
             for edge in edges_of(node):
-                for name, (place, layer) in self._operators[edge].items():
+                for name, (first_step, layer) in self._operators[edge].items():
                     if name in getattr(active, self._kind)[edge]:
-                        source, begin = place
-                        first = walk.begun.setdefault(place, memory(begin, states[source]))
-                        arriving.append((place, memory(layer, first.output)))
-            walk.arriving.append(arriving)
-            states.append(memory(_total, *(step.output for _, step in arriving)))
-        return walk, memory(_joined, *states[2:])
+                        source, first_layer = first_step
+                        first = trace.first_steps.setdefault(first_step, cache(first_layer, states[source]))
+                        results.append((first_step, cache(layer, first.output)))
+            trace.operators.append(results)
+            states.append(cache(_add, *(result.output for _, result in results)))
+        return trace, cache(_concatenate, *states[2:])
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
     return [*module] if isinstance(module, nn.Sequential) else [module]
 
 
-def _rectified(module: nn.Module) -> list[nn.Module]:
-    """The layers of what begins with a ReLU, without it; a halving stays in one piece."""
+def _without_relu(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of a module after its ReLU. A `Halving`, whose ReLU is inside it, stays in one piece."""
     return _layers(module)[1:] if isinstance(module, nn.Sequential) else [module]
 
 
-def _total(*arriving: Tensor) -> Tensor:
-    return functools.reduce(torch.add, arriving)
+def _add(*terms: Tensor) -> Tensor:
+    return functools.reduce(torch.add, terms)
 
 
-def _joined(*nodes: Tensor) -> Tensor:
+def _concatenate(*nodes: Tensor) -> Tensor:
     return torch.cat(nodes, 1)

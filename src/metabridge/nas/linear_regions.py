@@ -1,10 +1,11 @@
-"""Linear regions of a thin supernet without this operator or that (B §5.2), counted fast.
+"""Count the linear regions of a thin supernet without each of some operators (Wang et al. 2022, sec. 5.2).
 
-The thin network has one channel in its first cell, and is given random patches of a few pixels.
+The thin supernet has one channel in its first cell, and its inputs are random patches of a few pixels.
 
-- On a CPU what the missing operator does not reach is taken from the pass of the whole supernet, signs included.
-- On a GPU, which takes longer to be told of operations as small as these than to do them, many candidates go through
-  the net side by side, as copies of the inputs with masks of their own.
+- On a CPU, everything that does not depend on the removed operator is taken from one pass of the whole supernet,
+  including the signs of the ReLU inputs.
+- On a GPU, launching operations as small as these takes longer than running them. Several candidates therefore go
+  through the network in one pass, as copies of the inputs with different masks.
 """
 
 from __future__ import annotations
@@ -23,129 +24,142 @@ from metabridge.models.architecture import ActiveOperators, EdgeOperator
 from metabridge.models.batch_norm import BatchNorm, replace_layers
 from metabridge.models.cells import Cells, supernet
 from metabridge.models.network import Network
-from metabridge.nas.cached_forward import Layer, Memory, Place, Walk, Walker
-from metabridge.nas.proxies import NOT_FINITE, Score
+from metabridge.nas.cached_forward import CachedForward, FirstStep, ForwardCache, ForwardTrace, LayerRunner
+from metabridge.nas.proxies import NOT_FINITE, ProxyScore
 
-PATCH = 3  # pixels of the sides of an input
-WEIGHTS = -(2**62), 2**62  # of signs, from where to where
-SIDE_BY_SIDE = 64  # candidates in a pass on a GPU
+PATCH_SIZE = 3  # pixels
+SIGN_WEIGHTS = -(2**62), 2**62  # lower and upper end of the random integer weights
+CANDIDATES_PER_PASS = 64  # on a GPU
 
 
-class _Signed(NamedTuple):
-    """What layers made, a number for the signs of their ReLUs at each input, and which copies have them at all."""
+class _SignedOutput(NamedTuple):
+    """The output of some layers and a hash of the signs of their ReLU inputs, one number for each network input.
+
+    `present` says for which copies of the inputs the layers take part; None means for all of them.
+    """
 
     output: Tensor
     signs: Tensor | None
     present: Tensor | None = None
 
 
-class ThinRegions:
-    """How many linear regions of a thin supernet the inputs lie in, (inputs, 1, 3, 3), without some operator.
+class LinearRegionCounter:
+    """Counts the linear regions of a thin supernet that contain at least one of the inputs.
 
-    Every sign has a random weight of 63 bits, and patterns are told apart by their sums: two that differ have the
-    same sum once in 2⁶³ draws. Candidates go through the net `side_by_side` on a GPU, and one by one on a CPU, where
-    threads may ask for different ones of them.
+    Each sign has a random integer weight of 63 bits, and two activation patterns count as different if the weighted
+    sums of their signs differ. The probability that two different patterns have the same sum is 2⁻⁶³.
 
-    >>> thin = ThinRegions(ActiveOperators.full(), torch.rand(50, 1, 3, 3), seed=0)
-    >>> dict(thin.scores([("normal", 0, "skip")]))
-    {('normal', 0, 'skip'): Score(value=50.0, trouble=None)}
+    On a CPU, several threads may call `scores` of one counter at the same time.
+
+    Args:
+        active: Operators of the supernet.
+        inputs: Patches of one channel (inputs, 1, 3, 3).
+        seed: Seed of the network weights and of the sign weights.
+        candidates_per_pass: Candidates that go through the network together; by default 64 on a GPU, 1 on a CPU.
+
+    >>> counter = LinearRegionCounter(ActiveOperators.full(), torch.rand(50, 1, 3, 3), seed=0)
+    >>> dict(counter.scores([("normal", 0, "skip")]))
+    {('normal', 0, 'skip'): ProxyScore(value=50.0, failure=None)}
     """
 
-    def __init__(self, active: ActiveOperators, inputs: Tensor, seed: int, side_by_side: int | None = None) -> None:
+    def __init__(
+        self, active: ActiveOperators, inputs: Tensor, seed: int, candidates_per_pass: int | None = None
+    ) -> None:
         self.active, self._inputs = active, inputs
-        self._copies = side_by_side or (SIDE_BY_SIDE if inputs.is_cuda else 1)
+        self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if inputs.is_cuda else 1)
         self._generator = torch.Generator(inputs.device).manual_seed(seed)
         self._present: dict[EdgeOperator, Tensor] = {}
-        net = thin(active, seed, len(inputs)).to(inputs.device)
-        self._walker = Walker(cast(Cells, net.features), self._run, self._sent)
-        self._whole = Memory()
-        if self._copies == 1:
-            self._walker(inputs, active, self._whole)
+        net = thin_supernet(active, seed, len(inputs)).to(inputs.device)
+        self._forward = CachedForward(cast(Cells, net.features), self._runner, self._masked)
+        self._supernet_cache = ForwardCache()
+        if self._candidates_per_pass == 1:
+            self._forward(inputs, active, self._supernet_cache)
 
-    def scores(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, Score]]:
-        """Yield the number of regions without each of the operators, or with all of them for None."""
-        for start in range(0, len(removals), self._copies):
-            chosen = removals[start : start + self._copies]
-            walk = self._alone(chosen[0]) if self._copies == 1 else self._together(chosen)
-            yield from zip(chosen, _counted(walk, len(chosen)))
+    def scores(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, ProxyScore]]:
+        """Yield each removal with the number of regions without that operator, or with all operators for None."""
+        for start in range(0, len(removals), self._candidates_per_pass):
+            chunk = removals[start : start + self._candidates_per_pass]
+            trace = self._run_one(chunk[0]) if self._candidates_per_pass == 1 else self._run_together(chunk)
+            yield from zip(chunk, _count_regions(trace, len(chunk)))
 
-    def _alone(self, removal: EdgeOperator | None) -> Walk[_Signed]:
-        active = self.active.without(removal)
-        return self._walker(self._inputs, active, Memory(self._whole))
+    def _run_one(self, removal: EdgeOperator | None) -> ForwardTrace[_SignedOutput]:
+        return self._forward(self._inputs, self.active.without(removal), ForwardCache(self._supernet_cache))
 
-    def _together(self, removals: Sequence[EdgeOperator | None]) -> Walk[_Signed]:
-        """Give each of some copies of the inputs a mask, and walk with all of them."""
-        choices = [choice for choice in removals if choice is not None]
-        present = torch.tensor([[removal != choice for removal in removals] for choice in choices])
-        self._present = dict(zip(choices, present.to(self._inputs.device).repeat(1, len(self._inputs))))
-        copies = self._inputs.repeat_interleave(len(removals), 0)  # those of an input stand together
-        return self._walker(copies, self.active, Memory())
+    def _run_together(self, removals: Sequence[EdgeOperator | None]) -> ForwardTrace[_SignedOutput]:
+        """Run one copy of the inputs for each removal, with a mask that leaves out its operator."""
+        operators = [removal for removal in removals if removal is not None]
+        present = torch.tensor([[removal != operator for removal in removals] for operator in operators])
+        self._present = dict(zip(operators, present.to(self._inputs.device).repeat(1, len(self._inputs))))
+        copies = self._inputs.repeat_interleave(len(removals), 0)  # the copies of one input follow each other
+        return self._forward(copies, self.active, ForwardCache())
 
-    def _run(self, layers: Sequence[nn.Module]) -> Layer[_Signed]:
-        return functools.partial(self._signed, layers)
+    def _runner(self, layers: Sequence[nn.Module]) -> LayerRunner[_SignedOutput]:
+        return functools.partial(self._run_layers, layers)
 
-    def _signed(self, layers: Sequence[nn.Module], x: Tensor) -> _Signed:
+    def _run_layers(self, layers: Sequence[nn.Module], x: Tensor) -> _SignedOutput:
         signs = None
         for layer in layers:
             if isinstance(layer, nn.ReLU):
-                assert signs is None  # as nowhere in a cell
+                assert signs is None  # no part of a cell has two ReLUs
                 positive = (x > 0).flatten(1)
-                weights = torch.randint(*WEIGHTS, positive.shape[1:], generator=self._generator, device=x.device)
+                weights = torch.randint(*SIGN_WEIGHTS, positive.shape[1:], generator=self._generator, device=x.device)
                 signs = torch.where(positive, weights, 0).sum(1)
             x = layer(x)
-        return _Signed(x, signs)
+        return _SignedOutput(x, signs)
 
-    def _sent(self, choice: EdgeOperator, layer: Layer[_Signed]) -> Layer[_Signed]:
-        """What an operator sends, nothing where copies are without it."""
+    def _masked(self, operator: EdgeOperator, layer: LayerRunner[_SignedOutput]) -> LayerRunner[_SignedOutput]:
+        """Return the layer of an operator with an output of zero for the copies that are without the operator."""
 
-        def run(x: Tensor) -> _Signed:
-            made, present = layer(x), self._present.get(choice)
+        def run(x: Tensor) -> _SignedOutput:
+            result, present = layer(x), self._present.get(operator)
             if present is None:
-                return made
-            return _Signed(torch.where(present.view(-1, 1, 1, 1), made.output, 0), made.signs, present)
+                return result
+            return _SignedOutput(torch.where(present.view(-1, 1, 1, 1), result.output, 0), result.signs, present)
 
         return run
 
 
-def _counted(walk: Walk[_Signed], copies: int) -> list[Score]:
-    """How many sums of signs there are in each of the copies."""
-    sums = _signs(walk).view(-1, copies).sort(0).values
+def _count_regions(trace: ForwardTrace[_SignedOutput], copies: int) -> list[ProxyScore]:
+    """Return the number of different sign sums for each of the copies of the inputs."""
+    sums = _sum_signs(trace).view(-1, copies).sort(0).values
     counts = 1 + (sums.diff(dim=0) != 0).sum(0)
-    finite = walk.end.output.isfinite().flatten(1).all(1).view(-1, copies).all(0)
+    finite = trace.end.output.isfinite().flatten(1).all(1).view(-1, copies).all(0)
     return [
-        Score(float(count)) if told else Score(math.nan, NOT_FINITE)
-        for count, told in zip(counts.tolist(), finite.tolist())
+        ProxyScore(float(count)) if is_finite else ProxyScore(math.nan, NOT_FINITE)
+        for count, is_finite in zip(counts.tolist(), finite.tolist())
     ]
 
 
-def _signs(walk: Walk[_Signed]) -> Tensor:
-    """Add up the signs on a walk, each ReLU's once, where what it belongs to is present."""
-    found = {id(step): (step.signs, step.present) for step in walk.steps}
-    for cell in walk.cells:
-        readers: dict[Place[_Signed], list[_Signed]] = {}
-        for place, step in itertools.chain(*cell.arriving):
-            readers.setdefault(place, []).append(step)
-        for place, (reader, *others) in readers.items():
-            if not others:  # so that without this operator there is no such ReLU
-                found[id(cell.begun[place])] = cell.begun[place].signs, reader.present
+def _sum_signs(trace: ForwardTrace[_SignedOutput]) -> Tensor:
+    """Add up the signs of a pass, each ReLU once, and only for the copies in which it takes part."""
+    results = {id(result): (result.signs, result.present) for result in trace.results}
+    for cell in trace.cells:
+        readers: dict[FirstStep[_SignedOutput], list[_SignedOutput]] = {}
+        for first_step, result in itertools.chain(*cell.operators):
+            readers.setdefault(first_step, []).append(result)
+        for first_step, (reader, *others) in readers.items():
+            if not others:  # a ReLU that only this operator reads is absent where the operator is
+                first = cell.first_steps[first_step]
+                results[id(first)] = first.signs, reader.present
     return torch.stack(
-        [signs if present is None else signs * present for signs, present in found.values() if signs is not None]
+        [signs if present is None else signs * present for signs, present in results.values() if signs is not None]
     ).sum(0)
 
 
-def thin(active: ActiveOperators, seed: int, inputs: int) -> Network:
-    """The network that regions are counted in, of one channel in the first cell, for any number of copies of `inputs`.
+def thin_supernet(active: ActiveOperators, seed: int, inputs: int) -> Network:
+    """Return the supernet in which regions are counted: three cells, one channel in the first.
 
-    Copies of one input follow each other.
+    It takes any number of copies of `inputs` patches, the copies of one patch following each other. Batch norm
+    normalizes every copy over its own `inputs` patches.
     """
-    net = supernet(active, cells=3, channels=1, image_channels=1, size=PATCH, norm="batch", seed=seed)
-    replace_layers(net, nn.Conv2d, _Dense)
-    replace_layers(net, BatchNorm, lambda layer: _NormOfEach(layer, inputs))
+    net = supernet(active, cells=3, channels=1, image_channels=1, size=PATCH_SIZE, norm="batch", seed=seed)
+    replace_layers(net, nn.Conv2d, _MatrixConvolution)
+    replace_layers(net, BatchNorm, lambda layer: _BatchNormPerCopy(layer, inputs))
     return net.requires_grad_(False)
 
 
-class _Dense(nn.Module):
-    """A convolution of maps that are always of the same few pixels, as one matrix: much faster for many of them."""
+class _MatrixConvolution(nn.Module):
+    """A convolution of maps of few pixels as one matrix product, which is much faster for many small maps."""
 
     def __init__(self, layer: nn.Conv2d) -> None:
         super().__init__()
@@ -153,19 +167,19 @@ class _Dense(nn.Module):
         self.matrix: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.matrix is None:
-            pixels = torch.eye(x[0].numel(), device=x.device).view(-1, *x.shape[1:])
-            self.matrix = self.layer(pixels)
+        if self.matrix is None:  # computed from the first input, as all inputs have the same size
+            unit_maps = torch.eye(x[0].numel(), device=x.device).view(-1, *x.shape[1:])
+            self.matrix = self.layer(unit_maps)
         return (x.flatten(1) @ self.matrix.flatten(1)).view(len(x), *self.matrix.shape[1:])
 
 
-class _NormOfEach(nn.Module):
-    """A batch norm of each copy by itself: copies are channels of their own."""
+class _BatchNormPerCopy(nn.Module):
+    """A batch norm with separate statistics for each copy of the inputs."""
 
     def __init__(self, layer: BatchNorm, inputs: int) -> None:
         super().__init__()
         self.eps, self.inputs = layer.eps, inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        apart = x.reshape(self.inputs, -1, *x.shape[2:])
-        return F.batch_norm(apart, None, None, training=True, eps=self.eps).view_as(x)
+        copies_as_channels = x.reshape(self.inputs, -1, *x.shape[2:])
+        return F.batch_norm(copies_as_channels, None, None, training=True, eps=self.eps).view_as(x)

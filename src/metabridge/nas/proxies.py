@@ -1,6 +1,6 @@
-"""What an untrained network promises: a well-conditioned kernel, and many linear regions (B §5).
+"""Proxies for the accuracy of an untrained network: kernel conditioning and linear regions (Wang et al. 2022, sec. 5).
 
-A proxy that cannot be told is not a number: its `Score` says why, and whoever ranks puts it last.
+A proxy that cannot be computed reliably returns a `ProxyScore` with the reason in `failure`. Rankings put it last.
 """
 
 from __future__ import annotations
@@ -22,60 +22,82 @@ from metabridge.kernels.meta_kernels import Adapts, residual_operator, sandwich
 
 KernelName = Literal["maml", "anil", "ntk"]
 
-_ADAPTS: dict[KernelName, Adapts] = {"maml": "all", "anil": "head"}
+_ADAPTED_PART: dict[KernelName, Adapts] = {"maml": "all", "anil": "head"}
 NOT_FINITE = "the network's outputs are NaN or infinite"
-_AT_ONCE = 2**21  # numbers of inputs that go through the network in one pass
-_AT_ZERO, _AT_BOTH_ENDS = (  # operations by where their slope changes
+_KERNEL_NOT_FINITE = "the kernel has values that are NaN or infinite"
+_INPUT_ENTRIES_PER_PASS = 2**21
+_BREAK_AT_ZERO, _BREAK_AT_BOTH_LIMITS = (  # piecewise linear operations, by the points where their slope changes
     {getattr(torch.ops.aten, name).default for name in names}
     for names in (("relu", "relu_", "leaky_relu", "leaky_relu_", "_prelu_kernel"), ("hardtanh", "hardtanh_"))
 )
 
 
 @dataclass(frozen=True)
-class Score:
-    """A proxy's value, or the `trouble` for which there is none to trust.
+class ProxyScore:
+    """The value of a proxy, or the reason why it could not be computed reliably.
 
-    >>> mean([Score(2.0), Score(4.0)])
-    Score(value=3.0, trouble=None)
-    >>> mean([Score(2.0), Score(math.inf, "the smallest eigenvalue is lost in rounding")]).trouble
-    'the smallest eigenvalue is lost in rounding'
+    Args:
+        value: The value; NaN or infinite only if the proxy failed.
+        failure: Why the proxy failed, or None if it did not. A value that is NaN or infinite always has a reason.
+
+    >>> ProxyScore(2.0)
+    ProxyScore(value=2.0, failure=None)
+    >>> ProxyScore(float("inf")).failure
+    'the value is inf'
     """
 
     value: float
-    trouble: str | None = None
+    failure: str | None = None
 
     def __post_init__(self) -> None:
-        if self.trouble is None and not math.isfinite(self.value):
-            object.__setattr__(self, "trouble", f"the value is {self.value}")
+        if self.failure is None and not math.isfinite(self.value):
+            object.__setattr__(self, "failure", f"the value is {self.value}")
 
 
-def mean(scores: Sequence[Score]) -> Score:
-    """The mean over repeats; one that is in trouble puts all of it there."""
-    trouble = next((score.trouble for score in scores if score.trouble is not None), None)
-    return Score(math.nan if trouble else sum(score.value for score in scores) / len(scores), trouble)
+def mean_score(scores: Sequence[ProxyScore]) -> ProxyScore:
+    """Return the mean over repeats, or the first failure if any of them failed.
+
+    Args:
+        scores: At least one score.
+
+    Returns:
+        The mean, or NaN with the reason.
+
+    >>> mean_score([ProxyScore(2.0), ProxyScore(4.0)])
+    ProxyScore(value=3.0, failure=None)
+    >>> mean_score([ProxyScore(2.0), ProxyScore(math.inf, "the smallest eigenvalue is lost in rounding")]).failure
+    'the smallest eigenvalue is lost in rounding'
+    """
+    failure = next((score.failure for score in scores if score.failure is not None), None)
+    return ProxyScore(math.nan if failure else sum(score.value for score in scores) / len(scores), failure)
 
 
-class Grams(NamedTuple):
-    """Θ over the points of all tasks, each task's queries before its supports, and K where the head adapts."""
+class KernelMatrices(NamedTuple):
+    """The NTK Θ at the images of all tasks in the order of `all_images`, and the NNGP K where it is needed."""
 
     ntk: Tensor
     nngp: Tensor | None
 
 
 @dataclass(frozen=True)
-class Conditioning:
-    """The condition number σ_max/σ_min of a kernel of the network as it is (B eq. 14), the lower the better.
+class ConditionNumber:
+    """The condition number σ_max/σ_min of a kernel of a network (Wang et al. 2022, eq. 14); lower is better.
 
-    - kernel="maml", "anil": the MetaNTK between the queries of all tasks (B eq. 106 and 112), after `time` λτ of
-      adaptation, with `ridge` added to what is inverted
-    - kernel="ntk": Θ over all images, as in TE-NAS
+    The kernel is computed at the current parameters of the network, from gradients of its summed outputs.
 
-    Gradients are those of the summed outputs.
+    Args:
+        kernel: "maml" or "anil" for the MetaNTK between the queries of all tasks (Wang et al. 2022, eq. 106 and 112),
+            "ntk" for the NTK of all images as in TE-NAS.
+        time: Adaptation time λτ of the MetaNTK, learning rate times steps; infinite for adaptation to convergence.
+        ridge: Added to the diagonal of the kernel matrices that the MetaNTK inverts.
+
+    Raises:
+        InputError: If an argument is out of range.
 
     >>> from metabridge.datasets import load
     >>> from metabridge.models import mlp
     >>> tasks = load("glyphs").tasks("train", shots=1, queries=1).sample(3, torch.Generator().manual_seed(0))
-    >>> Conditioning("maml")(mlp(28 * 28, 5), tasks).value > 1
+    >>> ConditionNumber("maml")(mlp(28 * 28, 5), tasks).value > 1
     True
     """
 
@@ -85,56 +107,77 @@ class Conditioning:
 
     def __post_init__(self) -> None:
         if self.kernel not in get_args(KernelName):
-            wanted = ", ".join(map(repr, get_args(KernelName)))
-            raise InputError(f"kernel is {self.kernel!r}, but must be one of {wanted}.")
+            names = ", ".join(map(repr, get_args(KernelName)))
+            raise InputError(f"kernel is {self.kernel!r}, but must be one of {names}.")
         if not self.time > 0:
-            raise InputError(f"time is {self.time}, but λτ must be positive; inf adapts to the end.")
+            raise InputError(f"time is {self.time}, but λτ must be positive; inf stands for adaptation to convergence.")
         if not (math.isfinite(self.ridge) and self.ridge >= 0):
             raise InputError(f"ridge is {self.ridge}, but must be 0 or a positive number.")
 
-    def __call__(self, net: nn.Module, tasks: Episodes) -> Score:
-        """The condition number for these tasks, of `net` at its own parameters."""
-        x = points(tasks)
-        with torch.no_grad():
-            if not _finite(net(x)):
-                return Score(math.nan, NOT_FINITE)
-        return self.of_grams(self.grams(net, x), len(tasks), tasks.query_x.shape[1])
+    def __call__(self, net: nn.Module, tasks: Episodes) -> ProxyScore:
+        """Return the condition number for some tasks.
 
-    def grams(self, net: nn.Module, x: Tensor) -> Grams:
-        """The kernels of `net` that the condition number is made of."""
-        kernel = EmpiricalKernel(net, outputs="sum")
-        return Grams(kernel.ntk(x), kernel.nngp(x) if self.kernel == "anil" else None)
+        Args:
+            net: Any module that maps a batch of images to a batch of output vectors.
+            tasks: Tasks with support and query images.
 
-    def of_grams(self, grams: Grams, tasks: int, queries: int) -> Score:
-        """The condition number out of Θ and K over the points of `tasks` tasks with so many queries each.
-
-        What follows is small, so it is done in double precision; what counts as lost in rounding is decided by
-        the precision that Θ and K were computed in.
+        Returns:
+            The condition number, or why it failed: the outputs or the kernel are not finite, or its smallest
+            eigenvalue is lost in rounding.
         """
-        eps = torch.finfo(grams.ntk.dtype).eps
-        table = _Table(_precise(grams.ntk), None if grams.nngp is None else _precise(grams.nngp))
-        if not all(_finite(gram) for gram in (table.theta, table.k) if gram is not None):
-            return Score(math.nan, "the kernel holds values that are NaN or infinite")
-        if self.kernel == "ntk":
-            return condition_number(table.theta, eps)
-        try:
-            return self._between_tasks(table, torch.arange(len(table.theta)).view(tasks, -1), queries, eps)
-        except InputError as error:  # `adaptation_operator` names the points that cannot be told apart
-            return Score(math.inf, str(error))
+        x = all_images(tasks)
+        with torch.no_grad():
+            if not _is_finite(net(x)):
+                return ProxyScore(math.nan, NOT_FINITE)
+        return self.from_matrices(self.kernel_matrices(net, x), len(tasks), tasks.query_x.shape[1])
 
-    def _between_tasks(self, table: _Table, places: Tensor, queries: int, eps: float) -> Score:
-        """The condition number of Φ = RΘRᵀ, to which Θ brings errors of eps σ_max(Θ) ‖R‖², however small Φ is."""
-        ends = places[:, :queries], places[:, queries:]
-        left = residual_operator(table, *ends, _ADAPTS[self.kernel], self.time, self.ridge, eps)
-        matrix = sandwich(left, table.theta, left)
-        theta, phi = (float(torch.linalg.matrix_norm(each, 2)) for each in (table.theta, matrix))
-        error = eps * theta * float(torch.linalg.matrix_norm(left, 2).max()) ** 2
-        return condition_number(matrix, error / phi if phi else math.inf)
+    def kernel_matrices(self, net: nn.Module, x: Tensor) -> KernelMatrices:
+        """Return the kernel matrices of `net` at images `x`, as far as the condition number needs them."""
+        kernel = EmpiricalKernel(net, outputs="sum")
+        return KernelMatrices(kernel.ntk(x), kernel.nngp(x) if self.kernel == "anil" else None)
+
+    def from_matrices(self, matrices: KernelMatrices, tasks: int, queries: int) -> ProxyScore:
+        """Return the condition number from kernel matrices that are already computed.
+
+        The remaining computation is small and done in double precision. Whether the smallest eigenvalue is lost in
+        rounding depends on the precision that the matrices were computed in.
+
+        Args:
+            matrices: Kernel matrices at the images of all tasks, in the order of `all_images`.
+            tasks: Number of tasks.
+            queries: Number of query images per task.
+
+        Returns:
+            The condition number, or why it failed.
+        """
+        eps = torch.finfo(matrices.ntk.dtype).eps
+        nngp = None if matrices.nngp is None else _to_double(matrices.nngp)
+        kernel = _PrecomputedKernel(_to_double(matrices.ntk), nngp)
+        if not all(_is_finite(matrix) for matrix in (kernel.theta, kernel.k) if matrix is not None):
+            return ProxyScore(math.nan, _KERNEL_NOT_FINITE)
+        if self.kernel == "ntk":
+            return condition_number(kernel.theta, eps)
+        try:
+            return self._meta_ntk(kernel, torch.arange(len(kernel.theta)).view(tasks, -1), queries, eps)
+        except InputError as error:  # support points that the kernel cannot distinguish
+            return ProxyScore(math.inf, str(error))
+
+    def _meta_ntk(self, kernel: _PrecomputedKernel, indices: Tensor, queries: int, eps: float) -> ProxyScore:
+        """Return the condition number of Φ = RΘRᵀ.
+
+        Rounding of Θ changes Φ by up to eps σ_max(Θ) ‖R‖², however small Φ is.
+        """
+        query_support = indices[:, :queries], indices[:, queries:]
+        left = residual_operator(kernel, *query_support, _ADAPTED_PART[self.kernel], self.time, self.ridge, eps)
+        matrix = sandwich(left, kernel.theta, left)
+        theta_norm, phi_norm = (float(torch.linalg.matrix_norm(values, 2)) for values in (kernel.theta, matrix))
+        error = eps * theta_norm * float(torch.linalg.matrix_norm(left, 2).max()) ** 2
+        return condition_number(matrix, error / phi_norm if phi_norm else math.inf)
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
-    """A kernel that is known at some points; points are given as their places."""
+class _PrecomputedKernel:
+    """A kernel that is known at some points. Its arguments are indices of these points."""
 
     theta: Tensor
     k: Tensor | None
@@ -150,73 +193,102 @@ class _Table:
         return self.ntk(x, z), self.nngp(x, z)
 
 
-def _precise(gram: Tensor) -> Tensor:
-    return gram.detach().double().cpu()
+def _to_double(matrix: Tensor) -> Tensor:
+    return matrix.detach().double().cpu()
 
 
-def points(tasks: Episodes) -> Tensor:
-    """The points of all tasks, task after task, each task's queries before its supports."""
+def all_images(tasks: Episodes) -> Tensor:
+    """Return the images of all tasks in one batch, task by task, the queries of a task before its support.
+
+    Args:
+        tasks: Tasks with support and query images.
+
+    Returns:
+        The images (tasks · (queries + supports), ...).
+
+    >>> tasks = Episodes(torch.zeros(2, 1, 3), torch.zeros(2, 1, 1), torch.ones(2, 1, 3), torch.zeros(2, 1, 1))
+    >>> all_images(tasks)[:, 0]
+    tensor([1., 0., 1., 0.])
+    """
     return torch.cat([tasks.query_x, tasks.support_x], 1).flatten(0, 1)
 
 
-def condition_number(matrix: Tensor, eps: float) -> Score:
-    """σ_max/σ_min of a positive semi-definite matrix whose entries are right to `eps`, relative to the largest.
+def condition_number(matrix: Tensor, eps: float) -> ProxyScore:
+    """Return σ_max/σ_min of a positive semi-definite matrix, or a failure if rounding may have changed σ_min.
+
+    Args:
+        matrix: A positive semi-definite matrix (n, n).
+        eps: Error of the entries relative to the largest eigenvalue.
+
+    Returns:
+        The condition number, or why it failed.
 
     >>> condition_number(torch.diag(torch.tensor([1.0, 4.0])), eps=1e-7)
-    Score(value=4.0, trouble=None)
-    >>> condition_number(torch.ones(2, 2), eps=1e-7).trouble
+    ProxyScore(value=4.0, failure=None)
+    >>> condition_number(torch.ones(2, 2), eps=1e-7).failure
     'the smallest of 2 eigenvalues is lost in rounding'
     """
-    if not _finite(matrix):
-        return Score(math.nan, "the kernel holds values that are NaN or infinite")
+    if not _is_finite(matrix):
+        return ProxyScore(math.nan, _KERNEL_NOT_FINITE)
     value = kernel_systems.condition_number(matrix, eps=eps)
     if math.isinf(value):
-        return Score(value, f"the smallest of {len(matrix)} eigenvalues is lost in rounding")
-    return Score(value)
+        return ProxyScore(value, f"the smallest of {len(matrix)} eigenvalues is lost in rounding")
+    return ProxyScore(value)
 
 
 @torch.no_grad()
-def regions(net: nn.Module, inputs: Tensor) -> Score:
-    """How many linear regions of `net` the inputs lie in: distinct patterns of its ReLUs being on or off (B eq. 15).
+def count_linear_regions(net: nn.Module, inputs: Tensor) -> ProxyScore:
+    """Count the linear regions of `net` that contain at least one of the inputs (Wang et al. 2022, eq. 15).
 
-    LeakyReLU and PReLU count as well, ReLU6 and Hardtanh by both of their bends.
+    A region is a pattern of ReLUs being on or off. LeakyReLU and PReLU count like ReLU; ReLU6 and Hardtanh count with
+    both of the points where their slope changes.
 
-    >>> regions(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), torch.zeros(5, 2))
-    Score(value=1.0, trouble=None)
+    Args:
+        net: A network without batch norms that depend on the batch.
+        inputs: A batch of inputs.
+
+    Returns:
+        The number of regions, or why it failed: there is no ReLU, or the outputs are not finite.
+
+    Raises:
+        InputError: If `inputs` is empty, or a batch norm uses the statistics of the batch.
+
+    >>> count_linear_regions(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), torch.zeros(5, 2))
+    ProxyScore(value=1.0, failure=None)
     """
     if not len(inputs):
-        raise InputError("inputs is empty, but regions are counted by the inputs that lie in them. Give some.")
+        raise InputError("inputs is empty, but regions are counted by the inputs in them. Give at least one input.")
     for name, layer in net.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
             raise InputError(
-                f"batch norm {name!r} normalises by the batch, so that an input's region depends on the others. "
+                f"batch norm {name!r} normalizes over the batch, so the region of an input depends on the others. "
                 "Use net.eval(), or metabridge.models.with_group_norm(net)."
             )
-    found: set[bytes] = set()
-    for chunk in inputs.split(max(1, _AT_ONCE // inputs[0].numel())):
-        with _Signs() as signs:
+    patterns: set[bytes] = set()
+    for chunk in inputs.split(max(1, _INPUT_ENTRIES_PER_PASS // inputs[0].numel())):
+        with _ActivationPatterns() as recorder:
             outputs = net(chunk)
-        if not signs.patterns:
-            return Score(math.nan, "the network has no ReLU, so it has no linear regions to count")
-        if not _finite(outputs):
-            return Score(math.nan, NOT_FINITE)
-        found.update(_rows(signs.patterns))
-    return Score(float(len(found)))
+        if not recorder.patterns:
+            return ProxyScore(math.nan, "the network has no ReLU, so it has no linear regions to count")
+        if not _is_finite(outputs):
+            return ProxyScore(math.nan, NOT_FINITE)
+        patterns.update(_pack_rows(recorder.patterns))
+    return ProxyScore(float(len(patterns)))
 
 
-def _finite(values: Tensor) -> bool:
+def _is_finite(values: Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _bends(func: Callable[..., Any], options: Sequence[float]) -> Sequence[float]:
-    """Where the slope of an operation changes, if it is a ReLU or one of its like."""
-    if func in _AT_ZERO:
+def _breakpoints(func: Callable[..., Any], args: Sequence[float]) -> Sequence[float]:
+    """Return where the slope of an operation with these arguments changes; nothing if it is not piecewise linear."""
+    if func in _BREAK_AT_ZERO:
         return (0.0,)
-    return (*options, *(-1.0, 1.0)[len(options) :]) if func in _AT_BOTH_ENDS else ()
+    return (*args, *(-1.0, 1.0)[len(args) :]) if func in _BREAK_AT_BOTH_LIMITS else ()
 
 
-class _Signs(TorchDispatchMode):
-    """Notes on which side of every bend the inputs of ReLUs and their like are, however the network calls them."""
+class _ActivationPatterns(TorchDispatchMode):
+    """Records on which side of each breakpoint the inputs of all piecewise linear operations are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,12 +297,12 @@ class _Signs(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.patterns += [(args[0] > bend).flatten(1) for bend in _bends(func, args[1:])]
+        self.patterns += [(args[0] > point).flatten(1) for point in _breakpoints(func, args[1:])]
         return func(*args, **(kwargs or {}))
 
 
-def _rows(patterns: list[Tensor]) -> Iterator[bytes]:
-    """Every sample's pattern, eight signs to a byte."""
+def _pack_rows(patterns: list[Tensor]) -> Iterator[bytes]:
+    """Yield the pattern of each input, eight signs per byte."""
     bits = torch.cat(patterns, 1)
     bits = nn.functional.pad(bits, (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8))
     weights = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)

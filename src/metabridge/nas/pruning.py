@@ -1,4 +1,4 @@
-"""Pruning a supernet down to one architecture without training anything (B algorithm 1)."""
+"""Prune a supernet to one architecture without training (Wang et al. 2022, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -15,213 +15,252 @@ from typing import Any, NamedTuple
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import FolderLock, read_regular_file, write_atomically
 from metabridge.models.architecture import ActiveOperators, Architecture, EdgeOperator
-from metabridge.nas.proxies import Score, mean
+from metabridge.nas.proxies import ProxyScore, mean_score
 
 log = logging.getLogger("metabridge")
 
-CHECKSUM = "crc32"  # of a line of the log
-Removal = EdgeOperator | None  # an operator to be taken away, or none
+CHECKSUM = "crc32"  # the key of a log line's checksum
+Removal = EdgeOperator | None  # the operator that a candidate lacks; None for the network with all operators
 
 
-class Scores(NamedTuple):
-    """The proxies of one network; one that is not asked for is None."""
+class CandidateScores(NamedTuple):
+    """The proxies of one candidate; None for a proxy that the search does not use."""
 
-    condition: Score | None
-    regions: Score | None
-
-
-# Score a network as it is (None) and without each of some operators, in a repeat of a round, in any order.
-Measure = Callable[[int, int, ActiveOperators, Sequence[Removal]], Iterable[tuple[Removal, Scores]]]
-Measurements = Mapping[Removal, Sequence[Scores]]  # of every repeat
+    condition: ProxyScore | None
+    regions: ProxyScore | None
 
 
-def prune(active: ActiveOperators, measure: Measure, *, repeats: int, journal: Journal | None = None) -> Architecture:
-    """Take the least important operator from every edge, round by round, until there is one on each.
+# (round, repeat, active operators, removals) -> (removal, its scores), in any order
+ScoreCandidates = Callable[[int, int, ActiveOperators, Sequence[Removal]], Iterable[tuple[Removal, CandidateScores]]]
+ScoresByRemoval = Mapping[Removal, Sequence[CandidateScores]]  # one entry per repeat
 
-    The first of equally important operators goes. A last round measures the network without each of the edges
-    that are left, of which every node keeps the two most important.
+
+def prune(
+    active: ActiveOperators, score_candidates: ScoreCandidates, *, repeats: int, search_log: SearchLog | None = None
+) -> Architecture:
+    """Remove the least important operator of every edge, round by round, until each edge has one.
+
+    Among equally important operators the first is removed. A last round scores the network without each of the
+    remaining edges, and every node keeps its two most important edges.
+
+    Args:
+        active: Operators to start from.
+        score_candidates: Function of the round, the repeat, the active operators and the removals that yields each
+            removal with its scores.
+        repeats: Number of initializations and batches of tasks that scores are averaged over.
+        search_log: Log of scores; those that it already has are not computed again.
+
+    Returns:
+        The architecture that is left.
 
     >>> best = {"conv_3x3", "skip"}
-    >>> def measure(number, repeat, active, removals):
-    ...     for removal in removals:  # whatever is not among the best makes the kernel worse
-    ...         state = active.without(removal)
-    ...         worse = sum(operator not in best for _, _, operator in state)
-    ...         yield removal, Scores(Score(1.0 + worse), None)
-    >>> {operator for _, _, operator in prune(ActiveOperators.full(), measure, repeats=1).active_operators}
+    >>> def score_candidates(round_index, repeat, active, removals):
+    ...     for removal in removals:  # every operator that is not among the best makes the kernel worse
+    ...         bad = sum(operator not in best for _, _, operator in active.without(removal))
+    ...         yield removal, CandidateScores(ProxyScore(1.0 + bad), None)
+    >>> architecture = prune(ActiveOperators.full(), score_candidates, repeats=1)
+    >>> {operator for _, _, operator in architecture.active_operators}
     {'conv_3x3'}
     """
-    journal = journal or Journal()
-    number = 0
+    search_log = search_log or SearchLog()
+    round_index = 0
     while not active.at_most_one_per_edge:
-        choices = removable(active)
-        ranks = _ranks(number, active, choices, measure, repeats, journal)
-        gone = [min(group, key=ranks.__getitem__) for group in _by_edge(choices)]
-        for choice in gone:
-            active = active.without(choice)
-        journal.close_round(number, gone)
-        number += 1
-    choices = list(active)
-    architecture = active.best_architecture(_ranks(number, active, choices, measure, repeats, journal))
-    journal.close_round(number, [choice for choice in choices if choice not in set(architecture.active_operators)])
+        operators = removable_operators(active)
+        ranks = _importance(round_index, active, operators, score_candidates, repeats, search_log)
+        removed = [min(group, key=ranks.__getitem__) for group in _group_by_edge(operators)]
+        for operator in removed:
+            active = active.without(operator)
+        search_log.add_round(round_index, removed)
+        round_index += 1
+    operators = list(active)
+    ranks = _importance(round_index, active, operators, score_candidates, repeats, search_log)
+    architecture = active.best_architecture(ranks)
+    remaining = set(architecture.active_operators)
+    search_log.add_round(round_index, [operator for operator in operators if operator not in remaining])
     return architecture
 
 
-def evaluations(active: ActiveOperators, repeats: int) -> int:
-    """How many networks a search will measure."""
-    counts = [len(group) for group in _by_edge(list(active))]
-    rounds = [sum(count - gone for count in counts if count - gone > 1) + 1 for gone in range(max(counts) - 1)]
+def count_evaluations(active: ActiveOperators, repeats: int) -> int:
+    """Return how many networks a search evaluates.
+
+    >>> count_evaluations(ActiveOperators.full(), repeats=3)
+    1533
+    """
+    counts = [len(group) for group in _group_by_edge(list(active))]
+    rounds = [sum(count - removed for count in counts if count - removed > 1) + 1 for removed in range(max(counts) - 1)]
     return repeats * (sum(rounds) + len(counts) + 1)
 
 
-def removable(active: ActiveOperators) -> list[EdgeOperator]:
+def removable_operators(active: ActiveOperators) -> list[EdgeOperator]:
     """Return the operators on edges that have more than one."""
-    return [choice for group in _by_edge(list(active)) if len(group) > 1 for choice in group]
+    return [operator for group in _group_by_edge(list(active)) if len(group) > 1 for operator in group]
 
 
-def importance(found: Measurements) -> dict[EdgeOperator, int]:
-    """Return the rank sum of every operator (B algorithm 1, lines 8-10): the lower, the sooner it goes.
+def importance_ranks(scores: ScoresByRemoval) -> dict[EdgeOperator, int]:
+    """Return the rank sum of every operator (Wang et al. 2022, algorithm 1, lines 8-10); the lowest is removed first.
 
-    Operators stand by ΔC, the highest first, as the kernel is better conditioned without it, and by ΔR, the
-    lowest first, as there are more regions without it. Changes are relative to the network with all operators,
-    averaged over the repeats. Equals share a rank, and a network that cannot be told is worse than all that can.
+    Operators are ranked by ΔC, the highest first, as the kernel is better conditioned without them, and by ΔR, the
+    lowest first, as there are more regions without them. Both are relative to the network with all operators and
+    averaged over the repeats. Equal values share a rank, and a failed proxy ranks after all others.
     """
-    names = [choice for choice in found if choice is not None]
-    ranks = dict.fromkeys(names, 0)
+    operators = [removal for removal in scores if removal is not None]
+    ranks = dict.fromkeys(operators, 0)
     for proxy, sign in (("condition", 1), ("regions", -1)):
-        changes = {choice: _change(found, choice, proxy) for choice in names}
-        known = sorted({-sign * change.value for change in changes.values() if change.trouble is None})
-        places = {value: place for place, value in enumerate(known)}
-        for choice, change in changes.items():
-            ranks[choice] += places[-sign * change.value] if change.trouble is None else len(known)
+        changes = {operator: _relative_change(scores, operator, proxy) for operator in operators}
+        values = sorted({-sign * change.value for change in changes.values() if change.failure is None})
+        rank_of = {value: rank for rank, value in enumerate(values)}
+        for operator, change in changes.items():
+            ranks[operator] += rank_of[-sign * change.value] if change.failure is None else len(values)
     return ranks
 
 
-def _change(found: Measurements, choice: EdgeOperator, proxy: str) -> Score:
-    """The mean over repeats of (whole − rest)/whole, where the whole is the network with all operators."""
-    rests = [getattr(scores, proxy) for scores in found[choice]]
-    if rests[0] is None:
-        return Score(0.0)
-    wholes = [_whole(found, repeat, proxy) for repeat in range(len(rests))]
-    return mean([Score(1 - rest.value / whole, rest.trouble) for whole, rest in zip(wholes, rests)])
+def _relative_change(scores: ScoresByRemoval, operator: EdgeOperator, proxy: str) -> ProxyScore:
+    """Return the mean over repeats of (full − reduced)/full, for the networks with all operators and without one."""
+    reduced_scores = [getattr(candidate, proxy) for candidate in scores[operator]]
+    if reduced_scores[0] is None:
+        return ProxyScore(0.0)
+    full_values = [_full_network_value(scores, repeat, proxy) for repeat in range(len(reduced_scores))]
+    return mean_score(
+        [ProxyScore(1 - reduced.value / full, reduced.failure) for full, reduced in zip(full_values, reduced_scores)]
+    )
 
 
-def _whole(found: Measurements, repeat: int, proxy: str) -> float:
-    """The whole's value in a repeat; if it cannot be told, the median of those that can."""
-    values: dict[Removal, Score] = {choice: getattr(scores[repeat], proxy) for choice, scores in found.items()}
-    told = [score.value for score in values.values() if score.trouble is None]
-    return values[None].value if values[None].trouble is None else statistics.median(told or [1.0])
+def _full_network_value(scores: ScoresByRemoval, repeat: int, proxy: str) -> float:
+    """Return the value for the network with all operators, or if it failed the median of the values that did not."""
+    by_removal: dict[Removal, ProxyScore] = {
+        removal: getattr(candidates[repeat], proxy) for removal, candidates in scores.items()
+    }
+    if by_removal[None].failure is None:
+        return by_removal[None].value
+    return statistics.median([score.value for score in by_removal.values() if score.failure is None] or [1.0])
 
 
-def _by_edge(choices: Sequence[EdgeOperator]) -> list[list[EdgeOperator]]:
-    edges = dict.fromkeys(choice[:2] for choice in choices)
-    return [[choice for choice in choices if choice[:2] == edge] for edge in edges]
+def _group_by_edge(operators: Sequence[EdgeOperator]) -> list[list[EdgeOperator]]:
+    edges = dict.fromkeys(operator[:2] for operator in operators)
+    return [[operator for operator in operators if operator[:2] == edge] for edge in edges]
 
 
-def _ranks(
-    number: int,
+def _importance(
+    round_index: int,
     active: ActiveOperators,
-    choices: Sequence[EdgeOperator],
-    measure: Measure,
+    operators: Sequence[EdgeOperator],
+    score_candidates: ScoreCandidates,
     repeats: int,
-    journal: Journal,
+    search_log: SearchLog,
 ) -> dict[EdgeOperator, int]:
-    """Measure what the journal does not know yet, and rank."""
+    """Compute the scores that the log does not have yet, and rank the operators."""
+    removals: list[Removal] = [None, *operators]
     for repeat in range(repeats):
-        missing = [removal for removal in (None, *choices) if (number, repeat, removal) not in journal.known]
+        missing = [removal for removal in removals if (round_index, repeat, removal) not in search_log.scores]
         if missing:
-            for removal, scores in measure(number, repeat, active, missing):
-                journal.add(number, repeat, removal, scores)
-    known = journal.known
-    return importance({r: [known[number, repeat, r] for repeat in range(repeats)] for r in (None, *choices)})
+            for removal, scores in score_candidates(round_index, repeat, active, missing):
+                search_log.add_scores(round_index, repeat, removal, scores)
+    return importance_ranks(
+        {
+            removal: [search_log.scores[round_index, repeat, removal] for repeat in range(repeats)]
+            for removal in removals
+        }
+    )
 
 
-class Journal:
-    """Every score of a search, kept in a file as it is found: what is there already is not measured again.
+class SearchLog:
+    """All scores of a search, written to a file one by one so that a stopped search can be continued.
 
-    The first line holds the settings of the search, which must be the same when it goes on. Every line has a checksum.
-    A line that was cut off by a kill is measured anew.
+    The first line of the file has the settings of the search, and continuing with other settings is refused. Every
+    line has a checksum. What follows a damaged line, or one that was cut off, is computed again.
+
+    The keys of the lines are those of version 0.1.0: `round`, `repeat`, `cell`, `edge` and `operator` with
+    `condition`, `regions`, `condition_trouble` and `regions_trouble`; `round` with `gone`; `seconds`; `settings`.
+
+    Args:
+        file: The log; None keeps scores in memory only.
+        settings: Settings of the search, as JSON data.
+        lock: Lock of the file's folder, checked before every write.
+
+    Raises:
+        InputError: If the file cannot be read, is not a search log, or has other settings.
     """
 
     def __init__(
         self, file: Path | None = None, settings: Mapping[str, Any] | None = None, lock: FolderLock | None = None
     ) -> None:
-        self.known: dict[tuple[int, int, Removal], Scores] = {}
-        self.file, self.seconds, self._since = file, 0.0, time.perf_counter()
+        self.scores: dict[tuple[int, int, Removal], CandidateScores] = {}  # by round, repeat and removal
+        self.file, self.seconds, self._last_time = file, 0.0, time.perf_counter()
         self._lock = lock
-        self.on_score: Callable[[int, int], None] = lambda number, count: None
-        self._closed: set[int] = set()
+        self.on_score: Callable[[int, int], None] = lambda round_index, count: None
+        self._finished_rounds: set[int] = set()
         if file is not None:
             self._open(file, json.loads(json.dumps(settings or {})))
 
-    def add(self, number: int, repeat: int, removal: Removal, scores: Scores) -> None:
-        """Note the scores of one network."""
-        self.known[number, repeat, removal] = scores
+    def add_scores(self, round_index: int, repeat: int, removal: Removal, scores: CandidateScores) -> None:
+        """Add the scores of one candidate."""
+        self.scores[round_index, repeat, removal] = scores
         cell, edge, operator = removal or (None, None, None)
         proxies = {name: score for name, score in scores._asdict().items() if score is not None}
         self._write(
-            {"round": number, "repeat": repeat, "cell": cell, "edge": edge, "operator": operator}
+            {"round": round_index, "repeat": repeat, "cell": cell, "edge": edge, "operator": operator}
             | {name: score.value if math.isfinite(score.value) else None for name, score in proxies.items()}
-            | {f"{name}_trouble": score.trouble for name, score in proxies.items() if score.trouble is not None}
+            | {f"{name}_trouble": score.failure for name, score in proxies.items() if score.failure is not None}
         )
-        self.on_score(number, len(self.known))
+        self.on_score(round_index, len(self.scores))
 
-    def close_round(self, number: int, gone: Sequence[EdgeOperator]) -> None:
-        """Note what a round took away."""
-        if number not in self._closed:
-            self._closed.add(number)
-            self._write({"round": number, "gone": gone})
-            self.note_time()
+    def add_round(self, round_index: int, removed: Sequence[EdgeOperator]) -> None:
+        """Add the operators that a round removed, unless the log has this round."""
+        if round_index not in self._finished_rounds:
+            self._finished_rounds.add(round_index)
+            self._write({"round": round_index, "gone": removed})
+            self.add_time()
 
-    def note_time(self) -> None:
-        """Note how long the search took since this was noted, so that a kill loses no more than a round's."""
+    def add_time(self) -> None:
+        """Add the seconds since the last call; called every round, so a killed search loses at most one round's."""
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, self._last_time = now - self._last_time, now
         self.seconds += seconds
         self._write({"seconds": seconds})
 
     def _open(self, file: Path, settings: dict[str, Any]) -> None:
         lines = self._read(file) if file.exists() else []
-        if not any("round" in line for line in lines):  # nothing was measured before it failed
+        if not any("round" in line for line in lines):  # a log without scores is started again
             lines, self.seconds = [], 0.0
-        before = lines[0]["settings"] if lines else settings
-        if before != settings:
-            names = {**before, **settings}
-            other = next((name for name in names if before.get(name) != settings.get(name)), "other settings")
+        logged = lines[0]["settings"] if lines else settings
+        if logged != settings:
+            names = {**logged, **settings}
+            name = next((name for name in names if logged.get(name) != settings.get(name)), "other settings")
             raise InputError(
-                f"{file} is of a search with {other}={before.get(other)!r}, not {settings.get(other)!r}. "
-                "Name another folder, or remove the file."
+                f"{file} is the log of a search with {name}={logged.get(name)!r}, not {settings.get(name)!r}. "
+                "Use another folder, or remove the file."
             )
-        write_atomically(file, "".join(map(_sealed, lines or [{"settings": settings}])).encode(), follow=False)
+        write_atomically(file, "".join(map(_with_checksum, lines or [{"settings": settings}])).encode(), follow=False)
 
     def _read(self, file: Path) -> list[dict[str, Any]]:
-        """Take up what lines say, but for one that was cut off or damaged and what follows it."""
+        """Read the lines of a log up to the first that is damaged or cut off."""
         try:
             texts = read_regular_file(file).splitlines()
         except OSError as error:
-            raise InputError(f"{file} cannot be read ({error.strerror}). Name another folder.") from error
+            raise InputError(f"{file} cannot be read ({error.strerror}). Use another folder.") from error
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(texts, 1):
             try:
-                line = _unsealed(json.loads(text))
-                self._take_up(line) if lines else line["settings"].keys()
+                line = _without_checksum(json.loads(text))
+                self._load_line(line) if lines else line["settings"].keys()
             except PARSING_ERRORS as error:
-                if not lines:  # which is never cut off
-                    raise InputError(
-                        f"{file} is not the log of a search. Name another folder, or remove it."
-                    ) from error
+                if not lines:  # the first line is written in one piece, so this is another file
+                    raise InputError(f"{file} is not a search log. Use another folder, or remove the file.") from error
                 if number < len(texts):
-                    log.warning("line %d of %s is damaged: what follows is measured again.", number, file)
+                    log.warning("Line %d of %s is damaged: computing it and everything after it again.", number, file)
                 break
             lines.append(line)
         return lines
 
-    def _take_up(self, line: Mapping[str, Any]) -> None:
+    def _load_line(self, line: Mapping[str, Any]) -> None:
         if "gone" in line:
-            self._closed.add(int(line["round"]))
+            self._finished_rounds.add(int(line["round"]))
         elif "seconds" in line:
             self.seconds += float(line["seconds"])
         else:
-            self.known[_key(line)] = Scores(_score(line, "condition"), _score(line, "regions"))
+            operator = None if line["cell"] is None else (line["cell"], line["edge"], line["operator"])
+            scores = CandidateScores(_load_score(line, "condition"), _load_score(line, "regions"))
+            self.scores[int(line["round"]), int(line["repeat"]), operator] = scores
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.file is None:
@@ -230,33 +269,29 @@ class Journal:
             self._lock.check()
         try:
             with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(_sealed(line))
+                stream.write(_with_checksum(line))
         except OSError as error:
             raise InputError(
-                f"{self.file} cannot be written ({error.strerror}). Free space; the same search then goes on."
+                f"{self.file} cannot be written ({error.strerror}). Free some space and repeat the same search: it "
+                "continues where it stopped."
             ) from error
 
 
-def _sealed(line: Mapping[str, Any]) -> str:
-    """Return a line of the log, with its checksum last."""
+def _with_checksum(line: Mapping[str, Any]) -> str:
+    """Return a line of the log as JSON, with its checksum as the last entry."""
     return f"{json.dumps({**line, CHECKSUM: zlib.crc32(json.dumps(line).encode())})}\n"
 
 
-def _unsealed(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line without its checksum, refusing one that is of another line; older logs have none."""
+def _without_checksum(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line without its checksum; raise ValueError if it does not match. The oldest logs have none."""
     checksum = line.pop(CHECKSUM, None)
     if checksum is not None and checksum != zlib.crc32(json.dumps(line).encode()):
-        raise ValueError("the checksum is of another line")
+        raise ValueError("the checksum does not match")
     return line
 
 
-def _key(line: Mapping[str, Any]) -> tuple[int, int, Removal]:
-    choice = None if line["cell"] is None else (line["cell"], line["edge"], line["operator"])
-    return int(line["round"]), int(line["repeat"]), choice
-
-
-def _score(line: Mapping[str, Any], name: str) -> Score | None:
+def _load_score(line: Mapping[str, Any], name: str) -> ProxyScore | None:
     if name not in line:
         return None
-    value, trouble = line[name], line.get(f"{name}_trouble")
-    return Score(math.nan if value is None else float(value), None if trouble is None else str(trouble))
+    value, failure = line[name], line.get(f"{name}_trouble")
+    return ProxyScore(math.nan if value is None else float(value), None if failure is None else str(failure))

@@ -1,10 +1,11 @@
-"""Kernels of a supernet without this operator or that, exactly and fast.
+"""Exact NTK and NNGP matrices of a supernet without each of some operators, without building the candidates.
 
-- Θ = Σ_l J_l J_lᵀ over the layers l. Each layer adds its part as soon as the way back reaches it, for all images at
-  once, so gradients are never stored. The way back is written out, in the quickest kernels that a device has for it.
-- On a CPU what the missing operator does not reach is taken from the pass of the whole supernet.
-- On a GPU several candidates go through the net side by side, as copies of the images with masks of their own:
-  images do not mix, and what is masked has no gradient.
+- Θ = Σ_l J_l J_lᵀ over the layers l. Each layer adds its term as soon as the backward pass reaches it, for all images
+  at once, so gradients are never stored. The backward pass is written by hand, with the fastest operations that each
+  device has for it.
+- On a CPU, everything that does not depend on the removed operator is taken from one forward pass of the supernet.
+- On a GPU, several candidates go through the network in one pass, as copies of the images with different masks.
+  Images do not influence each other, and masked entries have no gradient.
 """
 
 from __future__ import annotations
@@ -23,193 +24,214 @@ from metabridge.kernels.layer_calls import input_patches
 from metabridge.models.architecture import ActiveOperators, EdgeOperator
 from metabridge.models.cells import Cells, mask
 from metabridge.models.network import Network
-from metabridge.nas.cached_forward import CellWalk, Layer, Memory, Place, Walk, Walker
-from metabridge.nas.proxies import Grams
+from metabridge.nas.cached_forward import CachedForward, CellTrace, FirstStep, ForwardCache, ForwardTrace, LayerRunner
+from metabridge.nas.proxies import KernelMatrices
 
-SIDE_BY_SIDE = 8  # candidates in a pass on a GPU
-AT_ONCE = 2**18  # entries of a sample's gradient that a GPU is given together
-PIECES = 64  # that they are cut into, as a few small products of long rows would leave a GPU idle
+CANDIDATES_PER_PASS = 8  # on a GPU
+GRADIENT_ENTRIES_PER_PRODUCT = 2**18  # entries of one sample's gradient that a GPU multiplies in one product
+PRODUCT_PARTS = 64  # parts that such a product is cut into, as a few small products of long rows do not fill a GPU
 
 
-class _Sum:
-    """Adds up J_l J_lᵀ over layers, for each of some groups of samples by itself: (groups, samples, samples).
+class _GramSum:
+    """The sum of J_l J_lᵀ over layers, separately for each group of samples: (groups, samples, samples).
 
-    Layers wait for others until there are `at_once` entries of a gradient.
+    Gradients are collected until they have `entries_per_product` entries per sample, and then multiplied together.
     """
 
-    def __init__(self, total: Tensor, at_once: int) -> None:
-        self._total, self._at_once = total, at_once
-        self._waiting: list[Tensor] = []
+    def __init__(self, total: Tensor, entries_per_product: int) -> None:
+        self._total, self._entries_per_product = total, entries_per_product
+        self._pending: list[Tensor] = []
 
     def add(self, gradients: Tensor) -> None:
-        """Add a layer's part, from its gradients for every sample, (groups · samples, ...)."""
+        """Add the term of a layer, from its gradients for every sample (groups · samples, ...)."""
         rows = gradients.reshape(*self._total.shape[:2], -1)
-        if self._at_once == 1:
+        if self._entries_per_product == 1:
             self._total.baddbmm_(rows, rows.mT)
             return
-        self._waiting.append(rows)
-        if sum(rows.shape[2] for rows in self._waiting) >= self._at_once:
-            self._flush()
+        self._pending.append(rows)
+        if sum(rows.shape[2] for rows in self._pending) >= self._entries_per_product:
+            self._multiply_pending()
 
     def total(self) -> Tensor:
-        """The sum."""
-        if self._waiting:
-            self._flush()
+        """Return the sum."""
+        if self._pending:
+            self._multiply_pending()
         return self._total
 
-    def _flush(self) -> None:
-        rest = -sum(rows.shape[2] for rows in self._waiting) % PIECES
-        rows = torch.cat([*self._waiting, self._total.new_zeros(*self._total.shape[:2], rest)], 2)
-        self._waiting.clear()
-        pieces = rows.unflatten(2, (PIECES, -1)).transpose(1, 2).contiguous()
-        self._total += (pieces @ pieces.mT).sum(1)
+    def _multiply_pending(self) -> None:
+        padding = -sum(rows.shape[2] for rows in self._pending) % PRODUCT_PARTS
+        rows = torch.cat([*self._pending, self._total.new_zeros(*self._total.shape[:2], padding)], 2)
+        self._pending.clear()
+        parts = rows.unflatten(2, (PRODUCT_PARTS, -1)).transpose(1, 2).contiguous()
+        self._total += (parts @ parts.mT).sum(1)
 
 
-class _Sent(NamedTuple):
-    """What layers made, and the way back: from the slope there to that of their input, adding their parts of Θ."""
+class _Differentiable(NamedTuple):
+    """The output of some layers and their backward pass.
+
+    `backward(grad, theta)` maps the gradient at the output to that at the input, and adds the layers' terms to Θ.
+    """
 
     output: Tensor
-    back: Callable[[Tensor, _Sum], Tensor]
+    backward: Callable[[Tensor, _GramSum], Tensor]
 
 
-class Candidates:
-    """The kernels of what is left of a supernet with group norm, at images `x`. Gradients are of the summed outputs.
+Layer = LayerRunner[_Differentiable]
 
-    Candidates go through the net `side_by_side` on a GPU, fewer where memory ends, and one by one on a CPU, where
-    threads may ask for different ones of them.
+
+class CandidateKernels:
+    """Computes the kernel matrices of a supernet without each of some operators, for gradients of the summed outputs.
+
+    On a CPU, several threads may call `matrices` of one object at the same time.
+
+    Args:
+        net: Supernet with group norm.
+        active: Its active operators.
+        x: Images (images, channels, height, width).
+        candidates_per_pass: Candidates that go through the network together; by default 8 on a GPU, fewer if memory
+            does not suffice, and 1 on a CPU.
+
+    Raises:
+        InputError: If `net` is not a supernet with these operators, or has batch norm.
 
     >>> from metabridge.models.cells import supernet
     >>> active = ActiveOperators.full()
-    >>> candidates = Candidates(supernet(active, cells=3, channels=2, size=8), active, torch.rand(4, 3, 8, 8))
-    >>> [grams.ntk.shape for _, grams in candidates.grams([None, ("normal", 0, "skip")])]
+    >>> kernels = CandidateKernels(supernet(active, cells=3, channels=2, size=8), active, torch.rand(4, 3, 8, 8))
+    >>> [matrices.ntk.shape for _, matrices in kernels.matrices([None, ("normal", 0, "skip")])]
     [torch.Size([4, 4]), torch.Size([4, 4])]
     """
 
-    def __init__(self, net: Network, active: ActiveOperators, x: Tensor, side_by_side: int | None = None) -> None:
-        mask(net, active)  # refuses what is no supernet, or lacks an operator
+    def __init__(
+        self, net: Network, active: ActiveOperators, x: Tensor, candidates_per_pass: int | None = None
+    ) -> None:
+        mask(net, active)  # raises if net is not a supernet or has fewer operators
         if not all(isinstance(layer, nn.GroupNorm) for layer in net.modules() if "Norm" in type(layer).__name__):
-            raise InputError("the supernet has batch norms, which mix images. Make it with norm='group'.")
+            raise InputError("the supernet has batch norm, which mixes images. Build it with norm='group'.")
         self.active, self._x, self._head = active, x.contiguous(), net.head
-        self._copies = side_by_side or (SIDE_BY_SIDE if x.is_cuda else 1)
-        self._apart = self._copies == 1
+        self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if x.is_cuda else 1)
+        self._one_by_one = self._candidates_per_pass == 1
         self._masks: dict[EdgeOperator, Tensor] = {}
-        self._walker = Walker(cast(Cells, net.features), _chain, self._sent)
-        self._whole = Memory()
-        if self._apart:
+        self._forward = CachedForward(cast(Cells, net.features), _runner, self._masked)
+        self._supernet_cache = ForwardCache()
+        if self._one_by_one:
             with torch.no_grad():
-                self._walker(self._x, active, self._whole)
+                self._forward(self._x, active, self._supernet_cache)
 
     @torch.no_grad()
-    def grams(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, Grams]]:
-        """Yield Θ and K without each of the operators, or with all of them for None, on the CPU."""
+    def matrices(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, KernelMatrices]]:
+        """Yield each removal with Θ and K, on the CPU, without that operator, or with all operators for None."""
         start = 0
         while start < len(removals):
-            chosen = removals[start : start + self._copies]
+            chunk = removals[start : start + self._candidates_per_pass]
             try:
-                found = self._alone(chosen[0]) if self._apart else self._together(chosen)
+                results = self._run_one(chunk[0]) if self._one_by_one else self._run_together(chunk)
             except torch.OutOfMemoryError:
-                if len(chosen) == 1:
+                if len(chunk) == 1:
                     raise
-                self._copies = len(chosen) // 2
+                self._candidates_per_pass = len(chunk) // 2
                 continue
-            ntk, nngp = (gram.cpu() for gram in found)
-            for place, removal in enumerate(chosen):
-                yield removal, Grams(ntk[place], nngp[place])
-            start += len(chosen)
+            ntk, nngp = (matrices.cpu() for matrices in results)
+            for index, removal in enumerate(chunk):
+                yield removal, KernelMatrices(ntk[index], nngp[index])
+            start += len(chunk)
 
-    def _alone(self, removal: EdgeOperator | None) -> tuple[Tensor, Tensor]:
+    def _run_one(self, removal: EdgeOperator | None) -> tuple[Tensor, Tensor]:
         active = self.active.without(removal)
-        return self._run(self._x[None], self._walker(self._x, active, Memory(self._whole)))
+        return self._backward(self._x[None], self._forward(self._x, active, ForwardCache(self._supernet_cache)))
 
-    def _together(self, removals: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
-        """Give each of some copies of the images a mask, and run all of them."""
+    def _run_together(self, removals: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
+        """Run one copy of the images for each removal, with a mask that leaves out its operator."""
         copies = self._x.expand(len(removals), *self._x.shape).contiguous()
-        choices = [choice for choice in removals if choice is not None]
-        without = torch.tensor([[removal == choice for removal in removals] for choice in choices]).to(self._x.device)
-        self._masks = dict(zip(choices, without.repeat_interleave(len(self._x), -1)[..., None, None, None]))
-        return self._run(copies, self._walker(copies.flatten(0, 1), self.active, Memory()))
+        operators = [removal for removal in removals if removal is not None]
+        removed = torch.tensor([[removal == operator for removal in removals] for operator in operators])
+        removed = removed.to(self._x.device)
+        self._masks = dict(zip(operators, removed.repeat_interleave(len(self._x), -1)[..., None, None, None]))
+        return self._backward(copies, self._forward(copies.flatten(0, 1), self.active, ForwardCache()))
 
-    def _run(self, x: Tensor, walk: Walk[_Sent]) -> tuple[Tensor, Tensor]:
-        """Θ and K of each copy of the images: the way back from the summed outputs."""
-        parts = _Sum(x.new_zeros(len(x), x.shape[1], x.shape[1]), 1 if self._apart else AT_ONCE)
-        maps = walk.end.output
-        slope = (self._head.weight.sum(0) / maps[0, 0].numel()).view(-1, 1, 1).expand_as(maps)
-        slopes: dict[int, Tensor] = {}  # of what the cells make, by place, and of what the stem makes at -1
-        _accumulate(slopes, len(walk.cells) - 1, walk.end.back(slope, parts))
-        for place in reversed(range(len(walk.cells))):
-            before, last = _cell_back(walk.cells[place], slopes.pop(place), parts)
-            _accumulate(slopes, max(place - 2, -1), before)
-            _accumulate(slopes, place - 1, last)
-        walk.stem.back(slopes[-1], parts)
-        rows = maps.mean((-2, -1)).unflatten(0, x.shape[:2])
-        nngp = self._head.out_features * (rows @ rows.mT + (self._head.bias is not None))
-        return parts.total() + nngp, nngp
+    def _backward(self, x: Tensor, trace: ForwardTrace[_Differentiable]) -> tuple[Tensor, Tensor]:
+        """Return Θ and K of each copy of the images by a backward pass from the summed outputs."""
+        entries = 1 if self._one_by_one else GRADIENT_ENTRIES_PER_PRODUCT
+        theta = _GramSum(x.new_zeros(len(x), x.shape[1], x.shape[1]), entries)
+        maps = trace.end.output
+        grad = (self._head.weight.sum(0) / maps[0, 0].numel()).view(-1, 1, 1).expand_as(maps)
+        grads: dict[int, Tensor] = {}  # at the outputs of the cells by index, and of the stem at index -1
+        _accumulate(grads, len(trace.cells) - 1, trace.end.backward(grad, theta))
+        for index in reversed(range(len(trace.cells))):
+            before, last = _cell_backward(trace.cells[index], grads.pop(index), theta)
+            _accumulate(grads, max(index - 2, -1), before)
+            _accumulate(grads, index - 1, last)
+        trace.stem.backward(grads[-1], theta)
+        features = maps.mean((-2, -1)).unflatten(0, x.shape[:2])
+        nngp = self._head.out_features * (features @ features.mT + (self._head.bias is not None))
+        return theta.total() + nngp, nngp
 
-    def _sent(self, choice: EdgeOperator, layer: Layer[_Sent]) -> Layer[_Sent]:
-        """What an operator sends, masked where copies are without it."""
-        if self._apart:
+    def _masked(self, operator: EdgeOperator, layer: Layer) -> Layer:
+        """Return the layer of an operator with an output of zero for the copies that are without the operator."""
+        if self._one_by_one:
             return layer
 
-        def run(x: Tensor) -> _Sent:
-            y, back = layer(x)
-            without = self._masks.get(choice)
-            if without is None:
-                return _Sent(y, back)
-            return _Sent(y.masked_fill(without, 0), lambda slope, into: back(slope.masked_fill(without, 0), into))
+        def run(x: Tensor) -> _Differentiable:
+            y, backward = layer(x)
+            removed = self._masks.get(operator)
+            if removed is None:
+                return _Differentiable(y, backward)
+            return _Differentiable(
+                y.masked_fill(removed, 0), lambda grad, theta: backward(grad.masked_fill(removed, 0), theta)
+            )
 
         return run
 
 
-def _accumulate(slopes: dict[Any, Tensor], place: object, slope: Tensor) -> None:
-    """Add to the slope of a place, which nobody else holds."""
-    if place in slopes:
-        slopes[place].add_(slope)
+def _accumulate(grads: dict[Any, Tensor], key: object, grad: Tensor) -> None:
+    """Add a gradient in place to the one under the key, which nothing else uses."""
+    if key in grads:
+        grads[key].add_(grad)
     else:
-        slopes[place] = slope
+        grads[key] = grad
 
 
-def _cell_back(walk: CellWalk[_Sent], slope: Tensor, into: _Sum) -> list[Tensor]:
-    """The slopes of a cell's two inputs."""
-    begun: dict[Place[_Sent], Tensor] = {}
-    inputs = []
-    nodes = slope.chunk(len(walk.arriving), 1)
-    for state in reversed(range(2 + len(nodes))):
-        parts = [walk.begun[place].back(begun[place], into) for place in begun if place[0] == state]
+def _cell_backward(trace: CellTrace[_Differentiable], grad: Tensor, theta: _GramSum) -> list[Tensor]:
+    """Return the gradients at the two inputs of a cell."""
+    first_grads: dict[FirstStep[_Differentiable], Tensor] = {}
+    input_grads = []
+    node_grads = grad.chunk(len(trace.operators), 1)
+    for state in reversed(range(2 + len(node_grads))):
+        terms = [trace.first_steps[step].backward(first_grads[step], theta) for step in first_grads if step[0] == state]
         if state >= 2:
-            whole = functools.reduce(torch.add, parts, nodes[state - 2]).contiguous()
-            for place, sent in walk.arriving[state - 2]:
-                _accumulate(begun, place, sent.back(whole, into))
+            total = functools.reduce(torch.add, terms, node_grads[state - 2]).contiguous()
+            for first_step, result in trace.operators[state - 2]:
+                _accumulate(first_grads, first_step, result.backward(total, theta))
         else:
-            relu, rest = walk.entries[state]
-            whole = functools.reduce(torch.add, parts) if parts else torch.zeros_like(rest.output)
-            inputs.append(relu.back(rest.back(whole, into), into))
-    return inputs[::-1]
+            relu, rest = trace.preprocessing[state]
+            total = functools.reduce(torch.add, terms) if terms else torch.zeros_like(rest.output)
+            input_grads.append(relu.backward(rest.backward(total, theta), theta))
+    return input_grads[::-1]
 
 
-def _chain(modules: Sequence[nn.Module]) -> Layer[_Sent]:
-    return _chained([_layer(module) for module in modules])
+def _runner(modules: Sequence[nn.Module]) -> Layer:
+    return _chain([_layer(module) for module in modules])
 
 
-def _chained(layers: Sequence[Layer[_Sent]]) -> Layer[_Sent]:
-    """Layers one after the other."""
+def _chain(layers: Sequence[Layer]) -> Layer:
+    """Return the composition of layers."""
 
-    def run(x: Tensor) -> _Sent:
-        backs = []
+    def run(x: Tensor) -> _Differentiable:
+        backwards = []
         for layer in layers:
-            x, back = layer(x)
-            backs.append(back)
+            x, backward = layer(x)
+            backwards.append(backward)
 
-        def whole(slope: Tensor, into: _Sum) -> Tensor:
-            for back in reversed(backs):
-                slope = back(slope, into)
-            return slope
+        def backward_through_all(grad: Tensor, theta: _GramSum) -> Tensor:
+            for backward in reversed(backwards):
+                grad = backward(grad, theta)
+            return grad
 
-        return _Sent(x, whole)
+        return _Differentiable(x, backward_through_all)
 
     return run
 
 
-def _layer(module: Any) -> Layer[_Sent]:
+def _layer(module: Any) -> Layer:
     if isinstance(module, nn.Conv2d):
         return _convolution(module)
     if isinstance(module, nn.GroupNorm):
@@ -221,166 +243,172 @@ def _layer(module: Any) -> Layer[_Sent]:
     if isinstance(module, nn.ReLU):
         return _relu
     if isinstance(module, nn.Identity):
-        return _same
+        return _identity
     return _halving(module)
 
 
-def _same(x: Tensor) -> _Sent:
-    return _Sent(x, lambda slope, into: slope.clone())
+def _identity(x: Tensor) -> _Differentiable:
+    return _Differentiable(x, lambda grad, theta: grad.clone())
 
 
-def _relu(x: Tensor) -> _Sent:
+def _relu(x: Tensor) -> _Differentiable:
     y = x.relu()
-    return _Sent(y, lambda slope, into: torch.ops.aten.threshold_backward(slope, y, 0))
+    return _Differentiable(y, lambda grad, theta: torch.ops.aten.threshold_backward(grad, y, 0))
 
 
-def _max_pool(stride: int, x: Tensor) -> _Sent:
-    # PyTorch pools several times faster on a CPU where channels are last; its norms and convolutions do not
-    layout = torch.contiguous_format if x.is_cuda else torch.channels_last
-    form = [3, 3], [stride, stride], [1, 1], [1, 1], False
-    x = x.contiguous(memory_format=layout)
-    y, places = torch.ops.aten.max_pool2d_with_indices(x, *form)
+def _max_pool(stride: int, x: Tensor) -> _Differentiable:
+    # On a CPU, PyTorch's pooling is several times faster in channels-last format; its norms and convolutions are not.
+    memory_format = torch.contiguous_format if x.is_cuda else torch.channels_last
+    options = [3, 3], [stride, stride], [1, 1], [1, 1], False  # kernel size, stride, padding, dilation, ceil mode
+    x = x.contiguous(memory_format=memory_format)
+    y, indices = torch.ops.aten.max_pool2d_with_indices(x, *options)
 
-    def back(slope: Tensor, into: _Sum) -> Tensor:
-        slope = slope.contiguous(memory_format=layout)
-        found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(slope, x, *form, places)
-        return found.contiguous()
+    def backward(grad: Tensor, theta: _GramSum) -> Tensor:
+        grad = grad.contiguous(memory_format=memory_format)
+        input_grad: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *options, indices)
+        return input_grad.contiguous()
 
-    return _Sent(y.contiguous(), back)
+    return _Differentiable(y.contiguous(), backward)
 
 
-def _average_pool(stride: int, x: Tensor) -> _Sent:
-    """Sums by a convolution, which is faster than pooling, over the number of pixels within the image."""
-    channels, form = x.shape[1], ((stride, stride), (1, 1), (1, 1))
+def _average_pool(stride: int, x: Tensor) -> _Differentiable:
+    """Average pooling as a convolution, which is faster, divided by the number of pixels inside the image."""
+    channels, geometry = x.shape[1], ((stride, stride), (1, 1), (1, 1))
     box = x.new_ones(channels, 1, 3, 3)
-    counts = _pushed(x.new_ones(1, 1, *x.shape[2:]), box[:1], form, 1)
+    counts = _convolve(x.new_ones(1, 1, *x.shape[2:]), box[:1], geometry, 1)
 
-    def back(slope: Tensor, into: _Sum) -> Tensor:
-        return _pulled(slope / counts, x, box, form, channels, (True, False, False))[0]
+    def backward(grad: Tensor, theta: _GramSum) -> Tensor:
+        return _convolution_backward(grad / counts, x, box, geometry, channels, (True, False, False))[0]
 
-    return _Sent(_pushed(x, box, form, channels) / counts, back)
+    return _Differentiable(_convolve(x, box, geometry, channels) / counts, backward)
 
 
-def _halving(module: Any) -> Layer[_Sent]:
-    """Half of the channels from even pixels and half from odd ones, of maps that are rectified."""
+def _halving(module: Any) -> Layer:
+    """Return a `Halving` of rectified maps: half of its channels from the even pixels, half from the odd ones."""
     halves = [
-        _chained([functools.partial(_every_second, start), functools.partial(_pointwise, part)])
-        for start, part in enumerate((module.even, module.odd))
+        _chain([functools.partial(_every_second_pixel, start), functools.partial(_pointwise_convolution, layer)])
+        for start, layer in enumerate((module.even, module.odd))
     ]
     norm = _group_norm(module.norm)
 
-    def run(x: Tensor) -> _Sent:
-        (even, even_back), (odd, odd_back) = (half(x) for half in halves)
-        y, norm_back = norm(torch.cat([even, odd], 1))
+    def run(x: Tensor) -> _Differentiable:
+        (even, even_backward), (odd, odd_backward) = (half(x) for half in halves)
+        y, norm_backward = norm(torch.cat([even, odd], 1))
 
-        def back(slope: Tensor, into: _Sum) -> Tensor:
-            slopes = norm_back(slope, into).split([even.shape[1], odd.shape[1]], 1)
-            return even_back(slopes[0], into) + odd_back(slopes[1], into)
+        def backward(grad: Tensor, theta: _GramSum) -> Tensor:
+            grads = norm_backward(grad, theta).split([even.shape[1], odd.shape[1]], 1)
+            return even_backward(grads[0], theta) + odd_backward(grads[1], theta)
 
-        return _Sent(y, back)
+        return _Differentiable(y, backward)
 
     return run
 
 
-def _every_second(start: int, x: Tensor) -> _Sent:
-    """The pixels in even rows and columns, or from `start` 1 on the odd ones, and zeros where these end sooner."""
+def _every_second_pixel(start: int, x: Tensor) -> _Differentiable:
+    """Take the pixels in rows and columns `start`, `start` + 2, …; with `start` 1, odd sides are padded with a zero."""
     height, width = x.shape[-2:]
     padded = F.pad(x, (0, width % 2, 0, height % 2)) if start else x
 
-    def back(slope: Tensor, into: _Sum) -> Tensor:
-        found = torch.zeros_like(x)
-        own = found[..., start::2, start::2]
-        own.copy_(slope[..., : own.shape[-2], : own.shape[-1]])
-        return found
+    def backward(grad: Tensor, theta: _GramSum) -> Tensor:
+        input_grad = torch.zeros_like(x)
+        taken = input_grad[..., start::2, start::2]
+        taken.copy_(grad[..., : taken.shape[-2], : taken.shape[-1]])
+        return input_grad
 
-    return _Sent(padded[..., start::2, start::2].contiguous(), back)
+    return _Differentiable(padded[..., start::2, start::2].contiguous(), backward)
 
 
-def _convolution(layer: nn.Conv2d) -> Layer[_Sent]:
+def _convolution(layer: nn.Conv2d) -> Layer:
     if layer.kernel_size == (1, 1):
-        return functools.partial(_pointwise, layer)
-    if layer.stride == layer.dilation == (2, 2):  # which meets pixels in even rows and columns alone
+        return functools.partial(_pointwise_convolution, layer)
+    if layer.stride == layer.dilation == (2, 2):  # reads only the pixels in even rows and columns
         layer = copy.copy(layer)
         layer.stride, layer.padding, layer.dilation = (1, 1), (1, 1), (1, 1)
-        return _chained([functools.partial(_every_second, 0), _convolved(layer)])
-    return _convolved(layer)
+        return _chain([functools.partial(_every_second_pixel, 0), _spatial_convolution(layer)])
+    return _spatial_convolution(layer)
 
 
-def _pointwise(layer: nn.Conv2d, x: Tensor) -> _Sent:
-    """A 1×1 convolution of every pixel."""
-    weight, rows = layer.weight.flatten(1).expand(len(x), -1, -1), x.flatten(2)
+def _pointwise_convolution(layer: nn.Conv2d, x: Tensor) -> _Differentiable:
+    """Apply a 1×1 convolution to every pixel."""
+    weight, pixels = layer.weight.flatten(1).expand(len(x), -1, -1), x.flatten(2)
 
-    def back(slope: Tensor, into: _Sum) -> Tensor:
-        slope = slope.flatten(2)
-        into.add(slope @ rows.mT)
-        return torch.bmm(weight.mT, slope).view_as(x)
+    def backward(grad: Tensor, theta: _GramSum) -> Tensor:
+        grad = grad.flatten(2)
+        theta.add(grad @ pixels.mT)
+        return torch.bmm(weight.mT, grad).view_as(x)
 
-    return _Sent(torch.bmm(weight, rows).unflatten(2, x.shape[2:]), back)
+    return _Differentiable(torch.bmm(weight, pixels).unflatten(2, x.shape[2:]), backward)
 
 
-def _convolved(layer: nn.Conv2d) -> Layer[_Sent]:
-    """A convolution of all channels, or of each by itself, whose window has a middle."""
-    form = layer.stride, layer.padding, layer.dilation
+def _spatial_convolution(layer: nn.Conv2d) -> Layer:
+    """Return a convolution with an odd kernel size, either dense or depthwise."""
+    geometry = layer.stride, layer.padding, layer.dilation
     weight, groups = layer.weight, layer.groups
-    turned = (weight if groups > 1 else weight.transpose(0, 1)).flip(2, 3).contiguous().detach()
+    flipped = (weight if groups > 1 else weight.transpose(0, 1)).flip(2, 3).contiguous().detach()
 
-    def gradients(slope: Tensor, x: Tensor) -> Tensor:
-        g, a = (side.view(1, -1, *side.shape[2:]) for side in (slope, x))
-        if layer.dilation == (2, 2) and not x.is_cuda:  # of each channel by itself, for which a CPU goes forward faster
-            apart = (2, 2), (2, 2), (1, 1)  # the gradient's entries, by two pixels
-            return _pushed(a, g.transpose(0, 1), apart, a.shape[1])
+    def weight_gradients(grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight for every sample."""
+        flat_grad, flat_x = (side.view(1, -1, *side.shape[2:]) for side in (grad, x))  # samples as channels
+        if layer.dilation == (2, 2) and not x.is_cuda:  # depthwise: on a CPU a forward convolution is faster
+            dilation_as_stride = (2, 2), (2, 2), (1, 1)  # entries of the weight are two pixels apart
+            return _convolve(flat_x, flat_grad.transpose(0, 1), dilation_as_stride, flat_x.shape[1])
         if groups == 1 and x.is_cuda:
-            return slope.flatten(2) @ input_patches(layer, x)[:, 0].mT
-        each = weight.new_empty(len(x) * len(weight), *weight.shape[1:])  # the groups of all samples in one convolution
-        return _pulled(g, a, each, form, len(x) * groups, (False, True, False))[1]
+            return grad.flatten(2) @ input_patches(layer, x)[:, 0].mT
+        weights = weight.new_empty(len(x) * len(weight), *weight.shape[1:])  # one weight per sample
+        return _convolution_backward(flat_grad, flat_x, weights, geometry, len(x) * groups, (False, True, False))[1]
 
-    def run(x: Tensor) -> _Sent:
-        def back(slope: Tensor, into: _Sum) -> Tensor:
-            slope = slope.contiguous()
-            into.add(gradients(slope, x))
-            if layer.stride == (1, 1):  # then the way back is a convolution, and those go forward faster
-                return _pushed(slope, turned, form, groups)
-            return _pulled(slope, x, weight, form, groups, (True, False, False))[0]
+    def run(x: Tensor) -> _Differentiable:
+        def backward(grad: Tensor, theta: _GramSum) -> Tensor:
+            grad = grad.contiguous()
+            theta.add(weight_gradients(grad, x))
+            if layer.stride == (1, 1):  # the input gradient is then a convolution too, and that is faster
+                return _convolve(grad, flipped, geometry, groups)
+            return _convolution_backward(grad, x, weight, geometry, groups, (True, False, False))[0]
 
-        return _Sent(_pushed(x, weight, form, groups), back)
+        return _Differentiable(_convolve(x, weight, geometry, groups), backward)
 
     return run
 
 
-def _pushed(x: Tensor, weight: Tensor, form: tuple[Any, ...], groups: int) -> Tensor:
-    """A convolution of some stride, padding and dilation."""
-    return torch.ops.aten.convolution(x, weight, None, *form, False, (0, 0), groups)  # type: ignore[no-any-return]
+def _convolve(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], groups: int) -> Tensor:
+    """Return a convolution without bias; `geometry` is its stride, padding and dilation."""
+    return torch.ops.aten.convolution(x, weight, None, *geometry, False, (0, 0), groups)  # type: ignore[no-any-return]
 
 
-def _pulled(
-    slope: Tensor, x: Tensor, weight: Tensor, form: tuple[Any, ...], groups: int, wanted: tuple[bool, bool, bool]
+def _convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    geometry: tuple[Any, ...],
+    groups: int,
+    output_mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of its input, weight and bias, those that are wanted."""
+    """Return the gradients of the input, weight and bias that `output_mask` selects."""
     return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
-        slope, x, weight, None, *form, False, (0, 0), groups, wanted
+        grad, x, weight, None, *geometry, False, (0, 0), groups, output_mask
     )
 
 
-def _group_norm(layer: nn.GroupNorm) -> Layer[_Sent]:
-    """Group norm of one sample that has the groups of all, so that every sample has parameters of its own."""
+def _group_norm(layer: nn.GroupNorm) -> Layer:
+    """Return a group norm that treats all samples as groups of one sample, to get parameter gradients per sample."""
 
     @functools.cache
-    def repeated(samples: int) -> tuple[Tensor, Tensor]:
+    def repeated_parameters(samples: int) -> tuple[Tensor, Tensor]:
         return layer.weight.repeat(samples), layer.bias.repeat(samples)
 
-    def run(x: Tensor) -> _Sent:
-        weight, bias = repeated(len(x))
-        form = 1, len(weight), x.shape[2:].numel(), len(x) * layer.num_groups
-        y, *moments = torch.ops.aten.native_group_norm(x, weight, bias, *form, layer.eps)
+    def run(x: Tensor) -> _Differentiable:
+        weight, bias = repeated_parameters(len(x))
+        shape = 1, len(weight), x.shape[2:].numel(), len(x) * layer.num_groups  # samples, channels, pixels, groups
+        y, *moments = torch.ops.aten.native_group_norm(x, weight, bias, *shape, layer.eps)
 
-        def back(slope: Tensor, into: _Sum) -> Tensor:
-            found = torch.ops.aten.native_group_norm_backward(
-                slope.contiguous(), x, *moments, weight, *form, (True, True, True)
+        def backward(grad: Tensor, theta: _GramSum) -> Tensor:
+            input_grad, *parameter_grads = torch.ops.aten.native_group_norm_backward(
+                grad.contiguous(), x, *moments, weight, *shape, (True, True, True)
             )
-            for part in found[1:]:
-                into.add(part)
-            return found[0].view_as(x)  # type: ignore[no-any-return]
+            for parameter_grad in parameter_grads:
+                theta.add(parameter_grad)
+            return input_grad.view_as(x)  # type: ignore[no-any-return]
 
-        return _Sent(y.view_as(x), back)
+        return _Differentiable(y.view_as(x), backward)
 
     return run
