@@ -1,4 +1,4 @@
-"""A small run, and images of characters that it never saw, as files."""
+"""A small run, and image files of characters that it was not trained on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS, SHOTS, QUERIES = 4, 5, 6
 
 @pytest.fixture(scope="session")
 def run(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with running statistics, which adapts to any number of classes."""
+    """Return the folder of a run with running statistics, which adapts to any number of classes."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     net = conv4(1, 28, outputs=WAYS, statistics="running")
     tasks = glyphs.tasks("train", ways=WAYS, shots=5, queries=5)
@@ -29,7 +29,7 @@ def run(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def anil(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that adapts a head for four classes, and normalises each set by itself."""
+    """Return the folder of a run with batch statistics that adapts a head for four classes."""
     folder = tmp_path_factory.mktemp("runs") / "anil"
     net = conv4(1, 28, outputs=WAYS)
     tasks = glyphs.tasks("train", ways=WAYS, shots=5, queries=5)
@@ -39,7 +39,7 @@ def anil(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def folders(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders `support` and `query` with class folders of PNG files."""
+    """Return a folder whose subfolders `support` and `query` hold class folders of PNG files."""
     root = tmp_path_factory.mktemp("images")
     test = glyphs.splits["test"].tolist()
     for number, label in enumerate(test[:: len(test) // WAYS][:WAYS]):
@@ -53,13 +53,13 @@ def folders(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def support(folders: Path) -> tuple[list[Path], list[str]]:
-    """The paths and labels of the support images."""
+    """Return the paths and labels of the support images."""
     files = sorted((folders / "support").rglob("*.png"))
     return files, [file.parent.name for file in files]
 
 
 @pytest.fixture(scope="session")
 def query(folders: Path) -> tuple[list[Path], list[str]]:
-    """The paths and labels of the query images."""
+    """Return the paths and labels of the query images."""
     files = sorted((folders / "query").rglob("*.png"))
     return files, [file.parent.name for file in files]

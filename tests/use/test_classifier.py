@@ -32,14 +32,14 @@ def fitted(run, support):
 
 
 @pytest.mark.parametrize("head", [None, *HEADS])
-def test_new_characters_are_told_apart_from_files(run, support, query, head):
+def test_new_characters_are_classified_from_files(run, support, query, head):
     classifier = FewShotClassifier(run, head=head).fit(*support)
     assert classifier.score(*query) > 0.7
     assert set(classifier.predict(query[0])) <= set(support[1])
 
 
-def test_paths_pictures_and_arrays_are_predicted_alike(run, support, query):
-    def ways_to_give(files):
+def test_paths_pillow_images_and_arrays_give_equal_predictions(run, support, query):
+    def input_types(files):
         pictures = [Image.open(file) for file in files]
         arrays = [np.asarray(picture) for picture in pictures]
         stack = np.stack(arrays)
@@ -48,9 +48,9 @@ def test_paths_pictures_and_arrays_are_predicted_alike(run, support, query):
         texts = [str(file) for file in files]
         return [files, texts, np.array(texts), pictures, arrays, stack, stack[..., None], floats, colours]
 
-    wanted = FewShotClassifier(run).fit(*support).predict_proba(query[0])
-    for images, queries in zip(ways_to_give(support[0]), ways_to_give(query[0])):
-        np.testing.assert_array_equal(FewShotClassifier(run).fit(images, support[1]).predict_proba(queries), wanted)
+    expected = FewShotClassifier(run).fit(*support).predict_proba(query[0])
+    for images, queries in zip(input_types(support[0]), input_types(query[0])):
+        np.testing.assert_array_equal(FewShotClassifier(run).fit(images, support[1]).predict_proba(queries), expected)
 
 
 def test_predictions_are_those_of_adapt_and_predict(run, support, query, fitted):
@@ -65,21 +65,21 @@ def test_predictions_are_those_of_adapt_and_predict(run, support, query, fitted)
 
 
 def test_probabilities_sum_to_one_in_the_order_of_the_classes(fitted, support, query):
-    chances = fitted.predict_proba(query[0])
+    probabilities = fitted.predict_proba(query[0])
     assert fitted.classes_.tolist() == sorted(set(support[1]))
-    assert chances.shape == (len(query[0]), len(fitted.classes_))
-    np.testing.assert_allclose(chances.sum(1), 1)
-    np.testing.assert_array_equal(fitted.classes_[chances.argmax(1)], fitted.predict(query[0]))
+    assert probabilities.shape == (len(query[0]), len(fitted.classes_))
+    np.testing.assert_allclose(probabilities.sum(1), 1)
+    np.testing.assert_array_equal(fitted.classes_[probabilities.argmax(1)], fitted.predict(query[0]))
 
 
 def test_labels_may_be_numbers(run, support, query):
-    numbers = {name: 10 * place - 7 for place, name in enumerate(sorted(set(support[1])))}
+    numbers = {name: 10 * index - 7 for index, name in enumerate(sorted(set(support[1])))}
     classifier = FewShotClassifier(run).fit(support[0], [numbers[name] for name in support[1]])
     by_name = FewShotClassifier(run).fit(*support).predict(query[0])
     assert classifier.predict(query[0]).tolist() == [numbers[name] for name in by_name]
 
 
-def test_of_two_classes_a_positive_decision_is_for_the_second(run, support, query):
+def test_with_two_classes_a_positive_decision_predicts_the_second(run, support, query):
     few = [label in ("character 0", "character 1") for label in support[1]]
     files, labels = ([item for item, take in zip(items, few) if take] for items in support)
     classifier = FewShotClassifier(run).fit(files, labels)
@@ -88,7 +88,7 @@ def test_of_two_classes_a_positive_decision_is_for_the_second(run, support, quer
     np.testing.assert_array_equal(classifier.classes_[(decisions > 0).astype(int)], classifier.predict(query[0]))
 
 
-def test_images_are_predicted_by_themselves_with_running_statistics(fitted, query, monkeypatch):
+def test_images_are_predicted_independently_with_running_statistics(fitted, query, monkeypatch):
     together = fitted.predict_proba(query[0])
     one_by_one = np.concatenate([fitted.predict_proba([file]) for file in query[0]])
     monkeypatch.setattr("metabridge.use.classifier.CHUNK", 5)
@@ -96,27 +96,27 @@ def test_images_are_predicted_by_themselves_with_running_statistics(fitted, quer
     np.testing.assert_allclose(fitted.predict_proba(query[0]), together, atol=1e-5)
 
 
-def test_images_that_are_normalised_together_are_predicted_together_with_a_warning(anil, support, query):
+def test_batch_statistics_predict_images_together_with_a_warning(anil, support, query):
     classifier = FewShotClassifier(anil).fit(*support)
-    with pytest.warns(UserWarning, match="depends on the others"):
+    with pytest.warns(UserWarning, match="depends on the other images of the call"):
         together = classifier.predict_proba(query[0])
     assert (classifier.classes_[together.argmax(1)] == query[1]).mean() > 0.5
-    with pytest.warns(UserWarning, match="by itself alone"):
+    with pytest.warns(UserWarning, match="a single image is normalized by its own statistics"):
         alone = classifier.predict_proba(query[0][:1])
     assert not np.allclose(alone, together[:1], atol=1e-3)
 
 
-def test_images_that_are_normalised_together_are_never_cut_into_chunks(anil, support, query, monkeypatch):
+def test_batch_statistics_never_split_a_call_into_chunks(anil, support, query, monkeypatch):
     classifier = FewShotClassifier(anil).fit(*support)
-    with pytest.warns(UserWarning, match="depends on the others"):
+    with pytest.warns(UserWarning, match="depends on the other images of the call"):
         together = classifier.decision_function(query[0])
     monkeypatch.setattr("metabridge.use.classifier.CHUNK", 5)
-    with pytest.warns(UserWarning, match="depends on the others"):
+    with pytest.warns(UserWarning, match="depends on the other images of the call"):
         again = classifier.decision_function(query[0])
     np.testing.assert_array_equal(again, together)
 
 
-def test_images_of_any_size_and_mode_are_brought_to_the_runs(fitted, query, tmp_path):
+def test_images_of_any_size_and_mode_are_converted_to_those_of_the_run(fitted, query, tmp_path):
     file = tmp_path / "large.png"
     Image.open(query[0][0]).resize((140, 140), Image.Resampling.NEAREST).convert("RGB").save(file)
     np.testing.assert_allclose(fitted.predict_proba([file]), fitted.predict_proba(query[0][:1]), atol=0.1)
@@ -127,11 +127,11 @@ def test_dark_ink_is_inverted_for_a_run_that_was_trained_on_inverted_images(run,
     settings = model.settings | {"tasks": {"data": {"name": "omniglot:data/omniglot"}}}
     classifier = FewShotClassifier(replace(model, settings=settings))
     dark = [[255 - np.asarray(Image.open(file)) for file in files] for files in (support[0], query[0])]
-    wanted = FewShotClassifier(run).fit(*support).predict_proba(query[0])
-    np.testing.assert_array_equal(classifier.fit(dark[0], support[1]).predict_proba(dark[1]), wanted)
+    expected = FewShotClassifier(run).fit(*support).predict_proba(query[0])
+    np.testing.assert_array_equal(classifier.fit(dark[0], support[1]).predict_proba(dark[1]), expected)
 
 
-def test_it_has_the_habits_of_an_estimator(run, support, query):
+def test_it_is_a_scikit_learn_estimator(run, support, query):
     classifier = FewShotClassifier(run, head="ridge")
     assert classifier.get_params() == {"run": run, "head": "ridge", "device": "cpu"}
     assert clone(classifier).get_params() == classifier.get_params()
@@ -151,7 +151,7 @@ def test_it_is_cross_validated_and_works_in_a_pipeline(run, query):
     assert cross_val_score(inverted, 255 - arrays, query[1], cv=3).mean() > 0.7
 
 
-def test_a_run_is_taken_as_it_is_and_left_as_it_was(run, support, query, fitted):
+def test_a_run_is_not_changed_by_fitting(run, support, query, fitted):
     model = mb.load(run)
     model.net.train()
     classifier = FewShotClassifier(model).fit(*support)
@@ -172,7 +172,7 @@ def test_a_saved_model_predicts_the_same_without_its_run(run, support, query, tm
         loaded.fit(*support)
 
 
-def test_a_saved_model_keeps_adapted_features_and_heads_of_pairs(run, anil, support, query, tmp_path):
+def test_a_saved_model_keeps_adapted_features_and_pairwise_heads(run, anil, support, query, tmp_path):
     pairs, gradient = mb.load(run), mb.load(anil)
     pairs = replace(pairs, method=replace(pairs.method, test=SVM(loss="hinge")))
     gradient = replace(gradient, method=mb.method("maml", steps=2, lr=0.1))
@@ -181,8 +181,8 @@ def test_a_saved_model_keeps_adapted_features_and_heads_of_pairs(run, anil, supp
         classifier.save(tmp_path / str(number))
         loaded = FewShotClassifier.load(tmp_path / str(number))
         assert type(loaded.adapted_.head) is type(classifier.adapted_.head)
-        given = torch.rand(5, 1, 28, 28)
-        torch.testing.assert_close(loaded.adapted_(given), classifier.adapted_(given))
+        images = torch.rand(5, 1, 28, 28)
+        torch.testing.assert_close(loaded.adapted_(images), classifier.adapted_(images))
 
 
 def test_a_saved_model_can_be_fitted_again_from_its_run(fitted, support, query, tmp_path):
@@ -205,7 +205,7 @@ def test_accuracy_is_that_of_evaluate(run, glyphs):
     np.testing.assert_allclose(scores, evaluate(model, tasks, tasks=16).values)
 
 
-def test_classes_must_be_as_many_as_a_fixed_head_has_unless_one_is_solved(anil, support, query):
+def test_a_fixed_head_needs_its_number_of_classes_and_a_fitted_head_does_not(anil, support, query):
     fewer = [(file, label) for file, label in zip(*support) if label != "character 0"]
     files, labels = zip(*fewer)
     with pytest.raises(InputError, match=r"y holds 3 classes, but .* trained for 4 .*--ways 3, or use head='logistic'"):
@@ -214,11 +214,11 @@ def test_classes_must_be_as_many_as_a_fixed_head_has_unless_one_is_solved(anil, 
 
 
 @pytest.mark.parametrize(
-    ("X", "complaint"),
+    ("X", "message"),
     [
         ("image.png", r"X is 'image.png', but must be a list of images. For a single one use \['image.png'\]"),
         ([], "X holds no images"),
-        (["nowhere.png"], r"nowhere.png cannot be read \(No such file or directory\). Mend it or leave it out."),
+        (["nowhere.png"], r"nowhere.png cannot be read \(No such file or directory\). Fix or remove it."),
         ([__file__], r"test_classifier.py cannot be read \(it is not an image that Pillow reads\)"),
         (np.zeros((3, 784)), r"X\[0\] has the shape \(784,\), but an image is"),
         (np.zeros((3, 1, 28, 28)), r"X\[0\] has the shape \(1, 28, 28\), but an image is"),
@@ -230,19 +230,19 @@ def test_classes_must_be_as_many_as_a_fixed_head_has_unless_one_is_solved(anil, 
         (3, "X is a int, but must be a list of images"),
         (np.array(3), "X is a ndarray, but must be a list of images"),
         (torch.zeros(28, 28), r"X\[0\] is a Tensor, but must be the path of an image"),
-        (np.zeros((28, 28, 3), np.uint8), r"looks like a single image in colour. Use X\[None\]"),
+        (np.zeros((28, 28, 3), np.uint8), r"looks like a single color image. Use X\[None\]"),
     ],
 )
-def test_what_is_no_image_is_named(fitted, X, complaint):
-    with pytest.raises(InputError, match=complaint):
+def test_an_input_that_is_not_an_image_is_an_error_that_names_it(fitted, X, message):
+    with pytest.raises(InputError, match=message):
         fitted.predict(X)
 
 
-def test_labels_that_do_not_fit_are_refused(run, support):
+def test_wrong_labels_are_refused(run, support):
     files, labels = support
     with pytest.raises(InputError, match="y holds 1 class"):
         FewShotClassifier(run).fit(files[:2], ["one", "one"])
-    with pytest.raises(InputError, match=r"X holds 19 images, but y 20 labels"):
+    with pytest.raises(InputError, match=r"X holds 19 images, but y holds 20 labels"):
         FewShotClassifier(run).fit(files[1:], labels)
     with pytest.raises(InputError, match="head is 'forest'"):
         FewShotClassifier(run, head="forest").fit(files, labels)
@@ -250,9 +250,9 @@ def test_labels_that_do_not_fit_are_refused(run, support):
         FewShotClassifier("nowhere").fit(files, labels)
 
 
-def test_a_network_for_other_inputs_than_images_is_refused(support):
+def test_a_network_without_image_inputs_is_refused(support):
     anil, net = mb.method("anil"), mb.models.mlp(7, 4)
-    with pytest.raises(InputError, match="does not say which images it takes"):
+    with pytest.raises(InputError, match="does not record the size of its input images"):
         FewShotClassifier(mb.Model(anil, net, mb.parameters(anil, net))).fit(*support)
 
 
@@ -270,13 +270,13 @@ def test_metabridge_is_imported_without_scikit_learn():
 
 
 @pytest.mark.parametrize("name", ["r2d2", "metaoptnet"])
-def test_a_head_that_is_solved_without_a_bias_is_kept_and_exported(support, query, tmp_path, name):
+def test_a_closed_form_head_without_a_bias_is_saved_and_exported(support, query, tmp_path, name):
     net = mb.models.conv4(1, 28, outputs=len(set(support[1])), filters=4, statistics="running")
-    chosen = mb.method(name)
-    params = mb.parameters(chosen, net)
+    method = mb.method(name)
+    params = mb.parameters(method, net)
     with torch.no_grad():
-        params["head.bias"] += 100.0  # which such a head does not have
-    classifier = FewShotClassifier(mb.Model(chosen, net, params)).fit(*support)
+        params["head.bias"] += 100.0  # a closed-form head ignores it
+    classifier = FewShotClassifier(mb.Model(method, net, params)).fit(*support)
     classifier.save(tmp_path)
     again = FewShotClassifier.load(tmp_path)
     np.testing.assert_allclose(again.decision_function(query[0]), classifier.decision_function(query[0]), atol=1e-6)
@@ -285,7 +285,7 @@ def test_a_head_that_is_solved_without_a_bias_is_kept_and_exported(support, quer
         export_onnx(classifier.adapted_, tmp_path / "features.onnx")
 
 
-def test_a_head_that_was_not_fitted_is_not_written(run, tmp_path):
+def test_an_unfitted_head_is_not_written(run, tmp_path):
     with pytest.raises(NotFittedError):
         write_head(FewShotClassifier(run), tmp_path / "head.json")
 
@@ -306,17 +306,17 @@ def test_adaptation_that_diverges_is_an_error(anil, support):
         FewShotClassifier(model).fit(*support)
 
 
-def test_outputs_that_are_not_finite_are_no_answer(fitted, query, tmp_path):
+def test_outputs_that_are_not_finite_are_an_error(fitted, query, tmp_path):
     fitted.adapted_.head.weight.fill_(3e38)
-    for answer in (fitted.predict, fitted.predict_proba, fitted.decision_function):
+    for predict in (fitted.predict, fitted.predict_proba, fitted.decision_function):
         with pytest.raises(InputError, match="the outputs for these images are NaN or infinite"):
-            answer(query[0])
+            predict(query[0])
     fitted.save(tmp_path)
     with pytest.raises(InputError, match="the outputs for these images are NaN or infinite"):
         FewShotClassifier.load(tmp_path).predict(query[0])
 
 
-def test_a_device_that_there_is_not_is_named_with_those_that_there_are(run, support, fitted, tmp_path):
+def test_an_unknown_device_is_an_error_that_names_it(run, support, fitted, tmp_path):
     fitted.save(tmp_path)
     with pytest.raises(InputError, match=r"device is 'gpu', but must be a device of PyTorch\. Use device='cuda'"):
         FewShotClassifier(run, device="gpu").fit(*support)
@@ -324,21 +324,21 @@ def test_a_device_that_there_is_not_is_named_with_those_that_there_are(run, supp
         FewShotClassifier.load(tmp_path, device="gpu")
 
 
-def test_labels_may_be_numbers_of_numpy(run, support, query, tmp_path):
+def test_labels_may_be_numpy_numbers(run, support, query, tmp_path):
     numbers = [np.int16(label[-1]) for label in support[1]]
     classifier = FewShotClassifier(run).fit(support[0], numbers)
     classifier.save(tmp_path)
-    wanted = [int(name[-1]) for name in FewShotClassifier(run).fit(*support).predict(query[0])]
-    assert FewShotClassifier.load(tmp_path).predict(query[0]).tolist() == wanted
+    expected = [int(name[-1]) for name in FewShotClassifier(run).fit(*support).predict(query[0])]
+    assert FewShotClassifier.load(tmp_path).predict(query[0]).tolist() == expected
 
 
-def rewritten(folder, change_notes=lambda notes: None, change_tensors=lambda tensors: None) -> None:
-    """Change the notes and tensors of an adapted model as someone else would, with the right checksum."""
-    kept = RunFolder(folder)
-    tensors, notes = kept.read("adapted")
+def rewrite(folder, change_notes=lambda notes: None, change_tensors=lambda tensors: None) -> None:
+    """Change the notes and tensors of a saved model and write it with a valid checksum."""
+    run_folder = RunFolder(folder)
+    tensors, notes = run_folder.read("adapted")
     change_notes(notes)
     change_tensors(tensors)
-    kept.write("adapted", tensors, notes)
+    run_folder.write("adapted", tensors, notes)
 
 
 @pytest.mark.parametrize(
@@ -360,15 +360,15 @@ def rewritten(folder, change_notes=lambda notes: None, change_tensors=lambda ten
         lambda notes: notes.update(arguments={"rum": 1}),
     ],
 )
-def test_a_saved_model_whose_notes_do_not_fit_is_damaged(fitted, tmp_path, change):
+def test_a_saved_model_with_invalid_notes_is_damaged(fitted, tmp_path, change):
     fitted.save(tmp_path)
-    rewritten(tmp_path, change)
+    rewrite(tmp_path, change)
     with pytest.raises(InputError, match=r"adapted.safetensors is damaged: .*[^.]\. Restore it from a copy"):
         FewShotClassifier.load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "complaint"),
+    ("name", "value", "message"),
     [
         ("head.bias", torch.zeros(1, 3), "is of another shape or kind"),
         ("head.weight", torch.zeros(1, 4, 1, dtype=torch.float64), "is of another shape or kind"),
@@ -376,8 +376,8 @@ def test_a_saved_model_whose_notes_do_not_fit_is_damaged(fitted, tmp_path, chang
         ("head.bias", torch.full((1, 4), torch.nan), "the weight 'bias' holds NaN or infinite values"),
     ],
 )
-def test_a_saved_model_whose_tensors_do_not_fit_is_refused(fitted, tmp_path, name, value, complaint):
+def test_a_saved_model_with_invalid_tensors_is_refused(fitted, tmp_path, name, value, message):
     fitted.save(tmp_path)
-    rewritten(tmp_path, change_tensors=lambda tensors: tensors.update({name: value}))
-    with pytest.raises(InputError, match=complaint):
+    rewrite(tmp_path, change_tensors=lambda tensors: tensors.update({name: value}))
+    with pytest.raises(InputError, match=message):
         FewShotClassifier.load(tmp_path)

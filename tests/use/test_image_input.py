@@ -21,18 +21,18 @@ from metabridge.use.image_input import form_of, image_shape, pixels, read
         (mb.models.mlp(3 * 32**2, 5), (3, 32)),
     ],
 )
-def test_a_network_says_which_images_it_takes(net, shape):
+def test_the_shape_of_input_images_follows_from_the_network(net, shape):
     assert image_shape(net) == shape
 
 
-def test_a_network_made_by_hand_does_not():
+def test_a_network_without_a_recipe_is_refused():
     net = mb.models.conv4(1, 28)
     net.recipe = None
-    with pytest.raises(InputError, match="does not say which images it takes"):
+    with pytest.raises(InputError, match="does not record the size of its input images"):
         image_shape(net)
 
 
-def test_images_are_made_as_the_data_set_of_the_run_makes_them(glyphs):
+def test_images_are_preprocessed_as_in_the_data_set_of_the_run(glyphs):
     anil, net = mb.method("anil"), mb.models.conv4(1, 28)
     params = mb.parameters(anil, net)
 
@@ -44,25 +44,25 @@ def test_images_are_made_as_the_data_set_of_the_run_makes_them(glyphs):
     assert form("photos") == form("glyphs") == Form(size=28, channels=1, crop=True)
 
 
-def test_pictures_stay_in_order_and_each_that_cannot_be_read_says_why(tmp_path):
+def test_images_stay_in_order_and_unreadable_ones_have_a_reason(tmp_path):
     contents = [np.full((4, 4), value, dtype=np.uint8) for value in range(200)]
     contents[70] = b"no image"
-    found = read(contents, Form(size=2, channels=1))
-    assert found[70] == Unreadable("it is not an image that Pillow reads")
-    assert [int(image.max()) for place, image in enumerate(found) if place != 70] == [*range(70), *range(71, 200)]
+    results = read(contents, Form(size=2, channels=1))
+    assert results[70] == Unreadable("it is not an image that Pillow reads")
+    assert [int(image.max()) for index, image in enumerate(results) if index != 70] == [*range(70), *range(71, 200)]
 
 
-def test_transparent_pictures_and_arrays_lie_on_white():
-    clear = np.zeros((9, 9, 4), dtype=np.uint8)
-    for image in (clear, Image.fromarray(clear)):
+def test_transparent_pixels_become_white():
+    transparent = np.zeros((9, 9, 4), dtype=np.uint8)
+    for image in (transparent, Image.fromarray(transparent)):
         assert (pixels([image], Form(size=9, channels=3)) == 255).all()
 
 
-def test_a_damaged_picture_is_named(tmp_path):
+def test_an_error_names_the_damaged_image(tmp_path):
     file = tmp_path / "cut.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 50), dtype=np.uint8)).save(file)
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(InputError, match=r"X\[0\] cannot be read \(.*\). Mend it or leave it out."):
+    with pytest.raises(InputError, match=r"X\[0\] cannot be read \(.*\). Fix or remove it."):
         pixels([Image.open(file)], Form(size=9, channels=1))
     with pytest.raises(InputError, match=r"cut.png cannot be read"):
         pixels([file], Form(size=9, channels=1))

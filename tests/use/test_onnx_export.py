@@ -35,7 +35,7 @@ def test_features_in_onnx_are_those_of_torch_for_any_number_of_images(tmp_path, 
     anil, net = mb.method("anil"), mb.models.conv4(3, 32, filters=8, statistics=statistics).eval()
     mb.models.estimate_statistics(net.features, [torch.rand(20, 3, 32, 32)])
     params = {name: value + 0.1 * torch.randn_like(value) for name, value in mb.parameters(anil, net).items()}
-    model = mb.Model(anil, net, params)  # whose parameters are not the net's own
+    model = mb.Model(anil, net, params)  # the network itself holds other parameters
     assert export_onnx(model, tmp_path / "new" / "features.onnx") < 1e-4
     for count in (1, 9):
         images = torch.rand(count, 3, 32, 32)
@@ -44,7 +44,7 @@ def test_features_in_onnx_are_those_of_torch_for_any_number_of_images(tmp_path, 
 
 
 @with_onnx
-def test_graph_and_head_give_the_predictions_without_torch(run, support, query, tmp_path):
+def test_graph_and_head_reproduce_predictions_without_torch(run, support, query, tmp_path):
     classifier = FewShotClassifier(run).fit(*support)
     export_onnx(classifier.adapted_, tmp_path / "features.onnx")
     head = json.loads(write_head(classifier, tmp_path / "head.json").read_text())
@@ -55,7 +55,7 @@ def test_graph_and_head_give_the_predictions_without_torch(run, support, query, 
     inputs /= np.linalg.norm(inputs, axis=1, keepdims=True)
     scores = inputs @ np.array(head["weight"]).T + np.array(head["bias"])
     np.testing.assert_allclose(scores, classifier.decision_function(query[0]), atol=1e-4)
-    assert [head["classes"][place] for place in scores.argmax(1)] == classifier.predict(query[0]).tolist()
+    assert [head["classes"][index] for index in scores.argmax(1)] == classifier.predict(query[0]).tolist()
 
 
 @with_onnx
@@ -66,7 +66,7 @@ def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_of_pairs_or_of_gradient_steps_is_written_too(run, anil, support, tmp_path):
+def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support, tmp_path):
     model = mb.load(run)
     model = replace(model, method=replace(model.method, test=mb.SVM(loss="hinge")))
     head = json.loads(write_head(FewShotClassifier(model).fit(*support), tmp_path / "pairs.json").read_text())
@@ -79,14 +79,14 @@ def test_a_head_of_pairs_or_of_gradient_steps_is_written_too(run, anil, support,
     np.testing.assert_array_equal(np.float32(head["weight"]), classifier.adapted_.params["head.weight"])
 
 
-def test_without_onnx_the_way_to_install_it_is_told(run, tmp_path, monkeypatch):
+def test_without_onnx_the_error_names_the_install_command(run, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.use.onnx_export.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs onnx, which is not installed: pip install 'metabridge\[onnx\]'"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
 
 
 @pytest.mark.parametrize("kind", ["solved", "pairs", "gradient"])
-def test_a_written_head_decides_as_the_classifier_does(run, anil, support, query, tmp_path, kind):
+def test_a_written_head_predicts_like_the_classifier(run, anil, support, query, tmp_path, kind):
     model = mb.load(anil if kind == "gradient" else run)
     if kind == "pairs":
         model = replace(model, method=replace(model.method, test=mb.SVM(loss="hinge")))

@@ -15,14 +15,14 @@ WAYS, THREADS = 3, 8
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_thread_that_ends_a_prediction_does_not_change_those_under_way(name):
+def test_a_finished_prediction_does_not_change_predictions_in_other_threads(name):
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (2 * WAYS, 16, 16), dtype=np.uint8)
     net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
-    chosen = method(name)
+    preset = method(name)
     trained = conv4(1, 16, WAYS, filters=4, statistics="running", seed=1)
-    params = parameters(chosen, trained, classes=WAYS)
-    classifier = FewShotClassifier(Model(chosen, net, params)).fit(images, [0, 0, 1, 1, 2, 2])
+    params = parameters(preset, trained, classes=WAYS)
+    classifier = FewShotClassifier(Model(preset, net, params)).fit(images, [0, 0, 1, 1, 2, 2])
     expected = classifier.predict_proba(images)
     entered, ended = threading.Semaphore(0), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Trained models put to use: a classifier with scikit-learn's habits, and ONNX files for other programs."""
+"""Use trained models: a scikit-learn classifier for new classes, and export to ONNX."""
 
 from metabridge.use.classifier import FewShotClassifier
 from metabridge.use.onnx_export import export_onnx, write_head

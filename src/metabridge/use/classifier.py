@@ -1,4 +1,4 @@
-"""A trained run as an estimator: `fit` adapts it to a few labelled images, `predict` tells new ones."""
+"""A scikit-learn classifier on top of a trained run: `fit` adapts to a few labelled images, `predict` classifies."""
 
 from __future__ import annotations
 
@@ -29,30 +29,34 @@ from metabridge.training.evaluate import Model, check_finite
 from metabridge.training.fit import load
 from metabridge.use.image_input import form_of, image_shape, pixels
 
-VERSION = 1  # of the form in which an adapted model is saved
-CHUNK = 256  # images whose features are computed at once, where they do not depend on each other
+VERSION = 1  # file format of saved classifiers
+CHUNK = 256  # images per forward pass, if images do not depend on each other
 
 TRANSDUCTIVE = (
-    "this network normalises each set of images by the set's own statistics: what is predicted for an image depends "
-    "on the others given with it, and a single one is normalised by itself alone. Give all queries of a task "
-    "together, or train with statistics='running' to have every image predicted by itself."
+    "this network's batch norms use the statistics of each batch, so the prediction for an image depends on the other "
+    "images of the call, and a single image is normalized by its own statistics. Pass all query images of a task "
+    "together, or train with statistics='running' to predict each image independently."
 )
 
 
 class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """Tell new classes apart from a few images of each, with the habits of scikit-learn.
+    """A scikit-learn classifier that learns new classes from a few images of each.
 
-    - `run`: the folder of a run, or the run itself.
-    - `head`: None adapts as the run's method does at test time. "logistic", "svm", "ridge" or
-      "centroid" solves that head on the run's features instead, for any number of classes.
-    - `device`: where to compute.
+    Images are paths, Pillow images or arrays of shape (height, width) or (height, width, channels); arrays hold uint8,
+    or floats from 0 to 1. They are converted to the size and channels of the run as its training images were.
 
-    `X` is a list of paths, of Pillow images or of arrays (height, width[, channels]), or one array of
-    such images; arrays are uint8, or floats from 0 to 1. They are brought to the run's size and
-    channels as its training images were. `y` holds a label for each, numbers or strings.
+    If the network's batch norms use the statistics of each batch (`statistics="batch"`), all images of a call are
+    predicted together, with a warning. With running statistics, each image is predicted independently.
 
-    A network whose batch norms use the statistics of the set (`statistics="batch"`) predicts all images
-    of a call together, and warns of it. With running statistics every image is predicted by itself.
+    Args:
+        run: The folder of a run, or the run itself.
+        head: None adapts as the run's method does at test time. The name of a head, such as "logistic", "svm", "ridge"
+            or "centroid", fits that head on the run's features instead, for any number of classes.
+        device: The device to compute on, such as "cpu" or "cuda".
+
+    Attributes:
+        classes_: The labels, sorted: the columns of `predict_proba`.
+        adapted_: The adapted model.
 
     >>> from metabridge.datasets import load
     >>> from metabridge.learners import method
@@ -65,7 +69,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     >>> classifier.predict(X[:2]).shape, classifier.predict_proba(X[:2]).shape[1] == len(classifier.classes_)
     ((2,), True)
 
-    An adapted model can be kept, and used where the run is not:
+    A fitted classifier can be saved, and loaded where the run is not available:
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -74,9 +78,9 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     np.True_
     """
 
-    classes_: NDArray[Any]  # the labels, sorted: what the columns of probabilities stand for
+    classes_: NDArray[Any]
     adapted_: Adapted
-    form_: Form  # of the images that the network takes
+    form_: Form  # size, channels and preprocessing of input images
 
     def __init__(
         self, run: str | Path | Model | None, *, head: str | None = None, device: torch.device | str = "cpu"
@@ -86,53 +90,95 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.device = device
 
     def fit(self, X: Iterable[Any], y: Iterable[Any]) -> Self:
-        """Adapt to the support set `X` with the labels `y`."""
+        """Adapt to a support set.
+
+        Args:
+            X: The support images.
+            y: A label for each image: numbers or strings.
+
+        Returns:
+            The classifier itself.
+
+        Raises:
+            InputError: There are fewer than two classes, the number of labels differs from that of images, an image
+                cannot be read, or adaptation diverged.
+        """
         model = self._model()
         check_finite(model.params, dict(model.net.named_buffers()))
-        given = column_or_1d(y)
-        check_classification_targets(given)
-        classes, labels = np.unique(given, return_inverse=True)
+        y = column_or_1d(y)
+        check_classification_targets(y)
+        classes, labels = np.unique(y, return_inverse=True)
         if len(classes) < 2:
-            raise InputError(f"y holds {len(classes)} class, but classes can be told apart only from 2 on.")
+            raise InputError(
+                f"y holds {len(classes)} class, but a classifier needs 2 or more. Add images of another class."
+            )
         if not isinstance(model.method.test, Head):
             _check_outputs(len(classes), len(model.params["head.weight"]))
         form = form_of(model)
         images = pixels(X, form)
         if len(images) != len(labels):
-            raise InputError(f"X holds {len(images)} images, but y {len(labels)} labels. Give a label for each image.")
+            raise InputError(
+                f"X holds {len(images)} images, but y holds {len(labels)} labels. Pass one label per image."
+            )
         x, targets = _inputs(images, model.device), torch.from_numpy(labels).to(model.device)
         adapted = adapt(model.method, model.net, model.params, x, targets)
         solved = {} if adapted.head is None else {"weight": adapted.head.weight, "bias": adapted.head.bias}
         if not all(value.isfinite().all() for value in (*adapted.params.values(), *solved.values())):
             raise InputError(
-                "adaptation to these images diverged: adapted weights are NaN or infinite. Use head='logistic' "
-                "(--head logistic), or a run whose method takes smaller steps."
+                "adaptation to these images diverged: the adapted weights are NaN or infinite. Use head='logistic' "
+                "(--head logistic), or a run trained with a smaller inner learning rate."
             )
         self.adapted_, self.classes_, self.form_ = adapted, classes, form
         return self
 
     def predict(self, X: Iterable[Any]) -> NDArray[Any]:
-        """Return the label of each image."""
-        best = self._outputs(X).argmax(1).numpy()
-        return self.classes_[best]  # type: ignore[no-any-return]
+        """Return the predicted label of each image.
+
+        Args:
+            X: The query images.
+
+        Returns:
+            The labels, of shape (n,).
+        """
+        indices = self._outputs(X).argmax(1).numpy()
+        return self.classes_[indices]  # type: ignore[no-any-return]
 
     def predict_proba(self, X: Iterable[Any]) -> NDArray[np.float64]:
-        """Return the softmax of the outputs, (n, classes), in the order of `classes_`.
+        """Return the softmax of the outputs.
 
-        With the heads "logistic" and those trained by cross-entropy these are estimates of
-        probabilities; with "svm", "ridge" and "centroid" they only rank the classes.
+        With "logistic" and heads trained by cross-entropy these are estimates of probabilities. With "svm", "ridge"
+        and "centroid" they only rank the classes.
+
+        Args:
+            X: The query images.
+
+        Returns:
+            An array of shape (n, classes), in the order of `classes_`.
         """
         return self._outputs(X).double().softmax(1).numpy()
 
     def decision_function(self, X: Iterable[Any]) -> NDArray[np.float64]:
-        """Return the outputs, (n, classes); of two classes the second's less the first's, (n,)."""
+        """Return the outputs of the head.
+
+        Args:
+            X: The query images.
+
+        Returns:
+            An array of shape (n, classes); with two classes, the second output minus the first, of shape (n,).
+        """
         outputs = self._outputs(X).double().numpy()
         return outputs[:, 1] - outputs[:, 0] if outputs.shape[1] == 2 else outputs
 
     def save(self, folder: str | Path) -> Path:
-        """Keep the adapted model in a folder, to be used without the run, and return the file.
+        """Save the fitted classifier, so that it can be used without the run.
 
-        It is one safetensors file whose metadata is JSON, so that loading it never runs code.
+        The file is in safetensors format with JSON metadata, so that loading it never runs code.
+
+        Args:
+            folder: The folder to write to; it is created if needed.
+
+        Returns:
+            The path of the file.
         """
         check_is_fitted(self)
         adapted, head = self.adapted_, self.adapted_.head
@@ -150,39 +196,51 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         }
         solved = {} if head is None else {"weight": head.weight, "bias": head.bias}
         params = {name: value for name, value in adapted.params.items() if name.startswith(("features.", "head."))}
-        kept = RunFolder(make_folder(folder))
-        kept.write("adapted", merge(params=params, buffers=dict(adapted.net.named_buffers()), head=solved), notes)
-        return kept.path / "adapted.safetensors"
+        run_folder = RunFolder(make_folder(folder))
+        run_folder.write("adapted", merge(params=params, buffers=dict(adapted.net.named_buffers()), head=solved), notes)
+        return run_folder.path / "adapted.safetensors"
 
     @classmethod
     def load(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
-        """Return the fitted classifier that `save` kept.
+        """Load a classifier that `save` wrote.
 
-        It predicts without the run; only to fit it again takes the run, where it was.
+        It predicts without the run. Only fitting it again needs the run, at the path it had.
+
+        Args:
+            folder: The folder that was passed to `save`.
+            device: The device to compute on.
+
+        Returns:
+            The fitted classifier.
+
+        Raises:
+            InputError: The folder holds no saved classifier, or the file is damaged.
         """
-        kept, device = RunFolder(Path(folder)), as_device(device)
-        held = kept.read("adapted")
-        if held is None:
+        run_folder, device = RunFolder(Path(folder)), as_device(device)
+        stored = run_folder.read("adapted")
+        if stored is None:
             raise InputError(
-                f"{folder} holds no adapted model. Make one with metabridge adapt --save, or FewShotClassifier.save."
+                f"{folder} holds no adapted model. Create one with metabridge adapt --save or FewShotClassifier.save."
             )
-        tensors, notes = held
+        tensors, notes = stored
         if notes.get("version") != VERSION:
             raise InputError(
-                f"the adapted model in {folder} was written in form {notes.get('version')}, but this version of "
-                f"metabridge reads form {VERSION}. Adapt again, or use the version that wrote it."
+                f"the adapted model in {folder} has file format {notes.get('version')}, but this version of metabridge "
+                f"reads format {VERSION}. Adapt again, or use the version that wrote it."
             )
         params, buffers = part(tensors, "params"), part(tensors, "buffers")
         try:
             net = read_network(notes, None, tensors)
-            check_match({**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, kept.path)
+            check_match(
+                {**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path
+            )
             classes, form = _read_classes(notes["classes"]), Form(**notes["form"])
             if image_shape(net) != (form.channels, form.size):
                 raise InputError(f"its network does not take images of {form}")
             head = _read_head(notes["head"], part(tensors, "head"), params["head.weight"], len(classes))
             classifier = cls(**notes["arguments"], device=device)
         except PARSING_ERRORS as error:
-            raise damaged(kept.path / "adapted.safetensors", str(error).rstrip(".")) from error
+            raise damaged(run_folder.path / "adapted.safetensors", str(error).rstrip(".")) from error
         check_finite(params | part(tensors, "head"), buffers)
         fill(net, params, buffers)
         params = {name: value.to(device) for name, value in params.items()}
@@ -193,11 +251,11 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return classifier
 
     def _model(self) -> Model:
-        """Return the run on the device, with the head that was asked for."""
+        """Return the run on the device, with the requested head."""
         device = as_device(self.device)
         if self.run is None:
-            raise InputError("run is None: this classifier was saved without its run. Set one to fit it again.")
-        if isinstance(self.run, Model):  # a copy, so that training the run on does not change what is adapted
+            raise InputError("run is None: this classifier was saved without its run. Set run to fit it again.")
+        if isinstance(self.run, Model):  # a copy, so that further training of the run does not change it
             net = copy.deepcopy(self.run.net).to(device).eval()
             params = {name: value.detach().to(device) for name, value in self.run.params.items()}
             model = replace(self.run, net=net, params=params)
@@ -218,8 +276,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         outputs = torch.cat([self.adapted_(_inputs(chunk, device)).cpu() for chunk in chunks])
         if not outputs.isfinite().all():
             raise InputError(
-                "the outputs for these images are NaN or infinite: the weights are too large. Train again with a lower "
-                "learning rate, or adapt another run."
+                "the outputs for these images are NaN or infinite: the weights are too large. Train again with a "
+                "smaller learning rate, or use another run."
             )
         return outputs
 
@@ -237,7 +295,7 @@ def _check_outputs(classes: int, outputs: int) -> None:
     if classes != outputs:
         raise InputError(
             f"y holds {classes} classes, but the run was trained for {outputs} and adapts a head of that size. "
-            f"Train with --ways {classes}, or use head='logistic' (--head logistic), which solves a new head for any "
+            f"Train with --ways {classes}, or use head='logistic' (--head logistic), which fits a new head for any "
             "number of classes."
         )
 

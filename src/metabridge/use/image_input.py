@@ -1,4 +1,4 @@
-"""Images from wherever the user has them, in the form that a trained network takes."""
+"""Convert images (paths, Pillow images, arrays) into the input of a trained network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 
 def form_of(model: Model) -> Form:
-    """Return the form of images that a model takes: as its training images were made.
+    """Return the size, channels and preprocessing of a model's input images, as in training.
+
+    Args:
+        model: The trained model.
+
+    Returns:
+        The image format that `pixels` converts to.
 
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import mlp
@@ -34,36 +40,53 @@ def form_of(model: Model) -> Form:
     """
     channels, size = image_shape(model.net)
     trained_on = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
-    known = DATASETS.get(str(trained_on.get("name")).partition(":")[0], DATASETS["folder"])
-    return replace(known.form, channels=channels, size=size)
+    dataset = DATASETS.get(str(trained_on.get("name")).partition(":")[0], DATASETS["folder"])
+    return replace(dataset.form, channels=channels, size=size)
 
 
 def image_shape(net: Network) -> tuple[int, int]:
-    """Return the channels of a network's images and their side in pixels.
+    """Return the number of channels and the side length of a network's input images.
+
+    Args:
+        net: The network; its recipe must describe an image model, or a fully connected net for square images.
+
+    Returns:
+        The number of channels and the side length in pixels.
+
+    Raises:
+        InputError: The recipe does not describe image inputs.
 
     >>> from metabridge.models import conv4
     >>> image_shape(conv4(1, 28))
     (1, 28)
     """
     recipe: dict[str, Any] = net.recipe or {}
-    for images in ("image_channels", "channels"):  # where it has both, the latter are those of its maps
-        if images in recipe:
-            return recipe[images], recipe["size"]
-    for channels in (1, 3):  # a fully connected net knows the number of values alone
+    for key in ("image_channels", "channels"):  # networks of cells have both; their "channels" counts feature maps
+        if key in recipe:
+            return recipe[key], recipe["size"]
+    for channels in (1, 3):  # a fully connected net stores only the number of input values
         size = isqrt(recipe.get("inputs", 0) // channels)
         if size and channels * size**2 == recipe["inputs"]:
             return channels, size
     raise InputError(
-        "the run's network does not say which images it takes. Use one of metabridge.models that is made for images, "
-        "or metabridge.adapt with tensors of your own."
+        "the run's network does not record the size of its input images. Use an image model of metabridge.models, "
+        "or call metabridge.adapt with tensors."
     )
 
 
 def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
-    """Return images as uint8 of shape (n, channels, size, size), or an error that names what cannot be read.
+    """Convert images to uint8 of shape (n, channels, size, size).
 
-    An image is the path of a file, a Pillow image, or an array (height, width) or (height, width,
-    channels) of uint8 or of floats from 0 to 1, which are rounded to 8 bits as training images are.
+    Args:
+        X: Images. Each is the path of a file, a Pillow image, or an array of shape (height, width) or (height, width,
+            channels) that holds uint8, or floats from 0 to 1, which are rounded to 8 bits.
+        form: The size, channels and preprocessing to convert to.
+
+    Returns:
+        The converted images.
+
+    Raises:
+        InputError: `X` is not a list of images, or an image cannot be read; the message names it.
 
     >>> pixels(np.zeros((5, 40, 30)), Form(size=8, channels=3)).shape
     (5, 3, 8, 8)
@@ -73,7 +96,7 @@ def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
     if isinstance(X, str | Path | bytes):
         raise InputError(f"X is {X!r}, but must be a list of images. For a single one use [{X!r}].")
     if isinstance(X, np.ndarray) and X.ndim == 3 and X.shape[2] in (3, 4):
-        raise InputError(f"X is one array of shape {X.shape}, which looks like a single image in colour. Use X[None].")
+        raise InputError(f"X is one array of shape {X.shape}, which looks like a single color image. Use X[None].")
     if isinstance(X, Image.Image):
         raise InputError("X is a single Pillow image, but must be a list of images. For a single one use [X].")
     try:
@@ -84,16 +107,16 @@ def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
         ) from None
     if not images:
         raise InputError("X holds no images. Give at least one.")
-    found = read([_content(f"X[{index}]", image, form) for index, image in enumerate(images)], form)
-    for index, (image, result) in enumerate(zip(images, found)):
+    results = read([_content(f"X[{index}]", image, form) for index, image in enumerate(images)], form)
+    for index, (image, result) in enumerate(zip(images, results)):
         if isinstance(result, Unreadable):
             name = image if isinstance(image, str | Path) else f"X[{index}]"
-            raise InputError(f"{name} cannot be read ({result.reason}). Mend it or leave it out.")
-    return np.stack(found)  # type: ignore[arg-type]
+            raise InputError(f"{name} cannot be read ({result.reason}). Fix or remove it.")
+    return np.stack(results)  # type: ignore[arg-type]
 
 
 def read(contents: Sequence[Content], form: Form) -> list[NDArray[np.uint8] | Unreadable]:
-    """Decode pictures on all cores, in order; of one that cannot be read, say why.
+    """Decode images on all cores, in order. The result of an image that cannot be read is an `Unreadable`.
 
     >>> read([b"no image"], Form(size=8, channels=3))
     [Unreadable(reason='it is not an image that Pillow reads')]
@@ -111,8 +134,8 @@ def _content(name: str, image: Any, form: Form) -> Content:
     if isinstance(image, Image.Image):
         try:
             return np.asarray(plain(image, form.channels))
-        except Exception as error:  # Damaged files make the decoders fail in every way.
-            raise InputError(f"{name} cannot be read ({error}). Mend it or leave it out.") from error
+        except Exception as error:  # decoders raise exceptions of many types for damaged files
+            raise InputError(f"{name} cannot be read ({error}). Fix or remove it.") from error
     if isinstance(image, np.ndarray):
         return _eight_bits(name, image)
     raise InputError(
@@ -130,7 +153,7 @@ def _eight_bits(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:
         if not np.issubdtype(image.dtype, np.floating):
             raise InputError(f"{name} holds {image.dtype}, but must be uint8, or floats from 0 to 1.")
         least, most = image.min(), image.max()
-        if not (least >= 0 and most <= 1):  # which holds for values that are not numbers too
+        if not (least >= 0 and most <= 1):  # also true of NaN
             raise InputError(
                 f"{name} holds values from {least:g} to {most:g}, but floats must be from 0 to 1. "
                 "Scale them, or give uint8 from 0 to 255."

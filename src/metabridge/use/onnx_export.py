@@ -1,4 +1,4 @@
-"""Features as an ONNX graph, and an adapted head as JSON, for programs without PyTorch."""
+"""Export features as an ONNX graph and an adapted head as JSON, for programs without PyTorch."""
 
 from __future__ import annotations
 
@@ -22,30 +22,48 @@ from metabridge.training.evaluate import Model, check_finite
 from metabridge.use.classifier import FewShotClassifier
 from metabridge.use.image_input import image_shape
 
-TOLERANCE = 1e-4  # by which features may differ from PyTorch's, as a share of the largest if that exceeds 1
+TOLERANCE = 1e-4  # largest difference from PyTorch; relative to the largest feature if that exceeds 1
 
 
 def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
-    """Write the features as an ONNX graph from `images` (n, channels, size, size), 0 to 1, to `features`.
+    """Export the features of a model as an ONNX graph.
 
-    Returns the largest difference from PyTorch that onnxruntime gives on random images, or None if
-    that is not installed. A graph that differs by more than 1e-4 (of the largest feature, if that
-    exceeds 1) is not written. Batch norms with the statistics of the set keep them: the features of an
-    image then depend on the others in its batch.
-    Needs the optional dependencies: `pip install 'metabridge[onnx]'`.
+    The input of the graph is `images`, float32 of shape (n, channels, size, size) with values from 0 to 1; its output
+    is `features`. If onnxruntime is installed, the graph is compared with PyTorch on random images, and it is written
+    only if the features agree to 1e-4 (relative to the largest feature if that exceeds 1).
 
-    `export_onnx(mb.load("runs/mine"), "mine.onnx")` exports a run, and with `classifier.adapted_` of a
-    fitted `FewShotClassifier` come the features that belong to its head. The file "-" is standard output.
+    If the network's batch norms use the statistics of each batch, so does the graph: the features of an image then
+    depend on the other images of the batch. Needs `pip install 'metabridge[onnx]'`.
+
+    Args:
+        model: A run, as `mb.load` returns it, or `classifier.adapted_` of a fitted `FewShotClassifier`.
+        file: The file to write; "-" is standard output.
+
+    Returns:
+        The largest difference from PyTorch's features, or None if onnxruntime is not installed.
+
+    Raises:
+        InputError: onnx or onnxscript is not installed, a weight is not finite, or the graph disagrees with PyTorch.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from metabridge.learners import method, parameters
+    >>> from metabridge.models import conv4
+    >>> mtl, net = method("mtl"), conv4(1, 28, filters=4)
+    >>> model = Model(mtl, net, parameters(mtl, net, classes=9))
+    >>> with TemporaryDirectory() as folder:
+    ...     difference = export_onnx(model, Path(folder, "features.onnx"))
+    >>> difference is None or difference < 1e-4
+    True
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise InputError(f"export needs {missing[0]}, which is not installed: pip install 'metabridge[onnx]'")
     check_finite(model.params, dict(model.net.named_buffers()))
     channels, size = image_shape(model.net)
-    features = _filled(model)
+    features = _features_on_cpu(model)
     generator = torch.Generator().manual_seed(0)
     example, images = (torch.rand(n, channels, size, size, generator=generator) for n in (2, 5))
-    with _quiet():
+    with _exporter_silenced():
         program = torch.onnx.export(
             features,
             (example,),
@@ -59,12 +77,11 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
     content = program.model_proto.SerializeToString()
     difference = None
     if find_spec("onnxruntime") is not None:
-        difference, largest = _difference(content, features, images)
+        difference, largest = _difference_from_pytorch(content, features, images)
         if not difference <= TOLERANCE * max(1, largest):
             raise InputError(
                 f"the ONNX graph's features differ from PyTorch's by {difference:.1g}, more than {TOLERANCE:g} of the "
-                f"largest, {largest:.3g}, so {file} is not written. Other versions of onnxruntime or onnxscript may "
-                "agree."
+                f"largest, {largest:.3g}, so {file} is not written. Try another version of onnxruntime or onnxscript."
             )
     make_parent_folder(Path(file))
     write_output(file, content)
@@ -72,11 +89,22 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
 
 
 def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
-    """Write the head of a fitted classifier as JSON, and return the file.
+    """Write the head of a fitted classifier as JSON.
 
-    Its scores of features φ, which are first scaled to length 1 if `normalise`, are `weight` φ + `bias`:
-    one for each of `classes`, the largest wins. With "kind" "pairwise" they are decisions between
-    every two classes, (0, 1), (0, 2), ..., positive for the first; the class with most of them wins.
+    The scores of features φ are `weight` φ + `bias`; if `normalise` is true, scale φ to length 1 first. With "kind"
+    "linear" there is one score per class of `classes`, and the largest wins. With "kind" "pairwise" there is one score
+    per pair of classes, (0, 1), (0, 2), ..., which is positive if the first class wins; the class with the most wins
+    is predicted.
+
+    Args:
+        classifier: A fitted classifier.
+        file: The JSON file to write.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        InputError: A weight is not finite.
 
     >>> import json
     >>> from tempfile import TemporaryDirectory
@@ -107,8 +135,8 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     return write_atomically(Path(file), json_bytes(content))
 
 
-def _filled(model: Model | Adapted) -> nn.Module:
-    """Return a copy of the features that holds the model's parameters, on the CPU."""
+def _features_on_cpu(model: Model | Adapted) -> nn.Module:
+    """Return a copy of the network's features on the CPU, with the parameters of the model."""
     net = copy.deepcopy(model.net).cpu().eval()
     with torch.no_grad():
         for name, weight in net.named_parameters():
@@ -116,19 +144,19 @@ def _filled(model: Model | Adapted) -> nn.Module:
     return net.features
 
 
-def _difference(content: bytes, features: nn.Module, images: Tensor) -> tuple[float, float]:
-    """Return how far onnxruntime's features are from PyTorch's at most, and the largest of these."""
+def _difference_from_pytorch(content: bytes, features: nn.Module, images: Tensor) -> tuple[float, float]:
+    """Return the largest difference of onnxruntime's features from PyTorch's, and the largest of PyTorch's."""
     from onnxruntime import InferenceSession
 
-    (found,) = InferenceSession(content, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
+    (exported,) = InferenceSession(content, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
     with torch.no_grad():
-        wanted = features(images)
-    return float((torch.from_numpy(found) - wanted).abs().max()), float(wanted.abs().max())
+        expected = features(images)
+    return float((torch.from_numpy(exported) - expected).abs().max()), float(expected.abs().max())
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks about packages that are not there, and about itself, from the user."""
+def _exporter_silenced() -> Iterator[None]:
+    """Silence the exporter's log messages and warnings about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
