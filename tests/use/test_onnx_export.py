@@ -60,7 +60,7 @@ def test_graph_and_head_reproduce_predictions_without_torch(run, support, query,
 
 @with_onnx
 def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("metabridge.use.onnx_export._difference", lambda *_: (0.5, 20.0))
+    monkeypatch.setattr("metabridge.use.onnx_export._difference_from_pytorch", lambda *_: (0.5, 20.0))
     with pytest.raises(InputError, match=r"by 0.5, more than 0.0001 of the largest, 20, so .* is not written"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
     assert not list(tmp_path.iterdir())
