@@ -105,9 +105,9 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         model = self._model()
         check_finite(model.params, dict(model.net.named_buffers()))
-        y = column_or_1d(y)
-        check_classification_targets(y)
-        classes, labels = np.unique(y, return_inverse=True)
+        y_array = column_or_1d(y)
+        check_classification_targets(y_array)
+        classes, labels = np.unique(y_array, return_inverse=True)
         if len(classes) < 2:
             raise InputError(
                 f"y holds {len(classes)} class, but a classifier needs 2 or more. Add images of another class."
