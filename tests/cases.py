@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from metabridge.episodes import Episodes
-from metabridge.learners import Method, method
+from metabridge.learners import OUTER_RULES, Method, method
 from metabridge.models import Network, conv4, mlp
-from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, SVMSolver
+from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, SVMSolver
 
 CLASSES, WAYS = 6, 3
 
-# Stands for a proximal problem solved to rounding, since what is implicit supposes the minimum.
+# The proximal problem solved to rounding errors, since implicit gradients hold at its minimum.
 SOLVED = Proximal(strength=2.0, steps=150, lr=0.2, cg_steps=40)
 
 METHODS: dict[str, Method] = {
@@ -34,7 +34,7 @@ METHODS: dict[str, Method] = {
     "mtl": method("mtl"),
     "nal": method("nal"),
     "rfs": method("rfs"),
-    # and other points of the taxonomy that make sense
+    # other points of the taxonomy
     "maml with a rate for every element": method("maml", lr=0.1, rates="per-element"),
     "maml without split": method("maml", lr=0.1, split=False),
     "maml with a rate for every layer": method("maml", lr={"features": 0.02, "head": 0.2}),
@@ -50,6 +50,24 @@ METHODS: dict[str, Method] = {
     "metaoptnet, first order": Method("head", SVMSolver(), outer="first-order", training_head="solved"),
     "maml of no steps": Method("all", GradientDescent(steps=0)),
 }
+OTHERWISE_TESTED = {"burer-monteiro"}  # presets that need a network of their own
+
+
+def solver_method(kind: type[Solver], outer: str) -> Method:
+    """A method with this solver and this outer gradient."""
+    if kind.closed_form:
+        return Method("head", kind(), outer=outer, training_head="solved")
+    return Method("all" if OUTER_RULES[outer].all_layers else "head", kind(), outer=outer)
+
+
+# A new solver is tested with every outer gradient that it admits, even if no method above has it.
+_tested = {(type(chosen.inner), chosen.outer) for chosen in METHODS.values()}
+METHODS |= {
+    f"{kind.__name__}, {outer}": solver_method(kind, outer)
+    for kind in Solver.registry.values()
+    for outer in kind.outer_rules
+    if (kind, outer) not in _tested
+}
 
 
 def smooth_mlp() -> Network:
@@ -62,11 +80,10 @@ def small_conv4() -> Network:
 
 @dataclass(frozen=True)
 class NetCase:
-    """A network, its input shape, and what its kinks ask of a test.
+    """A network, its input shape, and the step of finite differences and the proximal problem that suit its kinks.
 
-    Where a rectifier changes sign an inner gradient jumps, and with it the adapted loss: finite
-    differences need a step too short to meet that, and a proximal problem must be strong enough for
-    its minimum not to lie on a kink.
+    Where a rectifier changes sign, an inner gradient jumps, and with it the adapted loss. Finite differences need a
+    step that crosses no kink, and a proximal problem must be so strong that its minimum does not lie on one.
     """
 
     make: Callable[[], Network]

@@ -227,7 +227,7 @@ def test_unusable_input_is_named(head):
         head.fit(x, y - 1, 2)
     with pytest.raises(InputError, match="labels is int64 of shape"):
         head.fit(x, y[:, :3], 2)
-    with pytest.raises(InputError, match="features holds values that are not finite"):
+    with pytest.raises(InputError, match="features holds NaN or infinite values"):
         head.fit(x.where(x < x.max(), torch.nan), y, 2)
     with pytest.raises(InputError, match="the head was fitted to"):
         head.fit(x, y, 2).scores(torch.randn(2, 4, 5))

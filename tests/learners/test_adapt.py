@@ -22,7 +22,7 @@ from metabridge import (
     parameters,
     predict,
 )
-from metabridge.learners.task_gradients import features_of
+from metabridge.learners.task_gradients import compute_features
 from metabridge.models import Network, conv4, mlp
 
 THREADS = 8
@@ -73,7 +73,7 @@ def test_any_head_can_be_solved_at_test_time(head):
     chosen = method("mtl", test=head)
     params = parameters(chosen, net, classes=CLASSES)
     with torch.no_grad():
-        support, query = features_of(net, params, episodes)
+        support, query = compute_features(net, params, episodes)
     expected = head.fit(support, episodes.support_y, 3).scores(query)
     assert torch.allclose(predict(chosen, net, params, episodes), expected, atol=1e-9)
 

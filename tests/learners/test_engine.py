@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative, smooth_mlp
 from metabridge import Engine, Episodes, InputError, heads, meta_gradient, method, parameters
 from metabridge.learners import task_gradients
-from metabridge.learners.engine import CAPTURES
+from metabridge.learners.engine import MOST_CAPTURES
 from metabridge.models import Network, mlp
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -147,9 +147,9 @@ def test_batches_of_two_shapes_in_turn_are_recorded_once_each_and_give_their_own
 def test_parameters_that_move_and_too_many_shapes_free_the_captures_before():
     chosen, net = METHODS["maml"], smooth_mlp().cuda()
     engine, params = Engine(chosen, net), parameters(chosen, net)
-    for shots in range(1, CAPTURES + 2):
+    for shots in range(1, MOST_CAPTURES + 2):
         engine(params, clusters((4,), shots=shots).to("cuda"))
-        assert 1 <= len(engine._captures) <= CAPTURES
+        assert 1 <= len(engine._captures) <= MOST_CAPTURES
     engine(params, clusters((4,)).to("cuda"))
     moved = {n: v.detach().clone() for n, v in params.items()}
     engine(moved, clusters((4,)).to("cuda"))
@@ -255,7 +255,7 @@ def test_memory_flat_steps_refuse_to_drop_at_random(drop):
     chosen, x = method("maml"), torch.randn(2, 4, 3)
     episodes = Episodes(x, x[..., :1], x + 1, x[..., :1])
     engine = Engine(chosen, net, flat=True)
-    with pytest.raises(InputError, match="drops at random in training"):
+    with pytest.raises(InputError, match="draws random numbers"):
         engine(parameters(chosen, net), episodes)
     net.eval()
     assert engine(parameters(chosen, net), episodes).loss.isfinite()
@@ -393,7 +393,7 @@ def test_a_layer_that_is_switched_to_training_is_noticed():
     engine, params = Engine(chosen, net, flat=True), parameters(chosen, net)
     engine(params, episodes)
     net.features[1].train()
-    with pytest.raises(InputError, match="flat runs every inner step twice"):
+    with pytest.raises(InputError, match="flat computes every inner step twice"):
         engine(params, episodes)
 
 

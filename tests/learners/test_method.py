@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cases import METHODS, OTHERWISE_TESTED
 from metabridge import (
     PRESETS,
     GradientDescent,
@@ -24,10 +25,13 @@ from metabridge.solvers import Problem, task_loss
 STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 
 
-def test_the_fourteen_methods_are_there():
-    assert len(PRESETS) == 14
+def test_a_preset_is_found_by_its_name():
     for name in PRESETS:
         assert method(name) == PRESETS[name]
+
+
+def test_every_preset_is_tested_on_every_engine():
+    assert PRESETS.keys() - METHODS.keys() == OTHERWISE_TESTED
 
 
 def test_options_go_to_the_solver_or_to_the_method():

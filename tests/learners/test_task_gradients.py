@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from cases import CLASSES, WAYS, clusters, flattened, relative
 from metabridge import Engine, method, parameters
-from metabridge.learners.task_gradients import features_of
+from metabridge.learners.task_gradients import compute_features
 from metabridge.models import Network, conv4, estimate_statistics
 from metabridge.models.network import apply_head
 from metabridge.solvers import Problem, RidgeSolver, task_loss
@@ -82,10 +82,10 @@ def test_in_evaluation_the_features_of_tasks_are_those_of_image_by_image():
     estimate_statistics(net.features, [clusters(SHAPE, seed=1).support_x.flatten(0, 1)])
     net.eval()
     with torch.no_grad():
-        for found, images in zip(features_of(net, params, episodes), (episodes.support_x, episodes.query_x)):
+        for found, images in zip(compute_features(net, params, episodes), (episodes.support_x, episodes.query_x)):
             alone = torch.stack([torch.cat([net.features(image[None]) for image in task]) for task in images])
             assert torch.allclose(found, alone, atol=1e-12)
-        joint = features_of(net.train(), params, episodes)[0]
+        joint = compute_features(net.train(), params, episodes)[0]
     assert not torch.allclose(joint, alone[:, : joint.shape[1]], atol=1e-2)  # in training they do depend on each other
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import adapted_params, starting_heads, trainable
+from metabridge.learners.parameters import adapted_params, initial_heads, trained_names
 from metabridge.models.network import Network, Params, apply_features, apply_head
 from metabridge.solvers import Problem
 
@@ -76,7 +76,7 @@ def empirical_meta_ntk(method: Method, net: Network, params: Params, episodes: E
         The kernel between all query outputs, task after task.
     """
     episodes = episodes if method.split else episodes.without_split()
-    leaves = {name: params[name].detach().requires_grad_() for name in trainable(method, net, params)}
+    leaves = {name: params[name].detach().requires_grad_() for name in trained_names(method, net, params)}
     rows = []
     for index in range(len(episodes)):
         for output in _adapted_outputs(method, net, params | leaves, episodes[index]):
@@ -88,7 +88,7 @@ def empirical_meta_ntk(method: Method, net: Network, params: Params, episodes: E
 
 def _adapted_outputs(method: Method, net: Network, params: Params, task: Episodes) -> Tensor:
     """Return the query outputs of one task as a function of the parameters before adaptation."""
-    heads = starting_heads(method, params, task)
+    heads = initial_heads(method, params, task)
     start = params | {name: value[0] for name, value in heads.items()}
 
     def apply(adapted: Params, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operations whose second derivative PyTorch lacks or gets wrong, computed in a form that has the right one."""
+"""Plain forms of operations whose second derivative PyTorch lacks or computes wrongly."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from torch.overrides import TorchFunctionMode
 
 _LOCK = Lock()
 _ATTENTION = contextlib.ExitStack()
-_users = 0  # of the plain form of attention, over all threads
+_users = 0  # threads inside _plain_attention
 
 
 @contextlib.contextmanager
 def second_derivatives(*, weight_norm: bool) -> Iterator[None]:
-    """Let what is computed inside be differentiated twice, with weight normalisation if the network has it."""
+    """Make attention, and weight normalisation if asked, twice differentiable for computations inside the context.
+
+    Args:
+        weight_norm: Whether the network uses PyTorch's fused weight normalisation.
+    """
     with _plain_attention(), _PlainWeightNorm() if weight_norm else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Let `scaled_dot_product_attention` use its plain form; its fused kernels have no second derivative.
+    """Make `scaled_dot_product_attention` use its plain form, since its fused kernels have no second derivative.
 
-    PyTorch has one setting for the whole process, so the last thread that leaves puts it back. Attention that other
-    threads compute meanwhile is rounded differently.
+    PyTorch has one setting for the whole process, which the last thread that leaves the context restores. Attention
+    that other threads compute meanwhile is rounded differently.
     """
     global _users
     with _LOCK:
@@ -46,10 +50,10 @@ def _plain_attention() -> Iterator[None]:
 
 
 class _PlainWeightNorm(TorchFunctionMode):
-    """While it is on, weight normalisation is g v / ‖v‖ as written; its fused kernel has a wrong second derivative."""
+    """Compute weight normalisation as g v / ‖v‖, since the second derivative of its fused kernel is wrong."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the one function."""
+        """Replace the fused function."""
         if func is torch._weight_norm:
             return _weight_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

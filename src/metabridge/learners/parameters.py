@@ -1,4 +1,4 @@
-"""The parameters a method trains: the network's, its persistent heads and its solver's own."""
+"""The parameters of a method: those of the network, the rows of its heads and those of its solver."""
 
 from __future__ import annotations
 
@@ -15,11 +15,23 @@ from metabridge.solvers import IterativeSolver, Solver, task_loss
 
 
 def parameters(method: Method, net: Network, *, classes: int | None = None, seed: int = 0) -> Params:
-    """Return everything `method` needs, by name: leaf tensors, of which the trained ones require gradients.
+    """Return all parameters of a method by name: leaf tensors, of which the trained ones require gradients.
 
-    `features.*` and `head.*` are copies of the network's. Multi-task methods add `heads.*`, a row
-    for each of `classes` training classes; solvers with learned settings add `rates.*` or `solver.*`.
-    A parameter of the network with `requires_grad=False` is neither trained nor adapted.
+    `features.*` and `head.*` are copies of the network's. Methods with a row for each training class add `heads.*`;
+    solvers with meta-learned settings add `rates.*` or `solver.*`. A parameter of the network with
+    `requires_grad=False` is neither trained nor adapted.
+
+    Args:
+        method: The method.
+        net: The network.
+        classes: The number of training classes, which methods with a row for each of them need.
+        seed: The seed of the initial rows.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        InputError: If `classes` is missing, or the head shares parameters with the features.
 
     >>> from metabridge.learners.method import method
     >>> from metabridge.models import mlp
@@ -44,56 +56,59 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
         params |= {f"heads.{name}": value.detach() for name, value in rows.named_parameters()}
     if method.inner is not None:
         params |= method.inner.solver_params(adapted_params(method, net, params))
-    for name in trainable(method, net, params):
+    for name in trained_names(method, net, params):
         params[name].requires_grad_()
     return params
 
 
 def adapted_params(method: Method, net: Network, params: Params) -> Params:
-    """Return the part of the parameters that the inner loop starts from."""
+    """Return the parameters that the inner loop adapts, by name."""
     if method.adapts != "all":
         return {name: value for name, value in params.items() if name.startswith("head.")}
-    fixed = frozen_names(net)
+    frozen = frozen_names(net)
     return {
-        name: value for name, value in params.items() if name.startswith(("features.", "head.")) and name not in fixed
+        name: value for name, value in params.items() if name.startswith(("features.", "head.")) and name not in frozen
     }
 
 
 def solver_params(params: Params) -> Params:
-    """Return the solver's own learned parameters."""
+    """Return the meta-learned parameters of the solver, by name."""
     return {name: value for name, value in params.items() if name.startswith(("rates.", "solver."))}
 
 
-def trainable(method: Method, net: Network, params: Params) -> list[str]:
-    """Return the names of what the outer loop trains."""
-    fixed, idle = frozen_names(net), method.training_head != "learned"
-    return [name for name in params if name not in fixed and not (idle and name.startswith("head."))]
+def trained_names(method: Method, net: Network, params: Params) -> list[str]:
+    """Return the names of the parameters that the outer loop trains."""
+    frozen, trains_head = frozen_names(net), method.training_head == "learned"
+    return [name for name in params if name not in frozen and (trains_head or not name.startswith("head."))]
 
 
-def starting_heads(method: Method, params: Params, episodes: Episodes) -> Params:
-    """Return every task's initial head, with a leading task axis (A §5.2 for the rows)."""
+def initial_heads(method: Method, params: Params, episodes: Episodes) -> Params:
+    """Return the initial head of every task, with a leading task axis.
+
+    With the training head "task-rows" a task has the rows of its classes (Wang et al. 2021, §5.2).
+    """
     if method.training_head == "task-rows":
         assert episodes.classes is not None
-        return {f"head.{name}": params[f"heads.{name}"][episodes.classes] for name in _parts(params, "heads.")}
+        return {f"head.{name}": params[f"heads.{name}"][episodes.classes] for name in _names_after(params, "heads.")}
     prefix = "heads." if method.training_head == "all-rows" else "head."
     return {
         f"head.{name}": params[prefix + name].expand(len(episodes), *params[prefix + name].shape)
-        for name in _parts(params, prefix)
+        for name in _names_after(params, prefix)
     }
 
 
-def targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
-    """Return labels as the head counts them: the task's own, or among all training classes."""
+def training_targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
+    """Return labels as indices of the head's outputs: classes of the task, or of all training classes ("all-rows")."""
     if method.training_head != "all-rows" or not episodes.is_classification:
         return labels
     assert episodes.classes is not None
     return episodes.classes.gather(1, labels)
 
 
-def check(
+def check_training(
     method: Method, net: Network, params: Params, episodes: Episodes, *, dtype: torch.dtype | None = None
 ) -> None:
-    """Raise a clear error if this method and network cannot train on the episodes, with features in `dtype`."""
+    """Raise an InputError if the method cannot train the network on the episodes, with features in `dtype`."""
     _check_common(method, net, params, episodes)
     _check_whole_numbers(episodes, dtype)
     _check_inputs(net, tuple(episodes.support_x.shape[2:]))
@@ -116,13 +131,13 @@ def check(
     if low < 0 or high >= len(rows):
         raise InputError(
             f"episodes.classes holds {low if low < 0 else high}, but there are {len(rows)} head rows. "
-            "Make params with parameters(method, net, classes=...) as many as the environment has."
+            "Make params with parameters(method, net, classes=environment.classes)."
         )
     return _check_targets(episodes, episodes.classes.shape[1])
 
 
-def check_test(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
-    """Raise a clear error if this method and network cannot adapt to the episodes at test time."""
+def check_test_time(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
+    """Raise an InputError if the method cannot adapt the network to the episodes at test time."""
     _check_common(method, net, params, episodes)
     if method.test is None or isinstance(method.test, Solver):
         _check_targets(episodes, params["head.weight"].shape[0])
@@ -139,26 +154,26 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
         raise InputError(
             f"{type(method.inner).__name__} needs class labels, but the targets are values. Use method('r2d2')."
         )
-    like = params["head.weight"]
+    weight = params["head.weight"]
     if not episodes.support_x.is_floating_point():
         if net.recipe is not None:
             raise InputError(
                 f"Inputs are {episodes.support_x.dtype}, but this network takes floating-point ones. Convert with "
                 ".float()."
             )
-    elif episodes.support_x.dtype != like.dtype:
+    elif episodes.support_x.dtype != weight.dtype:
         raise InputError(
-            f"Inputs are {episodes.support_x.dtype}, but the parameters are {like.dtype}. "
-            f"Use episodes.to(dtype={like.dtype})."
+            f"Inputs are {episodes.support_x.dtype}, but the parameters are {weight.dtype}. "
+            f"Use episodes.to(dtype={weight.dtype})."
         )
-    if episodes.device != like.device:
+    if episodes.device != weight.device:
         raise InputError(
-            f"The episodes are on {episodes.device}, but the parameters on {like.device}. Move one with .to(device)."
+            f"The episodes are on {episodes.device}, but the parameters on {weight.device}. Move one with .to(device)."
         )
 
 
 def _check_whole_numbers(episodes: Episodes, dtype: torch.dtype | None) -> None:
-    """Refuse whole numbers that `dtype` would round, since they may be indices."""
+    """Raise an InputError if inputs are whole numbers that `dtype` rounds, since they may be indices."""
     if dtype is None or not episodes.support_x.is_floating_point():
         return
     for x in (episodes.support_x, episodes.query_x) if episodes.is_split else (episodes.support_x,):
@@ -172,30 +187,30 @@ def _check_whole_numbers(episodes: Episodes, dtype: torch.dtype | None) -> None:
 
 
 def _check_frozen(method: Method, net: Network, params: Params) -> None:
-    """Refuse a network in which what the inner loop would move has `requires_grad=False`."""
+    """Raise an InputError if parameters that the inner loop adapts have `requires_grad=False`."""
     solvers = [method.inner, method.test]
     if not any(isinstance(solver, IterativeSolver) for solver in solvers):
         return
     if method.adapts == "all" and not adapted_params(method, net, params):
         raise InputError("every parameter of the network has requires_grad=False, so nothing adapts. Unfreeze some.")
-    if method.adapts != "all" and (fixed := sorted(name for name in frozen_names(net) if name.startswith("head."))):
+    if method.adapts != "all" and (frozen := sorted(name for name in frozen_names(net) if name.startswith("head."))):
         raise InputError(
-            f"{fixed[0]!r} has requires_grad=False, but the method adapts the head. Use net.head.requires_grad_(), "
+            f"{frozen[0]!r} has requires_grad=False, but the method adapts the head. Use net.head.requires_grad_(), "
             "and training_head='frozen' in the method if the outer loop should not train it."
         )
 
 
 def _check_inputs(net: Network, shape: tuple[int, ...]) -> None:
-    """Refuse points of another shape than the network was made for, where it says so."""
+    """Raise an InputError if points have another shape than the network's recipe."""
     recipe = net.recipe or {}
-    wanted = {
+    expected = {
         "mlp": {"inputs": math.prod(shape)},
         "conv4": dict(zip(("channels", "size"), shape)),
     }
-    for name, value in wanted.get(str(recipe.get("model")), {}).items():
+    for name, value in expected.get(str(recipe.get("model")), {}).items():
         if recipe[name] != value:
             raise InputError(
-                f"points are of shape {shape}, but the network was made with {name}={recipe[name]}. "
+                f"points have shape {shape}, but the network was made with {name}={recipe[name]}. "
                 f"Make it with {name}={value}."
             )
 
@@ -218,5 +233,6 @@ def _check_targets(episodes: Episodes, outputs: int) -> None:
         )
 
 
-def _parts(params: Params, prefix: str) -> list[str]:
+def _names_after(params: Params, prefix: str) -> list[str]:
+    """Return the names that start with a prefix, without it."""
     return [name.removeprefix(prefix) for name in params if name.startswith(prefix)]

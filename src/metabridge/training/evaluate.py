@@ -16,9 +16,9 @@ from metabridge.environments.image_tasks import ImageTasks, TaskIndices, copy_to
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.intervals import half_width
-from metabridge.learners.adapt import adapts_head_alone, predict, predict_from_features
+from metabridge.learners.adapt import adapts_head_only, predict, predict_from_features
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import check_test
+from metabridge.learners.parameters import check_test_time
 from metabridge.models.batch_norm import normalises_each_set, running_batch_norms
 from metabridge.models.functional_call import shallow_copy
 from metabridge.models.network import Network, Params, apply_features
@@ -238,7 +238,7 @@ def outcomes(
     if isinstance(model, Model):
         check_finite(model.params, dict(model.net.named_buffers()))
         _check_statistics(model)
-        fixed = adapts_head_alone(model.method) and not normalises_each_set(model.net)
+        fixed = adapts_head_only(model.method) and not normalises_each_set(model.net)
         if fixed and isinstance(environment, ImageTasks):
             table = FeatureTable.of(model, environment, views, seed=seed, progress=progress)
             yield from table.outcomes(model, environment, tasks, generator)
@@ -328,7 +328,7 @@ class FeatureTable:
         """Draw tasks, solve their heads some hundred at a time, and give the outputs with them."""
         for size in _batches(tasks, 12 * BLOCK):
             episodes = self.episodes(environment, size, generator)
-            check_test(model.method, model.net, model.params, episodes)
+            check_test_time(model.method, model.net, model.params, episodes)
             yield predict_from_features(model.method, model.params, episodes), episodes
 
     def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:

@@ -13,7 +13,7 @@ from metabridge.cuda_graph import CapturedGraph
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import starting_heads
+from metabridge.learners.parameters import initial_heads
 from metabridge.models.network import apply_features, apply_head
 from metabridge.training.evaluate import Model
 
@@ -111,7 +111,7 @@ class Softener:
             features = self._captures[points.shape].replay(points)
         else:
             features = apply_features(self.teacher.net, self.teacher.params, points, self.teacher.dtype)
-        heads = starting_heads(self.teacher.method, self.teacher.params, episodes)
+        heads = initial_heads(self.teacher.method, self.teacher.params, episodes)
         features = features.unflatten(0, x.shape[:2])
         return torch.stack(
             [apply_head({key: head[at] for key, head in heads.items()}, each) for at, each in enumerate(features)]

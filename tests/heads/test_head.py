@@ -1,0 +1,70 @@
+"""What holds for every test-time head; `test_heads.py` compares them with scikit-learn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import CLASSES, clusters, smooth_mlp
+from metabridge.errors import InputError
+from metabridge.heads import FITTED_HEADS, Head, create_head
+from metabridge.learners import method, parameters
+from metabridge.learners.adapt import predict
+
+every_head = pytest.mark.parametrize("name", Head.registry)
+
+
+def points() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(4).repeat(2, 5)
+    centres = 3 * torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    x = centres.gather(1, y[..., None].expand(-1, -1, 6))
+    return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64), y
+
+
+@every_head
+def test_a_head_made_by_name_classifies_separated_classes(name):
+    x, y = points()
+    head = create_head(name)
+    assert head.normalise
+    fitted = head.fit(x, y, 4)
+    assert torch.equal(fitted.scores(x).argmax(-1), y)
+    assert FITTED_HEADS[type(fitted).__name__] is type(fitted)
+    assert fitted.weight.shape[1:] == (fitted.rows(4), 6)
+
+
+@every_head
+def test_a_larger_penalty_makes_the_weights_smaller(name):
+    x, y = points()
+    if Head.registry[name].default_penalty is None:
+        with pytest.raises(InputError, match=rf"penalty is 2\.0, but the head '{name}' has no penalty"):
+            create_head(name, 2.0)
+        return
+    weak, strong = (create_head(name, penalty).fit(x, y, 4).weight.norm() for penalty in (0.5, 5.0))
+    assert strong < weak
+    with pytest.raises(InputError, match=r"penalty is 0\.0, but must be a positive number"):
+        create_head(name, 0.0)
+
+
+@every_head
+def test_a_head_is_solved_for_the_tasks_of_a_trained_network(name):
+    chosen, net, episodes = method("mtl", test=name), smooth_mlp(), clusters((4,))
+    assert predict(chosen, net, parameters(chosen, net, classes=CLASSES), episodes).isfinite().all()
+
+
+@every_head
+def test_a_head_says_whether_its_scores_are_probabilities_and_whether_it_fits_values(name):
+    kind = Head.registry[name]
+    assert isinstance(kind.calibrated, bool)
+    x = torch.randn(2, 6, 3)
+    values = torch.randn(2, 6, 1)
+    if kind.fits_values:
+        assert create_head(name).fit(x, values, 1).weight.shape == (2, 1, 3)
+    else:
+        with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 6, 1\).*fits real values"):
+            create_head(name).fit(x, values, 1)
+
+
+def test_an_unknown_head_is_refused_with_the_names_of_all():
+    with pytest.raises(InputError, match="head is 'forest', but must be one of centroid, logistic, ridge, svm"):
+        create_head("forest")
