@@ -22,7 +22,7 @@ from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader
 from metabridge import cli
 from metabridge.datasets import load
 from metabridge.datasets.data_check import check_dataset
-from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.use.image_input import pixels
@@ -79,7 +79,7 @@ def command(*arguments: str) -> tuple[int, str]:
 def one_image(folder: Path) -> object:
     """Read the changed image by itself, as a classifier does."""
     (file,) = (folder / "data" / "b").iterdir()
-    return pixels([file], Form(size=SIZE, channels=3))
+    return pixels([file], DecodeOptions(size=SIZE, channels=3))
 
 
 def _around(ending: str, content: bytes) -> Files:

@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_training(metabridge,
     monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", lambda *_: pytest.fail("trained first"))
     status, _, complained = metabridge("demo", "--out", tmp_path / "file")
     assert status == 2
-    assert f"metabridge demo: the folder {tmp_path / 'file'} cannot be made" in complained
+    assert f"metabridge demo: the folder {tmp_path / 'file'} cannot be created" in complained
 
 
 def test_cuda_without_a_gpu_is_refused(metabridge, tmp_path, monkeypatch):

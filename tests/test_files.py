@@ -26,7 +26,7 @@ def python(program: str, *arguments: object, **options) -> subprocess.Popen[str]
 
 
 @POSIX
-def test_a_link_is_written_through_and_stays_a_link(tmp_path):
+def test_writing_to_a_link_replaces_its_target_and_keeps_the_link(tmp_path):
     (tmp_path / "there").mkdir()
     for name in ("old", "new"):
         target, link = tmp_path / "there" / name, tmp_path / f"link to {name}"
@@ -44,7 +44,7 @@ def test_a_link_is_written_through_and_stays_a_link(tmp_path):
 
 
 @POSIX
-def test_what_is_no_regular_file_is_streamed_to_or_refused_and_never_replaced(tmp_path):
+def test_pipes_and_terminals_are_streamed_to_and_folders_refused(tmp_path):
     pipe, read = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
@@ -78,7 +78,7 @@ print("after")
 @POSIX
 @pytest.mark.parametrize("name", ["-", "link"])
 @pytest.mark.parametrize("to_file", [False, True])
-def test_standard_output_is_written_in_order_and_never_replaced(tmp_path, name, to_file):
+def test_standard_output_is_written_in_order_and_is_not_replaced(tmp_path, name, to_file):
     if name == "link":
         name = str(tmp_path / "link")
         Path(name).symlink_to("/dev/stdout")
@@ -92,7 +92,7 @@ def test_standard_output_is_written_in_order_and_never_replaced(tmp_path, name, 
     assert Path("/dev/stdout").is_symlink()
 
 
-def test_a_named_output_is_a_file(tmp_path, capsys):
+def test_output_goes_to_a_file_or_to_standard_output(tmp_path, capsys):
     write_output(tmp_path / "table.csv", b"a,b\n")
     assert (tmp_path / "table.csv").read_bytes() == b"a,b\n"
     write_output("-", "ü\n".encode())
@@ -103,7 +103,7 @@ def test_a_named_output_is_a_file(tmp_path, capsys):
     assert (tmp_path / "new").is_dir()
 
 
-def test_a_planted_part_file_is_not_followed(tmp_path, monkeypatch):
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     names = set()
@@ -120,11 +120,11 @@ def test_a_planted_part_file_is_not_followed(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=r"cannot be written \(File exists\)"):
             write_atomically(tmp_path / "file", b"content")
     assert victim.read_bytes() == b"precious"
-    assert len(names) == 2  # nobody can tell the name before
+    assert len(names) == 2  # the name cannot be predicted
 
 
 @POSIX
-def test_an_existing_file_keeps_its_mode_and_a_new_one_obeys_the_umask(tmp_path):
+def test_an_existing_file_keeps_its_mode_and_a_new_file_follows_the_umask(tmp_path):
     for mode in (0o600, 0o640, 0o755):
         file = tmp_path / f"{mode:o}"
         file.write_bytes(b"old")
@@ -139,8 +139,8 @@ def test_an_existing_file_keeps_its_mode_and_a_new_one_obeys_the_umask(tmp_path)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
 
 
-def test_readers_see_whole_files_while_several_threads_write(tmp_path):
-    file, contents = tmp_path / "file", [bytes([65 + each]) * 200_000 for each in range(4)]
+def test_readers_see_complete_files_while_several_threads_write(tmp_path):
+    file, contents = tmp_path / "file", [bytes([65 + index]) * 200_000 for index in range(4)]
     write_atomically(file, contents[0])
     failed: list[BaseException] = []
 
@@ -159,10 +159,10 @@ def test_readers_see_whole_files_while_several_threads_write(tmp_path):
         seen.add(file.read_bytes())
     assert not failed
     assert seen <= set(contents)
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_content_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+def test_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
     done: list[str] = []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda number: (done.append("sync"), sync(number)))
@@ -180,25 +180,25 @@ sys.stdin.read()
 """
 
 
-def test_a_second_process_is_told_who_holds_the_folder_until_the_first_ends(tmp_path):
+def test_a_locked_folder_is_refused_with_the_name_of_the_holder_until_it_ends(tmp_path):
     for end in (lambda holder: holder.stdin.close(), lambda holder: holder.kill()):
         with python(HOLD, tmp_path) as holder:
             assert holder.stdout.readline() == "locked\n"
             with pytest.raises(InputError) as caught:
                 FolderLock(tmp_path)
-            found = re.fullmatch(
+            match = re.fullmatch(
                 rf"the folder {tmp_path} is in use by process {holder.pid} on \S+ since \d{{4}}-\S+ \S+ \(.*-c.*\)\. "
-                r"Wait for its end, or name another folder\.",
+                r"Wait for it to finish, or name another folder\.",
                 str(caught.value),
             )
-            assert found, caught.value
+            assert match, caught.value
             end(holder)
             holder.wait()
         FolderLock(tmp_path).release()
         assert not list(tmp_path.iterdir())
 
 
-def test_only_one_of_many_threads_gets_the_folder_at_a_time(tmp_path):
+def test_one_thread_at_a_time_holds_the_lock(tmp_path):
     inside, most, refused, gate = [], [], [], threading.Barrier(8)
 
     def work() -> None:
@@ -219,10 +219,10 @@ def test_only_one_of_many_threads_gets_the_folder_at_a_time(tmp_path):
         thread.join()
     assert set(most) == {1}
     assert len(most) + len(refused) == 400
-    assert all("is in use by" in each for each in refused)
+    assert all("is in use by" in message for message in refused)
 
 
-def test_a_lock_file_that_its_holder_removes_at_that_moment_is_made_anew(tmp_path, monkeypatch):
+def test_a_lock_file_removed_during_locking_is_created_again(tmp_path, monkeypatch):
     tried, lock = [], files._try_lock
 
     def removed(descriptor: int) -> bool:
@@ -236,7 +236,7 @@ def test_a_lock_file_that_its_holder_removes_at_that_moment_is_made_anew(tmp_pat
         FolderLock(tmp_path)
 
 
-def test_a_lock_that_is_forgotten_is_released(tmp_path):
+def test_deleting_a_lock_object_releases_the_lock(tmp_path):
     lock = FolderLock(tmp_path)
     del lock
     FolderLock(tmp_path).release()
@@ -244,19 +244,19 @@ def test_a_lock_that_is_forgotten_is_released(tmp_path):
 
 @POSIX
 @pytest.mark.parametrize("text", ["", "7", "{}", "[" * 100_000, '{"pid": 1, "host": 2}'])
-def test_a_lock_file_that_does_not_name_its_holder_is_one_of_another_process(tmp_path, text):
+def test_a_damaged_lock_file_is_reported_as_held_by_another_process(tmp_path, text):
     with FolderLock(tmp_path):
         (tmp_path / ".lock").write_text(text)
         with pytest.raises(InputError, match="is in use by another process"):
             FolderLock(tmp_path)
 
 
-@POSIX  # where a folder can be moved while a file in it is open
-def test_the_lock_of_a_folder_that_was_moved_is_not_that_of_the_one_in_its_place(tmp_path):
+@POSIX  # Windows does not move a folder that contains an open file
+def test_a_lock_does_not_cover_a_new_folder_in_place_of_the_moved_one(tmp_path):
     run, first = tmp_path / "run", FolderLock(tmp_path / "run")
     first.check()
     run.rename(tmp_path / "moved")
-    with pytest.raises(InputError, match=r"run is not the one that was locked: .* Begin again, or name another folder"):
+    with pytest.raises(InputError, match=r"run is not the one that was locked: .* Start again, or name another folder"):
         first.check()
     with FolderLock(run) as second:
         with pytest.raises(InputError, match="is not the one that was locked"):
@@ -267,7 +267,7 @@ def test_the_lock_of_a_folder_that_was_moved_is_not_that_of_the_one_in_its_place
             FolderLock(run)
 
 
-def test_a_lock_by_a_relative_path_does_not_release_that_of_another_folder(tmp_path, monkeypatch):
+def test_releasing_a_lock_with_a_relative_path_after_chdir_leaves_other_locks(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     first = FolderLock("run")
@@ -277,7 +277,7 @@ def test_a_lock_by_a_relative_path_does_not_release_that_of_another_folder(tmp_p
         second.check()
 
 
-def test_a_planted_lock_file_is_not_followed(tmp_path):
+def test_a_link_or_pipe_in_place_of_the_lock_file_is_refused(tmp_path):
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / files.LOCK).symlink_to(tmp_path / "victim")
     with pytest.raises(InputError, match="cannot be locked"):
@@ -285,7 +285,7 @@ def test_a_planted_lock_file_is_not_followed(tmp_path):
     assert (tmp_path / "victim").read_bytes() == b"precious"
     (tmp_path / files.LOCK).unlink()
     os.mkfifo(tmp_path / files.LOCK)
-    with pytest.raises(InputError, match="is no regular file"):
+    with pytest.raises(InputError, match="is not a regular file"):
         FolderLock(tmp_path)
 
 
@@ -299,11 +299,11 @@ write_atomically(Path(sys.argv[1]), b"content")
 
 
 @POSIX
-def test_part_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(tmp_path):
+def test_temporary_files_of_killed_processes_are_removed(tmp_path):
     with python(KILLED, tmp_path / "weights") as killed:
         assert killed.wait() == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    old = tmp_path / f".state.{killed.pid}.part"  # as earlier versions named them
+    old = tmp_path / f".state.{killed.pid}.part"  # the naming scheme of earlier versions
     living = [tmp_path / f".state.{os.getpid()}.part", tmp_path / f".state.{os.getpid()}.{'0' * 16}.part"]
     others = [tmp_path / "download.part", tmp_path / ".film.part"]
     for file in (old, *living, *others):
@@ -314,7 +314,7 @@ def test_part_files_of_killed_processes_are_removed_and_those_of_living_ones_are
     assert left.name.startswith(".weights.")
 
 
-def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path, monkeypatch, caplog):
+def test_without_support_for_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
     fcntl = pytest.importorskip("fcntl")
 
     def unsupported(*_):
@@ -323,12 +323,12 @@ def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path, monk
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with FolderLock(tmp_path):
         assert json.loads((tmp_path / files.LOCK).read_text())["command"] == shlex.join(sys.argv)
-    assert "has no locks (Operation not supported)" in caplog.text
+    assert "does not support locks (Operation not supported)" in caplog.text
 
 
-def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path):
+def test_a_forked_child_does_not_release_its_parents_lock(tmp_path):
     if not hasattr(os, "fork"):
-        pytest.skip("needs processes that can be forked")
+        pytest.skip("needs os.fork")
     program = """
 import os, sys
 from metabridge.files import FolderLock
@@ -347,7 +347,7 @@ print(os.path.exists(os.path.join(sys.argv[1], ".lock")))
 
 @POSIX
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_a_stranger_put_into_a_folder_is_replaced_and_not_followed(tmp_path, kind):
+def test_without_follow_links_and_pipes_are_replaced(tmp_path, kind):
     victim, file = tmp_path / "victim", tmp_path / "metrics.jsonl"
     victim.write_bytes(b"mine")
     if kind == "link":
@@ -361,7 +361,7 @@ def test_what_a_stranger_put_into_a_folder_is_replaced_and_not_followed(tmp_path
 
 
 @POSIX
-def test_a_pipe_is_not_even_opened_for_reading(tmp_path, monkeypatch):
+def test_a_pipe_is_not_opened_for_reading(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "settings.json")
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(OSError, match="Not a regular file"):
@@ -369,7 +369,7 @@ def test_a_pipe_is_not_even_opened_for_reading(tmp_path, monkeypatch):
 
 
 @POSIX
-def test_a_pipe_that_takes_the_place_of_a_file_while_it_is_opened_is_not_waited_for(tmp_path, monkeypatch):
+def test_a_pipe_that_replaces_a_file_before_opening_does_not_block(tmp_path, monkeypatch):
     regular, file = os.stat(__file__), tmp_path / "settings.json"
     os.mkfifo(file)
     monkeypatch.setattr(os, "stat", lambda *_, **__: regular)

@@ -1,4 +1,4 @@
-"""The one error that is the user's to mend, and how it speaks."""
+"""The error type for invalid input, and checks that raise it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# What plain data that was damaged or made up can raise where it is read.
+# Exceptions that parsing damaged or forged plain data (JSON, tensor headers, pickles) can raise.
 PARSING_ERRORS = (
     ValueError,
     TypeError,
@@ -22,22 +22,23 @@ PARSING_ERRORS = (
 )
 
 
-LARGEST = 2**31 - 1  # of counts, which leaves room for products of two in 64 bits
+MAX_COUNT = 2**31 - 1  # the product of two such counts fits into 64 bits
 
 
 class InputError(ValueError):
-    """Something given to metabridge cannot be used; the message names it and the way out.
+    """Invalid input to metabridge: an argument, an option or a file.
 
-    The command line prints the message alone and exits with status 2.
+    The message names the input and says how to correct it. The command line prints the message without a traceback
+    and exits with status 2.
 
-    >>> raise InputError("ways is 7, but only 5 classes are there. Use ways=5 or fewer.")
+    >>> raise InputError("ways is 7, but there are only 5 classes. Use ways=5 or fewer.")
     Traceback (most recent call last):
-    metabridge.errors.InputError: ways is 7, but only 5 classes are there. Use ways=5 or fewer.
+    metabridge.errors.InputError: ways is 7, but there are only 5 classes. Use ways=5 or fewer.
     """
 
 
 def check_count(name: str, value: int) -> None:
-    """Refuse a count that is not a whole number of at least one.
+    """Raise `InputError` unless a value is a whole number from 1 to `MAX_COUNT`.
 
     >>> check_count("shots", 0)
     Traceback (most recent call last):
@@ -45,12 +46,12 @@ def check_count(name: str, value: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{name} is {value!r}, but must be a whole number of at least 1. Use {name}=1 or more.")
-    if value > LARGEST:
-        raise InputError(f"{name} is {value}, which is too large. Use {name}={LARGEST} or less.")
+    if value > MAX_COUNT:
+        raise InputError(f"{name} is {value}, which is too large. Use {name}={MAX_COUNT} or less.")
 
 
 def check_positive(name: str, value: float) -> None:
-    """Refuse a setting that is not a positive, finite number.
+    """Raise `InputError` unless a value is a positive, finite number.
 
     >>> check_positive("lr", 0.0)
     Traceback (most recent call last):
@@ -61,7 +62,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Refuse a setting that is not a finite number, 0 or more.
+    """Raise `InputError` unless a value is a finite number of at least 0.
 
     >>> check_not_negative("noise", -1.0)
     Traceback (most recent call last):
@@ -72,7 +73,7 @@ def check_not_negative(name: str, value: float) -> None:
 
 
 def _as_float(value: object) -> float:
-    """Return a number as a float: infinite if it is too large for one, and NaN if it is no number."""
+    """Return a number as a float: infinity if it is too large for a float, NaN if it is not a number."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except OverflowError:
@@ -80,5 +81,10 @@ def _as_float(value: object) -> float:
 
 
 def describe(tensor: Tensor) -> str:
-    """Say a tensor's dtype and shape."""
+    """Return a tensor's dtype and shape as text for error messages.
+
+    >>> import torch
+    >>> describe(torch.zeros(2, 3))
+    'float32 of shape (2, 3)'
+    """
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

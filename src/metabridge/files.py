@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and folders that one process at a time writes to."""
+"""Atomic file writes, and locks that let one process at a time write to a folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import socket
 import stat
 import sys
 import weakref
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from metabridge.errors import PARSING_ERRORS, InputError
 
@@ -27,26 +28,29 @@ else:
 
 log = logging.getLogger("metabridge")
 
-STDOUT = "-"  # as the name of an output file
+STDOUT = "-"  # the name of an output file that stands for standard output
 LOCK = ".lock"
-_PART = re.compile(r"\..*\.(\d+)(\.[0-9a-f]{16})?\.part")  # with the process that writes it
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_PART = re.compile(r"\..*\.(\d+)(\.[0-9a-f]{16})?\.part")  # the number is the ID of the writing process
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def make_folder(folder: str | Path) -> Path:
-    """Return the folder, made if it was not there: done before the work whose results go into it."""
+    """Create a folder and its parents if they do not exist, check that it is writable, and return its path.
+
+    Call it before a long computation, so that an unusable output folder is reported at once.
+    """
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"the folder {folder} cannot be made ({error.strerror}). Name another.") from error
+        raise InputError(f"the folder {folder} cannot be created ({error.strerror}). Name another.") from error
     if not os.access(folder, os.W_OK):
-        raise InputError(f"the folder {folder} cannot be written to. Name another.")
+        raise InputError(f"the folder {folder} is not writable. Name another.")
     return folder
 
 
 def make_parent_folder(file: Path) -> None:
-    """Make the folder of a file, before the work whose result it is, and see that it is no folder itself.
+    """Create the folder of an output file, and raise `InputError` if the path is itself a folder.
 
     Standard output (`-`), devices and pipes need no folder.
 
@@ -61,14 +65,14 @@ def make_parent_folder(file: Path) -> None:
 
 
 def read_regular_file(file: Path) -> bytes:
-    """Return what a regular file holds; an `OSError` if it is a pipe or a device, which might never end.
+    """Return the content of a regular file; raise `OSError` for a pipe or a device, which might never end.
 
     >>> read_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
     OSError: [Errno 22] Not a regular file: '/dev/null'
     """
     _check_regular(file, os.stat(file).st_mode)
-    # What took the file's place in the meantime must not block.
+    # O_NONBLOCK: if a pipe replaced the file since the check, opening it must not block.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         _check_regular(file, os.fstat(descriptor).st_mode)
@@ -86,36 +90,36 @@ def _check_regular(file: Path, mode: int) -> None:
 
 
 def write_atomically(file: Path, content: bytes, *, follow: bool = True) -> Path:
-    """Write a file under another name first, so that no reader ever sees half of it, and return it.
+    """Replace a file by new content in one step, so that readers see the old or the new content, and return its path.
 
-    The target of a symbolic link is replaced, not the link. What is not a regular file, such as a pipe or
-    /dev/stdout, is never replaced: the content is streamed to it. The mode of an existing file is kept.
+    The target of a symbolic link is replaced, not the link. Content for a pipe or a device, such as /dev/stdout, is
+    streamed to it. An existing file keeps its mode.
 
-    If `follow` is false, a link, pipe or device is replaced by the file. Use it for files in a run's folder, where a
-    stranger may have put a link to a file elsewhere.
+    If `follow` is false, a link, pipe or device is itself replaced by the new file. Use this in folders that others
+    may have prepared, such as the folder of a run: a link there could point to any file.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     write_atomically(Path(folder, "note.txt"), b"whole").read_bytes()
-    b'whole'
+    ...     write_atomically(Path(folder, "note.txt"), b"content").read_bytes()
+    b'content'
     """
     try:
-        there = _stat(file, follow)
+        status = _stat(file, follow)
         if not follow:
-            _replace(file, content, there if there is not None and stat.S_ISREG(there.st_mode) else None)
-        elif there is not None and _is_stdout(there):
+            _replace(file, content, status if status is not None and stat.S_ISREG(status.st_mode) else None)
+        elif status is not None and _is_stdout(status):
             _write_stdout(content)
-        elif there is not None and not stat.S_ISREG(there.st_mode):
-            _stream(file, there, content)
+        elif status is not None and not stat.S_ISREG(status.st_mode):
+            _write_stream(file, status, content)
         else:
-            _replace(Path(os.path.realpath(file)), content, there)
+            _replace(Path(os.path.realpath(file)), content, status)
     except OSError as error:
         raise InputError(f"{file} cannot be written ({error.strerror}). Name another folder, or free space.") from error
     return file
 
 
 def write_output(destination: str | Path, content: bytes) -> None:
-    """Write the one file that a command was asked for: to standard output if `destination` is "-"."""
+    """Write the output file of a command, or standard output if `destination` is "-"."""
     if str(destination) != STDOUT:
         write_atomically(Path(destination), content)
         return
@@ -127,52 +131,32 @@ def write_output(destination: str | Path, content: bytes) -> None:
         raise InputError(f"standard output cannot be written ({error.strerror}). Name a file.") from error
 
 
-def _stat(file: Path, follow: bool = True) -> os.stat_result | None:
-    try:
-        return os.stat(file, follow_symlinks=follow)
-    except FileNotFoundError:
-        return None
+@contextlib.contextmanager
+def atomic_writer(file: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
+    """Open a temporary file in the folder of `file`, and rename it to `file` when the block ends without an error.
 
+    The content is on the disk before the rename, so after a crash the file has its old or its new content. If the
+    block raises, the temporary file is removed and `file` stays as it was. `mode` sets the permissions of the new
+    file; by default the umask does.
 
-def _is_stdout(there: os.stat_result) -> bool:
-    """Whether a path such as /dev/stdout leads to where standard output goes, be it a file."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard output may be closed or no file
-        return os.path.samestat(there, os.fstat(sys.stdout.fileno()))
-    return False
-
-
-def _write_stdout(content: bytes) -> None:
-    if sys.stdout is None:
-        raise OSError(errno.EBADF, "standard output is closed")
-    sys.stdout.flush()
-    stream = getattr(sys.stdout, "buffer", None)
-    if stream is None:  # a notebook's takes text alone
-        sys.stdout.write(content.decode())
-    else:
-        stream.write(content)
-    sys.stdout.flush()
-
-
-def _stream(file: Path, there: os.stat_result, content: bytes) -> None:
-    if not (stat.S_ISCHR(there.st_mode) or stat.S_ISFIFO(there.st_mode)):
-        raise InputError(f"{file} is neither a regular file nor a pipe. Name a file.")
-    with open(os.open(file, os.O_WRONLY | getattr(os, "O_NOCTTY", 0)), "wb") as stream:
-        stream.write(content)
-
-
-def _replace(file: Path, content: bytes, there: os.stat_result | None) -> None:
-    """Write next to the file and rename; after a crash there is the old content or the new."""
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     with atomic_writer(Path(folder, "images.npz")) as stream:
+    ...         _ = stream.write(b"content")
+    ...     Path(folder, "images.npz").read_bytes()
+    b'content'
+    """
     part = file.with_name(f".{file.name[:40]}.{os.getpid()}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(part, flags, 0o666)  # less the umask
+    descriptor = os.open(part, flags, 0o666)
     try:
         with open(descriptor, "wb") as stream:
-            stream.write(content)
+            yield stream
             stream.flush()
             os.fsync(descriptor)
-        if there is not None:
-            with contextlib.suppress(OSError):  # some file systems have no modes
-                os.chmod(part, stat.S_IMODE(there.st_mode))
+        if mode is not None:
+            with contextlib.suppress(OSError):  # some file systems have no permissions
+                os.chmod(part, mode)
         os.replace(part, file)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -181,8 +165,46 @@ def _replace(file: Path, content: bytes, there: os.stat_result | None) -> None:
     _sync_folder(file.parent)
 
 
+def _stat(file: Path, follow: bool = True) -> os.stat_result | None:
+    try:
+        return os.stat(file, follow_symlinks=follow)
+    except FileNotFoundError:
+        return None
+
+
+def _is_stdout(status: os.stat_result) -> bool:
+    """Return whether a path such as /dev/stdout refers to the file or pipe that standard output writes to."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard output may be closed or replaced
+        return os.path.samestat(status, os.fstat(sys.stdout.fileno()))
+    return False
+
+
+def _write_stdout(content: bytes) -> None:
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "standard output is closed")
+    sys.stdout.flush()
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:  # the standard output of a notebook accepts text only
+        sys.stdout.write(content.decode())
+    else:
+        stream.write(content)
+    sys.stdout.flush()
+
+
+def _write_stream(file: Path, status: os.stat_result, content: bytes) -> None:
+    if not (stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
+        raise InputError(f"{file} is neither a regular file nor a pipe. Name a file.")
+    with open(os.open(file, os.O_WRONLY | getattr(os, "O_NOCTTY", 0)), "wb") as stream:
+        stream.write(content)
+
+
+def _replace(file: Path, content: bytes, status: os.stat_result | None) -> None:
+    with atomic_writer(file, mode=None if status is None else stat.S_IMODE(status.st_mode)) as stream:
+        stream.write(content)
+
+
 def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a crash, where the system can."""
+    """Flush a folder to the disk, so that a rename survives a crash, on systems that support it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -192,16 +214,16 @@ def _sync_folder(folder: Path) -> None:
 
 
 class FolderLock:
-    """The right to write to a folder, held by one process and one object in it until `release`.
+    """An exclusive lock on writing to a folder, held by one object in one process until `release`.
 
-    The kernel releases the lock of a process that dies, so that none is ever stale. Reading needs no lock. With the
-    lock taken, part files that killed processes left in the folder are removed.
+    The operating system releases the lock of a process that dies, so a lock is never stale. Reading needs no lock.
+    Taking the lock also removes temporary files that killed processes left in the folder.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder, FolderLock(folder):
     ...     FolderLock(folder)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    metabridge.errors.InputError: the folder ... is in use by process ... Wait for its end, or name another folder.
+    metabridge.errors.InputError: the folder ... is in use by process ... Wait for it to finish, or name another folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -212,7 +234,7 @@ class FolderLock:
             raise InputError(
                 f"the folder {folder} cannot be locked ({error.strerror}). Name another folder."
             ) from error
-        self._own = os.fstat(descriptor)
+        self._status = os.fstat(descriptor)
         self.release = weakref.finalize(self, _release, descriptor, self.folder / LOCK, os.getpid())
         _remove_parts(self.folder)
 
@@ -223,12 +245,12 @@ class FolderLock:
         self.release()
 
     def check(self) -> None:
-        """Refuse to go on if the folder was moved or removed: that of the same name may be of another process."""
-        there = _stat(self.folder / LOCK, follow=False)
-        if there is None or not os.path.samestat(there, self._own):
+        """Raise `InputError` if the folder was moved or removed: a new folder of that name is not locked by us."""
+        status = _stat(self.folder / LOCK, follow=False)
+        if status is None or not os.path.samestat(status, self._status):
             raise InputError(
-                f"the folder {self.folder} is not the one that was locked: it, or its {LOCK}, was moved or removed. "
-                "Begin again, or name another folder."
+                f"the folder {self.folder} is not the one that was locked: it or its {LOCK} file was moved or "
+                "removed. Start again, or name another folder."
             )
 
     def _acquire(self, file: Path) -> int:
@@ -236,11 +258,11 @@ class FolderLock:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise InputError(f"{file} is no regular file. Remove it, or name another folder.")
+                    raise InputError(f"{file} is not a regular file. Remove it, or name another folder.")
                 if not _try_lock(descriptor):
-                    self._refuse(descriptor)
-                there = _stat(file)
-                if there is not None and os.path.samestat(there, os.fstat(descriptor)):
+                    self._raise_in_use(descriptor)
+                status = _stat(file)
+                if status is not None and os.path.samestat(status, os.fstat(descriptor)):
                     holder = {
                         "pid": os.getpid(),
                         "host": socket.gethostname(),
@@ -253,29 +275,33 @@ class FolderLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # the holder released and removed the file between the two calls: try the new one
+            os.close(descriptor)  # the previous holder removed this lock file after we opened it: lock the new one
 
-    def _refuse(self, descriptor: int) -> NoReturn:
+    def _raise_in_use(self, descriptor: int) -> NoReturn:
         try:
-            told = json.loads(os.read(descriptor, 100_000))
-            holder = f"process {told['pid']} on {told['host']} since {told['since']} ({told['command']!r})"
-        except (OSError, *PARSING_ERRORS):  # it has not yet written who it is
+            entry = json.loads(os.read(descriptor, 100_000))
+            holder = f"process {entry['pid']} on {entry['host']} since {entry['since']} ({entry['command']!r})"
+        except (OSError, *PARSING_ERRORS):  # the holder has not written its entry yet
             holder = "another process"
-        raise InputError(f"the folder {self.folder} is in use by {holder}. Wait for its end, or name another folder.")
+        raise InputError(
+            f"the folder {self.folder} is in use by {holder}. Wait for it to finish, or name another folder."
+        )
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock an open file unless another has; where the file system has no locks, warn and go on without."""
+    """Lock an open file and return whether that succeeded; without support for locks, warn and return true."""
     try:
         if sys.platform == "win32":
-            os.lseek(descriptor, 2**30, os.SEEK_SET)  # far from what the file says, which others read
+            os.lseek(descriptor, 2**30, os.SEEK_SET)  # beyond the entry, which other processes read
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
             os.lseek(descriptor, 0, os.SEEK_SET)
         else:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _NO_LOCKS:
-            log.warning("this file system has no locks (%s): let only one process write to a folder.", error.strerror)
+        if error.errno in _LOCKS_UNSUPPORTED:
+            log.warning(
+                "This file system does not support locks (%s): let only one process write to a folder.", error.strerror
+            )
             return True
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
             return False
@@ -284,27 +310,27 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _release(descriptor: int, file: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child only closes its copy
+    if os.getpid() == pid:  # a forked child only closes its copy of the descriptor
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.lstat(file), os.fstat(descriptor)):  # else the folder was moved: it is another's
-                file.unlink()  # while it is locked: whoever opened it before sees that it is gone
+            if os.path.samestat(os.lstat(file), os.fstat(descriptor)):  # else the folder was moved: not our lock file
+                file.unlink()  # before unlocking, so that a process that opened it notices the removal
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove the part files of processes that are gone."""
+    """Remove the temporary files of processes that no longer run."""
     with contextlib.suppress(OSError):
         for file in list(folder.iterdir()):
-            found = _PART.fullmatch(file.name)
-            if found and not _alive(int(found[1])):
+            match = _PART.fullmatch(file.name)
+            if match and not _is_running(int(match[1])):
                 with contextlib.suppress(OSError):
                     file.unlink()
 
 
-def _alive(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     if sys.platform == "win32":
-        return True  # a signal would end it
+        return True  # os.kill would end the process
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -315,7 +341,9 @@ def _alive(pid: int) -> bool:
 
 
 def json_bytes(value: object, indent: int | None = None) -> bytes:
-    r"""Return a value as a line of JSON in UTF-8; in names, bytes that are no UTF-8 are escaped and read back the same.
+    r"""Return a value as JSON in UTF-8 with a final newline.
+
+    Bytes of file names that are not valid UTF-8 are escaped, and decode to the same name again.
 
     >>> json_bytes(["é", "caf\udce9"])
     b'["\xc3\xa9", "caf\\udce9"]\n'

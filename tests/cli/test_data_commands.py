@@ -7,7 +7,7 @@ from pictures import write_tree
 
 @pytest.fixture
 def check(metabridge):
-    """Run `metabridge data check` and return its exit status, what it printed and what it complained of."""
+    """Run `metabridge data check` and return its exit status, standard output and standard error."""
     return functools.partial(metabridge, "data", "check")
 
 
@@ -19,9 +19,9 @@ def root(tmp_path):
 TASKS = ("--ways", 2, "--shots", 1, "--queries", 3)
 
 
-def test_sound_data_ends_with_status_0(check, root):
-    status, printed, complained = check(root, *TASKS)
-    assert (status, complained) == (0, "")
+def test_data_without_problems_exit_with_status_0(check, root):
+    status, printed, errors = check(root, *TASKS)
+    assert (status, errors) == (0, "")
     first, *_, last = printed.splitlines()
     assert first == "folder: folders of images, split into train, test"
     assert last == "No problems found."
@@ -31,7 +31,7 @@ def test_sound_data_ends_with_status_0(check, root):
     assert "modes: RGB (17)\nsizes: 8×8 (17)\n" in printed
 
 
-def test_problems_are_named_and_end_with_status_1_or_2_if_strict(check, root):
+def test_problems_exit_with_status_1_or_2_if_strict(check, root):
     (root / "train" / "cat" / "bad.png").write_bytes(b"no image")
     (root / "test" / "yeti").mkdir()
     (root / "test" / "[oak]" / "copy.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
@@ -39,45 +39,44 @@ def test_problems_are_named_and_end_with_status_1_or_2_if_strict(check, root):
     assert status == 1
     assert printed.splitlines()[-4:] == [
         "unreadable: train/cat/bad.png (it is not an image that Pillow reads)",
-        "in train (train/dog/0.png) and test (test/[oak]/copy.png)",
+        "duplicate in train (train/dog/0.png) and test (test/[oak]/copy.png)",
         "empty class: yeti",
         "There are problems.",
     ]
     assert check(root, *TASKS, "--strict")[0] == 2
 
 
-def test_tasks_that_cannot_be_made_are_a_problem_with_its_reason(check, root):
+def test_impossible_tasks_are_reported_with_a_reason(check, root):
     status, printed, _ = check(root, "--ways", 3, "--queries", 1)
     assert status == 1
-    assert "train: 3 ways need 3 classes, but there are 2: use fewer ways, or more classes." in printed
+    assert "train: 3 ways need 3 classes, but there are 2: use fewer ways, or add more classes." in printed
 
 
-def test_many_sizes_are_told_as_a_range(check, root):
+def test_many_sizes_are_summarized_as_a_range(check, root):
     from PIL import Image
 
     for width, height in [(9, 20), (30, 5), (12, 12)]:
         Image.new("RGB", (width, height), (width, height, 0)).save(root / "train" / "dog" / f"{width}.png")
-    assert "sizes: 4 of them, 8 to 30 wide and 5 to 20 high" in check(root, *TASKS)[1]
+    assert "sizes: 4 different sizes, 8 to 30 wide and 5 to 20 high" in check(root, *TASKS)[1]
 
 
-def test_unusable_data_ends_in_one_sentence_and_status_2(check, tmp_path):
+def test_unusable_data_exit_with_one_sentence_and_status_2(check, tmp_path):
     assert check(tmp_path / "nowhere") == (
         2,
         "",
-        f"metabridge data check: there is nothing at {tmp_path / 'nowhere'}. "
-        "Name the folder or file that holds the data set.\n",
+        f"metabridge data check: {tmp_path / 'nowhere'} does not exist. Use the path of the data set.\n",
     )
 
 
-def test_the_help_says_what_the_exit_status_means(check):
+def test_the_help_explains_the_exit_status(check):
     status, printed, _ = check("--help")
     assert status == 0
-    told = " ".join(printed.split())
-    assert "Ends with status 0 if all is fine, 1 if there are problems, and 2 if the data cannot be used." in told
-    assert "Example: metabridge data check photographs" in told
+    text = " ".join(printed.split())
+    assert "The exit status is 0 without problems, 1 with problems, and 2 if the data set cannot be used." in text
+    assert "Example: metabridge data check photographs" in text
 
 
-def test_data_alone_shows_its_commands(metabridge):
+def test_data_without_a_command_lists_the_commands(metabridge):
     status, printed, _ = metabridge("data")
     assert status == 0
     assert "check" in printed

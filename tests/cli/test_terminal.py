@@ -88,7 +88,7 @@ def test_names_of_every_kind_go_through_all_commands(metabridge, odd, tmp_path):
 def test_an_error_names_what_is_markup_and_shows_escape_codes(metabridge, tmp_path):
     status, _, complained = metabridge("data", "check", tmp_path / "[/]\x1b[31m\nred")
     assert status == 2
-    assert complained.startswith(f"metabridge data check: there is nothing at {tmp_path}/[/]\\x1b[31m\\nred. ")
+    assert complained.startswith(f"metabridge data check: {tmp_path}/[/]\\x1b[31m\\nred does not exist. ")
     assert complained.count("\n") == 1
 
 

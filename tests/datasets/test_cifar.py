@@ -12,19 +12,19 @@ import torch
 
 from metabridge.datasets import cifar as module
 from metabridge.datasets import detect, load
-from metabridge.datasets.splits import table
+from metabridge.datasets.splits import read_split_table
 from metabridge.errors import InputError
 from pictures import names_in, shared
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
-FINE = sorted(name for _, name in table("fc100"))
+FINE = sorted(name for _, name in read_split_table("fc100"))
 COARSE = [f"coarse{number:02}" for number in range(20)]
-TRAIN, TEST = 5, 1  # Images of each class in either file; the real ones have 500 and 100.
+TRAIN, TEST = 5, 1  # images per class in the two files; the published files have 500 and 100
 
 
 def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """So many images of each class: its number is the red of the upper left pixel, the image's own all the green."""
+    """Return `count` images per class; the first red value is the class, the green values are the image number."""
     fine = np.tile(np.arange(100), count)
     images = np.zeros((len(fine), 3, 32, 32), dtype=np.uint8)
     images[:, 0, 0, 0] = fine
@@ -33,7 +33,7 @@ def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_python(root: Path, *, old: bool = True) -> Path:
-    """As Python 2 wrote them, keys are read as text; written by Python 3, they may be bytes."""
+    """Write pickles with text keys, as Python 2 did, or with bytes keys."""
     folder = root / "cifar-100-python"
     folder.mkdir(parents=True)
 
@@ -42,8 +42,8 @@ def write_python(root: Path, *, old: bool = True) -> Path:
 
     for name, count in [("train", TRAIN), ("test", TEST)]:
         images, fine = rows(count)
-        held = {key("data"): images, key("fine_labels"): fine.tolist(), key("coarse_labels"): (fine // 5).tolist()}
-        (folder / name).write_bytes(pickle.dumps(held, 2))
+        batch = {key("data"): images, key("fine_labels"): fine.tolist(), key("coarse_labels"): (fine // 5).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch, 2))
     names = {key("fine_label_names"): FINE, key("coarse_label_names"): COARSE}
     (folder / "meta").write_bytes(pickle.dumps(names, 2))
     return folder
@@ -61,7 +61,7 @@ def write_binary(root: Path) -> Path:
     return folder
 
 
-def packed(folder: Path) -> Path:
+def pack(folder: Path) -> Path:
     with tarfile.open(folder.parent / f"{folder.name}.tar.gz", "w:gz") as archive:
         archive.add(folder, folder.name)
     shutil.rmtree(folder)
@@ -73,9 +73,9 @@ FORMS = {
     "python 3": lambda root: write_python(root, old=False),
     "within a folder": lambda root: write_python(root).parent,
     "binary": write_binary,
-    "python archive": lambda root: packed(write_python(root)),
-    "binary archive": lambda root: packed(write_binary(root)),
-    "archive itself": lambda root: packed(write_python(root)) / "cifar-100-python.tar.gz",
+    "python archive": lambda root: pack(write_python(root)),
+    "binary archive": lambda root: pack(write_binary(root)),
+    "archive itself": lambda root: pack(write_python(root)) / "cifar-100-python.tar.gz",
 }
 
 
@@ -85,23 +85,25 @@ def test_every_form_gives_the_same_classes_and_images(tmp_path, form):
     assert detect(root) == "cifar-fs"
     images = load("cifar-fs", root)
     assert images.images.shape == (600, 3, 32, 32)
-    shown = [FINE[number] for number in images.images[:, 0, 0, 0].tolist()]
-    assert shown == [images.class_names[label] for label in images.labels]
+    expected = [FINE[number] for number in images.images[:, 0, 0, 0].tolist()]
+    assert expected == [images.class_names[label] for label in images.labels]
     assert Counter(images.images[:, 1, 9, 9].tolist()) == {0: 200, 1: 100, 2: 100, 3: 100, 4: 100}
-    own = {name: images.superclass_names[place] for name, place in zip(images.class_names, images.superclasses)}
-    assert own == {name: COARSE[number // 5] for number, name in enumerate(FINE)}
+    superclass_of = {
+        name: images.superclass_names[index] for name, index in zip(images.class_names, images.superclasses)
+    }
+    assert superclass_of == {name: COARSE[number // 5] for number, name in enumerate(FINE)}
 
 
 @pytest.mark.parametrize(("name", "folder"), [("cifar-fs", "cifar_fs"), ("fc100", "fc100")])
-def test_splits_are_the_published_ones(tmp_path, name, folder):
+def test_splits_are_as_published(tmp_path, name, folder):
     splits = names_in(load(name, write_python(tmp_path)))
     for split, file in [("train", "train.txt"), ("validation", "val.txt"), ("test", "test.txt")]:
         published = (shared("splits") / folder / file).read_text().splitlines()
         assert splits[split] == {line.split("\t")[0] for line in published}
 
 
-def test_fs_cifar100_trains_on_80_classes_of_which_it_holds_images_out_and_tests_on_20(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "TRAINED_IMAGES", 4)
+def test_fs_cifar100_has_80_training_classes_with_held_out_images_and_20_test_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TRAINING_IMAGES", 4)
     images = load("fs-cifar100", write_python(tmp_path))
     splits = names_in(images)
     assert len(splits["train"]) == 80
@@ -114,52 +116,52 @@ def test_fs_cifar100_trains_on_80_classes_of_which_it_holds_images_out_and_tests
         "test": {6},
     }
     held_out = images.images[images.labels == images.class_names.index("apple (held out)")]
-    assert held_out[:, 1, 9, 9].tolist() == [4, 0]  # The last of CIFAR's training images, and its test image.
-    one, other = (images.superclasses[images.class_names.index(name)] for name in ("apple", "apple (held out)"))
-    assert one == other
+    assert held_out[:, 1, 9, 9].tolist() == [4, 0]  # CIFAR's last training image and its test image
+    seen, held_out = (images.superclasses[images.class_names.index(name)] for name in ("apple", "apple (held out)"))
+    assert seen == held_out
 
 
 @pytest.mark.parametrize("write", [write_python, write_binary])
 def test_images_are_named_by_file_and_row(tmp_path, write):
-    held = module.source(write(tmp_path), "cifar-fs")
-    names = [picture.name for picture in held.pictures()]
+    source = module.open_source(write(tmp_path), "cifar-fs")
+    names = [image.name for image in source.images()]
     assert names[:6] == [*(f"train: row {100 * count}" for count in range(TRAIN)), "test: row 0"]
 
 
-def test_a_file_that_ends_within_an_image_is_refused(tmp_path):
+def test_a_file_that_ends_in_the_middle_of_an_image_is_refused(tmp_path):
     folder = write_binary(tmp_path)
     (folder / "test.bin").write_bytes((folder / "test.bin").read_bytes()[:-1])
-    with pytest.raises(InputError, match=r"cifar-100-binary has a file that ends within an image"):
+    with pytest.raises(InputError, match=r"cifar-100-binary has a file that ends in the middle of an image"):
         load("fc100", folder)
 
 
 def test_a_truncated_archive_is_refused(tmp_path):
-    file = packed(write_python(tmp_path)) / "cifar-100-python.tar.gz"
+    file = pack(write_python(tmp_path)) / "cifar-100-python.tar.gz"
     file.write_bytes(file.read_bytes()[:-2000])
-    with pytest.raises(InputError, match=r"cifar-100-python\.tar\.gz is not a whole archive \(.*\)\. Get the"):
+    with pytest.raises(InputError, match=r"cifar-100-python\.tar\.gz is not a complete archive \(.*\)\. Download the"):
         load("fc100", tmp_path)
 
 
 def test_an_archive_without_one_of_the_files_is_refused(tmp_path):
     (write_python(tmp_path) / "meta").unlink()
-    packed(tmp_path / "cifar-100-python")
-    with pytest.raises(InputError, match=r"has no cifar-100-python/meta in it\. Get the file again"):
+    pack(tmp_path / "cifar-100-python")
+    with pytest.raises(InputError, match=r"does not contain cifar-100-python/meta\. Download the file again"):
         load("fc100", tmp_path)
 
 
-def test_labels_that_do_not_fit_the_images_are_refused(tmp_path):
+def test_fewer_labels_than_images_are_refused(tmp_path):
     folder = write_python(tmp_path)
     images, fine = rows(1)
-    held = {"data": images, "fine_labels": fine[:-1].tolist(), "coarse_labels": (fine // 5).tolist()}
-    (folder / "test").write_bytes(pickle.dumps(held))
-    with pytest.raises(InputError, match="has images, labels and names that do not fit together"):
+    batch = {"data": images, "fine_labels": fine[:-1].tolist(), "coarse_labels": (fine // 5).tolist()}
+    (folder / "test").write_bytes(pickle.dumps(batch))
+    with pytest.raises(InputError, match="has 600 images, 599 fine labels and 600 coarse labels"):
         load("cifar-fs", folder)
 
 
-def test_names_that_are_not_cifars_are_refused(tmp_path):
+def test_unknown_class_names_are_refused(tmp_path):
     folder = write_binary(tmp_path)
     (folder / "fine_label_names.txt").write_text("\n".join(["yeti", *FINE[1:]]))
-    with pytest.raises(InputError, match="has a class 'yeti', which CIFAR-100 has not"):
+    with pytest.raises(InputError, match="has a class 'yeti', which is not in CIFAR-100"):
         load("cifar-fs", folder)
 
 
@@ -167,32 +169,34 @@ def test_names_that_are_not_cifars_are_refused(tmp_path):
 def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
     folder = write_python(tmp_path)
     (folder / file).write_bytes(pickle.dumps({"data": exec}))
-    with pytest.raises(InputError, match=rf"cifar-100-python/{file} asks for builtins\.exec, which is code, not data"):
+    with pytest.raises(InputError, match=rf"cifar-100-python/{file} refers to builtins\.exec, which is code, not data"):
         load("cifar-fs", folder)
 
 
 @pytest.mark.parametrize("key", ["fine_labels", "coarse_labels"])
 @pytest.mark.parametrize("wrong", [-1, 100, 0.9, None])
-def test_labels_that_number_no_class_are_refused(tmp_path, key, wrong):
+def test_invalid_labels_are_refused(tmp_path, key, wrong):
     folder = write_python(tmp_path)
-    held = pickle.loads((folder / "test").read_bytes())
-    held[key][7] = wrong
-    (folder / "test").write_bytes(pickle.dumps(held, 2))
-    with pytest.raises(InputError, match=rf"cifar-100-python/test has {wrong} in {key}, but whole numbers from 0 to"):
+    batch = pickle.loads((folder / "test").read_bytes())
+    batch[key][7] = wrong
+    (folder / "test").write_bytes(pickle.dumps(batch, 2))
+    with pytest.raises(
+        InputError, match=rf"cifar-100-python/test has {wrong} in {key}, but expected whole numbers from 0 to"
+    ):
         load("cifar-fs", folder)
 
 
 @pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan])
-def test_pixels_that_are_no_bytes_are_refused(tmp_path, wrong):
+def test_pixels_that_are_not_bytes_are_refused(tmp_path, wrong):
     folder = write_python(tmp_path)
-    held = pickle.loads((folder / "train").read_bytes())
-    held["data"] = held["data"].astype(np.float64 if isinstance(wrong, float) else np.int64)
-    (folder / "train").write_bytes(pickle.dumps(held, 2))
-    assert len(load("cifar-fs", folder).images) == 600  # Whole numbers in another type do no harm.
-    held["data"][3, 4] = wrong
-    (folder / "train").write_bytes(pickle.dumps(held, 2))
+    batch = pickle.loads((folder / "train").read_bytes())
+    batch["data"] = batch["data"].astype(np.float64 if isinstance(wrong, float) else np.int64)
+    (folder / "train").write_bytes(pickle.dumps(batch, 2))
+    assert len(load("cifar-fs", folder).images) == 600  # whole numbers of another type are accepted
+    batch["data"][3, 4] = wrong
+    (folder / "train").write_bytes(pickle.dumps(batch, 2))
     with pytest.raises(
-        InputError, match=rf"cifar-100-python/train has {wrong} in data, but whole numbers from 0 to 255"
+        InputError, match=rf"cifar-100-python/train has {wrong} in data, but expected whole numbers from 0 to 255"
     ):
         load("cifar-fs", folder)
 
@@ -207,34 +211,36 @@ def write_archive(root: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
 
 
 def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LARGEST_ARCHIVE", 2**20)
+    monkeypatch.setattr(module, "MAX_ARCHIVE_BYTES", 2**20)
     info = tarfile.TarInfo("cifar-100-python/train")
     info.size = 2**21
     root = write_archive(tmp_path, (info, bytes(2**21)))
     assert (root / "cifar-100-python.tar.gz").stat().st_size < 2**14
-    with pytest.raises(InputError, match=r"is not a whole archive \(it holds more than 1 MiB\)\. Get the file again"):
+    with pytest.raises(
+        InputError, match=r"is not a complete archive \(it contains more than 1 MiB\)\. Download the file again"
+    ):
         load("cifar-fs", root)
 
 
-def test_an_archive_whose_members_go_backwards_comes_to_an_end(tmp_path):
+def test_an_archive_with_a_negative_member_size_is_refused(tmp_path):
     root = write_archive(tmp_path, (tarfile.TarInfo("cifar-100-python/train"), b""))
     raw = bytearray(gzip.decompress((root / "cifar-100-python.tar.gz").read_bytes()))
-    raw[124:136] = b"\xff" * 10 + b"\xfe\x00"  # The size, -512.
+    raw[124:136] = b"\xff" * 10 + b"\xfe\x00"  # the size, -512
     raw[148:156] = b" " * 8
     raw[148:156] = b"%06o\0 " % sum(raw[:512])
     (root / "cifar-100-python.tar.gz").write_bytes(gzip.compress(bytes(raw)))
-    with pytest.raises(InputError, match=r"cifar-100-python/train is said to have -512 bytes\)\. Get the file again"):
+    with pytest.raises(InputError, match=r"cifar-100-python/train declares -512 bytes\)\. Download the file again"):
         load("cifar-fs", root)
 
 
-def test_a_link_within_an_archive_is_not_followed(tmp_path):
+def test_a_link_in_an_archive_is_not_followed(tmp_path):
     link = tarfile.TarInfo("cifar-100-python/train")
     link.type, link.linkname = tarfile.SYMTYPE, "cifar-100-python/train"
-    with pytest.raises(InputError, match=r"has no cifar-100-python/train in it\. Get the file again"):
+    with pytest.raises(InputError, match=r"does not contain cifar-100-python/train\. Download the file again"):
         load("cifar-fs", write_archive(tmp_path, (link, b"")))
 
 
 def test_an_archive_of_too_many_files_is_refused(tmp_path):
     members = [(tarfile.TarInfo(f"{number}"), b"") for number in range(1001)]
-    with pytest.raises(InputError, match=r"is not a whole archive \(it holds more than 1000 files\)"):
+    with pytest.raises(InputError, match=r"is not a complete archive \(it contains more than 1000 files\)"):
         load("cifar-fs", write_archive(tmp_path, *members))

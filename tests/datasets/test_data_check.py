@@ -16,10 +16,10 @@ def root(tmp_path) -> Path:
     return write_tree(tmp_path / "data", {"train/cat": 3, "train/dog": 4, "train/elk": 9, "val/elm": 5, "test/oak": 6})
 
 
-def test_sound_data_is_counted_and_found_fine(root):
+def test_a_data_set_without_problems_is_fine(root):
     report = check_dataset(root, ways=1, shots=1, queries=2)
     assert report.fine
-    assert (report.data, report.form) == ("folder", "folders of images, split into train, validation, test")
+    assert (report.data, report.description) == ("folder", "folders of images, split into train, validation, test")
     assert [split[:6] for split in report.splits] == [
         ("train", 3, 16, 3, 4, 9),
         ("validation", 1, 5, 5, 5, 5),
@@ -29,14 +29,14 @@ def test_sound_data_is_counted_and_found_fine(root):
     assert report.modes == {"RGB": 27}
 
 
-def test_too_few_classes_or_images_are_told_for_each_split(root):
+def test_too_few_classes_or_images_are_reported_for_each_split(root):
     report = check_dataset(root, ways=2, shots=1, queries=3)
     assert not report.fine
     assert [split.obstacle for split in report.splits] == [
-        "1-shot tasks with 3 queries need 4 images a class, but 1 class has fewer: 'cat' has 3; "
+        "1-shot tasks with 3 queries need 4 images per class, but 1 class has fewer: 'cat' has 3; "
         "--min-images 4 leaves 2 classes",
-        "2 ways need 2 classes, but there is 1: add some",
-        "2 ways need 2 classes, but there is 1: add some",
+        "2 ways need 2 classes, but there is 1: add more classes",
+        "2 ways need 2 classes, but there is 1: add more classes",
     ]
     assert (
         check_dataset(root, ways=2, shots=4, queries=1).splits[0].obstacle.endswith("2 classes have fewer: 'cat' has 3")
@@ -44,20 +44,20 @@ def test_too_few_classes_or_images_are_told_for_each_split(root):
 
 
 @pytest.mark.parametrize(("classes", "fine"), [(2, True), (1, False)])
-def test_validation_does_with_fewer_ways_but_not_with_one_class(tmp_path, classes, fine):
+def test_validation_may_have_fewer_classes_than_ways_but_not_one(tmp_path, classes, fine):
     sizes = {"train": 3, "val": classes, "test": 3}
     root = write_tree(
-        tmp_path, {f"{split}/{split}{place}": 4 for split, count in sizes.items() for place in range(count)}
+        tmp_path, {f"{split}/{split}{index}": 4 for split, count in sizes.items() for index in range(count)}
     )
     report = check_dataset(root, ways=3, shots=1, queries=3)
     assert [bool(split.obstacle) for split in report.splits] == [False, True, False]
     assert report.fine is fine
 
 
-def test_the_same_picture_in_two_splits_is_found_whatever_its_file(root):
-    picture = Image.open(root / "train" / "cat" / "1.png")
-    picture.save(root / "test" / "oak" / "copy.bmp")
-    picture.save(root / "train" / "dog" / "copy.png")
+def test_equal_images_in_two_splits_are_reported_for_any_file_format(root):
+    image = Image.open(root / "train" / "cat" / "1.png")
+    image.save(root / "test" / "oak" / "copy.bmp")
+    image.save(root / "train" / "dog" / "copy.png")
     report = check_dataset(root, ways=1, queries=1)
     assert report.duplicates == (
         (("train", "train/cat/1.png"), ("train", "train/dog/copy.png"), ("test", "test/oak/copy.bmp")),
@@ -65,23 +65,23 @@ def test_the_same_picture_in_two_splits_is_found_whatever_its_file(root):
     assert not report.fine
 
 
-def test_a_copy_within_one_split_is_no_leak(root):
+def test_equal_images_in_one_split_are_not_reported(root):
     Image.open(root / "train" / "cat" / "1.png").save(root / "train" / "dog" / "copy.png")
     assert check_dataset(root, ways=1, queries=1).duplicates == ()
 
 
-def test_pictures_of_another_shape_with_the_same_bytes_are_not_the_same(root):
+def test_images_of_different_shapes_with_equal_bytes_are_not_duplicates(root):
     Image.new("RGB", (4, 16), (200, 200, 200)).save(root / "train" / "cat" / "tall.png")
     Image.new("RGB", (16, 4), (200, 200, 200)).save(root / "test" / "oak" / "wide.png")
     assert check_dataset(root, ways=1, queries=1).duplicates == ()
 
 
-def test_unreadable_files_and_empty_classes_are_named(root):
+def test_unreadable_files_and_empty_classes_are_reported(root):
     (root / "train" / "cat" / "bad.png").write_bytes(encoded(flat(3))[:40])
     (root / "train" / "yeti").mkdir()
     report = check_dataset(root, ways=1, queries=1)
     assert [name for name, _ in report.unreadable] == ["train/cat/bad.png"]
-    assert report.empty == ("yeti",)
+    assert report.empty_classes == ("yeti",)
     assert not report.fine
 
 
@@ -92,7 +92,7 @@ def test_sizes_and_modes_are_those_of_the_files(root):
     assert report.modes == {"RGB": 27, "L": 1}
 
 
-def test_the_name_of_the_data_set_can_be_given(tmp_path):
+def test_the_name_of_the_data_set_overrides_detection(tmp_path):
     root = write_tree(tmp_path / "data", {"train/n01530575": 1, "test/n03314780": 1})
     assert check_dataset(root, ways=1).data == "tiered-imagenet"
     assert check_dataset(root, data="folder", ways=1).data == "folder"
@@ -103,7 +103,7 @@ def test_the_name_of_the_data_set_can_be_given(tmp_path):
 def test_data_without_a_readable_image_is_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").write_bytes(b"no")
-    with pytest.raises(InputError, match=r"has no image that can be read \(1 tried\)"):
+    with pytest.raises(InputError, match=r"has no readable image \(1 tried\)"):
         check_dataset(tmp_path)
 
 
@@ -113,19 +113,19 @@ def test_nothing_is_written(root, tmp_path, monkeypatch):
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_classes_that_are_left_are_those_of_a_new_split(tmp_path):
+def test_the_number_of_remaining_classes_is_that_of_the_new_split(tmp_path):
     for label in range(20):
-        few = 2 if label < 9 else 4
-        for index in range(few):
-            place = tmp_path / "all" / f"class {label}" / f"{index}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((8, 8), 10 * label + index, dtype=np.uint8)).save(place)
+        count = 2 if label < 9 else 4
+        for index in range(count):
+            file = tmp_path / "all" / f"class {label}" / f"{index}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((8, 8), 10 * label + index, dtype=np.uint8)).save(file)
     train = check_dataset(tmp_path / "all", ways=2, shots=1, queries=3).splits[0]
-    left = load(tmp_path / "all", size=8, min_images=4).splits["train"]
-    assert train.obstacle.endswith(f"--min-images 4 leaves {len(left)} classes")
+    remaining = load(tmp_path / "all", size=8, min_images=4).splits["train"]
+    assert train.obstacle.endswith(f"--min-images 4 leaves {len(remaining)} classes")
 
 
-def test_a_class_folder_without_permission_does_not_disappear(root, monkeypatch):
+def test_a_class_folder_without_permission_is_refused(root, monkeypatch):
     scandir = os.scandir
 
     def denied(path):
@@ -150,7 +150,7 @@ def test_pipes_and_links_to_devices_are_unreadable_images(root):
     assert len(load(root, size=8).images) == 27
 
 
-def test_links_between_folders_make_no_classes(root):
+def test_links_between_folders_add_no_classes(root):
     (root / "train" / "cat" / "loop").symlink_to(root)
     (root / "test" / "cat").symlink_to(root / "train" / "cat")
     report = check_dataset(root, ways=1, queries=1)
@@ -159,7 +159,7 @@ def test_links_between_folders_make_no_classes(root):
     assert len(load(root, size=8).class_names) == 5
 
 
-def test_a_place_without_permission_is_not_said_to_be_empty(tmp_path, monkeypatch):
+def test_a_folder_without_permission_is_reported_as_unreadable(tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 

@@ -9,10 +9,10 @@ from metabridge.datasets import detect, load
 from metabridge.errors import InputError
 from pictures import encoded, flat, names_in, values_of, write_tree
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-def test_every_folder_of_images_is_a_class_and_shows_its_images(tmp_path):
+def test_every_folder_of_images_is_a_class(tmp_path):
     images = load(write_tree(tmp_path / "data", {"cat": 2, "dog": 3, "elm": 1}))
     assert set(images.class_names) == {"cat", "dog", "elm"}
     assert values_of(images, "cat") == [0, 1]
@@ -21,10 +21,12 @@ def test_every_folder_of_images_is_a_class_and_shows_its_images(tmp_path):
     assert len(images.superclass_names) == 1
 
 
-def test_the_folder_of_a_class_is_its_superclass(tmp_path):
+def test_the_parent_folder_of_a_class_is_its_superclass(tmp_path):
     images = load(write_tree(tmp_path / "data", {"animals/cat": 1, "animals/dog": 1, "trees/elm": 1}))
-    found = {name: images.superclass_names[own] for name, own in zip(images.class_names, images.superclasses)}
-    assert found == {"animals/cat": "animals", "animals/dog": "animals", "trees/elm": "trees"}
+    superclass_of = {
+        name: images.superclass_names[index] for name, index in zip(images.class_names, images.superclasses)
+    }
+    assert superclass_of == {"animals/cat": "animals", "animals/dog": "animals", "trees/elm": "trees"}
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
@@ -36,7 +38,7 @@ def test_folders_named_after_splits_make_the_splits(tmp_path, name):
     assert images.superclass_names == ("all", "trees")
 
 
-def test_without_splits_the_classes_are_split_by_the_seed(tmp_path):
+def test_without_split_folders_the_classes_are_split_by_the_seed(tmp_path):
     root = write_tree(tmp_path / "data", {f"class{index:02}": 1 for index in range(25)})
     first, again, other = (load(root, seed=seed) for seed in (0, 0, 1))
     assert Counter({split: len(members) for split, members in first.splits.items()}) == {
@@ -48,13 +50,13 @@ def test_without_splits_the_classes_are_split_by_the_seed(tmp_path):
     assert names_in(first) != names_in(other)
 
 
-def test_splits_that_share_classes_are_put_together_with_a_warning(tmp_path, caplog):
+def test_splits_that_share_classes_are_merged_with_a_warning(tmp_path, caplog):
     root = write_tree(tmp_path / "data", {"train/cat": 2, "train/dog": 1, "test/cat": 1, "test/dog": 2})
     with caplog.at_level(logging.WARNING, "metabridge"):
         images = load("folder", root)
     assert values_of(images, "cat") == [0, 1, 3]
     assert names_in(images).keys() == {"train", "test"}
-    assert "class 'cat' is in split 'train' and in 'test', so these are splits of images" in caplog.text
+    assert "class 'cat' is in the splits 'train' and 'test', so these are splits of images" in caplog.text
 
 
 def test_images_of_any_size_and_mode_become_squares(tmp_path):
@@ -64,29 +66,29 @@ def test_images_of_any_size_and_mode_become_squares(tmp_path):
     assert load(root, size=32, channels=1).images.shape == (4, 1, 32, 32)
 
 
-def test_a_changed_tree_is_decoded_anew(tmp_path):
+def test_a_changed_image_is_decoded_again(tmp_path):
     root = write_tree(tmp_path / "data", {"cat": 1, "dog": 1})
     assert values_of(load(root), "cat") == [0]
     (root / "cat" / "0.png").write_bytes(encoded(flat(200)))
     assert values_of(load(root), "cat") == [200]
 
 
-def test_corrupt_images_and_empty_classes_are_left_out_or_refused(tmp_path, caplog):
+def test_corrupt_images_and_empty_classes_are_skipped_or_refused(tmp_path, caplog):
     root = write_tree(tmp_path / "data", {"cat": 2, "dog": 1, "yeti": 0})
     (root / "cat" / "bad.png").write_bytes(encoded(flat(9, 64))[:50])
     (root / "cat" / "gone.png").symlink_to(root / "nowhere.png")
     images = load("folder", root)
     assert torch.bincount(images.labels).tolist() == [2, 1]
-    assert "2 unreadable images are left out: cat/bad.png (" in caplog.text
+    assert "Skipped 2 unreadable images: cat/bad.png (" in caplog.text
     assert "cat/gone.png (No such file or directory)." in caplog.text
-    assert "1 class without a readable image is left out: 'yeti'." in caplog.text
-    with pytest.raises(InputError, match=r"^2 unreadable images are left out: cat/bad\.png .* load without strict"):
+    assert "Skipped 1 class without a readable image: 'yeti'." in caplog.text
+    with pytest.raises(InputError, match=r"^Skipped 2 unreadable images: cat/bad\.png .* load without strict"):
         load("folder", root, strict=True)
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):
     (tmp_path / "loose.png").write_bytes(encoded(flat(1)))
-    with pytest.raises(InputError, match=r"has no folders of images\. Make a folder for every class there"):
+    with pytest.raises(InputError, match=r"has no folders of images\. Make a folder for each class there"):
         load("folder", tmp_path)
 
 

@@ -18,7 +18,7 @@ from metabridge.errors import InputError
 
 @pytest.fixture
 def two_alphabets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Draw two small alphabets only, and list the seed of every drawing."""
+    """Restrict the glyphs to two small alphabets, and return a list that collects the seed of every drawing."""
     drawn: list[int] = []
     draw = module._draw
     small = tuple(alphabet for alphabet in module.ALPHABETS if alphabet.name in ("Hebrew", "Ogham"))
@@ -31,7 +31,7 @@ def codes(glyphs: LabelledImages) -> list[int]:
     return [int(name.rpartition("/U+")[2], 16) for name in glyphs.class_names]
 
 
-def test_there_are_many_alphabets_of_many_characters_with_twenty_images_each(glyphs):
+def test_there_are_many_alphabets_with_many_characters_of_twenty_images(glyphs):
     sizes = torch.bincount(glyphs.superclasses)
     assert len(sizes) == len(glyphs.superclass_names) >= 12
     assert 900 <= len(glyphs.class_names) <= 1500
@@ -48,49 +48,49 @@ def test_splits_share_no_alphabet_and_each_has_five(glyphs):
     assert min(map(len, alphabets.values())) >= 5
 
 
-def test_splits_hold_about_sixty_fifteen_and_twenty_five_percent_of_the_characters(glyphs):
+def test_splits_have_about_60_15_and_25_percent_of_the_characters(glyphs):
     shares = {split: len(members) / len(glyphs.class_names) for split, members in glyphs.splits.items()}
     assert shares == pytest.approx({"train": 0.6, "validation": 0.15, "test": 0.25}, abs=0.05)
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 @pytest.mark.parametrize("superclass", ["same", "different"])
-def test_five_way_tasks_of_every_hardness_exist_in_every_split(glyphs, split, superclass):
+def test_five_way_tasks_within_and_across_alphabets_exist_in_every_split(glyphs, split, superclass):
     glyphs.tasks(split, ways=5, shots=5, queries=15, superclass=superclass)
 
 
 @pytest.mark.parametrize(
     "group", ["AΑА", "BΒВ", "OoΟοОоՕ", "CcСсϹ", "SsЅѕ", "XxΧХх", "VvνѴѵ", "Il", "ZzΖ", "HНʜ", "ΣⵉƩ"]
 )
-def test_of_letters_that_look_alike_at_equal_size_one_is_kept(glyphs, group):
-    held = set(codes(glyphs))
-    assert sum(ord(letter) in held for letter in group) == 1
+def test_one_of_several_letters_that_look_alike_is_kept(glyphs, group):
+    glyph_codes = set(codes(glyphs))
+    assert sum(ord(letter) in glyph_codes for letter in group) == 1
 
 
 def test_no_two_classes_have_the_same_shape(glyphs):
-    """Cosines of the blurred shapes at equal size: the fonts hold hundreds of pairs that are one shape, we none."""
+    """Compare blurred shapes at equal size by cosine; the fonts contain hundreds of pairs with the same shape."""
     candidates = module._candidates()
     shapes = torch.from_numpy(np.stack([character.shapes[0] for character in candidates]))[:, None].float()
     blurred = normalize(avg_pool2d(avg_pool2d(shapes, 3), 3, 1, padding=1).flatten(1))
     nearest = (blurred @ blurred.T).fill_diagonal_(-1)
-    held = set(codes(glyphs))
-    kept = torch.tensor([character.code in held for character in candidates])
-    assert kept.sum() == len(glyphs.class_names)
+    glyph_codes = set(codes(glyphs))
+    is_glyph = torch.tensor([character.code in glyph_codes for character in candidates])
+    assert is_glyph.sum() == len(glyphs.class_names)
     assert (nearest.amax(dim=1) > 0.98).sum() > 300
-    assert nearest[kept][:, kept].max() < 0.98
+    assert nearest[is_glyph][:, is_glyph].max() < 0.98
 
 
-def test_no_character_is_the_box_of_a_missing_one(glyphs):
+def test_no_character_is_the_replacement_box_of_a_missing_glyph(glyphs):
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
     fonts = [ImageFont.truetype(folder / f"{face}.ttf", 96) for face in module.REGULAR + module.BOLD]
     boxes = {module._shape(font, 0x10FFFF).tobytes() for font in fonts}
     assert len(boxes) > 1
-    held = set(codes(glyphs))
-    drawn = [shape for character in module._candidates() if character.code in held for shape in character.shapes]
+    glyph_codes = set(codes(glyphs))
+    drawn = [shape for character in module._candidates() if character.code in glyph_codes for shape in character.shapes]
     assert not boxes & {shape.tobytes() for shape in drawn}
 
 
-def test_every_image_has_ink_and_background_and_lies_within_its_frame(glyphs):
+def test_every_image_has_ink_and_background_and_fits_into_its_frame(glyphs):
     images = glyphs.images[:, 0].float() / 255
     assert images.mean(dim=(1, 2)).min() > 0.01
     assert images.mean(dim=(1, 2)).max() < 0.6
@@ -100,7 +100,7 @@ def test_every_image_has_ink_and_background_and_lies_within_its_frame(glyphs):
     assert inner.min() > 0.8
 
 
-def test_variants_of_a_character_all_differ(glyphs):
+def test_the_images_of_a_character_all_differ(glyphs):
     variants = glyphs.images.view(-1, 20, 784).float()
     distances = torch.cdist(variants, variants) + 1e6 * torch.eye(20)
     assert distances.min() > 100
@@ -120,7 +120,7 @@ def test_tasks_within_an_alphabet_are_harder_than_tasks_across_alphabets(glyphs)
     assert 0.4 < accuracy["same"] < accuracy["different"] - 0.03 < 0.8
 
 
-def test_the_same_seed_draws_the_same_bytes_and_another_seed_others(two_alphabets, tmp_path):
+def test_images_depend_on_the_seed_alone(two_alphabets, tmp_path):
     first, again, other = (load_glyphs(seed, tmp_path / folder) for seed, folder in [(0, "a"), (0, "b"), (1, "a")])
     assert two_alphabets == [0, 0, 1]
     assert torch.equal(first.images, again.images)
@@ -128,7 +128,7 @@ def test_the_same_seed_draws_the_same_bytes_and_another_seed_others(two_alphabet
     assert not torch.equal(first.images, other.images)
 
 
-def test_what_was_drawn_once_is_read_from_the_cache_as_it_was(two_alphabets, tmp_path, monkeypatch):
+def test_glyphs_are_drawn_once_and_read_from_the_cache_unchanged(two_alphabets, tmp_path, monkeypatch):
     monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path / "new" / "folder"))
     drawn, read = load_glyphs(), load("glyphs")
     assert two_alphabets == [0]
@@ -162,7 +162,7 @@ def test_a_damaged_cache_file_is_drawn_again(two_alphabets, tmp_path, how):
     assert two_alphabets == [0, 0]
 
 
-def test_a_cache_file_of_other_contents_is_drawn_again(two_alphabets, tmp_path):
+def test_a_cache_file_with_other_content_is_drawn_again(two_alphabets, tmp_path):
     load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
     np.savez(file, images=np.zeros(3))
@@ -171,7 +171,7 @@ def test_a_cache_file_of_other_contents_is_drawn_again(two_alphabets, tmp_path):
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
-def test_a_bomb_in_the_cache_is_not_unpacked(two_alphabets, tmp_path, monkeypatch, method):
+def test_a_decompression_bomb_in_the_cache_is_not_unpacked(two_alphabets, tmp_path, monkeypatch, method):
     load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
     with zipfile.ZipFile(file, "w", method) as archive:
@@ -182,7 +182,7 @@ def test_a_bomb_in_the_cache_is_not_unpacked(two_alphabets, tmp_path, monkeypatc
     assert two_alphabets == [0, 0]
 
 
-def test_without_matplotlib_glyphs_drawn_elsewhere_are_read(two_alphabets, tmp_path, monkeypatch):
+def test_without_matplotlib_cached_glyphs_of_another_version_are_read(two_alphabets, tmp_path, monkeypatch):
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
@@ -198,13 +198,13 @@ def test_without_matplotlib_glyphs_drawn_elsewhere_are_read(two_alphabets, tmp_p
         load_glyphs(cache=tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_is_named(two_alphabets, tmp_path):
+def test_an_unwritable_cache_is_refused(two_alphabets, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"images cannot be kept in .*file.* name a folder"):
+    with pytest.raises(InputError, match=r"images cannot be cached in .*file.* set METABRIDGE_CACHE"):
         load_glyphs(cache=tmp_path / "file" / "folder")
 
 
-def test_nothing_half_written_is_left_when_writing_fails(two_alphabets, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_file(two_alphabets, tmp_path, monkeypatch):
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -214,8 +214,8 @@ def test_nothing_half_written_is_left_when_writing_fails(two_alphabets, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_data_set_is_answered_with_the_known_ones():
-    with pytest.raises(InputError, match="the data set is 'glyph', but the known ones are 'glyphs'"):
+def test_an_unknown_data_set_is_refused_with_a_list_of_the_known_ones():
+    with pytest.raises(InputError, match="the data set is 'glyph', but the known data sets are 'glyphs'"):
         load("glyph")
 
 
@@ -229,16 +229,16 @@ def test_no_corruption_of_the_cache_gives_other_glyphs(tmp_path, two_alphabets, 
     monkeypatch.setattr(module, "_draw", lambda seed: glyphs)
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
-    chance = np.random.default_rng(0)
-    ends = [*chance.integers(len(content), size=15), *range(len(content) - 300, len(content), 20)]
-    for place in ends:
+    rng = np.random.default_rng(0)
+    positions = [*rng.integers(len(content), size=15), *range(len(content) - 300, len(content), 20)]
+    for position in positions:
         changed = bytearray(content)
-        changed[place] ^= 1 << int(chance.integers(8))
+        changed[position] ^= 1 << int(rng.integers(8))
         file.write_bytes(changed)
         back = load_glyphs(cache=tmp_path)
         assert torch.equal(back.images, glyphs.images)
         assert torch.equal(back.labels, glyphs.labels)
         assert (back.class_names, back.superclass_names) == (glyphs.class_names, glyphs.superclass_names)
-        assert {name: own.tolist() for name, own in back.splits.items()} == {
-            name: own.tolist() for name, own in glyphs.splits.items()
+        assert {name: members.tolist() for name, members in back.splits.items()} == {
+            name: members.tolist() for name, members in glyphs.splits.items()
         }

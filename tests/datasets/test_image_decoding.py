@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from metabridge.datasets import image_decoding as module
-from metabridge.datasets.image_decoding import Form, Unreadable, decoded, each, opened
-from metabridge.datasets.image_files import Category, Picture, Source
+from metabridge.datasets.image_decoding import DecodeOptions, Unreadable, decode, map_images, open_image
+from metabridge.datasets.image_files import ClassInfo, ImageSource, RawImage
 from pictures import encoded, flat, png16
 
 ORANGE = (255, 128, 0)
@@ -49,78 +49,78 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_every_mode_comes_out_in_its_colours(kind):
+def test_every_mode_is_converted_to_rgb(kind):
     content, colour = FILES[kind]
-    pixels = decoded(content, Form(size=8, channels=3))
+    pixels = decode(content, DecodeOptions(size=8, channels=3))
     assert pixels.shape == (3, 8, 8)
     assert pixels.dtype == np.uint8
     assert np.abs(pixels.astype(int) - np.array(colour)[:, None, None]).max() <= 1
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_every_mode_comes_out_in_grey(kind):
+def test_every_mode_is_converted_to_grey(kind):
     content, colour = FILES[kind]
     luma = np.dot(colour, [0.299, 0.587, 0.114])
-    assert np.abs(decoded(content, Form(size=8, channels=1)) - luma).max() <= 1.5
+    assert np.abs(decode(content, DecodeOptions(size=8, channels=1)) - luma).max() <= 1.5
 
 
-def test_sixteen_bits_keep_their_gradations_instead_of_being_clipped():
+def test_16_bit_values_are_scaled_and_not_clipped():
     ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    pixels = decoded(encoded(ramp), Form(size=8, channels=1))[0]
+    pixels = decode(encoded(ramp), DecodeOptions(size=8, channels=1))[0]
     assert np.array_equal(pixels, np.round(ramp / 257).astype(np.uint8))
 
 
-def test_what_a_palette_leaves_transparent_is_white():
-    pixels = decoded(transparent_palette(), Form(size=8, channels=3))
+def test_transparent_palette_colours_become_white():
+    pixels = decode(transparent_palette(), DecodeOptions(size=8, channels=3))
     assert pixels[:, 0, 0].tolist() == [255, 255, 255]
     assert pixels[:, 0, 7].tolist() == list(ORANGE)
 
 
-def test_a_photograph_is_turned_as_its_camera_was():
+def test_photographs_are_rotated_upright_by_their_exif_tag():
     image = Image.new("RGB", (8, 8), "black")
     image.paste("white", (0, 0, 8, 4))
-    turned = Image.Exif()
-    turned[0x0112] = 6  # The top of the scene is at the right of the file.
-    pixels = decoded(encoded(image, "png", exif=turned), Form(size=8, channels=1))[0]
+    tags = Image.Exif()
+    tags[0x0112] = 6  # the top of the scene is at the right of the file
+    pixels = decode(encoded(image, "png", exif=tags), DecodeOptions(size=8, channels=1))[0]
     assert pixels[:, 7].min() == 255
     assert pixels[:, 0].max() == 0
 
 
 def wide() -> np.ndarray:
-    """A white square in the middle, black to its left and right."""
+    """Return a white square with black to its left and right."""
     pixels = np.zeros((10, 30), dtype=np.uint8)
     pixels[:, 10:20] = 255
     return pixels
 
 
-def test_with_crop_the_middle_square_is_kept_and_without_it_the_whole():
-    assert decoded(wide(), Form(size=10, channels=1, crop=True)).min() > 250
-    squeezed = decoded(wide(), Form(size=30, channels=1))[0]
+def test_crop_keeps_the_central_square():
+    assert decode(wide(), DecodeOptions(size=10, channels=1, crop=True)).min() > 250
+    squeezed = decode(wide(), DecodeOptions(size=30, channels=1))[0]
     assert squeezed[15, 3] == 0
     assert squeezed[15, 15] == 255
 
 
-def test_a_large_jpeg_decoded_at_a_fraction_is_the_same_picture():
+def test_a_large_jpeg_decoded_at_reduced_size_looks_the_same():
     y, x = np.mgrid[0:800, 0:1200]
     photograph = np.stack([128 + 100 * np.sin(x / 90), 128 + 100 * np.cos(y / 70), x / 5], axis=-1).astype(np.uint8)
-    form = Form(size=32, channels=3, crop=True)
-    exact = decoded(photograph, form).astype(int)
-    assert np.abs(decoded(encoded(photograph, "jpeg", quality=95), form) - exact).mean() < 2
+    form = DecodeOptions(size=32, channels=3, crop=True)
+    exact = decode(photograph, form).astype(int)
+    assert np.abs(decode(encoded(photograph, "jpeg", quality=95), form) - exact).mean() < 2
 
 
-def test_inverted_ink_is_bright():
-    assert decoded(flat(10, channels=1), Form(size=8, channels=1, invert=True)).min() == 245
+def test_invert_makes_dark_pixels_bright():
+    assert decode(flat(10, channels=1), DecodeOptions(size=8, channels=1, invert=True)).min() == 245
 
 
-def source_of(contents: list) -> Source:
-    pictures = [Picture(str(index), 0, content) for index, content in enumerate(contents)]
-    return Source("a toy", (Category("a", "", ""),), len(pictures), lambda: iter(pictures))
+def source_of(contents: list) -> ImageSource:
+    images = [RawImage(str(index), 0, content) for index, content in enumerate(contents)]
+    return ImageSource("a toy", (ClassInfo("a", "", ""),), len(images), lambda: iter(images))
 
 
-def test_results_come_in_the_order_of_the_pictures():
+def test_results_are_in_the_order_of_the_images():
     source = source_of([flat(index % 251, channels=1) for index in range(1000)])
-    found = [(picture.name, image.getpixel((0, 0))) for picture, image in each(source, opened, "Opening")]
-    assert found == [(str(index), index % 251) for index in range(1000)]
+    results = [(raw.name, image.getpixel((0, 0))) for raw, image in map_images(source, open_image, "Opening")]
+    assert results == [(str(index), index % 251) for index in range(1000)]
 
 
 def missing() -> bytes:
@@ -137,10 +137,13 @@ def missing() -> bytes:
         (missing, "No such file or directory"),
     ],
 )
-def test_what_cannot_be_decoded_is_told_with_the_reason_and_the_others_are_decoded(content, reason):
+def test_an_unreadable_image_has_a_reason_and_others_are_decoded(content, reason):
     good = flat(1)
     before, bad, after = (
-        result for _, result in each(source_of([good, content, good]), lambda c: decoded(c, Form(8, 3)), "Decoding")
+        result
+        for _, result in map_images(
+            source_of([good, content, good]), lambda c: decode(c, DecodeOptions(8, 3)), "Decoding"
+        )
     )
     assert isinstance(bad, Unreadable)
     assert bad.reason
@@ -148,16 +151,16 @@ def test_what_cannot_be_decoded_is_told_with_the_reason_and_the_others_are_decod
     assert before.shape == after.shape == (3, 8, 8)
 
 
-def attempted(content: object) -> np.ndarray | Unreadable:
-    ((_, result),) = each(source_of([content]), lambda c: decoded(c, Form(8, 1)), "Decoding")
+def decode_one(content: object) -> np.ndarray | Unreadable:
+    ((_, result),) = map_images(source_of([content]), lambda c: decode(c, DecodeOptions(8, 1)), "Decoding")
     return result
 
 
 def test_floats_are_rounded_to_the_nearest_of_256_values():
     values = (np.arange(64, dtype=np.float32).reshape(8, 8) * 4 + np.float32(0.6)) / 255
-    pixels = decoded(encoded(Image.fromarray(values), "tiff"), Form(size=8, channels=1))
+    pixels = decode(encoded(Image.fromarray(values), "tiff"), DecodeOptions(size=8, channels=1))
     assert np.array_equal(pixels[0], np.arange(64).reshape(8, 8) * 4 + 1)
-    pixels = decoded(encoded(Image.fromarray(255 * values), "tiff"), Form(size=8, channels=1))
+    pixels = decode(encoded(Image.fromarray(255 * values), "tiff"), DecodeOptions(size=8, channels=1))
     assert np.array_equal(pixels[0], np.arange(64).reshape(8, 8) * 4 + 1)
 
 
@@ -172,14 +175,14 @@ def test_floats_are_rounded_to_the_nearest_of_256_values():
         (-1, np.int32, "it has a pixel of value -1, but pixels are from 0 to 65535"),
     ],
 )
-def test_pixels_out_of_range_are_refused_instead_of_clipped(value, dtype, reason):
+def test_pixels_out_of_range_are_refused(value, dtype, reason):
     values = np.ones((8, 8), dtype=dtype)
     values[3, 4] = value
-    assert attempted(encoded(Image.fromarray(values), "tiff")) == Unreadable(reason)
+    assert decode_one(encoded(Image.fromarray(values), "tiff")) == Unreadable(reason)
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG file that says that it is so large, and holds nothing."""
+    """Return a PNG file that declares a size but has no pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -193,7 +196,7 @@ def png_header(width: int, height: int) -> bytes:
 
 
 def tiff_of_tiles(side: int) -> bytes:
-    """A compressed TIFF image of 9 × 9 pixels that says that it is made of much larger tiles."""
+    """Return a TIFF file of 9 × 9 pixels that declares much larger tiles."""
     tags = {256: 9, 257: 9, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: 8}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
@@ -202,10 +205,10 @@ def tiff_of_tiles(side: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "size"), [(png_header(8000, 8000), "8000 × 8000"), (tiff_of_tiles(40_000), "40000 × 40000")]
 )
-def test_the_size_is_checked_before_memory_is_taken(content, size, monkeypatch):
-    monkeypatch.setattr(module, "_plain", lambda image, channels: pytest.fail("the image was decoded"))
+def test_the_size_is_checked_before_decoding(content, size, monkeypatch):
+    monkeypatch.setattr(module, "_convert", lambda image, channels: pytest.fail("the image was decoded"))
     assert len(content) < 150
-    assert attempted(content) == Unreadable(f"it has {size} pixels, but at most 50000000 pixels are decoded")
+    assert decode_one(content) == Unreadable(f"it has {size} pixels, but at most 50000000 pixels are decoded")
 
 
 @pytest.mark.parametrize(
@@ -216,20 +219,20 @@ def test_the_size_is_checked_before_memory_is_taken(content, size, monkeypatch):
         encoded(flat(3), "ico"),
     ],
 )
-def test_formats_that_are_not_on_the_list_are_refused_and_no_program_is_run(content, monkeypatch):
+def test_other_formats_are_refused_and_start_no_program(content, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
-    assert attempted(content) == Unreadable("it is not an image that Pillow reads")
+    assert decode_one(content) == Unreadable("it is not an image that Pillow reads")
 
 
-def bmp_of_one_jump(width: int, height: int) -> bytes:
-    """A compressed BMP image whose only instruction jumps over 255 lines."""
+def bmp_with_one_skip(width: int, height: int) -> bytes:
+    """Return a compressed BMP file whose only instruction skips 255 lines."""
     start = struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078)
     header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 4, 1, 1, 256, 0)
     return start + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
 
 
 def jpeg_of_scans(side: int, scans: int) -> bytes:
-    """A progressive JPEG image to which empty scans are added, of ten bytes each."""
+    """Return a progressive JPEG file with added empty scans of ten bytes."""
     content = encoded(np.zeros((side, side), dtype=np.uint8), "jpeg", progressive=True)
     last = content.rindex(b"\xff\xda")
     return content[:-2] + content[last : last + 10] * scans + content[-2:]
@@ -239,7 +242,7 @@ def jpeg_of_scans(side: int, scans: int) -> bytes:
     ("content", "reason"),
     [
         (png_header(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
-        (bmp_of_one_jump(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
+        (bmp_with_one_skip(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
         (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but at most 65535 a side are decoded"),
         (
             tiff_of_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
@@ -249,30 +252,30 @@ def jpeg_of_scans(side: int, scans: int) -> bytes:
     ],
     ids=["line", "jump", "array", "tile of text", "scans"],
 )
-def test_a_small_file_that_takes_gigabytes_or_minutes_is_refused(content, reason, monkeypatch):
-    monkeypatch.setattr(module, "_plain", lambda image, channels: pytest.fail("the image was decoded"))
-    assert attempted(content) == Unreadable(reason)
+def test_small_files_that_take_gigabytes_or_minutes_are_refused(content, reason, monkeypatch):
+    monkeypatch.setattr(module, "_convert", lambda image, channels: pytest.fail("the image was decoded"))
+    assert decode_one(content) == Unreadable(reason)
 
 
-def test_a_jpeg_of_many_scans_that_is_small_is_read():
-    assert isinstance(attempted(jpeg_of_scans(8, 100)), np.ndarray)
+def test_a_small_jpeg_with_many_scans_is_read():
+    assert isinstance(decode_one(jpeg_of_scans(8, 100)), np.ndarray)
 
 
-def test_threads_wait_until_there_is_room_for_their_images(monkeypatch):
-    most = []
+def test_threads_limit_the_pixels_in_conversion(monkeypatch):
+    pixels_in_use = []
 
-    def work(image, channels):
+    def convert(image, channels):
         time.sleep(0.002)
-        most.append(module._in_work[0])
+        pixels_in_use.append(module._pixels_in_use[0])
         return image
 
-    monkeypatch.setattr(module, "_plain", work)
-    monkeypatch.setattr(module, "PIXELS", 200)
-    monkeypatch.setattr(module, "workers", lambda: 8)
+    monkeypatch.setattr(module, "_convert", convert)
+    monkeypatch.setattr(module, "MAX_PIXELS", 200)
+    monkeypatch.setattr(module, "decoding_threads", lambda: 8)
     contents = [flat(value, size=side, channels=1) for value in range(60) for side in (6, 8)]
-    assert len(list(each(source_of(contents), lambda c: module.plain(opened(c), 1), "Decoding"))) == 120
-    assert 64 < max(most) <= 200
-    assert module._in_work == [0]
+    assert len(list(map_images(source_of(contents), lambda c: module.to_8_bit(open_image(c), 1), "Decoding"))) == 120
+    assert 64 < max(pixels_in_use) <= 200
+    assert module._pixels_in_use == [0]
 
 
 def raises(error: Exception) -> object:
@@ -283,7 +286,7 @@ def raises(error: Exception) -> object:
 
 
 @pytest.mark.parametrize(
-    ("error", "may_pass"),
+    ("error", "temporary"),
     [
         (PermissionError(errno.EACCES, "Permission denied"), True),
         (OSError(errno.EIO, "Input/output error"), True),
@@ -295,12 +298,12 @@ def raises(error: Exception) -> object:
         (ValueError("bad"), False),
     ],
 )
-def test_failures_of_the_system_are_told_from_damaged_files(error, may_pass):
-    assert attempted(raises(error)).may_pass is may_pass
+def test_system_errors_are_temporary_and_damaged_files_are_not(error, temporary):
+    assert decode_one(raises(error)).temporary is temporary
 
 
 def test_large_images_are_read(monkeypatch):
-    monkeypatch.setattr(module, "PIXELS", 70)
+    monkeypatch.setattr(module, "MAX_PIXELS", 70)
     contents = [encoded(flat(value, channels=1)) for value in range(60)]
-    results = each(source_of(contents), lambda c: decoded(c, Form(8, 1)), "Decoding")
+    results = map_images(source_of(contents), lambda c: decode(c, DecodeOptions(8, 1)), "Decoding")
     assert [int(image.max()) for _, image in results] == list(range(60))

@@ -8,75 +8,81 @@ import pytest
 
 from metabridge.datasets import image_files as module
 from metabridge.datasets.image_files import (
-    Category,
-    Picture,
-    Source,
-    class_folders,
-    eight_bits,
-    image_bytes,
-    indices,
-    inside,
-    pooled,
-    read_bytes,
-    split_by_class,
-    tree,
+    ClassInfo,
+    ImageSource,
+    RawImage,
+    assign_splits,
+    find_class_folders,
+    list_tree,
+    merge_image_splits,
+    parse_indices,
+    parse_uint8,
+    path_inside,
+    read_file,
+    read_image_file,
 )
 from metabridge.errors import InputError
 
 
-def unsplit(count: int) -> list[Category]:
-    return [Category(f"class{index:03}", "all", "") for index in range(count)]
+def unsplit(count: int) -> list[ClassInfo]:
+    return [ClassInfo(f"class{index:03}", "all", "") for index in range(count)]
 
 
 @pytest.mark.parametrize(
     ("count", "sizes"),
     [(100, (64, 16, 20)), (10, (6, 2, 2)), (4, (2, 1, 1)), (3, (1, 1, 1)), (2, (1, 0, 1)), (1, (1, 0, 0))],
 )
-def test_classes_are_split_64_16_20_and_no_split_is_empty_where_that_is_possible(count, sizes):
-    counted = Counter(category.split for category in split_by_class(unsplit(count)))
+def test_classes_are_split_64_16_20_without_empty_splits_if_possible(count, sizes):
+    counted = Counter(category.split for category in assign_splits(unsplit(count)))
     assert tuple(counted[split] for split in ("train", "validation", "test")) == sizes
 
 
-def test_the_split_rests_on_the_seed_and_the_names_and_not_on_their_order():
+def test_the_split_depends_on_the_seed_and_the_names_but_not_on_their_order():
     classes = unsplit(50)
-    once = split_by_class(classes, seed=3)
-    assert set(split_by_class(classes[::-1], seed=3)) == set(once)
-    assert set(split_by_class(classes, seed=4)) != set(once)
+    once = assign_splits(classes, seed=3)
+    assert set(assign_splits(classes[::-1], seed=3)) == set(once)
+    assert set(assign_splits(classes, seed=4)) != set(once)
 
 
-def test_a_given_split_is_left_as_it_is():
-    classes = (Category("a", "all", "test"), Category("b", "all", "test"))
-    assert split_by_class(classes, seed=1) == classes
+def test_given_splits_are_not_changed():
+    classes = (ClassInfo("a", "all", "test"), ClassInfo("b", "all", "test"))
+    assert assign_splits(classes, seed=1) == classes
 
 
 def test_a_negative_seed_is_refused():
     with pytest.raises(InputError, match="seed is -1, but must not be negative"):
-        split_by_class(unsplit(3), seed=-1)
+        assign_splits(unsplit(3), seed=-1)
 
 
-def toy(*classes: Category) -> Source:
-    return Source("a toy", classes, len(classes), lambda: (Picture(str(n), n, b"") for n in range(len(classes))))
+def toy(*classes: ClassInfo) -> ImageSource:
+    return ImageSource("a toy", classes, len(classes), lambda: (RawImage(str(n), n, b"") for n in range(len(classes))))
 
 
-def test_splits_that_share_a_class_are_pooled_with_a_note():
-    source = pooled(toy(Category("a", "", "train"), Category("b", "", "train"), Category("a", "", "test")))
-    assert source.classes == (Category("a", "", ""), Category("b", "", ""))
-    assert [picture.label for picture in source.pictures()] == [0, 1, 0]
-    assert source.notes[0].startswith("class 'a' is in split 'train' and in 'test', so these are splits of images")
+def test_splits_that_share_a_class_are_merged_with_a_note():
+    source = merge_image_splits(
+        toy(ClassInfo("a", "", "train"), ClassInfo("b", "", "train"), ClassInfo("a", "", "test"))
+    )
+    assert source.classes == (ClassInfo("a", "", ""), ClassInfo("b", "", ""))
+    assert [image.label for image in source.images()] == [0, 1, 0]
+    assert source.notes[0].startswith("class 'a' is in the splits 'train' and 'test', so these are splits of images")
 
 
-def test_splits_of_classes_stay_and_a_single_split_is_the_whole_set():
-    split = toy(Category("a", "", "train"), Category("b", "", "test"))
-    assert pooled(split) is split
-    assert pooled(toy(Category("a", "", "train"), Category("b", "", "train"))).classes[1] == Category("b", "", "")
-    assert pooled(toy(Category("a", "", "train"), Category("b", "", ""))).classes[0] == Category("a", "", "")
+def test_splits_of_classes_are_kept_and_a_single_split_is_removed():
+    split = toy(ClassInfo("a", "", "train"), ClassInfo("b", "", "test"))
+    assert merge_image_splits(split) is split
+    assert merge_image_splits(toy(ClassInfo("a", "", "train"), ClassInfo("b", "", "train"))).classes[1] == ClassInfo(
+        "b", "", ""
+    )
+    assert merge_image_splits(toy(ClassInfo("a", "", "train"), ClassInfo("b", "", ""))).classes[0] == ClassInfo(
+        "a", "", ""
+    )
 
 
-def test_hidden_files_and_other_files_are_no_images(tmp_path):
+def test_hidden_files_and_other_files_are_not_images(tmp_path):
     for file in ("cat/1.JPG", "cat/.1.jpg", "cat/notes.txt", ".git/a.png", "__MACOSX/cat/1.jpg", "loose.png"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    assert class_folders(tmp_path).images == {"cat": ["cat/1.JPG"]}
+    assert find_class_folders(tmp_path).images == {"cat": ["cat/1.JPG"]}
 
 
 @pytest.fixture
@@ -87,48 +93,50 @@ def folders(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_link_to_a_folder_above_is_not_followed_and_noted(folders):
+def test_a_link_to_a_parent_folder_is_skipped_with_a_note(folders):
     (folders / "train" / "cat" / "again").symlink_to(folders)
     (folders / "test" / "up").symlink_to(folders / "test")
-    images, notes = class_folders(folders)
+    images, notes = find_class_folders(folders)
     assert list(images) == ["test/elm", "train/cat", "train/dog"]
     assert notes == (
-        "links to folders that are read already are left out: test/up (the same folder as test), "
+        "skipped links to folders that are read under another path: test/up (the same folder as test), "
         "train/cat/again (the same folder as .).",
     )
-    assert len(tree(folders)) == 3
+    assert len(list_tree(folders)) == 3
 
 
-def test_two_links_to_one_folder_are_one_class_and_noted(folders, tmp_path_factory):
+def test_the_second_link_to_a_folder_is_skipped_with_a_note(folders, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "1.png").touch()
     for name in ("train/ape", "test/bee"):
         (folders / name).symlink_to(elsewhere)
-    images, notes = class_folders(folders, ["train", "test"])
+    images, notes = find_class_folders(folders, ["train", "test"])
     assert list(images) == ["train/ape", "train/cat", "train/dog", "test/elm"]
     assert images["train/ape"] == ["train/ape/1.png"]
-    assert notes == ("links to folders that are read already are left out: test/bee (the same folder as train/ape).",)
+    assert notes == (
+        "skipped links to folders that are read under another path: test/bee (the same folder as train/ape).",
+    )
 
 
-def test_a_folder_goes_by_its_own_name_and_not_by_that_of_a_link(folders):
+def test_a_folder_is_named_by_its_path_and_not_by_a_link(folders):
     (folders / "ant").symlink_to(folders / "train" / "dog")
-    images, notes = class_folders(folders)
+    images, notes = find_class_folders(folders)
     assert "train/dog" in images
     assert "ant" not in images
     assert len(notes) == 1
 
 
-def test_links_to_folders_that_are_read_nowhere_else_are_classes(folders):
-    images, notes = class_folders(folders, ["train"])
+def test_links_to_folders_elsewhere_are_classes(folders):
+    images, notes = find_class_folders(folders, ["train"])
     (folders / "linked").mkdir()
     for name in ("cat", "dog"):
         (folders / "linked" / name).symlink_to(folders / "train" / name)
-    linked, linked_notes = class_folders(folders, ["linked"])
+    linked, linked_notes = find_class_folders(folders, ["linked"])
     assert [name.split("/")[1] for name in linked] == [name.split("/")[1] for name in images]
     assert notes == linked_notes == ()
 
 
-def test_a_folder_that_cannot_be_read_is_named(folders, monkeypatch):
+def test_an_unreadable_folder_is_refused(folders, monkeypatch):
     scandir = os.scandir
 
     def denied(path):
@@ -137,13 +145,13 @@ def test_a_folder_that_cannot_be_read_is_named(folders, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", denied)
-    for function in (class_folders, tree):
+    for function in (find_class_folders, list_tree):
         with pytest.raises(InputError, match=r"train/dog cannot be read \(Permission denied\)\. Fix or remove it\.$"):
             function(folders)
 
 
 class Denied:
-    """An entry of a folder: a link to where nobody may look."""
+    """A directory entry: a link to a folder without permission."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -155,7 +163,7 @@ class Denied:
         raise PermissionError(13, "Permission denied", self.name)
 
 
-def test_a_link_that_may_not_be_followed_is_not_absent(folders, monkeypatch):
+def test_a_link_without_permission_is_refused_unless_it_is_an_image(folders, monkeypatch):
     scandir, name = os.scandir, "ape.png"
 
     @contextlib.contextmanager
@@ -164,9 +172,9 @@ def test_a_link_that_may_not_be_followed_is_not_absent(folders, monkeypatch):
             yield [*entries, *([Denied(name)] if Path(path).name == "dog" else [])]
 
     monkeypatch.setattr(os, "scandir", linked)
-    assert class_folders(folders).images["train/dog"] == ["train/dog/1.png", "train/dog/ape.png"]
+    assert find_class_folders(folders).images["train/dog"] == ["train/dog/1.png", "train/dog/ape.png"]
     name = "ape"
-    for function in (class_folders, tree):
+    for function in (find_class_folders, list_tree):
         with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)\. Fix or remove it\.$"):
             function(folders)
 
@@ -183,49 +191,51 @@ def irregular(request, tmp_path) -> Path:
     return file
 
 
-def test_pipes_and_devices_are_not_opened_to_find_out_what_they_are(irregular, monkeypatch):
+def test_pipes_and_devices_are_not_opened(irregular, monkeypatch):
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(OSError, match="it is not a regular file"):
-        image_bytes(irregular)
+        read_image_file(irregular)
 
 
 def test_only_regular_files_are_opened(irregular):
     with pytest.raises(OSError, match="it is not a regular file"):
-        image_bytes(irregular)
+        read_image_file(irregular)
     with pytest.raises(InputError, match=r"a\.png cannot be read \(it is not a regular file\)"):
-        read_bytes(irregular)
+        read_file(irregular)
 
 
-def test_a_file_that_is_too_large_for_an_image_or_for_the_memory_is_not_read(tmp_path, monkeypatch):
+def test_files_too_large_for_an_image_or_for_memory_are_not_read(tmp_path, monkeypatch):
     file = tmp_path / "a.png"
     with file.open("wb") as stream:
         stream.truncate(2**40)
     with pytest.raises(OSError, match="it is 1048576 MiB, but at most 512 MiB are read"):
-        image_bytes(file)
+        read_image_file(file)
     monkeypatch.setattr(module, "free_memory", lambda: 2**30)
     with pytest.raises(InputError, match=r"a\.png is 1024\.0 GiB, but 1\.0 GiB of memory are free"):
-        read_bytes(file)
+        read_file(file)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../a.png", "a/../../b.png", "..", "", None, b"a.png", "a\0b"])
-def test_names_in_a_file_stay_inside_the_folder(tmp_path, name):
-    assert inside(tmp_path, "a/b..png", tmp_path / "train.csv") == tmp_path / "a" / "b..png"
+def test_names_of_files_outside_the_folder_are_refused(tmp_path, name):
+    assert path_inside(tmp_path, "a/b..png", tmp_path / "train.csv") == tmp_path / "a" / "b..png"
     with pytest.raises(InputError, match=r"train\.csv names the image .*, which is not in "):
-        inside(tmp_path, name, tmp_path / "train.csv")
+        path_inside(tmp_path, name, tmp_path / "train.csv")
 
 
 @pytest.mark.parametrize("wrong", [-1, 3, 0.9, np.float32(0.5), float("nan"), float("inf"), "1", None, 10**30])
-def test_labels_are_whole_numbers_of_classes(wrong):
-    assert indices(Path("a.pkl"), "labels", np.array([0.0, 2.0]), 3) == [0, 2]
-    with pytest.raises(InputError, match=r"^a\.pkl has .+ in labels, but whole numbers from 0 to 2 belong there\. Get"):
-        indices(Path("a.pkl"), "labels", [0, wrong, 1], 3)
+def test_invalid_labels_are_refused(wrong):
+    assert parse_indices(Path("a.pkl"), "labels", np.array([0.0, 2.0]), 3) == [0, 2]
+    with pytest.raises(
+        InputError, match=r"^a\.pkl has .+ in labels, but expected whole numbers from 0 to 2\. Download"
+    ):
+        parse_indices(Path("a.pkl"), "labels", [0, wrong, 1], 3)
 
 
 @pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan, np.inf])
-def test_pixels_are_whole_numbers_up_to_255(wrong):
+def test_invalid_pixels_are_refused(wrong):
     values = np.array([0, 255, wrong])
-    assert eight_bits("a.pkl", "data", values[:2]).tolist() == [0, 255]
+    assert parse_uint8("a.pkl", "data", values[:2]).tolist() == [0, 255]
     with pytest.raises(
-        InputError, match=r"^a\.pkl has \S+ in data, but whole numbers from 0 to 255 belong there\. Get"
+        InputError, match=r"^a\.pkl has \S+ in data, but expected whole numbers from 0 to 255\. Download"
     ):
-        eight_bits("a.pkl", "data", values)
+        parse_uint8("a.pkl", "data", values)

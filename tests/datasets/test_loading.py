@@ -14,22 +14,22 @@ KNOWN = (
 
 
 @pytest.fixture
-def root(tmp_path, own_cache):
+def root(tmp_path, empty_cache):
     return write_tree(tmp_path / "data", {"train/cat": 3, "train/dog": 1, "test/oak": 2})
 
 
-def test_a_path_a_name_with_a_path_and_both_in_one_load_the_same(root):
+def test_path_and_name_can_be_given_in_four_ways(root):
     forms = [load(root), load(str(root)), load("folder", root), load(f"folder:{root}")]
     assert [names_in(images) for images in forms] == 4 * [{"train": {"cat", "dog"}, "test": {"oak"}}]
 
 
-def test_classes_with_fewer_images_are_left_out_on_request(root):
+def test_min_images_leaves_small_classes_out_of_the_splits(root):
     assert names_in(load(root, min_images=2)) == {"train": {"cat"}, "test": {"oak"}}
     with pytest.raises(InputError, match="min_images is 0, but must be a whole number of at least 1"):
         load(root, min_images=0)
 
 
-def test_glyphs_take_min_images_too(glyphs):
+def test_glyphs_accept_min_images(glyphs):
     assert load("glyphs", min_images=20).splits.keys() == glyphs.splits.keys()
     assert load("glyphs", min_images=21).splits == {}
     assert load("glyphs", min_images=10**9).splits == {}
@@ -38,10 +38,10 @@ def test_glyphs_take_min_images_too(glyphs):
 @pytest.mark.parametrize(
     ("name", "option", "sentence"),
     [
-        ("glyphs", {"size": 84}, "size is 84, but 'glyphs' does not take it. Leave size out."),
-        ("glyphs", {"strict": True}, "strict is True, but 'glyphs' does not take it. Leave strict out."),
-        ("folder", {"rotations": True}, "rotations is True, but 'folder' does not take it. Leave rotations out."),
-        ("cifar-fs", {"seed": 3}, "seed is 3, but 'cifar-fs' does not take it. Leave seed out."),
+        ("glyphs", {"size": 84}, "size is 84, but 'glyphs' does not accept it. Leave size out."),
+        ("glyphs", {"strict": True}, "strict is True, but 'glyphs' does not accept it. Leave strict out."),
+        ("folder", {"rotations": True}, "rotations is True, but 'folder' does not accept it. Leave rotations out."),
+        ("cifar-fs", {"seed": 3}, "seed is 3, but 'cifar-fs' does not accept it. Leave seed out."),
         ("folder", {"size": 0}, "size is 0, but must be a whole number of at least 1. Use size=1 or more."),
         (
             "folder",
@@ -51,44 +51,44 @@ def test_glyphs_take_min_images_too(glyphs):
         ("folder", {"channels": 2}, "channels is 2, but images have 1 (grey) or 3 (RGB). Use one of these."),
     ],
 )
-def test_an_option_that_a_data_set_does_not_take_is_refused(root, name, option, sentence):
+def test_invalid_options_are_refused(root, name, option, sentence):
     with pytest.raises(InputError) as caught:
         load(name, root, **option)
     assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "sentence"),
+    ("name", "root", "sentence"),
     [
         (
             "omniglott",
             None,
-            f"the data set is 'omniglott', but the known ones are {KNOWN}, and there is no such path either.",
+            f"the data set is 'omniglott', but the known data sets are {KNOWN}, and there is no such path.",
         ),
-        ("omniglott", ".", f"the data set is 'omniglott', but the known ones are {KNOWN}. Use one of these"),
-        ("omniglot", None, "omniglot is in no folder yet: say which one holds it, as in omniglot:FOLDER."),
-        ("omniglot", "nowhere", "there is nothing at nowhere. Name the folder or file that holds the data set."),
-        ("omniglot:nowhere", None, "there is nothing at nowhere."),
+        ("omniglott", ".", f"the data set is 'omniglott', but the known data sets are {KNOWN}. Use one of these"),
+        ("omniglot", None, "omniglot needs the folder that contains it. Use omniglot:FOLDER."),
+        ("omniglot", "nowhere", "nowhere does not exist. Use the path of the data set."),
+        ("omniglot:nowhere", None, "nowhere does not exist."),
     ],
 )
-def test_what_is_not_there_is_named(name, place, sentence):
+def test_unknown_names_and_missing_paths_are_refused(name, root, sentence):
     with pytest.raises(InputError) as caught:
-        load(name, place)
+        load(name, root)
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_path_without_a_data_set_is_told_what_could_be_there(tmp_path):
+def test_a_path_without_a_data_set_is_refused_with_a_list_of_formats(tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(InputError, match=r"holds no data set that is known: no omniglot, .*no parquet files, and no"):
+    with pytest.raises(InputError, match=r"contains no known data set: not omniglot, .*no parquet files, and no"):
         detect(tmp_path)
 
 
-def test_a_name_that_is_too_long_for_a_path_is_no_data_set():
-    with pytest.raises(InputError, match="but the known ones are"):
+def test_a_name_that_is_too_long_for_a_path_is_refused():
+    with pytest.raises(InputError, match="but the known data sets are"):
         load(5000 * "a")
 
 
-def test_without_permission_for_a_file_the_data_set_is_not_absent(root, monkeypatch):
+def test_a_file_without_permission_is_reported_as_unreadable(root, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -97,7 +97,7 @@ def test_without_permission_for_a_file_the_data_set_is_not_absent(root, monkeypa
         load(root)
 
 
-def test_a_path_below_a_folder_without_permission_is_not_absent(root, monkeypatch):
+def test_a_path_in_a_folder_without_permission_is_reported_as_unreadable(root, monkeypatch):
     def denied(path, **options):
         raise PermissionError(13, "Permission denied", str(path))
 

@@ -14,9 +14,9 @@ from metabridge.datasets import mini_imagenet as module
 from metabridge.errors import InputError
 from pictures import encoded, flat, names_in, shared, values_of
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
-# Two images of each class, told by their brightness.
+# The brightness of the two images of each class.
 PARTS = {
     "train": {"n01532829": [1, 2], "n01558993": [3, 4]},
     "val": {"n01855672": [5, 6]},
@@ -37,7 +37,7 @@ def write_parquet(root: Path) -> None:
         parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(features)}), file)
 
 
-def write_tables(root: Path) -> None:
+def write_csv(root: Path) -> None:
     (root / "images").mkdir()
     for part, classes in PARTS.items():
         lines = ["filename,label"]
@@ -51,12 +51,12 @@ def write_tables(root: Path) -> None:
 def write_pickles(root: Path) -> None:
     for part, classes in PARTS.items():
         images = np.stack([flat(value, 84) for values in classes.values() for value in values])
-        rows = {name: [2 * place, 2 * place + 1] for place, name in enumerate(classes)}
-        held = {"image_data": images, "class_dict": rows}
-        (root / f"mini-imagenet-cache-{part}.pkl").write_bytes(pickle.dumps(held, 2))
+        rows = {name: [2 * index, 2 * index + 1] for index, name in enumerate(classes)}
+        content = {"image_data": images, "class_dict": rows}
+        (root / f"mini-imagenet-cache-{part}.pkl").write_bytes(pickle.dumps(content, 2))
 
 
-FORMS = {"parquet": write_parquet, "tables": write_tables, "pickles": write_pickles}
+FORMS = {"parquet": write_parquet, "csv": write_csv, "pickles": write_pickles}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -71,34 +71,34 @@ def test_every_form_gives_the_same_classes_images_and_splits(tmp_path, form):
             assert values_of(images, name) == values
 
 
-def test_an_image_that_a_table_names_but_that_is_not_there_is_left_out(tmp_path, caplog):
-    write_tables(tmp_path)
+def test_an_image_missing_from_the_folder_is_skipped(tmp_path, caplog):
+    write_csv(tmp_path)
     (tmp_path / "images" / "n018556725.jpg").unlink()
     assert len(load(tmp_path).images) == 7
-    assert "1 unreadable image is left out: n018556725.jpg (No such file or directory)." in caplog.text
+    assert "Skipped 1 unreadable image: n018556725.jpg (No such file or directory)." in caplog.text
 
 
-def test_a_table_without_its_heading_is_refused(tmp_path):
-    write_tables(tmp_path)
+def test_a_csv_file_without_a_header_is_refused(tmp_path):
+    write_csv(tmp_path)
     (tmp_path / "val.csv").write_text("a.jpg,n01\n")
-    with pytest.raises(InputError, match=r"val\.csv has not the columns filename and label in its first line"):
+    with pytest.raises(InputError, match=r"val\.csv has no columns filename and label in its first line"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("held", "sentence"),
+    ("content", "sentence"),
     [
         ([], "has no uint8 array image_data of shape"),
         ({"image_data": np.zeros((2, 4, 4, 3)), "class_dict": {}}, "has no uint8 array image_data of shape"),
         (
             {"image_data": np.zeros((2, 4, 4, 3), np.uint8), "class_dict": {"n1": [2]}},
-            r"has 2 in class_dict\['n1'\], but whole numbers from 0 to 1 belong there",
+            r"has 2 in class_dict\['n1'\], but expected whole numbers from 0 to 1",
         ),
     ],
 )
-def test_a_pickle_of_other_contents_is_refused(tmp_path, held, sentence):
+def test_a_pickle_with_other_content_is_refused(tmp_path, content, sentence):
     write_pickles(tmp_path)
-    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(content))
     with pytest.raises(InputError, match=rf"mini-imagenet-cache-val\.pkl {sentence}"):
         load(tmp_path)
 
@@ -106,36 +106,38 @@ def test_a_pickle_of_other_contents_is_refused(tmp_path, held, sentence):
 def test_a_pickle_with_code_in_it_is_refused(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "mini-imagenet-cache-test.pkl").write_bytes(pickle.dumps({"image_data": exec}))
-    with pytest.raises(InputError, match=r"mini-imagenet-cache-test\.pkl asks for builtins\.exec, which is code"):
+    with pytest.raises(InputError, match=r"mini-imagenet-cache-test\.pkl refers to builtins\.exec, which is code"):
         load(tmp_path)
 
 
-def test_an_empty_folder_is_told_what_belongs_there(tmp_path):
-    with pytest.raises(InputError, match=r"has none of the forms of mini-ImageNet\. Put there its parquet files, or"):
+def test_an_empty_folder_is_refused_with_a_list_of_formats(tmp_path):
+    with pytest.raises(InputError, match=r"has no files of mini-ImageNet\. Put its parquet files there, or"):
         load("mini-imagenet", tmp_path)
 
 
-def test_the_real_parquet_files_hold_a_hundred_classes_split_as_published():
+def test_the_real_parquet_files_have_100_classes_with_the_published_splits():
     root = shared("mini-imagenet")
-    from metabridge.datasets.mini_imagenet import source
+    from metabridge.datasets.mini_imagenet import open_source
 
     assert detect(root) == "mini-imagenet"
-    held = source(root)
-    assert held.total == 60_000
-    sizes = torch.tensor([["train", "validation", "test"].index(category.split) for category in held.classes])
+    source = open_source(root)
+    assert source.total == 60_000
+    sizes = torch.tensor([["train", "validation", "test"].index(info.split) for info in source.classes])
     assert torch.bincount(sizes).tolist() == [64, 16, 20]
     published = (shared("splits") / "mini_imagenet" / "classes.tsv").read_text().splitlines()[1:]
     rows = [line.split("\t") for line in published]
     expected = {(row[1], {"val": "validation"}.get(row[3], row[3])) for row in rows}
-    assert {(category.name, category.split) for category in held.classes} == expected
+    assert {(info.name, info.split) for info in source.classes} == expected
 
 
 @pytest.mark.parametrize("row", [0.9, -1, 2, float("nan"), None])
-def test_a_pickle_with_a_row_that_is_no_row_is_refused(tmp_path, row):
+def test_a_pickle_with_an_invalid_row_number_is_refused(tmp_path, row):
     write_pickles(tmp_path)
-    held = {"image_data": np.zeros((2, 84, 84, 3), np.uint8), "class_dict": {"n1": [0, row]}}
-    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
-    with pytest.raises(InputError, match=rf"-val\.pkl has {row} in class_dict\['n1'\], but whole numbers from 0 to 1"):
+    content = {"image_data": np.zeros((2, 84, 84, 3), np.uint8), "class_dict": {"n1": [0, row]}}
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(
+        InputError, match=rf"-val\.pkl has {row} in class_dict\['n1'\], but expected whole numbers from 0 to 1"
+    ):
         load(tmp_path)
 
 
@@ -144,42 +146,42 @@ def test_a_pickle_with_a_row_that_is_no_row_is_refused(tmp_path, row):
     [
         ("/etc/passwd,n1", r"val\.csv names the image '/etc/passwd', which is not in .*images\. Put it there"),
         ("../val.csv,n1", r"val\.csv names the image '\.\./val\.csv', which is not in .*images\. Put it there"),
-        (f"a.jpg,{131_073 * 'n'}", r"val\.csv is not a table after line 1 \(field larger than field limit"),
+        (f"a.jpg,{131_073 * 'n'}", r"val\.csv is not a CSV file after line 1 \(field larger than field limit"),
         ("a.jpg", r"val\.csv has no label in line 2\. Add it"),
         (",n1", r"val\.csv names the image '', which is not in"),
     ],
 )
-def test_a_table_with_a_line_that_cannot_be_used_is_refused(tmp_path, line, sentence):
-    write_tables(tmp_path)
+def test_a_csv_file_with_an_invalid_line_is_refused(tmp_path, line, sentence):
+    write_csv(tmp_path)
     (tmp_path / "val.csv").write_text(f"filename,label\n{line}\n")
     with pytest.raises(InputError, match=sentence):
         load(tmp_path)
 
 
-def test_a_table_of_many_columns_and_lines_takes_no_longer_than_its_size(tmp_path):
-    write_tables(tmp_path)
+def test_reading_a_csv_file_takes_time_linear_in_its_lines(tmp_path):
+    write_csv(tmp_path)
     text = "filename,label" + 3000 * ",x" + "\n" + 3000 * "a.jpg,n1\n\n"
     (tmp_path / "val.csv").write_text(text)
-    seen = 0
+    lines = 0
 
-    def count(frame, event, _):
-        nonlocal seen
-        seen += event == "line"
-        return count
+    def trace(frame, event, _):
+        nonlocal lines
+        lines += event == "line"
+        return trace
 
-    sys.settrace(count)
+    sys.settrace(trace)
     try:
-        source = module._from_tables(tmp_path, {"validation": tmp_path / "val.csv"})
+        source = module._source_from_csv(tmp_path, {"validation": tmp_path / "val.csv"})
     finally:
         sys.settrace(None)
     assert source.total == 3000
-    assert seen < 3000 * 300
+    assert lines < 3000 * 300
 
 
-def test_a_pickle_whose_classes_share_a_long_list_is_refused(tmp_path):
+def test_a_pickle_with_more_rows_than_images_is_refused(tmp_path):
     write_pickles(tmp_path)
     rows = 3000 * [0]
-    held = {"image_data": np.zeros((1, 4, 4, 3), np.uint8), "class_dict": {f"n{name}": rows for name in range(9)}}
-    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(held))
-    with pytest.raises(InputError, match=r"has more rows in class_dict than the 1 images\. Get the file again"):
+    content = {"image_data": np.zeros((1, 4, 4, 3), np.uint8), "class_dict": {f"n{name}": rows for name in range(9)}}
+    (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(InputError, match=r"has more rows in class_dict than its 1 images\. Download the file again"):
         load(tmp_path)

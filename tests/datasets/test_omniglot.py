@@ -10,7 +10,7 @@ from metabridge.datasets import detect, image_cache, load
 from metabridge.errors import InputError
 from pictures import encoded, names_in, shared
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 ALPHABETS = {
     "images_background": [f"Alphabet{letter}" for letter in "ABCDEFG"],
@@ -19,7 +19,7 @@ ALPHABETS = {
 
 
 def drawing(stroke: int) -> bytes:
-    """Ink is black in these files: a stroke along one row of the upper half, on the left."""
+    """Return an image file with a black stroke in the upper left, on white."""
     image = Image.new("1", (105, 105), 1)
     image.paste(0, (0, 5 * stroke, 50, 5 * stroke + 8))
     return encoded(image)
@@ -50,7 +50,7 @@ def root(request) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def test_background_alphabets_are_for_training_but_the_last_sixth_and_evaluation_ones_for_testing(root):
+def test_the_last_sixth_of_the_background_alphabets_is_for_validation(root):
     assert detect(root) == "omniglot"
     images = load("omniglot", root)
     alphabets = {split: {name.split("/")[0] for name in names} for split, names in names_in(images).items()}
@@ -63,7 +63,7 @@ def test_background_alphabets_are_for_training_but_the_last_sixth_and_evaluation
     assert torch.bincount(images.labels).tolist() == 18 * [2]
 
 
-def test_ink_is_bright_on_a_dark_ground_in_28_pixels(root):
+def test_ink_is_white_on_black_in_28_pixels(root):
     image = load(root).images[0]
     assert image.shape == (1, 28, 28)
     assert image[0, 0, :10].min() > 200
@@ -71,50 +71,50 @@ def test_ink_is_bright_on_a_dark_ground_in_28_pixels(root):
     assert image[0, 0, -10:].max() == 0
 
 
-def test_rotations_are_classes_of_their_own_in_the_same_alphabet_and_split(archives):
-    plain, turned = load("omniglot", archives), load("omniglot", archives, rotations=True)
+def test_rotations_are_new_classes_in_the_same_alphabet_and_split(archives):
+    plain, rotated = load("omniglot", archives), load("omniglot", archives, rotations=True)
     assert {split: 4 * len(members) for split, members in plain.splits.items()} == {
-        split: len(members) for split, members in turned.splits.items()
+        split: len(members) for split, members in rotated.splits.items()
     }
-    one, other = (turned.class_names.index(f"Greek/character01{end}") for end in ("", "/turned90"))
-    assert turned.superclasses[one] == turned.superclasses[other]
-    assert "Greek/character01/turned90" in names_in(turned)["test"]
+    upright, turned = (rotated.class_names.index(f"Greek/character01{end}") for end in ("", "/turned90"))
+    assert rotated.superclasses[upright] == rotated.superclasses[turned]
+    assert "Greek/character01/turned90" in names_in(rotated)["test"]
     assert torch.equal(
-        torch.rot90(turned.images[turned.labels == one], 1, (2, 3)), turned.images[turned.labels == other]
+        torch.rot90(rotated.images[rotated.labels == upright], 1, (2, 3)), rotated.images[rotated.labels == turned]
     )
 
 
-def test_a_truncated_archive_is_named(archives):
+def test_a_truncated_archive_is_refused(archives):
     file = archives / "images_evaluation.zip"
     file.write_bytes(file.read_bytes()[:-300])
-    with pytest.raises(InputError, match=r"images_evaluation\.zip is not a whole zip archive \(.*\)\. Get the"):
+    with pytest.raises(InputError, match=r"images_evaluation\.zip is not a complete zip archive \(.*\)\. Download the"):
         load("omniglot", archives)
 
 
-def test_a_damaged_drawing_within_an_archive_is_left_out(archives, caplog):
+def test_a_damaged_drawing_in_an_archive_is_skipped(archives, caplog):
     file = archives / "images_evaluation.zip"
     with zipfile.ZipFile(file) as archive:
-        place = archive.getinfo("images_evaluation/Greek/character01/0001_1.png").header_offset
+        start = archive.getinfo("images_evaluation/Greek/character01/0001_1.png").header_offset
     content = bytearray(file.read_bytes())
-    content[place + 100 : place + 110] = bytes(10)
+    content[start + 100 : start + 110] = bytes(10)
     file.write_bytes(content)
     assert len(load("omniglot", archives).images) == 35
-    assert "1 unreadable image is left out: images_evaluation/Greek/character01/0001_1.png" in caplog.text
+    assert "Skipped 1 unreadable image: images_evaluation/Greek/character01/0001_1.png" in caplog.text
     with pytest.raises(InputError, match=r"images_evaluation/Greek/character01/0001_1\.png .* or load without strict"):
         load("omniglot", archives, strict=True)
 
 
-def test_an_empty_character_is_left_out_by_name(folders, archives, caplog):
+def test_an_empty_character_is_skipped_with_a_warning(folders, archives, caplog):
     with zipfile.ZipFile(archives / "images_evaluation.zip", "a") as archive:
         archive.mkdir("images_evaluation/Greek/character03")
     (folders / "images_evaluation" / "Greek" / "character03").mkdir()
     for root in (folders, archives):
         caplog.clear()
         assert "Greek/character03" not in load("omniglot", root).class_names
-        assert "1 class without a readable image is left out: 'Greek/character03'." in caplog.text
+        assert "Skipped 1 class without a readable image: 'Greek/character03'." in caplog.text
 
 
-def test_a_missing_part_is_named(archives):
+def test_a_missing_part_is_refused(archives):
     (archives / "images_evaluation.zip").unlink()
     with pytest.raises(InputError, match=r"has neither images_evaluation\.zip nor the folder images_evaluation\. Put"):
         load("omniglot", archives)
@@ -125,13 +125,11 @@ def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused(archives):
         for number in range(3):
             archive.writestr(f"images_evaluation/Greek/character01/{number}.png", bytes(2**24))
     assert (archives / "images_evaluation.zip").stat().st_size < 2**17
-    with pytest.raises(
-        InputError, match=r"images_evaluation\.zip holds 48 MiB in 0\.1 MiB, which no archive of drawings"
-    ):
+    with pytest.raises(InputError, match=r"images_evaluation\.zip unpacks from 0\.1 MiB to 48 MiB, which is too much"):
         load("omniglot", archives)
 
 
-def test_a_huge_drawing_within_an_archive_is_not_unpacked(archives, caplog):
+def test_a_huge_drawing_in_an_archive_is_not_unpacked(archives, caplog):
     with zipfile.ZipFile(archives / "images_evaluation.zip", "a") as archive:
         archive.writestr("images_evaluation/Greek/character01/huge.png", bytes(2**24 + 1))
     assert len(load("omniglot", archives).images) == 36
@@ -139,23 +137,27 @@ def test_a_huge_drawing_within_an_archive_is_not_unpacked(archives, caplog):
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_an_archive_whose_packing_unpacks_without_a_limit_is_refused(archives, method):
+def test_an_archive_with_an_unsupported_compression_method_is_refused(archives, method):
     with zipfile.ZipFile(archives / "images_evaluation.zip", "a", method) as archive:
         archive.writestr("images_evaluation/Greek/character01/9.png", drawing(9))
-    with pytest.raises(InputError, match=r"images_evaluation\.zip is packed in an unusual way\. Pack it again"):
+    with pytest.raises(
+        InputError, match=r"images_evaluation\.zip uses an unsupported compression method\. Pack it again"
+    ):
         load("omniglot", archives)
 
 
-def test_links_between_folders_make_no_characters(folders, caplog):
+def test_links_between_folders_add_no_characters(folders, caplog):
     (folders / "images_evaluation" / "Greek" / "character03").symlink_to(folders / "images_background")
     assert len(load("omniglot", folders).class_names) == 18
-    assert "links to folders that are read already are left out: images_evaluation/Greek/character03" in caplog.text
+    assert (
+        "skipped links to folders that are read under another path: images_evaluation/Greek/character03" in caplog.text
+    )
 
 
 def test_the_whole_of_omniglot_is_decoded_once(monkeypatch):
     root = shared("omniglot")
     images = load(root)
-    monkeypatch.setattr(image_cache, "decoded", lambda *_: pytest.fail("an image was decoded again"))
+    monkeypatch.setattr(image_cache, "decode", lambda *_: pytest.fail("an image was decoded again"))
     assert torch.equal(load("omniglot", root).images, images.images)
     assert torch.equal(torch.bincount(images.labels), torch.full((1623,), 20))
     assert len(images.superclass_names) == 50

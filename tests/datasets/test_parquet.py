@@ -12,7 +12,7 @@ from metabridge.datasets import parquet as module
 from metabridge.errors import InputError
 from pictures import encoded, flat, names_in, values_of
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def write(
@@ -29,7 +29,7 @@ def write(
     return file
 
 
-def test_files_named_after_splits_make_the_splits_and_the_schema_names_the_classes(tmp_path):
+def test_file_names_define_splits_and_the_schema_names_classes(tmp_path):
     names = ["cat", "dog", "elm", "oak"]
     write(tmp_path / "data" / "train-00000-of-00002.parquet", [1, 2], [0, 1], names=names)
     write(tmp_path / "data" / "train-00001-of-00002.parquet", [3], [0], names=names)
@@ -49,7 +49,7 @@ def test_a_single_file_is_split_by_class(tmp_path):
     assert values_of(images, "cat") == [1, 4]
 
 
-def test_splits_that_share_classes_are_put_together_with_a_warning(tmp_path, caplog):
+def test_splits_that_share_classes_are_merged_with_a_warning(tmp_path, caplog):
     write(tmp_path / "train.parquet", [1, 2], [7, 8])
     write(tmp_path / "test.parquet", [3, 4], [7, 8])
     with caplog.at_level(logging.WARNING, "metabridge"):
@@ -59,7 +59,7 @@ def test_splits_that_share_classes_are_put_together_with_a_warning(tmp_path, cap
     assert "so these are splits of images, not of classes" in caplog.text
 
 
-def test_images_as_plain_bytes_and_as_files_beside_are_read(tmp_path):
+def test_images_as_bytes_and_as_separate_files_are_read(tmp_path):
     (tmp_path / "one.png").write_bytes(encoded(flat(10)))
     table = pyarrow.table({"image": [{"bytes": None, "path": "one.png"}], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet")
@@ -69,7 +69,7 @@ def test_images_as_plain_bytes_and_as_files_beside_are_read(tmp_path):
     assert (values_of(images, "cat"), values_of(images, "oak")) == ([10], [20])
 
 
-def test_rows_without_a_label_are_left_out(tmp_path):
+def test_rows_without_a_label_are_skipped(tmp_path):
     images = load(write(tmp_path / "a.parquet", [1, 2, 3, 4], [0, -1, None, 1], names=["cat", "dog"]))
     assert len(images.images) == 2
     assert values_of(images, "dog") == [4]
@@ -79,28 +79,30 @@ def test_an_unreadable_image_is_named_by_file_and_path(tmp_path, caplog):
     images = [{"bytes": encoded(flat(1)), "path": "good.png"}, {"bytes": b"no", "path": "bad.png"}, None]
     parquet.write_table(pyarrow.table({"image": images, "label": [0, 0, 0]}), tmp_path / "a.parquet")
     assert len(load(tmp_path).images) == 1
-    told = "2 unreadable images are left out: a.parquet: bad.png (it is not an image that Pillow reads), a.parquet: row"
+    told = "Skipped 2 unreadable images: a.parquet: bad.png (it is not an image that Pillow reads), a.parquet: row"
     assert f"{told} 2 (" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["end", "middle"])
-def test_a_damaged_file_is_named(tmp_path, where):
+def test_a_damaged_file_is_refused(tmp_path, where):
     file = write(tmp_path / "train.parquet", list(range(50)), 50 * [1])
     content = file.read_bytes()
     half = len(content) // 2
     file.write_bytes(content[:-10] if where == "end" else content[:30] + bytes(half) + content[30 + half :])
-    with pytest.raises(InputError, match=r"train\.parquet is not a whole parquet file \(.*\)\. Get the file again\."):
+    with pytest.raises(
+        InputError, match=r"train\.parquet is not a complete parquet file \(.*\)\. Download the file again\."
+    ):
         load(file)
 
 
-def test_a_file_without_images_or_labels_is_told_by_its_columns(tmp_path):
+def test_a_file_without_image_or_label_column_is_refused(tmp_path):
     file = write(tmp_path / "a.parquet", [1], [1], column="photo")
     with pytest.raises(InputError, match=r"has the columns photo, label, but none is called image or img\. Rename one"):
         load(file)
 
 
 @pytest.mark.parametrize("path", ["/etc/hostname", "../secret.png", "a/../../secret.png"])
-def test_a_row_that_names_a_file_outside_of_the_folder_is_refused(tmp_path, path):
+def test_a_row_that_names_a_file_outside_the_folder_is_refused(tmp_path, path):
     (tmp_path / "data").mkdir()
     (tmp_path / "secret.png").write_bytes(encoded(flat(10)))
     table = pyarrow.table({"image": [{"bytes": None, "path": path}], "label": ["cat"]})
@@ -109,7 +111,7 @@ def test_a_row_that_names_a_file_outside_of_the_folder_is_refused(tmp_path, path
         load(tmp_path / "data")
 
 
-def test_a_row_that_names_a_missing_file_is_refused_since_the_key_does_not_cover_it(tmp_path):
+def test_a_row_that_names_a_missing_file_is_refused(tmp_path):
     table = pyarrow.table({"image": [{"bytes": None, "path": "one.png"}], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet")
     with pytest.raises(
@@ -121,60 +123,60 @@ def test_a_row_that_names_a_missing_file_is_refused_since_the_key_does_not_cover
 
 
 @pytest.mark.parametrize(("labels", "wrong"), [([0.9, 1.0], "0.9"), ([0, 2], "2"), ([[1], [2]], r"\[1\]")])
-def test_labels_that_are_neither_names_nor_numbers_of_a_class_are_refused(tmp_path, labels, wrong):
+def test_invalid_labels_are_refused(tmp_path, labels, wrong):
     write(tmp_path / "train.parquet", [1, 2], labels, names=["cat", "dog"])
-    with pytest.raises(InputError, match=rf"train\.parquet has {wrong} in column label, but .*\. Get the file again"):
+    with pytest.raises(
+        InputError, match=rf"train\.parquet has {wrong} in column label, but .*\. Download the file again"
+    ):
         load(tmp_path)
 
 
 def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "UNPACKED", 2**20)
+    monkeypatch.setattr(module, "FREE_BYTES", 2**20)
     table = pyarrow.table({"image": [bytes(2**22)], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet", compression="gzip", use_dictionary=False)
     assert (tmp_path / "train.parquet").stat().st_size < 2**14
-    with pytest.raises(
-        InputError, match=r"is not a whole parquet file \(it has \d+ bytes, but says that it holds 1 rows"
-    ):
+    with pytest.raises(InputError, match=r"is not a complete parquet file \(it has \d+ bytes, but declares 1 rows"):
         load(tmp_path)
 
 
 def test_more_rows_than_bytes_are_refused(tmp_path):
     table = pyarrow.table({"image": 10**5 * [b""], "label": 10**5 * [1]})
     parquet.write_table(table, tmp_path / "train.parquet")
-    with pytest.raises(InputError, match=r"but says that it holds 100000 rows"):
+    with pytest.raises(InputError, match=r"but declares 100000 rows"):
         load(tmp_path)
 
 
-def test_a_pipe_is_no_parquet_file(tmp_path):
+def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "train.parquet")
-    with pytest.raises(InputError, match=r"train\.parquet is not a whole parquet file \(it is not a regular file\)"):
+    with pytest.raises(InputError, match=r"train\.parquet is not a complete parquet file \(it is not a regular file\)"):
         load("parquet", tmp_path)
 
 
-def test_a_long_name_that_is_repeated_is_kept_once(tmp_path):
+def test_a_repeated_long_name_is_in_memory_once(tmp_path):
     rows = pyarrow.array(64 * [0], pyarrow.int32())
     names = pyarrow.DictionaryArray.from_arrays(rows, pyarrow.array([2**20 * "n"]))
     parquet.write_table(pyarrow.table({"image": 64 * [encoded(flat(1))], "label": names}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 2**21
-    labels = module._label_names(tmp_path / "a.parquet")
+    labels = module._row_class_names(tmp_path / "a.parquet")
     assert len(labels) == 64
     assert len({id(label) for label in labels}) == 1
 
 
 @pytest.mark.parametrize("rows", [2, 64])
-def test_an_image_that_is_stored_once_for_many_rows_takes_little_memory(tmp_path, rows):
-    places = pyarrow.array(rows * [0], pyarrow.int32())
-    images = pyarrow.DictionaryArray.from_arrays(places, pyarrow.array([bytes(2**25)]))
+def test_an_image_shared_by_many_rows_takes_little_memory(tmp_path, rows):
+    indices = pyarrow.array(rows * [0], pyarrow.int32())
+    images = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([bytes(2**25)]))
     table = pyarrow.table({"image": images, "label": rows * [0]})
     options = {"store_schema": False, "compression": "gzip", "dictionary_pagesize_limit": 2**30}
     parquet.write_table(table, tmp_path / "a.parquet", **options)
     assert (tmp_path / "a.parquet").stat().st_size < 2**17
     before = pyarrow.default_memory_pool().bytes_allocated()
-    pictures = module._pictures(tmp_path / "a.parquet", "a", rows * [0])
+    raw_images = module._read_images(tmp_path / "a.parquet", "a", rows * [0])
     if rows == 2:
-        assert len(list(pictures)) == 2
+        assert len(list(raw_images)) == 2
     else:
-        assert len(next(pictures).content) == 2**25
+        assert len(next(raw_images).content) == 2**25
         assert pyarrow.default_memory_pool().bytes_allocated() - before < 2**29
-        with pytest.raises(InputError, match=r"its images take far more than its own size"):
-            list(pictures)
+        with pytest.raises(InputError, match=r"its images take far more memory than its size"):
+            list(raw_images)

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 
 from metabridge.datasets import detect, load
-from metabridge.datasets.splits import table
+from metabridge.datasets.splits import read_split_table
 from metabridge.errors import InputError
 from pictures import encoded, flat, names_in, shared, values_of, write_tree
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 TREE = {"train/n01530575": 2, "train/n01531178": 1, "val/n02099267": 2, "test/n03314780": 1}
 
 
 def write_pickles(root: Path, form: str = "array") -> None:
-    """Two classes a split, 'a0' and 'a1' in category 'A' for train and so on; images told by brightness."""
+    """Write two classes per split, such as 't0' and 't1' in category 'T' for train."""
     for start, part in [(0, "train"), (10, "val"), (20, "test")]:
         files = [encoded(flat(start + row)) for row in range(4)]
         images = [np.frombuffer(file, np.uint8)[:, None].copy() if form == "array" else file for file in files]
@@ -33,7 +33,7 @@ def write_pickles(root: Path, form: str = "array") -> None:
 
 
 @pytest.mark.parametrize("form", ["array", "bytes"])
-def test_pickles_give_classes_with_their_categories_as_superclasses(tmp_path, form):
+def test_pickles_have_categories_as_superclasses(tmp_path, form):
     write_pickles(tmp_path, form)
     assert detect(tmp_path) == "tiered-imagenet"
     images = load(tmp_path)
@@ -45,7 +45,7 @@ def test_pickles_give_classes_with_their_categories_as_superclasses(tmp_path, fo
     assert images.images.shape == (12, 3, 84, 84)
 
 
-def test_folders_take_their_categories_from_the_published_table(tmp_path):
+def test_folders_get_their_categories_from_the_published_table(tmp_path):
     root = write_tree(tmp_path / "data", TREE)
     assert detect(root) == "tiered-imagenet"
     images = load(root)
@@ -58,40 +58,44 @@ def test_folders_take_their_categories_from_the_published_table(tmp_path):
     assert values_of(images, "n02099267") == [3, 4]
 
 
-def test_folders_of_other_classes_are_just_folders(tmp_path):
+def test_folders_of_other_classes_are_not_tiered_imagenet(tmp_path):
     assert detect(write_tree(tmp_path / "data", {"train/n00000001": 1, "test/n03314780": 1})) == "folder"
 
 
-def test_the_table_holds_the_608_published_classes_and_no_category_is_in_two_splits():
+def test_the_table_has_the_608_published_classes_and_no_category_is_in_two_splits():
     published = shared("splits") / "tiered_imagenet"
     for split, file in [("train", "train.csv"), ("validation", "val.csv"), ("test", "test.csv")]:
         lines = {tuple(line.split(",")) for line in (published / file).read_text().split()}
-        assert {(name, general) for own, name, general in table("tiered_imagenet") if own == split} == lines
-    categories = {(split, general) for split, _, general in table("tiered_imagenet")}
-    assert len(categories) == len({general for _, general in categories}) == 34
+        assert {
+            (name, category)
+            for table_split, name, category in read_split_table("tiered_imagenet")
+            if table_split == split
+        } == lines
+    categories = {(split, category) for split, _, category in read_split_table("tiered_imagenet")}
+    assert len(categories) == len({category for _, category in categories}) == 34
 
 
-def test_labels_that_do_not_fit_the_images_are_refused(tmp_path):
+def test_a_different_number_of_images_and_labels_is_refused(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "val_images_png.pkl").write_bytes(pickle.dumps([b""]))
-    with pytest.raises(InputError, match=r"val_images_png\.pkl is not a list of 4 images, which is how many labels"):
+    with pytest.raises(InputError, match=r"val_images_png\.pkl is not a list of 4 images, the number of labels"):
         load(tmp_path)
 
 
-def test_labels_without_names_are_refused(tmp_path):
+def test_labels_larger_than_the_number_of_names_are_refused(tmp_path):
     write_pickles(tmp_path)
-    held = {"label_specific": [0, 7], "label_specific_str": ["a"]}
-    (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(held))
+    labels = {"label_specific": [0, 7], "label_specific_str": ["a"]}
+    (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(labels))
     with pytest.raises(
-        InputError, match=r"val_labels\.pkl has 7 in label_specific, but whole numbers from 0 to 0 belong"
+        InputError, match=r"val_labels\.pkl has 7 in label_specific, but expected whole numbers from 0 to 0"
     ):
         load(tmp_path)
 
 
-def test_missing_labels_are_named(tmp_path):
+def test_missing_labels_are_refused(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "test_labels.pkl").unlink()
-    with pytest.raises(InputError, match=r"test_labels\.pkl is not beside .*test_images_png\.pkl\. Put it there"):
+    with pytest.raises(InputError, match=r"test_images_png\.pkl has no test_labels\.pkl next to it\. Put it there"):
         load("tiered-imagenet", tmp_path)
 
 
@@ -99,42 +103,42 @@ def test_missing_labels_are_named(tmp_path):
 def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
     write_pickles(tmp_path)
     (tmp_path / file).write_bytes(pickle.dumps([exec]))
-    with pytest.raises(InputError, match=rf"{file} asks for builtins\.exec, which is code, not data"):
+    with pytest.raises(InputError, match=rf"{file} refers to builtins\.exec, which is code, not data"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["label_specific", "label_general"])
 @pytest.mark.parametrize("wrong", [0.9, -1, float("nan")])
-def test_labels_that_number_no_class_are_refused(tmp_path, key, wrong):
+def test_invalid_labels_are_refused(tmp_path, key, wrong):
     write_pickles(tmp_path)
     for names in (True, False):
-        held = pickle.loads((tmp_path / "val_labels.pkl").read_bytes())
-        held[key] = np.array([0, wrong, 0, 0])
+        labels = pickle.loads((tmp_path / "val_labels.pkl").read_bytes())
+        labels[key] = np.array([0, wrong, 0, 0])
         if not names:
-            del held[f"{key}_str"]
-        (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(held))
+            del labels[f"{key}_str"]
+        (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(labels))
         with pytest.raises(
-            InputError, match=rf"val_labels\.pkl has {wrong:g}\S* in {key}, but whole numbers from 0 to"
+            InputError, match=rf"val_labels\.pkl has {wrong:g}\S* in {key}, but expected whole numbers from 0 to"
         ):
             load(tmp_path)
 
 
-def test_numbers_without_names_make_no_more_classes_than_there_can_be(tmp_path):
+def test_the_number_of_unnamed_classes_is_limited(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps({"label_specific": [0, 0, 0, 10**12]}))
     with pytest.raises(
-        InputError, match=r"val_labels\.pkl has 1000000000000 in label_specific, but whole numbers from"
+        InputError, match=r"val_labels\.pkl has 1000000000000 in label_specific, but expected whole numbers from"
     ):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("image", [np.array([1, 256]), np.array([0.5]), 10**10, [1, 2]])
-def test_images_that_are_no_bytes_are_refused(tmp_path, image):
+def test_images_that_are_not_bytes_are_refused(tmp_path, image):
     write_pickles(tmp_path)
     images = pickle.loads((tmp_path / "val_images_png.pkl").read_bytes())
     images[2] = image
     (tmp_path / "val_images_png.pkl").write_bytes(pickle.dumps(images))
     with pytest.raises(
-        InputError, match=r"val_images_png\.pkl has \S+.* in row 2, but .* belong.? there\. Get the file"
+        InputError, match=r"val_images_png\.pkl has \S+.* in row 2, but expected .*\. Download the file"
     ):
         load(tmp_path)

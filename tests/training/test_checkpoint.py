@@ -90,7 +90,7 @@ def test_what_is_no_run_is_refused_with_one_sentence(tmp_path):
     with pytest.raises(InputError, match=r"is not a run: settings.json cannot be read \(No such file or directory\)"):
         load(tmp_path)
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(InputError, match="cannot be made"):
+    with pytest.raises(InputError, match="cannot be created"):
         on_sinusoids(tmp_path / "file")
 
 

@@ -134,11 +134,11 @@ def export(
 
 def _adapted_classifier(run: Path, support: Path, head: str | None, device: Device) -> FewShotClassifier:
     """Return a classifier adapted to a folder with one subfolder per class."""
-    from metabridge.datasets.image_files import class_folders
+    from metabridge.datasets.image_files import find_class_folders
     from metabridge.use import FewShotClassifier
 
     _require_folder("support", support)
-    classes, notes = class_folders(support)
+    classes, notes = find_class_folders(support)
     for message in notes:
         note(f"Note: {message}")
     empty = [name for name, images in classes.items() if not images]
@@ -156,12 +156,12 @@ def _adapted_classifier(run: Path, support: Path, head: str | None, device: Devi
 
 
 def _queries(query: Path) -> list[Path]:
-    from metabridge.datasets.image_files import IMAGES, READ, tree
+    from metabridge.datasets.image_files import IMAGE_SUFFIXES, READABLE_SUFFIXES, list_tree
 
     _require_folder("query", query)
-    files = [file for file in tree(query) if file.suffix.lower() in IMAGES]
+    files = [file for file in list_tree(query) if file.suffix.lower() in IMAGE_SUFFIXES]
     if not files:
-        raise InputError(f"query is {query}, which holds no images ({', '.join(READ)}).")
+        raise InputError(f"query is {query}, which holds no images ({', '.join(READABLE_SUFFIXES)}).")
     return files
 
 
@@ -176,11 +176,11 @@ def _write_predictions(classifier: FewShotClassifier, query: Path, files: list[P
     import numpy as np
 
     from metabridge.datasets.image_decoding import Unreadable
-    from metabridge.datasets.image_files import image_bytes, named
+    from metabridge.datasets.image_files import join_names, read_image_file
     from metabridge.files import STDOUT, write_output
     from metabridge.use.image_input import read
 
-    results = list(zip(files, read([partial(image_bytes, file) for file in files], classifier.form_)))
+    results = list(zip(files, read([partial(read_image_file, file) for file in files], classifier.form_)))
     unreadable = [(file, result.reason) for file, result in results if isinstance(result, Unreadable)]
     decoded = [(file, result) for file, result in results if not isinstance(result, Unreadable)]
     if not decoded:
@@ -204,7 +204,7 @@ def _write_predictions(classifier: FewShotClassifier, query: Path, files: list[P
         for (file, name, probability), row in zip(predictions, probabilities.tolist())
     )
     print_message = note if printed else say
-    print_message(f"{len(names)} classes: {named(names, most=10)}")
+    print_message(f"{len(names)} classes: {join_names(names, limit=10)}")
     write_output(out, text.getvalue().encode(errors="backslashreplace"))
     if not printed:
         _print_table(predictions)

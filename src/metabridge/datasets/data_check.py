@@ -1,4 +1,4 @@
-"""What a data set on disk holds, what is wrong with it, and which tasks it allows, before anything is trained."""
+"""Check an image data set before training: its sizes, unreadable and duplicate images, and the tasks it allows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from metabridge.datasets.image_decoding import Unreadable, each, opened, plain
-from metabridge.datasets.image_files import Content, readable, split_by_class
-from metabridge.datasets.loading import DATASETS, detect, existing
+from metabridge.datasets.image_decoding import Unreadable, map_images, open_image, to_8_bit
+from metabridge.datasets.image_files import Content, assign_splits, reading_errors
+from metabridge.datasets.loading import DATASETS, detect, existing_path
 from metabridge.errors import InputError, check_count
 
 
 class SplitReport(NamedTuple):
-    """Classes and images of one split, and what stands against the tasks asked for, if anything does."""
+    """The classes and images of one split.
+
+    Args:
+        name: "train", "validation" or "test".
+        classes: The number of classes.
+        images: The number of readable images.
+        fewest: The number of images of the smallest class.
+        median: The median number of images per class.
+        most: The number of images of the largest class.
+        obstacle: Why the requested tasks cannot be sampled, and how to change that; empty if they can.
+
+    >>> SplitReport("test", classes=2, images=9, fewest=4, median=4.5, most=5, obstacle="").median
+    4.5
+    """
 
     name: str
     classes: int
@@ -27,8 +40,8 @@ class SplitReport(NamedTuple):
     obstacle: str
 
 
-class Look(NamedTuple):
-    """What one picture looks like: width, height and mode in its file, and a digest of its pixels in RGB."""
+class ImageSummary(NamedTuple):
+    """The width, height and mode of an image file, and a digest of its pixels in RGB."""
 
     width: int
     height: int
@@ -38,49 +51,77 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What was found. `duplicates` has groups of the same picture in more than one split, by split and name."""
+    """What `check_dataset` found.
+
+    Args:
+        data: The name of the data set.
+        description: The kind of files, in words.
+        splits: The splits.
+        sizes: The number of images of each (width, height), most frequent first.
+        modes: The number of images of each mode of Pillow, most frequent first.
+        unreadable: The name of each unreadable image, with the reason.
+        duplicates: Groups of equal images in more than one split, as (split, name).
+        empty_classes: The names of classes without a readable image.
+        notes: Remarks on how the files were read.
+
+    >>> DatasetReport("folder", "folders of images", (), {}, {}, (), (), empty_classes=("oak",), notes=()).fine
+    False
+    """
 
     data: str
-    form: str
+    description: str
     splits: tuple[SplitReport, ...]
     sizes: dict[tuple[int, int], int]
     modes: dict[str, int]
     unreadable: tuple[tuple[str, str], ...]
     duplicates: tuple[tuple[tuple[str, str], ...], ...]
-    empty: tuple[str, ...]
+    empty_classes: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is wrong and the tasks asked for can be made in every split.
+        """Whether there are no problems and every split allows the requested tasks.
 
-        Validation does with fewer ways and queries.
+        Validation may use fewer ways and queries, so an obstacle there counts only for fewer than two classes.
         """
-        hindered = any(split.obstacle for split in self.splits if split.name != "validation" or split.classes < 2)
-        return not (self.unreadable or self.duplicates or self.empty or hindered)
+        obstacles = any(split.obstacle for split in self.splits if split.name != "validation" or split.classes < 2)
+        return not (self.unreadable or self.duplicates or self.empty_classes or obstacles)
 
 
-def look(content: Content) -> Look:
-    """Decode one picture and describe it.
+def summarize_image(content: Content) -> ImageSummary:
+    """Decode an image and return its summary.
 
     >>> import numpy as np
-    >>> look(np.zeros((4, 6), dtype=np.uint8))[:3]
+    >>> summarize_image(np.zeros((4, 6), dtype=np.uint8))[:3]
     (6, 4, 'L')
     """
-    image = opened(content)
+    image = open_image(content)
     width, height, mode = *image.size, image.mode
-    upright = plain(image, 3)
-    digest = hashlib.blake2b(upright.tobytes(), digest_size=16, salt=str(upright.size).encode()[:16]).digest()
-    return Look(width, height, mode, digest)
+    rgb = to_8_bit(image, 3)
+    digest = hashlib.blake2b(rgb.tobytes(), digest_size=16, salt=str(rgb.size).encode()[:16]).digest()
+    return ImageSummary(width, height, mode, digest)
 
 
 def check_dataset(
     path: str | Path, *, data: str | None = None, ways: int = 5, shots: int = 1, queries: int = 15, seed: int = 0
 ) -> DatasetReport:
-    """Read every image of a data set and report; `data` is its name, detected if left out.
+    """Read every image of a data set and report problems. Nothing is written.
 
-    Two pictures count as the same if their pixels do, at full size and in RGB, whatever their files.
-    Classes without a split are split by the seed, as `load` does. Nothing is written.
+    Images count as duplicates if their pixels are equal at full size and in RGB, even in files of different formats.
+
+    Args:
+        path: The folder or file of the data set.
+        data: A key of `DATASETS`. Default: the detected data set.
+        ways: Number of classes per task.
+        shots: Support images per class.
+        queries: Query images per class.
+        seed: Splits the classes as `load` does, if the data set does not define splits.
+
+    Returns:
+        The report. Its property `fine` is true if there are no problems.
+
+    Raises:
+        InputError: The data set is unknown or damaged, or no image is readable.
 
     >>> import numpy as np
     >>> from PIL import Image
@@ -94,45 +135,51 @@ def check_dataset(
     """
     for option, value in (("ways", ways), ("shots", shots), ("queries", queries)):
         check_count(option, value)
-    place = existing("the data set", path)
+    existing = existing_path("the data set", path)
     if data is not None and data not in DATASETS:
-        known = ", ".join(f"'{name}'" for name in DATASETS)
-        raise InputError(f"data is '{data}', but the data sets on disk are {known}. Use one of these.")
-    name = data or detect(place)
-    with readable(place):
-        source = DATASETS[name].source(place)
+        names = ", ".join(f"'{name}'" for name in DATASETS)
+        raise InputError(f"data is '{data}', but the data sets on disk are {names}. Use one of these.")
+    name = data or detect(existing)
+    with reading_errors(existing):
+        source = DATASETS[name].open_source(existing)
 
     counts: Counter[int] = Counter()
     sizes: Counter[tuple[int, int]] = Counter()
     modes: Counter[str] = Counter()
     unreadable = []
-    seen: dict[bytes, list[tuple[int, str]]] = {}
-    for picture, result in each(source, look, f"Checking {name}"):
+    images_by_digest: dict[bytes, list[tuple[int, str]]] = {}
+    for image, result in map_images(source, summarize_image, f"Checking {name}"):
         if isinstance(result, Unreadable):
-            unreadable.append((picture.name, result.reason))
+            unreadable.append((image.name, result.reason))
         else:
-            counts[picture.label] += 1
+            counts[image.label] += 1
             sizes[result.width, result.height] += 1
             modes[result.mode] += 1
-            seen.setdefault(result.digest, []).append((picture.label, picture.name))
+            images_by_digest.setdefault(result.digest, []).append((image.label, image.name))
     if not counts:
-        raise InputError(f"{path} has no image that can be read ({source.total} tried).")
+        raise InputError(f"{path} has no readable image ({source.total} tried).")
 
     present = sorted(counts)
     split_of = {
-        label: category.split
-        for label, category in zip(present, split_by_class([source.classes[label] for label in present], seed))
+        label: info.split
+        for label, info in zip(present, assign_splits([source.classes[label] for label in present], seed))
     }
-    large = [source.classes[label] for label in present if counts[label] >= shots + queries]
-    left = Counter(category.split for category in split_by_class(large, seed))
-    groups = ([(split_of[label], file) for label, file in group] for group in seen.values() if len(group) > 1)
-    splits = {split: [counts[label] for label in present if split_of[label] == split] for split in _order(split_of)}
-    smallest: dict[str, str] = {}
+    large_classes = [source.classes[label] for label in present if counts[label] >= shots + queries]
+    large_in_split = Counter(info.split for info in assign_splits(large_classes, seed))
+    groups = (
+        [(split_of[label], name) for label, name in group] for group in images_by_digest.values() if len(group) > 1
+    )
+    counts_in = {
+        split: [counts[label] for label in present if split_of[label] == split]
+        for split in ("train", "validation", "test")
+        if split in split_of.values()
+    }
+    smallest_in: dict[str, str] = {}
     for label in sorted(present, key=counts.__getitem__):
-        smallest.setdefault(split_of[label], source.classes[label].name)
+        smallest_in.setdefault(split_of[label], source.classes[label].name)
     return DatasetReport(
         data=name,
-        form=source.form,
+        description=source.description,
         splits=tuple(
             SplitReport(
                 split,
@@ -141,39 +188,36 @@ def check_dataset(
                 fewest=min(images),
                 median=median(images),
                 most=max(images),
-                obstacle=_obstacle(images, smallest[split], ways, shots, queries, left.get(split, 0)),
+                obstacle=_obstacle(images, smallest_in[split], ways, shots, queries, large_in_split.get(split, 0)),
             )
-            for split, images in splits.items()
+            for split, images in counts_in.items()
         ),
         sizes=dict(sizes.most_common()),
         modes=dict(modes.most_common()),
         unreadable=tuple(unreadable),
         duplicates=tuple(tuple(group) for group in groups if len({split for split, _ in group}) > 1),
-        empty=tuple(category.name for label, category in enumerate(source.classes) if label not in counts),
+        empty_classes=tuple(info.name for label, info in enumerate(source.classes) if label not in counts),
         notes=source.notes,
     )
 
 
-def _order(split_of: dict[int, str]) -> list[str]:
-    return [split for split in ("train", "validation", "test") if split in split_of.values()]
+def _obstacle(images: list[int], smallest: str, ways: int, shots: int, queries: int, large_classes: int) -> str:
+    """Return why a split does not allow the tasks, and how to change that; an empty string if it does.
 
-
-def _obstacle(images: list[int], smallest: str, ways: int, shots: int, queries: int, left: int) -> str:
-    """Why a split does not allow the tasks, and the way out; empty if it does.
-
-    So many classes are `left` in it without those that are too small.
+    `images` are the numbers of images per class, `smallest` the name of the smallest class, and `large_classes` the
+    number of classes in the split after those with too few images are dropped.
     """
     if len(images) < ways:
         if len(images) == 1:
-            return f"{ways} ways need {ways} classes, but there is 1: add some"
-        return f"{ways} ways need {ways} classes, but there are {len(images)}: use fewer ways, or more classes"
+            return f"{ways} ways need {ways} classes, but there is 1: add more classes"
+        return f"{ways} ways need {ways} classes, but there are {len(images)}: use fewer ways, or add more classes"
     needed = shots + queries
     if min(images) < needed:
-        few = sum(count < needed for count in images)
-        way_out = f"; --min-images {needed} leaves {left} classes" if left >= ways else ""
-        classes = "1 class has" if few == 1 else f"{few} classes have"
+        small_classes = sum(count < needed for count in images)
+        way_out = f"; --min-images {needed} leaves {large_classes} classes" if large_classes >= ways else ""
+        classes = "1 class has" if small_classes == 1 else f"{small_classes} classes have"
         return (
-            f"{shots}-shot tasks with {queries} queries need {needed} images a class, but {classes} fewer: "
+            f"{shots}-shot tasks with {queries} queries need {needed} images per class, but {classes} fewer: "
             f"'{smallest}' has {min(images)}{way_out}"
         )
     return ""

@@ -1,81 +1,82 @@
-"""Images in folders: one folder a class, and the classes of one folder a superclass.
+"""Images in folders: a folder per class, and optionally a folder per superclass around the classes.
 
-A folder that holds images is a class, named by its path, and the folder it lies in is its superclass
-where there is such a level: `animals/cat/1.jpg` shows a cat, an animal. Images may have any format,
-size and mode. The middle square of each is taken, in 84 × 84 pixels and RGB (`channels=1` gives grey).
+A folder that contains images is a class, named by its path. Its superclass is the folder around it: in
+`animals/cat/1.jpg`, the class is `animals/cat` and the superclass `animals`. Images may have any format, size and
+mode. By default the central square of each image is resized to 84 × 84 pixels in RGB.
 
-Classes are split by folders train, validation (or val, valid) and test. Without these the classes are
-split by chance, 64 % train, 16 % validation, 20 % test, and so they are when the folders share a
-class, since few-shot learning is tested on classes that were not trained on.
+Folders named train, validation (or val, valid) and test define splits of the classes. Without them, classes are
+split at random, 64 % train, 16 % validation and 20 % test. The same is done if two of these folders share a class,
+because few-shot learning is tested on classes that are not in the training set.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
-    IMAGES,
-    Category,
-    Source,
-    class_folders,
-    image_bytes,
-    listed,
-    pooled,
+    IMAGE_SUFFIXES,
+    ClassInfo,
+    ImageSource,
+    find_class_folders,
+    list_tree,
+    merge_image_splits,
+    read_image_file,
+    source_from_files,
     split_folders,
-    tree,
-    walk,
+    walk_folders,
 )
 from metabridge.errors import InputError
 
-FORM = Form(size=84, channels=3, crop=True)
+DECODE_OPTIONS = DecodeOptions(size=84, channels=3, crop=True)
 
 
-def holds(root: Path) -> bool:
-    """Say whether some folder within a folder holds images.
+def matches(root: Path) -> bool:
+    """Return whether a folder inside `root` contains images.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
-    ...     holds(Path(root))
+    ...     matches(Path(root))
     False
     """
     if not root.is_dir():
         return False
-    below = (names for folder, _, names in walk([root]) if folder != root)
-    return any(Path(name).suffix.lower() in IMAGES for names in below for name in names)
+    files_below = (files for folder, _, files in walk_folders([root]) if folder != root)
+    return any(Path(name).suffix.lower() in IMAGE_SUFFIXES for files in files_below for name in files)
 
 
-def files(root: Path) -> list[Path]:
-    """Return every file below a folder or its splits, and every empty folder.
+def list_files(root: Path) -> list[Path]:
+    """Return all files and empty folders in the split folders, or in `root` if there are none.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
     ...     Path(root, "oak").mkdir()
-    ...     [file.name for file in files(Path(root))]
+    ...     [file.name for file in list_files(Path(root))]
     ['oak']
     """
-    return [file for part in list(split_folders(root).values()) or [root] for file in tree(part)]
+    return [file for part in list(split_folders(root).values()) or [root] for file in list_tree(part)]
 
 
-def source(root: Path) -> Source:
-    """Return the classes and images below a folder.
+def open_source(root: Path) -> ImageSource:
+    """Return the classes and images in a folder.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
     ...     Path(root, "trees", "oak").mkdir(parents=True)
     ...     Path(root, "trees", "oak", "1.jpg").touch()
-    ...     source(Path(root)).classes
-    (Category(name='trees/oak', superclass='trees', split=''),)
+    ...     open_source(Path(root)).classes
+    (ClassInfo(name='trees/oak', superclass='trees', split=''),)
     """
     splits = {folder.name: split for split, folder in split_folders(root).items()} or {"": ""}
-    folders = class_folders(root, list(splits))
-    classes: dict[Category, list[str]] = {}
+    folders = find_class_folders(root, list(splits))
+    classes: dict[ClassInfo, list[str]] = {}
     for path, images in folders.images.items():
         part, _, name = path.partition("/") if "" not in splits else ("", "", path)
-        classes[Category(name, name.rpartition("/")[0] or "all", splits[part])] = images
+        classes[ClassInfo(name, name.rpartition("/")[0] or "all", splits[part])] = images
     if not classes:
         raise InputError(
-            f"{root} has no folders of images. Make a folder for every class there, with its images inside."
+            f"{root} has no folders of images. Make a folder for each class there, with its images inside."
         )
-    form = "folders of images" + (f", split into {', '.join(splits.values())}" if "" not in splits else "")
-    return pooled(listed(form, classes, lambda name: image_bytes(root / name), folders.notes))
+    description = "folders of images" + (f", split into {', '.join(splits.values())}" if "" not in splits else "")
+    source = source_from_files(description, classes, lambda name: read_image_file(root / name), folders.notes)
+    return merge_image_splits(source)

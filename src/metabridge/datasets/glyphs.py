@@ -1,8 +1,8 @@
-"""Glyphs: letters and signs of many alphabets, drawn from the fonts that come with matplotlib.
+"""Glyphs, the built-in data set: characters of many alphabets, drawn with the fonts that come with matplotlib.
 
-The built-in data set. Like Omniglot it has many classes (characters) with 20 images each, in
-superclasses (alphabets), and the splits share no alphabet. The variants of a character differ in
-typeface, weight of the pen, slant, size, place and in an elastic warp.
+Like Omniglot, it has many classes (characters) of 20 images, grouped into superclasses (alphabets), and no alphabet
+is in two splits. The images of a character differ in typeface, stroke width, rotation, slant, size, position and an
+elastic deformation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, conv2d, grid_sample, interpolate
 
-from metabridge.datasets.image_cache import cache_folder, written_whole
+from metabridge.datasets.image_cache import cache_folder, cache_writer
 from metabridge.datasets.image_files import open_regular
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.ImageFont import FreeTypeFont
 
-FORMAT = 1  # Raise it with every change to how the images are drawn or stored: it names the cache file.
-VARIANTS = 20
+FORMAT = 1  # part of the name of the cache file; increase it when the images are drawn or stored differently
+VARIANTS = 20  # images per character
 SIZE = 28
-LARGEST = 2**26  # Bytes of an array in the cache; the images have 11 MB.
-PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # What else there is unpacks without a limit.
-_FRAME = 84  # Side of the frame in which a shape is drawn before it is warped,
-_BODY = 60  # and the length that the longer side of every shape has in it.
+MAX_ARRAY_BYTES = 2**26  # per array in the cache file; the images have 11 MB
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile unpacks other methods without a limit
+_FRAME = 84  # side of the square in which a shape is drawn before deformation
+_BODY = 60  # length of the longer side of the shape in it
 
-# No italics: in some scripts they are other letters (т becomes m), and the shear already slants.
+# No italic fonts: in some scripts, italic letters look like other letters (т becomes m), and a shear adds slant.
 REGULAR = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral")
 BOLD = ("DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSansMono-Bold", "STIXGeneralBol")
 
 
 class Alphabet(NamedTuple):
-    """Characters of one script, as Unicode ranges; what no face holds or what looks like another is left out."""
+    """The characters of a script as Unicode ranges, before those without a font and look-alikes are removed."""
 
     name: str
     split: Literal["train", "validation", "test"]
     ranges: str
 
 
-# Where characters of two alphabets look alike the earlier alphabet keeps its own: letters before signs.
-# Gaps in the ranges leave out marks, accented letters, and what only a count of dots or strokes tells apart.
+# Of characters that look alike, only the first in this list is kept, so letters come before signs.
+# The ranges skip marks, accented letters, and characters that differ only in the number of dots or strokes.
 ALPHABETS = (
     Alphabet("Latin", "train", "41-5A 61-7A DE-DF E6 F0 FE"),
     Alphabet("Greek", "train", "391-3A9 3B1-3BC 3BE-3C9 3D0-3D1 3D5-3F0 3F7-3FB"),
@@ -89,10 +89,17 @@ ALPHABETS = (
 
 
 def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImages:
-    """Return the glyphs, drawn on first use and kept in the cache folder from then on.
+    """Return the glyphs. They are drawn on first use and cached on disk.
 
-    `cache` is a folder; without it `$METABRIDGE_CACHE` or `~/.cache/metabridge` is used. Another
-    seed gives other variants of the same characters.
+    Args:
+        seed: Another seed gives other images of the same characters.
+        cache: The cache folder. Default: `$METABRIDGE_CACHE` or `~/.cache/metabridge`.
+
+    Returns:
+        Images of 28 × 28 pixels with one channel, with classes, superclasses and splits.
+
+    Raises:
+        InputError: The seed is negative, or matplotlib is not installed and the cache has no glyphs.
 
     >>> glyphs = load_glyphs()
     >>> glyphs.images.shape[1:], sorted(glyphs.splits)
@@ -105,17 +112,17 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImage
     try:
         version = metadata.version("matplotlib")
     except metadata.PackageNotFoundError:
-        version = "*"  # Without fonts of our own, glyphs drawn with those of any version will do.
+        version = "*"  # without matplotlib's fonts, use the cached glyphs of any version
     files = [folder / f"{stem}{version}.npz"] if version != "*" else sorted(folder.glob(f"{stem}*.npz"))
     for file in files:
         try:
             return _read(file)
-        except Exception:  # Missing, or damaged, which can fail in every way.
+        except Exception:  # the file is missing or damaged
             continue
     if version == "*":
         raise InputError(
-            f"the glyphs are not in {folder}, and drawing them needs matplotlib's fonts, which are not installed. "
-            f"Install matplotlib, or copy {stem}*.npz there from a machine that has it."
+            f"{folder} does not contain the glyphs, and drawing them needs the fonts of matplotlib, which is not "
+            f"installed. Install matplotlib, or copy {stem}*.npz there from a machine that has it."
         )
     glyphs = _draw(seed)
     _write(glyphs, files[0])
@@ -125,8 +132,8 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImage
 class _Character(NamedTuple):
     alphabet: int
     code: int
-    shapes: NDArray[np.uint8]  # (faces, _FRAME, _FRAME), one for each face that holds it
-    regular: int  # So many of the shapes, the first ones, are from regular faces.
+    shapes: NDArray[np.uint8]  # (fonts, _FRAME, _FRAME), one for each font with the character
+    regular: int  # the number of shapes from regular fonts, which come first
 
 
 def _draw(seed: int) -> LabelledImages:
@@ -134,12 +141,12 @@ def _draw(seed: int) -> LabelledImages:
     from rich.progress import track
 
     characters = _distinct(_candidates())
-    # A page of characters at a time: torch is slow at many small operations.
+    # In pages of 32 characters, since PyTorch is slow at many small operations.
     pages = [characters[first : first + 32] for first in range(0, len(characters), 32)]
     images = []
     for page in track(pages, "Drawing glyphs", console=Console(stderr=True), transient=True):
         parts = zip(*(_variants(character, seed) for character in page))
-        images.append(_ink(*(torch.from_numpy(np.concatenate(part)) for part in parts)))
+        images.append(_render(*(torch.from_numpy(np.concatenate(part)) for part in parts)))
     superclasses = torch.tensor([character.alphabet for character in characters])
     return LabelledImages(
         images=torch.cat(images),
@@ -152,35 +159,36 @@ def _draw(seed: int) -> LabelledImages:
 
 
 def _splits(superclasses: Tensor, split_of: list[str]) -> dict[str, Tensor]:
-    """Classes of each split, given the split of each superclass."""
-    own = [split_of[index] for index in superclasses.tolist()]
+    """Return the classes of each split, given the superclass of each class and the split of each superclass."""
+    split_names = [split_of[superclass] for superclass in superclasses.tolist()]
     return {
-        split: torch.tensor([index for index, name in enumerate(own) if name == split]) for split in dict.fromkeys(own)
+        split: torch.tensor([index for index, name in enumerate(split_names) if name == split])
+        for split in dict.fromkeys(split_names)
     }
 
 
 def _candidates() -> list[_Character]:
-    """Every character of the alphabets that a face holds."""
+    """Return the characters of the alphabets that a font has."""
     import matplotlib
     from matplotlib.ft2font import FT2Font
     from PIL import ImageFont
 
-    paths = [Path(matplotlib.get_data_path(), "fonts", "ttf", f"{face}.ttf") for face in REGULAR + BOLD]
-    held = [FT2Font(str(path)).get_charmap() for path in paths]
+    paths = [Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf") for font in REGULAR + BOLD]
+    charmaps = [FT2Font(str(path)).get_charmap() for path in paths]
     fonts = [ImageFont.truetype(path, 96, layout_engine=ImageFont.Layout.BASIC) for path in paths]
-    found = []
+    candidates = []
     for index, alphabet in enumerate(ALPHABETS):
         for first, _, last in (part.partition("-") for part in alphabet.ranges.split()):
             for code in range(int(first, 16), int(last or first, 16) + 1):
-                shapes = [_shape(font, code) for font, codes in zip(fonts, held) if code in codes]
+                shapes = [_shape(font, code) for font, charmap in zip(fonts, charmaps) if code in charmap]
                 if shapes and all(shape.any() for shape in shapes):
-                    regular = sum(code in codes for codes in held[: len(REGULAR)])
-                    found.append(_Character(index, code, np.stack(shapes), max(regular, 1)))
-    return found
+                    regular = sum(code in charmap for charmap in charmaps[: len(REGULAR)])
+                    candidates.append(_Character(index, code, np.stack(shapes), max(regular, 1)))
+    return candidates
 
 
 def _shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
-    """The character in the middle of its frame, its longer side `_BODY` long; all zero if it leaves no ink."""
+    """Draw a character in the centre of a frame with its longer side scaled to `_BODY`; all zero if it is blank."""
     from PIL import Image, ImageDraw
 
     left, top, right, bottom = (int(edge) for edge in font.getbbox(chr(code)))
@@ -197,33 +205,33 @@ def _shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
 
 
 def _distinct(candidates: list[_Character]) -> list[_Character]:
-    """Leave out each character that in a regular face could be taken for an earlier one.
+    """Remove each character that looks like an earlier one in a regular font.
 
-    Two shapes are alike if all but a speck of each lies within reach of the other. Since shapes are
-    compared at equal size, letters whose cases differ by size alone (o and O) count as alike too.
+    Two shapes look alike if at most `tolerance` of the ink of each is farther than `distance` pixels from the other.
+    Shapes are compared at equal size, so letters whose cases differ only in size (o and O) look alike.
     """
-    reach, speck = 2, 5.0
+    distance, tolerance = 2, 5.0
     shapes = torch.from_numpy(np.concatenate([c.shapes[: c.regular] for c in candidates]))
     ink = avg_pool2d(shapes[:, None].float() / 255, 2)
-    y, x = torch.meshgrid(*2 * [torch.arange(-reach, reach + 1)], indexing="ij")
-    disc = (x**2 + y**2 <= reach**2).float()
-    near = conv2d((ink > 0.35).float(), disc[None, None], padding=reach) > 0
+    y, x = torch.meshgrid(*2 * [torch.arange(-distance, distance + 1)], indexing="ij")
+    disc = (x**2 + y**2 <= distance**2).float()
+    near = conv2d((ink > 0.35).float(), disc[None, None], padding=distance) > 0
     ink, far = ink.flatten(1), (~near).float().flatten(1)
-    owner = torch.arange(len(candidates)).repeat_interleave(torch.tensor([c.regular for c in candidates]))
-    alone = ink @ far.T
-    alike = torch.maximum(alone, alone.T) <= speck
-    pairs = torch.zeros(len(candidates), len(candidates), dtype=torch.bool)
-    one, other = alike.nonzero(as_tuple=True)
-    pairs[owner[one], owner[other]] = True
-    return [character for index, character in enumerate(candidates) if not pairs[index, :index].any()]
+    character_of = torch.arange(len(candidates)).repeat_interleave(torch.tensor([c.regular for c in candidates]))
+    ink_outside = ink @ far.T
+    shapes_alike = torch.maximum(ink_outside, ink_outside.T) <= tolerance
+    alike = torch.zeros(len(candidates), len(candidates), dtype=torch.bool)
+    first, second = shapes_alike.nonzero(as_tuple=True)
+    alike[character_of[first], character_of[second]] = True
+    return [character for index, character in enumerate(candidates) if not alike[index, :index].any()]
 
 
 def _variants(character: _Character, seed: int) -> tuple[NDArray[np.float32], ...]:
-    """Choose how each variant is drawn.
+    """Draw the random parameters of each image of a character.
 
-    Return the depth below the outline (VARIANTS, _FRAME, _FRAME), the affine map (VARIANTS, 2, 3)
-    and the bends of a coarse grid (VARIANTS, 2, 5, 5). Drawn at another level of the depth, a shape
-    has another weight of the pen.
+    Return the signed distance to the outline, positive inside the strokes (VARIANTS, _FRAME, _FRAME), affine maps
+    (VARIANTS, 2, 3), and displacements of a coarse grid (VARIANTS, 2, 5, 5). A constant added to the distance changes
+    the stroke width.
     """
     from scipy.ndimage import distance_transform_edt
 
@@ -233,11 +241,11 @@ def _variants(character: _Character, seed: int) -> tuple[NDArray[np.float32], ..
         return random.uniform(low, high, VARIANTS)
 
     inside = character.shapes > 127
-    depth = np.stack([distance_transform_edt(shape) - distance_transform_edt(~shape) for shape in inside])
-    # Half the width of a stroke is twice its mean depth; it must not fall below what a final pixel can show.
-    thickness = 2 * np.array([values[shape].mean() for values, shape in zip(depth, inside)])
-    face = random.integers(len(depth), size=VARIANTS)
-    weight = np.maximum(uniform(-0.8, 1.6), 1.8 - thickness[face])
+    distance = np.stack([distance_transform_edt(shape) - distance_transform_edt(~shape) for shape in inside])
+    # Half the stroke width is twice the mean distance inside; below 1.8, strokes would be thinner than a final pixel.
+    half_width = 2 * np.array([values[shape].mean() for values, shape in zip(distance, inside)])
+    font = random.integers(len(distance), size=VARIANTS)
+    weight = np.maximum(uniform(-0.8, 1.6), 1.8 - half_width[font])
 
     angle, shear, size, aspect = uniform(-0.25, 0.25), uniform(-0.3, 0.3), uniform(0.76, 1.04), uniform(0.85, 1.18)
     cosine, sine = np.cos(angle) / size, np.sin(angle) / size
@@ -245,30 +253,33 @@ def _variants(character: _Character, seed: int) -> tuple[NDArray[np.float32], ..
         [cosine * aspect, (sine + shear * cosine) / aspect, uniform(-0.12, 0.12)],
         [-sine * aspect, (cosine - shear * sine) / aspect, uniform(-0.12, 0.12)],
     ]
-    bends = random.normal(0, 0.07, (VARIANTS, 2, 5, 5))
-    drawn = (depth[face] + weight[:, None, None], np.array(affine).transpose(2, 0, 1), bends)
-    return tuple(part.astype(np.float32) for part in drawn)
+    displacements = random.normal(0, 0.07, (VARIANTS, 2, 5, 5))
+    parameters = (distance[font] + weight[:, None, None], np.array(affine).transpose(2, 0, 1), displacements)
+    return tuple(array.astype(np.float32) for array in parameters)
 
 
-def _ink(depth: Tensor, affine: Tensor, bends: Tensor) -> Tensor:
-    """Warp the shapes and lay down the ink, uint8 of shape (n, 1, SIZE, SIZE)."""
-    fine = 2 * SIZE  # Strokes are thin: lay the ink on finer pixels and average.
+def _render(distance: Tensor, affine: Tensor, displacements: Tensor) -> Tensor:
+    """Deform the shapes and render them, uint8 of shape (n, 1, SIZE, SIZE)."""
+    fine = 2 * SIZE  # strokes are thin, so render at twice the resolution and average
     line = (2 * torch.arange(fine) + 1) / fine - 1
-    # Not affine_grid: its many tiny matrix products cost more than all the rest.
+    # Instead of affine_grid, whose many small matrix products would take most of the time.
     right, down, shift = affine[:, None, None].unbind(-1)
     grid = right * line[:, None] + down * line[:, None, None] + shift
-    warp = interpolate(bends, (fine, fine), mode="bicubic", align_corners=True).movedim(1, -1)
-    warped = grid_sample(depth[:, None], grid + warp, padding_mode="border", align_corners=False)
+    warp = interpolate(displacements, (fine, fine), mode="bicubic", align_corners=True).movedim(1, -1)
+    warped = grid_sample(distance[:, None], grid + warp, padding_mode="border", align_corners=False)
     return (255 * avg_pool2d(torch.sigmoid(2 * warped), 2)).round().to(torch.uint8)
 
 
 def _read(file: Path) -> LabelledImages:
     with open_regular(file) as stream, zipfile.ZipFile(stream) as archive:
-        if not all(0 <= info.file_size <= LARGEST and info.compress_type in PACKINGS for info in archive.infolist()):
-            raise ValueError(f"{file} holds more than glyphs")
+        entries = archive.infolist()
+        if not all(
+            0 <= entry.file_size <= MAX_ARRAY_BYTES and entry.compress_type in COMPRESSIONS for entry in entries
+        ):
+            raise ValueError(f"{file} contains more than glyphs")
 
         def array(name: str) -> NDArray[Any]:
-            # Whole, which np.load does not do: only at the end of an entry its checksum is compared.
+            # zipfile compares the checksum at the end of an entry, so read all of it, which np.load alone may not do.
             return np.load(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)  # type: ignore[no-any-return]
 
         superclasses = torch.from_numpy(array("superclasses"))
@@ -283,7 +294,7 @@ def _read(file: Path) -> LabelledImages:
 
 
 def _write(glyphs: LabelledImages, file: Path) -> None:
-    with written_whole(file) as stream:
+    with cache_writer(file) as stream:
         np.savez_compressed(
             stream,
             images=glyphs.images.numpy(),

@@ -1,10 +1,10 @@
-"""Decoded images on disk: decoded once, mapped into memory from then on.
+"""A cache of decoded images on disk: each data set is decoded once and memory-mapped after that.
 
-A data set is two files in the cache folder, `$METABRIDGE_CACHE` or `~/.cache/metabridge`: the pixels
-as they lie in memory, and an index in JSON of classes, labels and of what could not be read. Their
-names hold a key of the files that they were made from, so other files make another entry. The index
-is written last, and pixels are only believed beside it, so what a killed process leaves is not used.
-The index has checksums of itself and of the pixels. An entry that does not match them is made anew.
+An entry of the cache folder, `$METABRIDGE_CACHE` or `~/.cache/metabridge`, is two files: the pixels, laid out as in
+memory, and an index in JSON with the classes, the labels, and a list of what could not be read. The file names
+contain a fingerprint of the data set's files, so changed files get a new entry. The index is written after the
+pixels, so an entry that a killed process left incomplete is not used. The index holds checksums of itself and of the
+pixels; an entry that does not match its checksums is decoded again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import shutil
 import time
 import zlib
@@ -31,123 +30,145 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metabridge.datasets.image_decoding import CHUNK, Form, Unreadable, decoded, each, workers
+from metabridge.datasets.image_decoding import (
+    CHUNK,
+    DecodeOptions,
+    Unreadable,
+    decode,
+    decoding_threads,
+    map_images,
+)
 from metabridge.datasets.image_files import (
-    SPLITS,
-    Category,
+    SPLIT_NAMES,
+    ClassInfo,
     Content,
-    Source,
+    ImageSource,
+    assign_splits,
     free_memory,
-    named,
+    join_names,
     open_regular,
-    readable,
-    split_by_class,
+    reading_errors,
 )
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
+from metabridge.files import atomic_writer
 
-FORMAT = 2  # Raise it with every change to what is stored, or to how a data set's files are read.
-HASHED_FILES, HASHED_BYTES = 64, 2**30  # So much is keyed by its contents: a second's work. Beyond it, by its dates.
-STALE = 24 * 3600
-ATTEMPTS = 3  # To write an entry while others write the same.
-BLOCK = 2**24  # Bytes of pixels that have one checksum, about.
+FORMAT = 2  # increase it when the stored data changes, or when the files of a data set are read differently
+# Up to this many files and bytes, the fingerprint covers the contents, which takes about a second to compute.
+# Beyond that, it covers the modification times.
+HASHED_FILES, HASHED_BYTES = 64, 2**30
+PART_LIFETIME = 24 * 3600  # seconds after which a temporary file of another process is taken for abandoned
+ATTEMPTS = 3  # at writing an entry while other processes write the same entry
+CHECKSUM_BYTES = 2**24  # pixels per checksum, approximately
 
 logger = logging.getLogger("metabridge")
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
-    """Images in the store with a label each, the classes, and what the files lacked.
+class CachedImages:
+    """A decoded data set: images, labels, classes, and what could not be read.
 
-    `empty` names classes without a readable image; `skipped` has name and reason of unreadable images,
-    of which some could not be read for a reason that may pass if `incomplete`. `same` has groups of
-    images with equal pixels in more than one class, each by row and name.
+    Args:
+        images: uint8 of shape (n, channels, size, size).
+        labels: The index in `classes` of each image's class, int64 of shape (n,).
+        classes: The classes with at least one readable image.
+        empty_classes: The names of classes without a readable image.
+        skipped: The name of each unreadable image, with the reason.
+        notes: Remarks for the user on how the files were read.
+        incomplete: Whether an image was skipped for a reason that may be temporary.
+        duplicates: Groups of images with equal pixels in more than one class, as (index of the image, name).
     """
 
     images: Tensor
     labels: Tensor
-    classes: tuple[Category, ...]
-    empty: tuple[str, ...] = ()
+    classes: tuple[ClassInfo, ...]
+    empty_classes: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     incomplete: bool = False
-    same: tuple[tuple[tuple[int, str], ...], ...] = ()
+    duplicates: tuple[tuple[tuple[int, str], ...], ...] = ()
 
-    def labelled(self, *, seed: int = 0, strict: bool = False, min_images: int | None = None) -> LabelledImages:
-        """Return the images as a data set, with a warning of what was left out, or an error if `strict`.
+    def to_labelled_images(
+        self, *, seed: int = 0, strict: bool = False, min_images: int | None = None
+    ) -> LabelledImages:
+        """Return the data set for training, and log warnings about what was skipped.
 
-        Classes without a split are split by the seed. With `min_images`, smaller classes are in no split.
+        Args:
+            seed: Splits the classes at random if the data set does not define splits.
+            strict: Raise `InputError` if an image or a class was skipped.
+            min_images: Leave classes with fewer images out of all splits.
 
-        >>> classes = (Category("cat", "animals", "train"), Category("oak", "trees", "test"))
-        >>> stored = Stored(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1]), classes)
-        >>> sorted(stored.labelled(min_images=2).splits)
+        >>> classes = (ClassInfo("cat", "animals", "train"), ClassInfo("oak", "trees", "test"))
+        >>> cached = CachedImages(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1]), classes)
+        >>> sorted(cached.to_labelled_images(min_images=2).splits)
         ['train']
         """
-        troubles = self.troubles()
-        if strict and troubles:
-            raise InputError(f"{troubles[0]} Mend or remove what is named, or load without strict.")
-        for sentence in (*troubles, *self.notes):
+        problems = self.problems()
+        if strict and problems:
+            raise InputError(f"{problems[0]} Fix or remove these, or load without strict.")
+        for sentence in (*problems, *self.notes):
             logger.warning("%s", sentence)
         counts = torch.bincount(self.labels, minlength=len(self.classes)).tolist()
-        kept = [index for index, count in enumerate(counts) if count >= (min_images or 1)]
-        if not kept:
+        large_classes = [index for index, count in enumerate(counts) if count >= (min_images or 1)]
+        if not large_classes:
             raise InputError(
                 f"min_images is {min_images}, but the largest class has {max(counts)} images. "
                 f"Use min_images={max(counts)} or fewer."
             )
-        members: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
-        for index, category in zip(kept, split_by_class([self.classes[index] for index in kept], seed)):
-            members[category.split].append(index)
-        self._warn_of_duplicates(members)
-        superclasses = {name: place for place, name in enumerate(dict.fromkeys(c.superclass for c in self.classes))}
+        splits: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+        for index, info in zip(large_classes, assign_splits([self.classes[index] for index in large_classes], seed)):
+            splits[info.split].append(index)
+        self._warn_of_duplicates(splits)
+        superclass_index = {
+            name: index for index, name in enumerate(dict.fromkeys(info.superclass for info in self.classes))
+        }
         return LabelledImages(
             images=self.images,
             labels=self.labels,
-            class_names=tuple(category.name for category in self.classes),
-            superclasses=torch.tensor([superclasses[category.superclass] for category in self.classes]),
-            superclass_names=tuple(superclasses),
-            splits={split: torch.tensor(indices) for split, indices in members.items() if indices},
+            class_names=tuple(info.name for info in self.classes),
+            superclasses=torch.tensor([superclass_index[info.superclass] for info in self.classes]),
+            superclass_names=tuple(superclass_index),
+            splits={split: torch.tensor(indices) for split, indices in splits.items() if indices},
         )
 
-    def troubles(self) -> list[str]:
-        """Say what was left out, a sentence for each kind.
+    def problems(self) -> list[str]:
+        """Return sentences that say which images and classes were skipped.
 
-        >>> Stored(torch.empty(0), torch.empty(0), (), empty=("oak",)).troubles()
-        ["1 class without a readable image is left out: 'oak'."]
+        >>> CachedImages(torch.empty(0), torch.empty(0), (), empty_classes=("oak",)).problems()
+        ["Skipped 1 class without a readable image: 'oak'."]
         """
         sentences = []
         if self.skipped:
-            which = named(f"{name} ({reason})" for name, reason in self.skipped)
-            images = "1 unreadable image is" if len(self.skipped) == 1 else f"{len(self.skipped)} unreadable images are"
-            retried = " What the system did not let read is tried again on every load." if self.incomplete else ""
-            sentences.append(f"{images} left out: {which}.{retried}")
-        if self.empty:
-            which = named(f"'{name}'" for name in self.empty)
-            classes, verb = ("class", "is") if len(self.empty) == 1 else ("classes", "are")
-            sentences.append(f"{len(self.empty)} {classes} without a readable image {verb} left out: {which}.")
+            names = join_names(f"{name} ({reason})" for name, reason in self.skipped)
+            images = "1 unreadable image" if len(self.skipped) == 1 else f"{len(self.skipped)} unreadable images"
+            retry = " Images that the system could not read are tried again on every load." if self.incomplete else ""
+            sentences.append(f"Skipped {images}: {names}.{retry}")
+        if self.empty_classes:
+            names = join_names(f"'{name}'" for name in self.empty_classes)
+            classes = "class" if len(self.empty_classes) == 1 else "classes"
+            sentences.append(f"Skipped {len(self.empty_classes)} {classes} without a readable image: {names}.")
         return sentences
 
-    def _warn_of_duplicates(self, members: dict[str, list[int]]) -> None:
-        split_of = {index: split for split, indices in members.items() for index in indices}
+    def _warn_of_duplicates(self, splits: dict[str, list[int]]) -> None:
+        split_of = {index: split for split, indices in splits.items() for index in indices}
         labels = self.labels.tolist()
-        found = []
-        for group in self.same:
-            splits = {split_of.get(labels[row]): name for row, name in group}
-            splits.pop(None, None)
-            if len(splits) > 1:
-                found.append(" and ".join(f"{name} in {split}" for split, name in splits.items()))
-        if found:
-            pictures = "1 picture is" if len(found) == 1 else f"{len(found)} pictures are"
+        descriptions = []
+        for group in self.duplicates:
+            names = {split_of.get(labels[row]): name for row, name in group}
+            names.pop(None, None)
+            if len(names) > 1:
+                descriptions.append(" and ".join(f"{name} in {split}" for split, name in names.items()))
+        if descriptions:
+            images = "1 image is" if len(descriptions) == 1 else f"{len(descriptions)} images are"
             logger.warning(
-                "%s in more than one split, so that accuracies may be too high: %s. "
-                "`metabridge data check` lists them.",
-                pictures,
-                named(found, most=3),
+                "%s in more than one split, so accuracies may be too high: %s. `metabridge data check` lists them.",
+                images,
+                join_names(descriptions, limit=3),
             )
 
 
 def cache_folder() -> Path:
-    """Return the folder where decoded images are kept.
+    """Return the folder of the cache.
 
     >>> cache_folder() == Path(os.environ.get("METABRIDGE_CACHE") or Path.home() / ".cache" / "metabridge")
     True
@@ -156,64 +177,67 @@ def cache_folder() -> Path:
 
 
 def fingerprint(files: Iterable[Path], root: Path) -> str:
-    """Return a key of files below `root`: of their names and contents if that is quick to read.
+    """Return a key of files below `root`, which changes with their names and contents.
 
-    More than 64 files or 1 GiB are keyed by names, sizes and times of change instead: to read the
-    contents of a tree of 60 000 images takes minutes from a cold disk, and to ask for their dates a
-    second or less.
+    The contents of more than `HASHED_FILES` files, or of more than `HASHED_BYTES`, are represented by sizes and
+    modification times: reading 60,000 images from a cold disk takes minutes, reading their times a second.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
     ...     file = Path(root, "a.png")
-    ...     one, two = (file.write_bytes(content) and fingerprint([file], Path(root)) for content in (b"1", b"2"))
-    >>> one == two
+    ...     keys = [file.write_bytes(content) and fingerprint([file], Path(root)) for content in (b"1", b"2")]
+    >>> keys[0] == keys[1]
     False
     """
-    names = sorted(map(str, files))  # Paths are slow to handle by the ten thousand.
-    facts = [_size_and_time(name) for name in names]
-    by_content = len(names) <= HASHED_FILES and sum(size for size, _ in facts) <= HASHED_BYTES
-    above = len(str(root)) if str(root) != "." else -1
+    names = sorted(map(str, files))  # strings: Path objects are slow by the ten thousand
+    stats = [_size_and_time(name) for name in names]
+    by_content = len(names) <= HASHED_FILES and sum(size for size, _ in stats) <= HASHED_BYTES
+    prefix = len(str(root)) if str(root) != "." else -1
     key = hashlib.sha256()
-    for name, (size, changed) in zip(names, facts):
-        fact = _digest(name) if by_content else str(changed)
-        key.update(f"{name[above + 1 :]}\0{size}\0{fact}\0".encode("utf-8", "surrogateescape"))
+    for name, (size, modified) in zip(names, stats):
+        state = _digest(name) if by_content else str(modified)
+        key.update(f"{name[prefix + 1 :]}\0{size}\0{state}\0".encode("utf-8", "surrogateescape"))
     return key.hexdigest()[:24]
 
 
-def stored(name: str, key: str, form: Form, gather: Callable[[], Source]) -> Stored:
-    """Return the images of a data set from the store, decoded into it if they are not there.
+def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Callable[[], ImageSource]) -> CachedImages:
+    """Return the images of a data set from the cache, after decoding them if they are not in it.
 
-    `key` stands for the files, and `gather` reads what they hold; it is called on first use alone.
+    Args:
+        name: The name of the data set, for the file name and for messages.
+        key: The fingerprint of the data set's files.
+        options: How images are decoded.
+        open_source: Returns the undecoded images. It is called only if they must be decoded.
 
     >>> import numpy as np
-    >>> from metabridge.datasets.image_files import Picture
-    >>> picture = Picture("dot", 0, np.zeros((9, 9), dtype=np.uint8))
-    >>> toy = Source("a toy", (Category("dots", "all", "train"),), 1, lambda: iter([picture]))
-    >>> stored("toy", "key", Form(size=4, channels=1), lambda: toy).images.shape
+    >>> from metabridge.datasets.image_files import RawImage
+    >>> image = RawImage("dot", 0, np.zeros((9, 9), dtype=np.uint8))
+    >>> toy = ImageSource("a toy", (ClassInfo("dots", "all", "train"),), 1, lambda: iter([image]))
+    >>> load_or_decode("toy", "key", DecodeOptions(size=4, channels=1), lambda: toy).images.shape
     torch.Size([1, 1, 4, 4])
     """
-    stem = f"{name}-v{FORMAT}-{form.size}px-{form.channels}-{key}"
-    pixels, index = (cache_folder() / f"{stem}.{end}" for end in ("pixels", "json"))
-    with contextlib.suppress(Exception):  # A damaged entry can fail in every way.
-        held = _read(pixels, index)
-        if not held.incomplete:
-            return held
+    stem = f"{name}-v{FORMAT}-{options.size}px-{options.channels}-{key}"
+    pixels, index = (cache_folder() / f"{stem}.{suffix}" for suffix in ("pixels", "json"))
+    with contextlib.suppress(Exception):  # reading a damaged entry can raise exceptions of many types
+        cached = _read(pixels, index)
+        if not cached.incomplete:
+            return cached
     for _ in range(ATTEMPTS):
-        _write(name, gather, form, pixels, index)
-        with contextlib.suppress(Exception):  # Another process may have put its pixels in place of these.
+        _write(name, open_source, options, pixels, index)
+        with contextlib.suppress(Exception):  # another process may have replaced the pixels in the meantime
             return _read(pixels, index)
     raise InputError(
-        f"images kept in {pixels.parent} are not what was written there: other processes write the same, or the disk "
-        "is damaged. Wait for the others, or name another folder in METABRIDGE_CACHE."
+        f"the images in the cache {pixels.parent} differ from what was written: other processes write the same entry, "
+        "or the disk is damaged. Wait for the other processes, or set METABRIDGE_CACHE to another folder."
     )
 
 
 def _size_and_time(file: str) -> tuple[int, int]:
     try:
-        fact = os.stat(file)
+        status = os.stat(file)
     except OSError:
-        return 0, 0  # Such as a link to nothing: found out when it is to be decoded.
-    return fact.st_size, fact.st_mtime_ns
+        return 0, 0  # for example a broken link, which is reported during decoding
+    return status.st_size, status.st_mtime_ns
 
 
 def _digest(file: str) -> str:
@@ -224,145 +248,148 @@ def _digest(file: str) -> str:
         return "unreadable"
 
 
-def _read(pixels: Path, index: Path) -> Stored:
+# The keys of the index, such as "form", "same" and "blocks", are those of version 0.1.0.
+
+
+def _read(pixels: Path, index: Path) -> CachedImages:
     with open_regular(index) as stream:
-        held = json.load(stream)
-    if held.pop("checksum") != _checksum(held):
+        entry = json.load(stream)
+    if entry.pop("checksum") != _checksum(entry):
         raise ValueError(f"{index} does not match its checksum")
-    shape = held["shape"]
+    shape = entry["shape"]
     if pixels.stat().st_size != math.prod(shape):
         raise ValueError(f"{pixels} is {pixels.stat().st_size} bytes, but its index says {math.prod(shape)}")
     flat = torch.from_file(str(pixels), shared=False, size=math.prod(shape), dtype=torch.uint8)
     images = flat.view(shape)
-    with ThreadPoolExecutor(workers()) as executor:
-        blocks = (block.numpy().data for block in images.split(_block(math.prod(shape[1:]))))
-        if list(executor.map(zlib.crc32, blocks)) != held["blocks"]:
+    with ThreadPoolExecutor(decoding_threads()) as executor:
+        blocks = (block.numpy().data for block in images.split(_images_per_checksum(math.prod(shape[1:]))))
+        if list(executor.map(zlib.crc32, blocks)) != entry["blocks"]:
             raise ValueError(f"{pixels} does not match its checksums")
-    labels, classes = held["labels"], tuple(Category(*category) for category in held["classes"])
-    rows = [row for group in held["same"] for row, _ in group]
+    labels, classes = entry["labels"], tuple(ClassInfo(*info) for info in entry["classes"])
+    duplicate_rows = [row for group in entry["same"] for row, _ in group]
     if not (
         len(labels) == len(images) > 0
         and all(isinstance(label, int) and 0 <= label < len(classes) for label in labels)
-        and all(isinstance(row, int) and 0 <= row < len(images) for row in rows)
-        and all(isinstance(text, str) for category in classes for text in category)
-        and {category.split for category in classes} <= {*SPLITS.values(), ""}
+        and all(isinstance(row, int) and 0 <= row < len(images) for row in duplicate_rows)
+        and all(isinstance(text, str) for info in classes for text in info)
+        and {info.split for info in classes} <= {*SPLIT_NAMES.values(), ""}
     ):
         raise ValueError(f"{index} does not fit {pixels}")
-    return Stored(
+    return CachedImages(
         images=images,
         labels=torch.tensor(labels),
         classes=classes,
-        empty=tuple(held["empty"]),
-        skipped=tuple((name, reason) for name, reason in held["skipped"]),
-        notes=tuple(held["notes"]),
-        incomplete=held["incomplete"],
-        same=tuple(tuple((row, name) for row, name in group) for group in held["same"]),
+        empty_classes=tuple(entry["empty"]),
+        skipped=tuple((name, reason) for name, reason in entry["skipped"]),
+        notes=tuple(entry["notes"]),
+        incomplete=entry["incomplete"],
+        duplicates=tuple(tuple((row, name) for row, name in group) for group in entry["same"]),
     )
 
 
-def _checksum(held: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+def _checksum(entry: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
-def _write(name: str, gather: Callable[[], Source], form: Form, pixels: Path, index: Path) -> None:
-    with written_whole(index) as index_stream:
-        with written_whole(pixels) as pixel_stream:
-            with readable(name):
-                source = gather()
-            _check_space(source.total, form, pixels.parent)
+def _write(
+    name: str, open_source: Callable[[], ImageSource], options: DecodeOptions, pixels: Path, index: Path
+) -> None:
+    with cache_writer(index) as index_stream:
+        with cache_writer(pixels) as pixel_stream:
+            with reading_errors(name):
+                source = open_source()
+            _check_space(source.total, options, pixels.parent)
             labels: list[int] = []
             skipped: list[tuple[str, str]] = []
             incomplete = False
-            blocks: list[int] = []
-            rows = _block(form.channels * form.size**2)
-            seen: dict[bytes, list[tuple[int, str]]] = {}
-            for picture, result in each(source, partial(_pixels, form=form), f"Decoding {name}"):
+            checksums: list[int] = []
+            images_per_checksum = _images_per_checksum(options.channels * options.size**2)
+            names_of: dict[bytes, list[tuple[int, str]]] = {}
+            for image, result in map_images(source, partial(_decode_with_digest, options=options), f"Decoding {name}"):
                 if isinstance(result, Unreadable):
-                    skipped.append((picture.name, result.reason))
-                    incomplete |= result.may_pass
+                    skipped.append((image.name, result.reason))
+                    incomplete |= result.temporary
                 else:
-                    image, digest = result
-                    seen.setdefault(digest, []).append((len(labels), picture.name))
-                    if len(labels) % rows == 0:
-                        blocks.append(0)
-                    blocks[-1] = zlib.crc32(image.data, blocks[-1])
-                    labels.append(picture.label)
-                    pixel_stream.write(image.data)
+                    array, digest = result
+                    names_of.setdefault(digest, []).append((len(labels), image.name))
+                    if len(labels) % images_per_checksum == 0:
+                        checksums.append(0)
+                    checksums[-1] = zlib.crc32(array.data, checksums[-1])
+                    labels.append(image.label)
+                    pixel_stream.write(array.data)
             if not labels:
                 first = f"; {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
-                raise InputError(f"{name} has no image that can be read ({source.total} tried{first}).")
+                raise InputError(f"{name} has no readable image ({source.total} tried{first}).")
         present = sorted(set(labels))
-        place = {label: number for number, label in enumerate(present)}
-        held = {
-            "form": source.form,
-            "shape": [len(labels), form.channels, form.size, form.size],
-            "labels": [place[label] for label in labels],
+        new_label = {label: number for number, label in enumerate(present)}
+        entry = {
+            "form": source.description,
+            "shape": [len(labels), options.channels, options.size, options.size],
+            "labels": [new_label[label] for label in labels],
             "classes": [source.classes[label] for label in present],
-            "empty": [category.name for label, category in enumerate(source.classes) if label not in place],
+            "empty": [info.name for label, info in enumerate(source.classes) if label not in new_label],
             "skipped": skipped,
             "notes": source.notes,
             "incomplete": incomplete,
-            "same": [group for group in seen.values() if len({labels[row] for row, _ in group}) > 1],
-            "blocks": blocks,
+            "same": [group for group in names_of.values() if len({labels[row] for row, _ in group}) > 1],
+            "blocks": checksums,
         }
-        index_stream.write(json.dumps({**held, "checksum": _checksum(held)}).encode())
+        index_stream.write(json.dumps({**entry, "checksum": _checksum(entry)}).encode())
 
 
-def _block(image_bytes: int) -> int:
-    """How many images have one checksum."""
-    return max(1, BLOCK // image_bytes)
+def _images_per_checksum(image_bytes: int) -> int:
+    return max(1, CHECKSUM_BYTES // image_bytes)
 
 
-def _pixels(content: Content, form: Form) -> tuple[NDArray[np.uint8], bytes]:
-    image = decoded(content, form)
-    return image, hashlib.blake2b(image.data, digest_size=16).digest()
+def _decode_with_digest(content: Content, options: DecodeOptions) -> tuple[NDArray[np.uint8], bytes]:
+    array = decode(content, options)
+    return array, hashlib.blake2b(array.data, digest_size=16).digest()
 
 
-def _check_space(total: int, form: Form, folder: Path) -> None:
-    """Refuse a size for which the disk or the memory is too small, before anything is decoded."""
-    image = form.channels * form.size**2
+def _check_space(total: int, options: DecodeOptions, folder: Path) -> None:
+    """Raise `InputError` if the images do not fit on the disk or their decoding into memory."""
+    image_bytes = options.channels * options.size**2
     free = shutil.disk_usage(folder).free
-    if total * image > free:
+    if total * image_bytes > free:
         raise InputError(
-            f"{total} images of {form.size} × {form.size} pixels take {total * image / 2**30:.1f} GiB, but "
-            f"{folder} has {free / 2**30:.1f} GiB free. Use a smaller size, or name another folder in METABRIDGE_CACHE."
+            f"{total} images of {options.size} × {options.size} pixels take {total * image_bytes / 2**30:.1f} GiB, but "
+            f"{folder} has {free / 2**30:.1f} GiB free. Use a smaller size, or set METABRIDGE_CACHE to another folder."
         )
-    working = min(total, (2 * workers() + 1) * CHUNK) * image
-    if working > free_memory():
+    memory = min(total, (2 * decoding_threads() + 1) * CHUNK) * image_bytes
+    if memory > free_memory():
         raise InputError(
-            f"decoding images of {form.size} × {form.size} pixels takes {working / 2**30:.1f} GiB of memory, but "
+            f"decoding images of {options.size} × {options.size} pixels takes {memory / 2**30:.1f} GiB of memory, but "
             f"{free_memory() / 2**30:.1f} GiB are free. Use a smaller size."
         )
 
 
 @contextlib.contextmanager
-def written_whole(file: Path) -> Iterator[BinaryIO]:
-    """Write a file of the cache under another name, which becomes its own only when all of it is on the disk.
+def cache_writer(file: Path) -> Iterator[BinaryIO]:
+    """Write a file of the cache with `atomic_writer`, and remove abandoned temporary files of the same name.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     with written_whole(Path(folder, "a.pixels")) as stream:
-    ...         _ = stream.write(b"whole")
+    ...     with cache_writer(Path(folder, "a.pixels")) as stream:
+    ...         _ = stream.write(b"content")
     ...     Path(folder, "a.pixels").read_bytes()
-    b'whole'
+    b'content'
     """
-    part = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        for old in file.parent.glob(f"{file.name}.*.part"):  # Left by a process that was killed.
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - old.stat().st_mtime > STALE:
-                    old.unlink()
-        with part.open("xb") as stream:
+        _remove_abandoned_parts(file)
+        with atomic_writer(file) as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, file)
     except OSError as error:
         raise InputError(
-            f"images cannot be kept in {file.parent} ({error.strerror}). "
-            "Free space there, or name a folder that can be written to in METABRIDGE_CACHE."
+            f"images cannot be cached in {file.parent} ({error.strerror}). "
+            "Free space there, or set METABRIDGE_CACHE to a writable folder."
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+
+
+def _remove_abandoned_parts(file: Path) -> None:
+    """Remove temporary files by age: in a cache that machines share, the writer may run on another machine."""
+    for pattern in (f".{file.name[:40]}.*.part", f"{file.name}.*.part"):  # the second was used by version 0.1.0
+        for part in file.parent.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > PART_LIFETIME:
+                    part.unlink()

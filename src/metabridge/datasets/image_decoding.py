@@ -1,4 +1,4 @@
-"""Pictures into pixels: any format and mode that Pillow reads, to square uint8 arrays, many at a time."""
+"""Decode images of any format and mode that Pillow reads into square uint8 arrays, in several threads."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from metabridge.datasets.image_files import Content, Picture, Source, readable
+from metabridge.datasets.image_files import Content, ImageSource, RawImage, reading_errors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Result = TypeVar("Result")
-CHUNK = 16  # Pictures that a thread takes at once.
-# Photographs gain from every thread. Images of 100 pixels gain from two and lose with 16, which wait for Python's lock.
-THREADS = 8
-# What Pillow may read. Some of its other formats run programs (EPS), or are no images that data sets are made of.
+CHUNK = 16  # images per job of a thread
+# Photographs decode faster with each thread. Images of 100 pixels decode fastest with two threads; with 16, waiting
+# for Python's interpreter lock makes them slower.
+MAX_THREADS = 8
+# Pillow also reads formats that start other programs (EPS) and formats that image data sets do not use.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF", "JXL")
-PIXELS = 50_000_000  # Of the largest image that is decoded: Pillow takes up to five copies of a WebP image.
-SIDE = 2**16 - 1  # And its longer side: a row that is longer makes some decoders, and resizing, take gigabytes.
-SCANNED = 2**32  # Pixels of a JPEG times its scans, each of which goes over all of them, were it of 10 bytes.
-SCAN = b"\xff\xda"
-ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # Tags of EXIF and TIFF.
-OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # Pillow's words for it.
-_room = threading.Condition()
-_in_work = [0]  # Pixels of the images that threads convert just now.
+MAX_PIXELS = 50_000_000  # per image; Pillow holds up to five copies of a WebP image
+MAX_SIDE = 2**16 - 1  # in pixels; for longer rows, some decoders and resizing take gigabytes
+MAX_SCANNED_PIXELS = 2**32  # pixels × scans of a JPEG: each scan visits all pixels, even a scan of 10 bytes
+SCAN_MARKER = b"\xff\xda"
+ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # tags of EXIF and TIFF
+OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # messages of Pillow
+_memory_freed = threading.Condition()
+_pixels_in_use = [0]  # by the images that threads are converting
 
 
 @dataclass(frozen=True)
-class Form:
-    """How pictures are stored: `size` × `size` pixels in `channels` (1 grey, 3 RGB).
+class DecodeOptions:
+    """How images are converted.
 
-    With `crop` only the largest square in the middle is kept; without it the whole is squeezed into
-    the square, as the published data sets were made. `invert` turns dark ink on paper into 255 on 0.
+    Args:
+        size: The width and height of the result in pixels.
+        channels: 1 for grey, 3 for RGB.
+        crop: Keep the largest central square. By default the whole image is resized to a square, as in the published
+            data sets.
+        invert: Replace each value v by 255 - v, so that dark ink on white paper becomes 255 on 0.
     """
 
     size: int
@@ -53,18 +58,24 @@ class Form:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Why a picture could not be decoded, and whether that is a failure to read it that may pass."""
+    """Why an image could not be decoded.
+
+    Args:
+        reason: The reason, as a clause that follows the name of the image.
+        temporary: Whether the failure may be temporary, such as a lack of memory or of permission.
+    """
 
     reason: str
-    may_pass: bool = field(default=False, repr=False)
+    temporary: bool = field(default=False, repr=False)
 
 
-def opened(content: Content) -> Image:
-    """Open a picture's file or pixels; of an animation this is the first frame.
+def open_image(content: Content) -> Image:
+    """Open an image from the bytes of its file or from pixels; of an animation, open the first frame.
 
-    Only `FORMATS` are read, and nothing that has more than `PIXELS` pixels or would take far longer than others.
+    Raise an error for formats that are not in `FORMATS`, for images of more than `MAX_PIXELS` pixels and for JPEG
+    files with so many scans that decoding would take minutes.
 
-    >>> opened(np.zeros((4, 6), dtype=np.uint8)).size
+    >>> open_image(np.zeros((4, 6), dtype=np.uint8)).size
     (6, 4)
     """
     from PIL import Image
@@ -75,50 +86,50 @@ def opened(content: Content) -> Image:
     formats = [name for name in FORMATS if name in Image.OPEN]
     data = content if isinstance(content, bytes) else content()
     image = Image.open(BytesIO(data), formats=formats)
-    tags = getattr(image, "tag_v2", {})  # A small TIFF file may be made of huge tiles.
+    tags = getattr(image, "tag_v2", {})  # a small TIFF file may declare huge tiles
     for width, height in (image.size, (tags.get(TILE_WIDTH, 0), tags.get(TILE_HEIGHT, 0))):
         if not (isinstance(width, int) and isinstance(height, int)):
             raise ValueError("the sides of its tiles are not whole numbers")
-        if width * height > PIXELS:
-            raise ValueError(f"it has {width} × {height} pixels, but at most {PIXELS} pixels are decoded")
-    if image.format in ("JPEG", "MPO") and data.count(SCAN) * image.width * image.height > SCANNED:
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"it has {width} × {height} pixels, but at most {MAX_PIXELS} pixels are decoded")
+    if image.format in ("JPEG", "MPO") and data.count(SCAN_MARKER) * image.width * image.height > MAX_SCANNED_PIXELS:
         raise ValueError(
-            f"it has {data.count(SCAN)} scans of {image.width} × {image.height} pixels, too many to decode"
+            f"it has {data.count(SCAN_MARKER)} scans of {image.width} × {image.height} pixels, too many to decode"
         )
     return image
 
 
-def plain(image: Image, channels: int) -> Image:
-    """Turn an image upright, as its camera noted, and into 8 bits: grey for one channel, RGB for three.
+def to_8_bit(image: Image, channels: int) -> Image:
+    """Convert an image to 8 bits, grey for one channel and RGB for three, rotated upright by its EXIF tag.
 
-    16 bits are scaled down, floats are taken to go from 0 to 1 (or to 255 if any exceeds 1), and what
-    is transparent is laid on white. Values outside of these ranges are refused.
+    16-bit values are scaled to 8 bits. Floats are scaled from [0, 1], or from [0, 255] if any is larger than 1.
+    Transparent images are composed onto white. Raise `ValueError` for values outside these ranges.
 
-    >>> deep = opened(np.full((2, 2), 65535, dtype=np.uint16))
-    >>> deep.mode, plain(deep, 1).getpixel((0, 0))
+    >>> deep = open_image(np.full((2, 2), 65535, dtype=np.uint16))
+    >>> deep.mode, to_8_bit(deep, 1).getpixel((0, 0))
     ('I;16', 255)
     """
-    if max(image.size) > SIDE:
-        raise ValueError(f"it has {image.width} × {image.height} pixels, but at most {SIDE} a side are decoded")
-    with _work_on(image.width * image.height):
-        return _plain(image, channels)
+    if max(image.size) > MAX_SIDE:
+        raise ValueError(f"it has {image.width} × {image.height} pixels, but at most {MAX_SIDE} a side are decoded")
+    with _limit_pixels(image.width * image.height):
+        return _convert(image, channels)
 
 
 @contextlib.contextmanager
-def _work_on(pixels: int) -> Iterator[None]:
-    """Wait until threads have at most `PIXELS` pixels in work, these included, to save memory."""
-    with _room:
-        _room.wait_for(lambda: _in_work[0] == 0 or _in_work[0] + pixels <= PIXELS)
-        _in_work[0] += pixels
+def _limit_pixels(pixels: int) -> Iterator[None]:
+    """Wait until the images in conversion, with this one, have at most `MAX_PIXELS` pixels, to bound memory."""
+    with _memory_freed:
+        _memory_freed.wait_for(lambda: _pixels_in_use[0] == 0 or _pixels_in_use[0] + pixels <= MAX_PIXELS)
+        _pixels_in_use[0] += pixels
     try:
         yield
     finally:
-        with _room:
-            _in_work[0] -= pixels
-            _room.notify_all()
+        with _memory_freed:
+            _pixels_in_use[0] -= pixels
+            _memory_freed.notify_all()
 
 
-def _plain(image: Image, channels: int) -> Image:
+def _convert(image: Image, channels: int) -> Image:
     from PIL import Image, ImageOps
 
     image.load()
@@ -127,7 +138,7 @@ def _plain(image: Image, channels: int) -> Image:
     if image.mode.startswith("I"):
         deep = np.asarray(image).astype(np.int32)
         _check_range(deep, 65535)
-        deep += 128  # In place, as such images may be large.
+        deep += 128  # in place, since the array may be large
         deep //= 257
         image = Image.fromarray(deep.astype(np.uint8))
     elif image.mode == "F":
@@ -141,96 +152,97 @@ def _plain(image: Image, channels: int) -> Image:
     return image.convert("L" if channels == 1 else "RGB")
 
 
-def _check_range(values: NDArray[Any], most: int) -> None:
+def _check_range(values: NDArray[Any], maximum: int) -> None:
     for value in (values.min(initial=0), values.max(initial=0)):
-        if not 0 <= value <= most:  # Which is true of a NaN too.
-            raise ValueError(f"it has a pixel of value {value}, but pixels are from 0 to {most}")
+        if not 0 <= value <= maximum:  # also true for NaN
+            raise ValueError(f"it has a pixel of value {value}, but pixels are from 0 to {maximum}")
 
 
-def decoded(content: Content, form: Form) -> NDArray[np.uint8]:
-    """Return a picture's pixels, uint8 of shape (channels, size, size).
+def decode(content: Content, options: DecodeOptions) -> NDArray[np.uint8]:
+    """Return the pixels of an image, uint8 of shape (channels, size, size).
 
-    >>> decoded(np.full((40, 30, 3), 200, dtype=np.uint8), Form(size=8, channels=1)).shape
+    >>> decode(np.full((40, 30, 3), 200, dtype=np.uint8), DecodeOptions(size=8, channels=1)).shape
     (1, 8, 8)
     """
     from PIL.Image import Resampling
 
-    image = opened(content)
-    if form.crop:  # A photograph may be a hundred times larger than needed: JPEG can be decoded at a fraction.
-        image.draft(None, (4 * form.size, 4 * form.size))
-    image = plain(image, form.channels)
+    image = open_image(content)
+    if options.crop:  # photographs may be much larger than needed, and JPEG can be decoded at a fraction of its size
+        image.draft(None, (4 * options.size, 4 * options.size))
+    image = to_8_bit(image, options.channels)
     width, height = image.size
-    if (width, height) != (form.size, form.size):
+    if (width, height) != (options.size, options.size):
         side = min(width, height)
         left, top = (width - side) // 2, (height - side) // 2
-        box = (left, top, left + side, top + side) if form.crop else None
-        image = image.resize((form.size, form.size), Resampling.LANCZOS, box)
-    pixels = np.asarray(image).reshape(form.size, form.size, form.channels).transpose(2, 0, 1)
-    return np.ascontiguousarray(255 - pixels if form.invert else pixels)
+        box = (left, top, left + side, top + side) if options.crop else None
+        image = image.resize((options.size, options.size), Resampling.LANCZOS, box)
+    pixels = np.asarray(image).reshape(options.size, options.size, options.channels).transpose(2, 0, 1)
+    return np.ascontiguousarray(255 - pixels if options.invert else pixels)
 
 
-def each(
-    source: Source, work: Callable[[Content], Result], title: str
-) -> Iterator[tuple[Picture, Result | Unreadable]]:
-    """Do `work` on every picture, in order, in threads and with a progress bar.
+def map_images(
+    source: ImageSource, function: Callable[[Content], Result], title: str
+) -> Iterator[tuple[RawImage, Result | Unreadable]]:
+    """Apply a function to the content of every image in threads, and yield the images with the results in order.
 
-    Pillow decodes without Python's lock. Only as many pictures are in memory as the threads need.
+    An error in the function becomes an `Unreadable` result. A progress bar is shown on a terminal. Only the images
+    that the threads work on are in memory.
 
-    >>> source = Source("a toy", (), 1, lambda: iter([Picture("a.png", 0, b"no image")]))
-    >>> [result for _, result in each(source, opened, "Opening")]
+    >>> source = ImageSource("a toy", (), 1, lambda: iter([RawImage("a.png", 0, b"no image")]))
+    >>> [result for _, result in map_images(source, open_image, "Opening")]
     [Unreadable(reason='it is not an image that Pillow reads')]
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    def attempt(chunk: tuple[Picture, ...]) -> list[tuple[Picture, Result | Unreadable]]:
-        return [(picture, _attempt(work, picture.content)) for picture in chunk]
+    def run(chunk: tuple[RawImage, ...]) -> list[tuple[RawImage, Result | Unreadable]]:
+        return [(image, _try(function, image.content)) for image in chunk]
 
     console = Console(stderr=True)
-    pictures = _guarded(source)
-    chunks = iter(lambda: tuple(islice(pictures, CHUNK)), ())
-    pending: deque[Future[list[tuple[Picture, Result | Unreadable]]]] = deque()
-    executor = ThreadPoolExecutor(workers())
+    images = _images_of(source)
+    chunks = iter(lambda: tuple(islice(images, CHUNK)), ())
+    pending: deque[Future[list[tuple[RawImage, Result | Unreadable]]]] = deque()
+    executor = ThreadPoolExecutor(decoding_threads())
     try:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task(title, total=source.total)
-            pending.extend(executor.submit(attempt, chunk) for chunk in islice(chunks, 2 * workers()))
+            pending.extend(executor.submit(run, chunk) for chunk in islice(chunks, 2 * decoding_threads()))
             while pending:
-                done = pending.popleft().result()
-                pending.extend(executor.submit(attempt, chunk) for chunk in islice(chunks, 1))
-                yield from done
-                progress.advance(bar, len(done))
+                results = pending.popleft().result()
+                pending.extend(executor.submit(run, chunk) for chunk in islice(chunks, 1))
+                yield from results
+                progress.advance(bar, len(results))
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-def workers() -> int:
-    """Return how many threads decode images.
+def decoding_threads() -> int:
+    """Return the number of threads that decode images.
 
-    >>> 1 <= workers() <= THREADS
+    >>> 1 <= decoding_threads() <= MAX_THREADS
     True
     """
-    return min(os.cpu_count() or 1, THREADS)
+    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
-def _guarded(source: Source) -> Iterator[Picture]:
-    with readable(source.form):
-        yield from source.pictures()
+def _images_of(source: ImageSource) -> Iterator[RawImage]:
+    with reading_errors(source.description):
+        yield from source.images()
 
 
-def _attempt(work: Callable[[Content], Result], content: Content) -> Result | Unreadable:
+def _try(function: Callable[[Content], Result], content: Content) -> Result | Unreadable:
     from PIL import UnidentifiedImageError
 
     try:
-        return work(content)
+        return function(content)
     except UnidentifiedImageError:
         return Unreadable("it is not an image that Pillow reads")
     except MemoryError:
-        return Unreadable("not enough memory", may_pass=True)
-    except FileNotFoundError as error:  # When the file comes, it is another data set.
+        return Unreadable("not enough memory", temporary=True)
+    except FileNotFoundError as error:  # not temporary: adding the file changes the fingerprint of the data set
         return Unreadable(error.strerror or str(error))
-    except OSError as error:  # Pillow's own, for damaged files, have no number.
-        may_pass = error.errno is not None or str(error).endswith(OUT_OF_MEMORY)
-        return Unreadable(error.strerror or str(error), may_pass)
-    except Exception as error:  # Damaged files make the decoders fail in every way.
+    except OSError as error:  # Pillow raises OSError without errno for damaged files
+        temporary = error.errno is not None or str(error).endswith(OUT_OF_MEMORY)
+        return Unreadable(error.strerror or str(error), temporary)
+    except Exception as error:  # decoders raise exceptions of many types for damaged files
         return Unreadable(str(error) or type(error).__name__)

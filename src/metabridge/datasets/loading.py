@@ -1,4 +1,4 @@
-"""Labelled images by name or by path."""
+"""Load image data sets by name or by path."""
 
 from __future__ import annotations
 
@@ -11,39 +11,53 @@ from typing import NamedTuple
 
 from metabridge.datasets import cifar, folder, mini_imagenet, omniglot, parquet, tiered_imagenet
 from metabridge.datasets.glyphs import load_glyphs
-from metabridge.datasets.image_cache import fingerprint, stored
-from metabridge.datasets.image_decoding import PIXELS, Form
-from metabridge.datasets.image_files import Source, readable, unreadable
+from metabridge.datasets.image_cache import fingerprint, load_or_decode
+from metabridge.datasets.image_decoding import MAX_PIXELS, DecodeOptions
+from metabridge.datasets.image_files import ImageSource, reading_error, reading_errors
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError, check_count
 
 
-class Dataset(NamedTuple):
-    """How a data set is recognised and read, and the options that not all of them take."""
+class DatasetReader(NamedTuple):
+    """How a data set is recognised and read.
 
-    form: Form
-    holds: Callable[[Path], bool]
-    files: Callable[[Path], list[Path]]
-    source: Callable[[Path], Source]
+    Args:
+        decode_options: The image size, channels and cropping that are usual for the data set.
+        matches: Returns whether a path contains the data set.
+        list_files: Returns the files of the data set, for its fingerprint.
+        open_source: Returns its classes and undecoded images.
+        options: The arguments of `load` that only some data sets accept.
+    """
+
+    decode_options: DecodeOptions
+    matches: Callable[[Path], bool]
+    list_files: Callable[[Path], list[Path]]
+    open_source: Callable[[Path], ImageSource]
     options: tuple[str, ...] = ()
 
 
-def _cifar(name: str) -> Dataset:
-    return Dataset(cifar.FORM, cifar.holds, cifar.files, partial(cifar.source, name=name))
+def _cifar_reader(name: str) -> DatasetReader:
+    return DatasetReader(cifar.DECODE_OPTIONS, cifar.matches, cifar.list_files, partial(cifar.open_source, name=name))
 
 
-# In the order in which `detect` asks them: what is particular before what is general.
+# `detect` returns the first match, so specific formats come before general ones.
 DATASETS = {
-    "omniglot": Dataset(omniglot.FORM, omniglot.holds, omniglot.files, omniglot.source, ("rotations",)),
-    "mini-imagenet": Dataset(mini_imagenet.FORM, mini_imagenet.holds, mini_imagenet.files, mini_imagenet.source),
-    "tiered-imagenet": Dataset(
-        tiered_imagenet.FORM, tiered_imagenet.holds, tiered_imagenet.files, tiered_imagenet.source
+    "omniglot": DatasetReader(
+        omniglot.DECODE_OPTIONS, omniglot.matches, omniglot.list_files, omniglot.open_source, ("rotations",)
     ),
-    "cifar-fs": _cifar("cifar-fs"),
-    "fc100": _cifar("fc100"),
-    "fs-cifar100": _cifar("fs-cifar100"),
-    "parquet": Dataset(parquet.FORM, parquet.holds, parquet.files, parquet.source, ("seed",)),
-    "folder": Dataset(folder.FORM, folder.holds, folder.files, folder.source, ("seed",)),
+    "mini-imagenet": DatasetReader(
+        mini_imagenet.DECODE_OPTIONS, mini_imagenet.matches, mini_imagenet.list_files, mini_imagenet.open_source
+    ),
+    "tiered-imagenet": DatasetReader(
+        tiered_imagenet.DECODE_OPTIONS, tiered_imagenet.matches, tiered_imagenet.list_files, tiered_imagenet.open_source
+    ),
+    "cifar-fs": _cifar_reader("cifar-fs"),
+    "fc100": _cifar_reader("fc100"),
+    "fs-cifar100": _cifar_reader("fs-cifar100"),
+    "parquet": DatasetReader(
+        parquet.DECODE_OPTIONS, parquet.matches, parquet.list_files, parquet.open_source, ("seed",)
+    ),
+    "folder": DatasetReader(folder.DECODE_OPTIONS, folder.matches, folder.list_files, folder.open_source, ("seed",)),
 }
 NAMES = ("glyphs", *DATASETS)
 
@@ -59,61 +73,82 @@ def load(
     rotations: bool = False,
     seed: int = 0,
 ) -> LabelledImages:
-    """Return a data set by its name; `root` is the folder that holds it (for glyphs, the cache).
+    """Load an image data set by name or by path.
 
-    `name` may also be a path, whose form is then detected, or both in one, "omniglot:data/omniglot".
-    Images are decoded on first use and kept in the cache folder from then on. They are `size` pixels
-    wide and high, in 1 or 3 `channels`; without these, as is usual for the data set. Images that
-    cannot be read are left out with a warning, or refused if `strict`; classes with fewer images than
-    `min_images` are in no split. `rotations` makes four classes of each character of Omniglot, and
-    `seed` splits the classes of folders and parquet files that have no splits.
+    Images are decoded on first use and cached on disk. Unreadable images are skipped with a warning.
+
+    Args:
+        name: The name of a data set ("glyphs" or a key of `DATASETS`), a path, whose format is detected, or both as
+            "NAME:PATH", such as "omniglot:data/omniglot".
+        root: The folder or file of the data set, if `name` is a name; for "glyphs", the cache folder.
+        size: Width and height of the images in pixels. Default: the usual size of the data set.
+        channels: 1 (grey) or 3 (RGB). Default: as is usual for the data set.
+        strict: Raise an error instead of skipping unreadable images.
+        min_images: Leave classes with fewer images out of all splits.
+        rotations: Add each class of Omniglot rotated by 90°, 180° and 270° as three further classes.
+        seed: Splits the classes of folders and parquet files that do not define splits, and draws the glyphs.
+
+    Returns:
+        The images, with their classes and splits.
+
+    Raises:
+        InputError: The data set is unknown, missing or damaged, or does not accept an option.
 
     >>> len(load("glyphs").superclass_names) >= 12
     True
     >>> load("omniglot", "nowhere")
     Traceback (most recent call last):
-    metabridge.errors.InputError: there is nothing at nowhere. Name the folder or file that holds the data set.
+    metabridge.errors.InputError: nowhere does not exist. Use the path of the data set.
     """
     name, root = parse_name(name, root)
     if min_images is not None:
         check_count("min_images", min_images)
-    asked = {"size": size, "channels": channels, "strict": strict, "rotations": rotations, "seed": seed}
+    options = {"size": size, "channels": channels, "strict": strict, "rotations": rotations, "seed": seed}
     if name == "glyphs":
-        _refuse(name, asked, ("seed",))
-        return _sourced(_leave_out(load_glyphs(seed=seed, cache=root), min_images), name, root, asked, min_images)
-    dataset = DATASETS[name]
-    _refuse(name, asked, ("size", "channels", "strict", *dataset.options))
-    place = existing(name, root)
-    form = formed(dataset.form, size, channels)
-    with readable(place):
-        base = place if place.is_dir() else place.parent
-        key = fingerprint(dataset.files(place), base)
-    held = stored(name, key, form, lambda: dataset.source(place))
-    images = held.labelled(seed=seed, strict=strict, min_images=min_images)
+        _check_options(name, options, ("seed",))
+        glyphs = _drop_small_classes(load_glyphs(seed=seed, cache=root), min_images)
+        return _with_load_arguments(glyphs, name, root, options, min_images)
+    reader = DATASETS[name]
+    _check_options(name, options, ("size", "channels", "strict", *reader.options))
+    path = existing_path(name, root)
+    decode_options = override_options(reader.decode_options, size, channels)
+    with reading_errors(path):
+        key = fingerprint(reader.list_files(path), path if path.is_dir() else path.parent)
+    cached = load_or_decode(name, key, decode_options, lambda: reader.open_source(path))
+    images = cached.to_labelled_images(seed=seed, strict=strict, min_images=min_images)
     images = images.with_rotations() if rotations else images
-    return _sourced(images, name, place.resolve(), asked, min_images)
+    return _with_load_arguments(images, name, path.resolve(), options, min_images)
 
 
 def detect(path: str | Path) -> str:
-    """Return the name of the data set that a path holds; CIFAR-100's files are taken for CIFAR-FS.
+    """Return the name of the data set at a path. CIFAR-100's files are reported as "cifar-fs".
+
+    Args:
+        path: A folder or file.
+
+    Returns:
+        A key of `DATASETS`.
+
+    Raises:
+        InputError: The path does not exist or contains no known data set.
 
     >>> detect("nowhere")
     Traceback (most recent call last):
-    metabridge.errors.InputError: there is nothing at nowhere. Name the folder or file that holds the data set.
+    metabridge.errors.InputError: nowhere does not exist. Use the path of the data set.
     """
-    place = existing("the data set", path)
-    with readable(place):
-        for name, dataset in DATASETS.items():
-            if dataset.holds(place):
+    existing = existing_path("the data set", path)
+    with reading_errors(existing):
+        for name, reader in DATASETS.items():
+            if reader.matches(existing):
                 return name
     raise InputError(
-        f"{path} holds no data set that is known: no {', '.join(list(DATASETS)[:-2])}, no parquet files, "
-        "and no folders of images. Make a folder for every class there, with its images inside."
+        f"{path} contains no known data set: not {', '.join(list(DATASETS)[:-2])}, no parquet files, and no folders "
+        "of images. Make a folder for each class there, with its images inside."
     )
 
 
 def parse_name(name: str | Path, root: str | Path | None = None) -> tuple[str, str | Path | None]:
-    """Return a data set's name and place, out of either or of both in one.
+    """Return the name and the path of a data set from the first two arguments of `load`.
 
     >>> parse_name("omniglot:data/omniglot")
     ('omniglot', 'data/omniglot')
@@ -124,78 +159,83 @@ def parse_name(name: str | Path, root: str | Path | None = None) -> tuple[str, s
     before, colon, after = text.partition(":")
     if root is None and colon and before in NAMES:
         return before, after
-    if root is None and _is_there(text):
+    if root is None and _exists(text):
         return detect(text), text
-    known = ", ".join(f"'{known}'" for known in NAMES)
-    path = ", and there is no such path either" if root is None else ""
+    names = ", ".join(f"'{known}'" for known in NAMES)
+    path = ", and there is no such path" if root is None else ""
     raise InputError(
-        f"the data set is '{text}', but the known ones are {known}{path}. "
+        f"the data set is '{text}', but the known data sets are {names}{path}. "
         "Use one of these, NAME:FOLDER for one in a folder, or the path of a folder of images."
     )
 
 
-def _is_there(text: str) -> bool:
-    """Whether a path leads to something; without permission to look, an error."""
+def _exists(path: str) -> bool:
+    """Return whether a path exists; raise `InputError` if that is not permitted to know."""
     try:
-        return bool(text) and Path(text).exists()
+        return bool(path) and Path(path).exists()
     except PermissionError as error:
-        raise unreadable(text, error) from error
-    except OSError:  # Such as a name that is too long.
+        raise reading_error(path, error) from error
+    except OSError:  # for example a name that is too long
         return False
 
 
-def existing(name: str, root: str | Path | None) -> Path:
-    """Return the place of a data set as a path, if there is something.
+def existing_path(name: str, root: str | Path | None) -> Path:
+    """Return the path of a data set; raise `InputError` if it is not given or does not exist.
 
-    >>> existing("omniglot", None)
+    >>> existing_path("omniglot", None)
     Traceback (most recent call last):
-    metabridge.errors.InputError: omniglot is in no folder yet: say which one holds it, as in omniglot:FOLDER.
+    metabridge.errors.InputError: omniglot needs the folder that contains it. Use omniglot:FOLDER.
     """
     if root is None:
-        raise InputError(f"{name} is in no folder yet: say which one holds it, as in {name}:FOLDER.")
-    place = Path(root)
-    with readable(place):
-        if not place.exists():
-            raise InputError(f"there is nothing at {root}. Name the folder or file that holds the data set.")
-    return place
+        raise InputError(f"{name} needs the folder that contains it. Use {name}:FOLDER.")
+    path = Path(root)
+    with reading_errors(path):
+        if not path.exists():
+            raise InputError(f"{root} does not exist. Use the path of the data set.")
+    return path
 
 
-def formed(form: Form, size: int | None, channels: int | None) -> Form:
-    """Return a form with another size or other channels.
+def override_options(options: DecodeOptions, size: int | None, channels: int | None) -> DecodeOptions:
+    """Return decoding options with another size or number of channels, where these are given.
 
-    >>> formed(Form(size=84, channels=3), 32, None)
-    Form(size=32, channels=3, crop=False, invert=False)
+    >>> override_options(DecodeOptions(size=84, channels=3), 32, None)
+    DecodeOptions(size=32, channels=3, crop=False, invert=False)
     """
     if size is not None:
         check_count("size", size)
-        if size**2 > PIXELS:
+        if size**2 > MAX_PIXELS:
             raise InputError(
-                f"size is {size}, but images have at most {isqrt(PIXELS)} pixels a side. Use a smaller size."
+                f"size is {size}, but images have at most {isqrt(MAX_PIXELS)} pixels a side. Use a smaller size."
             )
     if channels not in (None, 1, 3):
         raise InputError(f"channels is {channels}, but images have 1 (grey) or 3 (RGB). Use one of these.")
-    return replace(form, size=size or form.size, channels=channels or form.channels)
+    return replace(options, size=size or options.size, channels=channels or options.channels)
 
 
-def _sourced(
-    images: LabelledImages, name: str, root: str | Path | None, asked: Mapping[str, object], min_images: int | None
+def _with_load_arguments(
+    images: LabelledImages, name: str, root: str | Path | None, options: Mapping[str, object], min_images: int | None
 ) -> LabelledImages:
-    """Note on the images how to load them again."""
-    options = {**asked, "min_images": min_images}
-    given = {option: value for option, value in options.items() if value not in (None, False, 0)}
-    return replace(images, load_arguments={"name": name, "root": None if root is None else str(root), **given})
+    """Attach the arguments with which `load` returns the same images again."""
+    changed = {
+        option: value
+        for option, value in {**options, "min_images": min_images}.items()
+        if value not in (None, False, 0)
+    }
+    return replace(images, load_arguments={"name": name, "root": None if root is None else str(root), **changed})
 
 
-def _refuse(name: str, asked: Mapping[str, object], taken: tuple[str, ...]) -> None:
-    for option, value in asked.items():
-        if option not in taken and value not in (None, False, 0):
-            raise InputError(f"{option} is {value}, but '{name}' does not take it. Leave {option} out.")
+def _check_options(name: str, options: Mapping[str, object], accepted: tuple[str, ...]) -> None:
+    for option, value in options.items():
+        if option not in accepted and value not in (None, False, 0):
+            raise InputError(f"{option} is {value}, but '{name}' does not accept it. Leave {option} out.")
 
 
-def _leave_out(images: LabelledImages, min_images: int | None) -> LabelledImages:
+def _drop_small_classes(images: LabelledImages, min_images: int | None) -> LabelledImages:
     if min_images is None:
         return images
     counts = images.labels.bincount(minlength=len(images.class_names))
-    min_images = min(min_images, len(images.labels) + 1)  # A tensor cannot be compared with any integer.
-    splits = {split: members[counts[members] >= min_images] for split, members in images.splits.items()}
-    return replace(images, splits={split: members for split, members in splits.items() if len(members)})
+    min_images = min(
+        min_images, len(images.labels) + 1
+    )  # a tensor cannot be compared with an arbitrarily large integer
+    splits = {split: classes[counts[classes] >= min_images] for split, classes in images.splits.items()}
+    return replace(images, splits={split: classes for split, classes in splits.items() if len(classes)})

@@ -1,9 +1,9 @@
-"""mini-ImageNet (Vinyals et al., 2016), split as by Ravi & Larochelle: 64, 16 and 20 classes of 600 images.
+"""mini-ImageNet (Vinyals et al. 2016) with the splits of Ravi & Larochelle (2017): 64, 16 and 20 classes.
 
-Read from any of the forms in which it goes round: parquet files of the Hugging Face hub, `train.csv`,
-`val.csv` and `test.csv` beside the folder `images`, or the pickles `mini-imagenet-cache-train.pkl` and
-so on. Images are 84 × 84, RGB; larger ones are squeezed into that, as the published ones were. Classes
-have their WordNet numbers as names, and no superclasses.
+Read from the parquet files of the Hugging Face hub; from `train.csv`, `val.csv` and `test.csv` next to the folder
+`images`; or from the pickles `mini-imagenet-cache-train.pkl`, `-val.pkl` and `-test.pkl`. Each class has 600 images
+of 84 × 84 pixels in RGB; larger images are resized without cropping, as for the published files. Classes are named
+by their WordNet IDs and have no superclasses.
 """
 
 from __future__ import annotations
@@ -17,136 +17,144 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metabridge.datasets import parquet
-from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
-    Category,
-    Picture,
-    Source,
-    as_text,
-    image_bytes,
-    indices,
-    inside,
-    listed,
-    read_bytes,
-    shortened,
-    tree,
+    ClassInfo,
+    ImageSource,
+    RawImage,
+    decode_text,
+    list_tree,
+    parse_indices,
+    path_inside,
+    read_file,
+    read_image_file,
+    short_repr,
+    source_from_files,
 )
 from metabridge.datasets.safe_unpickle import unpickle
 from metabridge.errors import InputError
 
-FORM = Form(size=84, channels=3)
+DECODE_OPTIONS = DecodeOptions(size=84, channels=3)
 CLASSES = 100
 PARTS = {"train": "train", "val": "validation", "test": "test"}
 
 
-def holds(root: Path) -> bool:
-    """Say whether a folder has mini-ImageNet in it; parquet files must name a hundred WordNet classes.
+def matches(root: Path) -> bool:
+    """Return whether a folder contains mini-ImageNet; parquet files must name 100 WordNet classes.
 
-    >>> holds(Path("nowhere"))
+    >>> matches(Path("nowhere"))
     False
     """
-    if _tables(root) or _pickles(root):
+    if _csv_files(root) or _pickle_files(root):
         return True
-    shards = parquet.files(root) if root.is_dir() else []
+    shards = parquet.list_files(root) if root.is_dir() else []
     names = parquet.class_names(shards[0]) if shards else None
     return names is not None and len(names) == CLASSES and all(re.fullmatch(r"n\d{8}", name) for name in names)
 
 
-def files(root: Path) -> list[Path]:
-    """Return the files that the data set is read from.
+def list_files(root: Path) -> list[Path]:
+    """Return the files of the data set.
 
-    >>> files(Path("nowhere"))
+    >>> list_files(Path("nowhere"))
     Traceback (most recent call last):
-    metabridge.errors.InputError: nowhere has none of the forms of mini-ImageNet. Put there its parquet files, ...
+    metabridge.errors.InputError: nowhere has no files of mini-ImageNet. Put its parquet files there, ...
     """
-    tables, pickles, shards = _tables(root), _pickles(root), parquet.files(root)
-    if tables:
-        return [*tables.values(), *tree(root / "images")]
+    csv_files, pickles, shards = _csv_files(root), _pickle_files(root), parquet.list_files(root)
+    if csv_files:
+        return [*csv_files.values(), *list_tree(root / "images")]
     if pickles or shards:
         return list(pickles.values()) or shards
     raise InputError(
-        f"{root} has none of the forms of mini-ImageNet. Put there its parquet files, or train.csv, val.csv, "
-        "test.csv and the folder images, or mini-imagenet-cache-train.pkl, -val.pkl and -test.pkl."
+        f"{root} has no files of mini-ImageNet. Put its parquet files there, or train.csv, val.csv, test.csv and "
+        "the folder images, or mini-imagenet-cache-train.pkl, -val.pkl and -test.pkl."
     )
 
 
-def source(root: Path) -> Source:
-    """Return the classes and images of any of the forms.
+def open_source(root: Path) -> ImageSource:
+    """Return the classes and images.
 
-    >>> source(Path("nowhere"))
+    >>> open_source(Path("nowhere"))
     Traceback (most recent call last):
-    metabridge.errors.InputError: nowhere has none of the forms of mini-ImageNet. Put there its parquet files, ...
+    metabridge.errors.InputError: nowhere has no files of mini-ImageNet. Put its parquet files there, ...
     """
-    files(root)
-    if tables := _tables(root):
-        return _from_tables(root, tables)
-    if pickles := _pickles(root):
-        return _from_pickles(pickles)
-    return parquet.source(root)
+    list_files(root)
+    if csv_files := _csv_files(root):
+        return _source_from_csv(root, csv_files)
+    if pickles := _pickle_files(root):
+        return _source_from_pickles(pickles)
+    return parquet.open_source(root)
 
 
-def _tables(root: Path) -> dict[str, Path]:
-    found = {split: root / f"{part}.csv" for part, split in PARTS.items() if (root / f"{part}.csv").is_file()}
-    return found if (root / "images").is_dir() else {}
+def _csv_files(root: Path) -> dict[str, Path]:
+    files = {split: root / f"{part}.csv" for part, split in PARTS.items() if (root / f"{part}.csv").is_file()}
+    return files if (root / "images").is_dir() else {}
 
 
-def _pickles(root: Path) -> dict[str, Path]:
-    named = {split: root / f"mini-imagenet-cache-{part}.pkl" for part, split in PARTS.items()}
-    return {split: file for split, file in named.items() if file.is_file()}
+def _pickle_files(root: Path) -> dict[str, Path]:
+    files = {split: root / f"mini-imagenet-cache-{part}.pkl" for part, split in PARTS.items()}
+    return {split: file for split, file in files.items() if file.is_file()}
 
 
-def _from_tables(root: Path, tables: dict[str, Path]) -> Source:
-    classes: dict[Category, list[str]] = {}
+def _source_from_csv(root: Path, csv_files: dict[str, Path]) -> ImageSource:
+    classes: dict[ClassInfo, list[str]] = {}
     images = root / "images"
-    for split, table in tables.items():
-        reader, line = csv.reader(read_bytes(table).decode("utf-8", "replace").splitlines()), 0
+    for split, file in csv_files.items():
+        reader, line = csv.reader(read_file(file).decode("utf-8", "replace").splitlines()), 0
         try:
-            columns = {name: place for place, name in enumerate(next(reader, ()))}
+            columns = {name: position for position, name in enumerate(next(reader, ()))}
             if not {"filename", "label"} <= set(columns):
-                raise InputError(f"{table} has not the columns filename and label in its first line. Add that line.")
+                raise InputError(f"{file} has no columns filename and label in its first line. Add that line.")
             line = reader.line_num
-            for row in filter(None, reader):  # Not as dictionaries, which would repeat all columns for every line.
+            for row in filter(None, reader):  # lists: a DictReader would repeat the column names for every line
                 line = reader.line_num
                 name, label = (row[columns[key]] if columns[key] < len(row) else "" for key in ("filename", "label"))
                 if not label:
-                    raise InputError(f"{table} has no label in line {line}. Add it, or remove the line.")
-                inside(images, name, table)
-                classes.setdefault(Category(label, "all", split), []).append(name)
+                    raise InputError(f"{file} has no label in line {line}. Add it, or remove the line.")
+                path_inside(images, name, file)
+                classes.setdefault(ClassInfo(label, "all", split), []).append(name)
         except csv.Error as error:
-            raise InputError(f"{table} is not a table after line {line} ({error}). Get the file again.") from error
-    return listed("mini-ImageNet, CSV and folder", classes, lambda name: image_bytes(images / name))
+            raise InputError(
+                f"{file} is not a CSV file after line {line} ({error}). Download the file again."
+            ) from error
+    return source_from_files("mini-ImageNet, CSV and folder", classes, lambda name: read_image_file(images / name))
 
 
-def _from_pickles(pickles: dict[str, Path]) -> Source:
-    """Each pickle is a dictionary: `image_data`, (n, 84, 84, 3), and `class_dict`, the rows of each class."""
-    read = {split: _read(file) for split, file in pickles.items()}
-    classes: list[Category] = []
-    places: list[tuple[str, int, int]] = []  # split, row, label
-    for split, (_, rows_of) in read.items():
+def _source_from_pickles(pickles: dict[str, Path]) -> ImageSource:
+    """Return the source of pickles: dictionaries with `image_data`, (n, 84, 84, 3), and `class_dict`, class to rows."""
+    content = {split: _read_pickle(file) for split, file in pickles.items()}
+    classes: list[ClassInfo] = []
+    entries: list[tuple[str, int, int]] = []  # (split, row, label)
+    for split, (_, rows_of) in content.items():
         for name, rows in rows_of.items():
-            places += [(split, row, len(classes)) for row in rows]
-            classes.append(Category(name, "all", split))
+            entries += [(split, row, len(classes)) for row in rows]
+            classes.append(ClassInfo(name, "all", split))
 
-    def pictures() -> Iterator[Picture]:
-        for split, row, label in places:
-            yield Picture(f"{pickles[split].name}: row {row}", label, read[split][0][row])
+    def images() -> Iterator[RawImage]:
+        for split, row, label in entries:
+            yield RawImage(f"{pickles[split].name}: row {row}", label, content[split][0][row])
 
-    return Source("mini-ImageNet, cached pickles", tuple(classes), len(places), pictures)
+    return ImageSource("mini-ImageNet, cached pickles", tuple(classes), len(entries), images)
 
 
-def _read(file: Path) -> tuple[NDArray[np.uint8], dict[str, list[int]]]:
-    """The images, and the rows of each class."""
-    held = unpickle(read_bytes(file), str(file))
-    images, classes = (held.get("image_data"), held.get("class_dict")) if isinstance(held, dict) else (None, None)
+def _read_pickle(file: Path) -> tuple[NDArray[np.uint8], dict[str, list[int]]]:
+    """Return the images and the rows of each class."""
+    content = unpickle(read_file(file), str(file))
+    is_dict = isinstance(content, dict)
+    images, classes = (content.get("image_data"), content.get("class_dict")) if is_dict else (None, None)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 4:
-        raise InputError(f"{file} has no uint8 array image_data of shape (n, height, width, 3). Get the file again.")
+        raise InputError(
+            f"{file} has no uint8 array image_data of shape (n, height, width, 3). Download the file again."
+        )
     if not isinstance(classes, dict):
-        raise InputError(f"{file} has no class_dict that gives rows of image_data. Get the file again.")
+        raise InputError(f"{file} has no class_dict with the rows of each class. Download the file again.")
     rows_of: dict[str, list[int]] = {}
-    left = len(images)
+    remaining = len(images)
     for name, rows in classes.items():
-        rows_of[as_text(name)] = found = indices(file, f"class_dict[{shortened(name)}]", rows, len(images))
-        left -= len(found)
-        if left < 0:  # A few bytes may refer to one long list many times.
-            raise InputError(f"{file} has more rows in class_dict than the {len(images)} images. Get the file again.")
+        row_list = parse_indices(file, f"class_dict[{short_repr(name)}]", rows, len(images))
+        rows_of[decode_text(name)] = row_list
+        remaining -= len(row_list)
+        if remaining < 0:  # a small pickle may refer to one long list many times
+            raise InputError(
+                f"{file} has more rows in class_dict than its {len(images)} images. Download the file again."
+            )
     return images, rows_of

@@ -1,11 +1,11 @@
-"""Omniglot (Lake et al., 2015): 1623 characters of 50 alphabets, each drawn by 20 people.
+"""Omniglot (Lake et al. 2015): 1623 characters of 50 alphabets, each drawn by 20 people.
 
-Read from `images_background.zip` and `images_evaluation.zip` or from the folders inside them. A class
-is a character, named "Alphabet/character01", and its superclass is the alphabet. Images are
-28 × 28, one channel, and ink is 255 on 0, the other way round than in the files.
+Read from `images_background.zip` and `images_evaluation.zip`, or from the folders that they contain. A class is a
+character, named "Alphabet/character01", and its superclass is the alphabet. Images are 28 × 28 with one channel;
+they are inverted, so that ink is 255 on a background of 0.
 
-The evaluation alphabets are for testing. Lake's background set has no validation part: here the last
-sixth of its alphabets by name (5 of 30) is for validation and the rest for training.
+The evaluation alphabets are the test split. The published background set has no validation part: the last sixth of
+its alphabets by name (5 of 30) is the validation split, and the rest is the training split.
 """
 
 from __future__ import annotations
@@ -13,119 +13,120 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
-    Category,
-    Source,
+    ClassInfo,
+    ImageSource,
     check_regular,
-    class_folders,
-    image_bytes,
-    listed,
-    tree,
+    find_class_folders,
+    list_tree,
+    read_image_file,
+    source_from_files,
 )
 from metabridge.errors import InputError
 
-FORM = Form(size=28, channels=1, invert=True)
+DECODE_OPTIONS = DecodeOptions(size=28, channels=1, invert=True)
 PARTS = ("images_background", "images_evaluation")
-LARGEST_DRAWING = 2**24  # Bytes of a file; those of Omniglot have a few hundred.
-PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-MOST_PACKED = 100  # An archive of drawings cannot be so many times smaller than what is in it.
+MAX_DRAWING_BYTES = 2**24  # the files of Omniglot have a few hundred bytes
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+MAX_COMPRESSION = 100  # the largest plausible ratio of unpacked to packed size for an archive of drawings
 
 
-def holds(root: Path) -> bool:
-    """Say whether a folder has a part of Omniglot in it.
+def matches(root: Path) -> bool:
+    """Return whether a folder contains a part of Omniglot.
 
-    >>> holds(Path("nowhere"))
+    >>> matches(Path("nowhere"))
     False
     """
     return any((root / part).is_dir() or (root / f"{part}.zip").is_file() for part in PARTS)
 
 
-def files(root: Path) -> list[Path]:
-    """Return the files that the data set is read from; the archives go before the folders.
+def list_files(root: Path) -> list[Path]:
+    """Return the files of the data set: for each part its archive or, if there is none, the files of its folder.
 
-    >>> files(Path("nowhere"))
+    >>> list_files(Path("nowhere"))
     Traceback (most recent call last):
     metabridge.errors.InputError: nowhere has neither images_background.zip nor the folder images_background. ...
     """
-    found = []
+    files = []
     for part in PARTS:
         if (root / f"{part}.zip").is_file():
-            found.append(root / f"{part}.zip")
+            files.append(root / f"{part}.zip")
         elif (root / part).is_dir():
-            found += tree(root / part)
+            files += list_tree(root / part)
         else:
             raise InputError(
                 f"{root} has neither {part}.zip nor the folder {part}. "
                 "Put both parts of Omniglot, images_background and images_evaluation, there."
             )
-    return found
+    return files
 
 
-def source(root: Path) -> Source:
-    """Return the characters and their drawings; `files` says which files they are.
+def open_source(root: Path) -> ImageSource:
+    """Return the characters and their drawings.
 
-    >>> source(Path("nowhere"))
+    >>> open_source(Path("nowhere"))
     Traceback (most recent call last):
     metabridge.errors.InputError: nowhere has neither images_background.zip nor the folder images_background. ...
     """
-    files(root)
-    archives = {part: _opened(root / f"{part}.zip") for part in PARTS if (root / f"{part}.zip").is_file()}
-    trees = class_folders(root, [part for part in PARTS if part not in archives])
-    folders: dict[str, dict[str, list[str]]] = {part: {} for part in PARTS}
-    folders.update({part: _classes(archive) for part, archive in archives.items()})
-    for path, drawings in trees.images.items():
+    list_files(root)
+    archives = {part: _open_archive(root / f"{part}.zip") for part in PARTS if (root / f"{part}.zip").is_file()}
+    class_folders = find_class_folders(root, [part for part in PARTS if part not in archives])
+    drawings_of: dict[str, dict[str, list[str]]] = {part: {} for part in PARTS}
+    drawings_of.update({part: _drawings_in(archive) for part, archive in archives.items()})
+    for path, drawings in class_folders.images.items():
         part, _, name = path.partition("/")
-        folders[part][name] = [drawing.removeprefix(f"{part}/") for drawing in drawings]
-    alphabets = sorted({name.split("/")[0] for name in folders["images_background"]})
+        drawings_of[part][name] = [drawing.removeprefix(f"{part}/") for drawing in drawings]
+    alphabets = sorted({name.split("/")[0] for name in drawings_of["images_background"]})
     validation = set(alphabets[len(alphabets) - max(len(alphabets) // 6, len(alphabets) > 1) :])
     classes = {}
     for part in PARTS:
-        for name, drawings in folders[part].items():
+        for name, drawings in drawings_of[part].items():
             alphabet = name.split("/")[0]
-            background = "validation" if alphabet in validation else "train"
-            split = background if part == "images_background" else "test"
-            classes[Category(name, alphabet, split)] = [f"{part}/{drawing}" for drawing in drawings]
+            background_split = "validation" if alphabet in validation else "train"
+            split = background_split if part == "images_background" else "test"
+            classes[ClassInfo(name, alphabet, split)] = [f"{part}/{drawing}" for drawing in drawings]
 
     def read(name: str) -> bytes:
         part = name.split("/")[0]
-        return _unpacked(archives[part], name) if part in archives else image_bytes(root / name)
+        return _read_drawing(archives[part], name) if part in archives else read_image_file(root / name)
 
-    return listed(f"Omniglot, {'zip archives' if archives else 'folders'}", classes, read, trees.notes)
+    description = f"Omniglot, {'zip archives' if archives else 'folders'}"
+    return source_from_files(description, classes, read, class_folders.notes)
 
 
-def _opened(file: Path) -> zipfile.ZipFile:
+def _open_archive(file: Path) -> zipfile.ZipFile:
     try:
         check_regular(file)
         archive = zipfile.ZipFile(file)
-    except Exception as error:  # A damaged archive can fail in every way.
-        raise InputError(f"{file} is not a whole zip archive ({error}). Get the file again.") from error
+    except Exception as error:  # damaged archives raise exceptions of many types
+        raise InputError(f"{file} is not a complete zip archive ({error}). Download the file again.") from error
     unpacked = sum(info.file_size for info in archive.infolist())
-    if unpacked > LARGEST_DRAWING + MOST_PACKED * file.stat().st_size:
+    if unpacked > MAX_DRAWING_BYTES + MAX_COMPRESSION * file.stat().st_size:
         raise InputError(
-            f"{file} holds {unpacked / 2**20:.0f} MiB in {file.stat().st_size / 2**20:.1f} MiB, which no archive of "
-            "drawings does. Do not trust this file."
+            f"{file} unpacks from {file.stat().st_size / 2**20:.1f} MiB to {unpacked / 2**20:.0f} MiB, which is too "
+            "much for an archive of drawings. Do not trust this file."
         )
-    if any(info.compress_type not in PACKINGS for info in archive.infolist()):  # Others unpack without a limit.
-        raise InputError(f"{file} is packed in an unusual way. Pack it again with the method deflate.")
+    if any(info.compress_type not in COMPRESSIONS for info in archive.infolist()):  # others unpack without a limit
+        raise InputError(f"{file} uses an unsupported compression method. Pack it again with the method deflate.")
     return archive
 
 
-def _unpacked(archive: zipfile.ZipFile, name: str) -> bytes:
+def _read_drawing(archive: zipfile.ZipFile, name: str) -> bytes:
     size = archive.getinfo(name).file_size
-    if size > LARGEST_DRAWING:
-        raise ValueError(f"it is {size / 2**20:.0f} MiB, but a drawing has at most {LARGEST_DRAWING // 2**20} MiB")
-    return archive.read(name)  # Never more than that size, whatever is packed.
+    if size > MAX_DRAWING_BYTES:
+        raise ValueError(f"it is {size / 2**20:.0f} MiB, but a drawing has at most {MAX_DRAWING_BYTES // 2**20} MiB")
+    return archive.read(name)  # zipfile returns at most `file_size` bytes, whatever the archive contains
 
 
-def _classes(archive: zipfile.ZipFile) -> dict[str, list[str]]:
-    """What `class_folders` says of the folder in the archive."""
-    found: dict[str, list[str]] = {}
-    for name in sorted(set(archive.namelist())):
-        # Part/Alphabet/character/drawing: a folder's own name ends in a slash.
-        _, *parts = name.split("/")
-        if len(parts) == 3 and not name.startswith("__MACOSX"):
-            drawings = found.setdefault(f"{parts[0]}/{parts[1]}", [])
+def _drawings_in(archive: zipfile.ZipFile) -> dict[str, list[str]]:
+    """Return the paths of the drawings of each character, as `find_class_folders` does for folders."""
+    drawings_of: dict[str, list[str]] = {}
+    for path in sorted(set(archive.namelist())):
+        # Part/Alphabet/character/drawing; the path of a folder ends with a slash.
+        _, *parts = path.split("/")
+        if len(parts) == 3 and not path.startswith("__MACOSX"):
+            drawings = drawings_of.setdefault(f"{parts[0]}/{parts[1]}", [])
             if parts[2].lower().endswith(".png") and not parts[2].startswith("."):
                 drawings.append("/".join(parts))
-    return found
+    return drawings_of

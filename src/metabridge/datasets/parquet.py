@@ -1,11 +1,11 @@
-"""Parquet files of images, as the Hugging Face hub keeps them.
+"""Parquet files of images in the layout of the Hugging Face hub.
 
-A column of images (`image` or `img`: the file's bytes, alone or beside its path) and one of labels
-(`label`, `labels` or `fine_label`: numbers or names). Numbers are named by the schema's Hugging Face
-metadata where it is there. The middle square of each image is taken, 84 × 84 and RGB.
+The files have a column of images (`image` or `img`: the bytes of the image file, either alone or with its path) and
+a column of labels (`label`, `labels` or `fine_label`: numbers or names). The Hugging Face metadata in the schema, if
+present, name the numbers. By default the central square of each image is resized to 84 × 84 pixels in RGB.
 
-Files with train, validation (or val, valid) and test in their names make those splits. A single set,
-or splits that share classes, is split by class, as folders of images are.
+Files with train, validation (or val, valid) or test in their names define splits. A single split, or splits that
+share classes, are merged and the classes are split at random, as for folders of images.
 """
 
 from __future__ import annotations
@@ -18,85 +18,85 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
-    SPLITS,
-    Category,
-    Picture,
-    Source,
+    SPLIT_NAMES,
+    ClassInfo,
+    ImageSource,
+    RawImage,
     check_regular,
-    image_bytes,
-    inside,
-    named,
-    pooled,
-    shortened,
-    tree,
-    unreadable,
+    join_names,
+    list_tree,
+    merge_image_splits,
+    path_inside,
+    read_image_file,
+    reading_error,
+    short_repr,
 )
 from metabridge.errors import InputError
 
-FORM = Form(size=84, channels=3, crop=True)
+DECODE_OPTIONS = DecodeOptions(size=84, channels=3, crop=True)
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
-BATCH = 32  # Rows read at once, or fewer
-ROOM = 2**28  # if so many could take more bytes than this.
-MOST_PACKED = 100  # A file of images cannot be so many times smaller than what is in it,
-UNPACKED = 2**26  # unless it has no more than so many bytes in it.
+BATCH_ROWS = 32  # rows read at once, fewer
+BATCH_BYTES = 2**28  # if that many rows could take more memory than this
+MAX_COMPRESSION = 100  # the largest plausible ratio of unpacked to packed size for files of images,
+FREE_BYTES = 2**26  # beyond these bytes
 
 
-def holds(root: Path) -> bool:
-    """Say whether a path is a parquet file, or a folder with some in it.
+def matches(root: Path) -> bool:
+    """Return whether a path is a parquet file or a folder that contains one.
 
-    >>> holds(Path("photographs.zip"))
+    >>> matches(Path("photographs.zip"))
     False
     """
-    return bool(files(root))
+    return bool(list_files(root))
 
 
-def files(root: Path) -> list[Path]:
+def list_files(root: Path) -> list[Path]:
     """Return the parquet files at or below a path.
 
-    >>> files(Path("photographs.zip"))
+    >>> list_files(Path("photographs.zip"))
     []
     """
     if root.is_file():
         return [root] if root.suffix == ".parquet" else []
-    return [file for file in tree(root) if file.suffix == ".parquet"] if root.is_dir() else []
+    return [file for file in list_tree(root) if file.suffix == ".parquet"] if root.is_dir() else []
 
 
-def source(root: Path) -> Source:
+def open_source(root: Path) -> ImageSource:
     """Return the classes and images of the parquet files at a path.
 
-    >>> source(Path("photographs.zip"))
+    >>> open_source(Path("photographs.zip"))
     Traceback (most recent call last):
-    metabridge.errors.InputError: photographs.zip has no parquet files.
+    metabridge.errors.InputError: photographs.zip has no parquet files. Use the path of a parquet file or a folder ...
     """
-    shards = files(root)
+    shards = list_files(root)
     if not shards:
-        raise InputError(f"{root} has no parquet files.")
+        raise InputError(f"{root} has no parquet files. Use the path of a parquet file or a folder of parquet files.")
     base = root if root.is_dir() else root.parent
-    labels: dict[Category, int] = {}
-    rows: list[list[int | None]] = []
+    label_of: dict[ClassInfo, int] = {}
+    labels_by_shard: list[list[int | None]] = []
     for shard in shards:
-        names = _label_names(shard)
-        split = _split(shard.relative_to(base).as_posix())
-        categories = [None if name is None else Category(name, "all", split) for name in names]
-        for category in sorted({category for category in categories if category is not None}):
-            labels.setdefault(category, len(labels))
-        rows.append([None if category is None else labels[category] for category in categories])
+        names = _row_class_names(shard)
+        split = _split_from_name(shard.relative_to(base).as_posix())
+        row_classes = [None if name is None else ClassInfo(name, "all", split) for name in names]
+        for info in sorted({info for info in row_classes if info is not None}):
+            label_of.setdefault(info, len(label_of))
+        labels_by_shard.append([None if info is None else label_of[info] for info in row_classes])
 
-    def pictures() -> Iterator[Picture]:
-        for shard, own in zip(shards, rows):
-            yield from _pictures(shard, shard.relative_to(base).as_posix(), own)
+    def images() -> Iterator[RawImage]:
+        for shard, labels in zip(shards, labels_by_shard):
+            yield from _read_images(shard, shard.relative_to(base).as_posix(), labels)
 
-    total = sum(label is not None for own in rows for label in own)
-    splits = dict.fromkeys(category.split for category in labels)
-    form = f"{len(shards)} parquet files" + (f", split into {', '.join(splits)}" if len(splits) > 1 else "")
-    return pooled(Source(form, tuple(labels), total, pictures))
+    total = sum(label is not None for labels in labels_by_shard for label in labels)
+    splits = dict.fromkeys(info.split for info in label_of)
+    description = f"{len(shards)} parquet files" + (f", split into {', '.join(splits)}" if len(splits) > 1 else "")
+    return merge_image_splits(ImageSource(description, tuple(label_of), total, images))
 
 
 def class_names(shard: Path) -> tuple[str, ...] | None:
-    """Return the names of the classes that a file's Hugging Face metadata gives, if any.
+    """Return the class names in the Hugging Face metadata of a file, or None.
 
     >>> import pyarrow, pyarrow.parquet
     >>> from tempfile import TemporaryDirectory
@@ -105,22 +105,23 @@ def class_names(shard: Path) -> tuple[str, ...] | None:
     ...     class_names(Path(root, "train.parquet")) is None
     True
     """
-    schema = _opened(shard).schema_arrow
+    schema = _open_parquet(shard).schema_arrow
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return tuple(map(str, features[_column(shard, schema, LABEL_COLUMNS)]["names"]))
+        return tuple(map(str, features[_find_column(shard, schema, LABEL_COLUMNS)]["names"]))
     except (KeyError, ValueError, TypeError, RecursionError):
         return None
 
 
-def _pictures(shard: Path, name: str, labels: list[int | None]) -> Iterator[Picture]:
-    file = _opened(shard)
-    column = _column(shard, file.schema_arrow, IMAGE_COLUMNS)
+def _read_images(shard: Path, shard_name: str, labels: list[int | None]) -> Iterator[RawImage]:
+    file = _open_parquet(shard)
+    column = _find_column(shard, file.schema_arrow, IMAGE_COLUMNS)
     row = 0
-    with _whole(shard):
+    with _parquet_errors(shard):
         groups = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
-        rows = max(1, min(BATCH, ROOM // max(1, *groups, 1)))  # An image may be stored once for many rows.
-        left = UNPACKED + MOST_PACKED * shard.stat().st_size
+        # A row may be as large as its row group: the same stored image may belong to all of its rows.
+        rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, *groups, 1)))
+        remaining = FREE_BYTES + MAX_COMPRESSION * shard.stat().st_size
         for batch in file.iter_batches(rows, columns=[column]):
             for value in batch.column(0).to_pylist():
                 label, content = labels[row], value
@@ -129,98 +130,102 @@ def _pictures(shard: Path, name: str, labels: list[int | None]) -> Iterator[Pict
                     path = value.get("path") or path
                     content = value.get("bytes")
                     if content is None and value.get("path"):
-                        content = partial(image_bytes, _beside(shard, value["path"]))
-                left -= len(content) if isinstance(content, bytes) else 0
-                if left < 0:
-                    raise ValueError("its images take far more than its own size")
+                        content = partial(read_image_file, _external_image(shard, value["path"]))
+                remaining -= len(content) if isinstance(content, bytes) else 0
+                if remaining < 0:
+                    raise ValueError("its images take far more memory than its size")
                 if label is not None:
-                    yield Picture(f"{name}: {path}", label, content if isinstance(content, bytes | partial) else b"")
+                    is_content = isinstance(content, bytes | partial)
+                    yield RawImage(f"{shard_name}: {path}", label, content if is_content else b"")
                 row += 1
 
 
-def _beside(shard: Path, name: object) -> Path:
-    """The file that a row names. It must be there: the key of the data set does not cover it."""
-    file = inside(shard.parent, name, shard)
+def _external_image(shard: Path, name: object) -> Path:
+    """Return the path of an image file that a row refers to.
+
+    The file must exist now: the fingerprint of the data set does not cover it, so it would not be noticed later.
+    """
+    file = path_inside(shard.parent, name, shard)
     if not file.exists():
-        raise InputError(f"{shard} names the image {shortened(name)}, which is not in {shard.parent}. Put it there.")
+        raise InputError(f"{shard} names the image {short_repr(name)}, which is not in {shard.parent}. Put it there.")
     return file
 
 
-def _label_names(shard: Path) -> list[str | None]:
-    """The name of every row's class; None where it has none."""
-    schema = _opened(shard).schema_arrow
-    column = _column(shard, schema, LABEL_COLUMNS)
+def _row_class_names(shard: Path) -> list[str | None]:
+    """Return the class name of every row; None for rows without a label."""
+    schema = _open_parquet(shard).schema_arrow
+    column = _find_column(shard, schema, LABEL_COLUMNS)
     nested = schema.field(schema.names.index(column)).type.num_fields > 0
-    known = class_names(shard)
+    declared_names = class_names(shard)
     values: list[Any] = []
-    with _whole(shard):
-        # A long name that is repeated is kept once.
-        file = _opened(shard, read_dictionary=[] if nested else [column])
+    with _parquet_errors(shard):
+        # Read as a dictionary, so that a long name that many rows share is in memory once.
+        file = _open_parquet(shard, read_dictionary=[] if nested else [column])
         for chunk in file.read(columns=[column]).column(0).chunks:
             if hasattr(chunk, "dictionary"):
                 distinct = chunk.dictionary.to_pylist()
-                values += [None if place is None else distinct[place] for place in chunk.indices.to_pylist()]
+                values += [None if index is None else distinct[index] for index in chunk.indices.to_pylist()]
             else:
                 values += chunk.to_pylist()
     for value in values:
         if not (value is None or isinstance(value, str | int)):
             raise InputError(
-                f"{shard} has {shortened(value)} in column {column}, but labels are whole numbers or names. "
-                "Get the file again."
+                f"{shard} has {short_repr(value)} in column {column}, but labels are whole numbers or names. "
+                "Download the file again."
             )
-    names: dict[Any, str | None] = {None: None}
+    name_of: dict[Any, str | None] = {None: None}
     for value in set(values) - {None}:
         if isinstance(value, str):
-            names[value] = value
-        elif value < 0:  # The hub's habit for images whose label is kept secret.
-            names[value] = None
-        elif known is not None and value >= len(known):
+            name_of[value] = value
+        elif value < 0:  # on the hub, a negative label marks an image whose label is not published
+            name_of[value] = None
+        elif declared_names is not None and value >= len(declared_names):
             raise InputError(
-                f"{shard} has {value} in column {column}, but whole numbers from 0 to {len(known) - 1} belong there, "
-                "as many as it names classes. Get the file again."
+                f"{shard} has {value} in column {column}, but expected whole numbers from 0 to "
+                f"{len(declared_names) - 1}, since it names {len(declared_names)} classes. Download the file again."
             )
         else:
-            names[value] = str(value) if known is None else known[value]
-    return [names[value] for value in values]
+            name_of[value] = str(value) if declared_names is None else declared_names[value]
+    return [name_of[value] for value in values]
 
 
-def _opened(shard: Path, read_dictionary: Sequence[str] = ()) -> Any:
+def _open_parquet(shard: Path, read_dictionary: Sequence[str] = ()) -> Any:
     import pyarrow.parquet
 
-    with _whole(shard):
+    with _parquet_errors(shard):
         check_regular(shard)
         file, size = pyarrow.parquet.ParquetFile(shard, read_dictionary=list(read_dictionary)), shard.stat().st_size
         rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
         unpacked = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-        if not 0 <= rows <= size or not 0 <= unpacked <= UNPACKED + MOST_PACKED * size:
-            raise ValueError(f"it has {size} bytes, but says that it holds {rows} rows of {unpacked} bytes")
+        if not 0 <= rows <= size or not 0 <= unpacked <= FREE_BYTES + MAX_COMPRESSION * size:
+            raise ValueError(f"it has {size} bytes, but declares {rows} rows of {unpacked} bytes in total")
         return file
 
 
 @contextlib.contextmanager
-def _whole(shard: Path) -> Iterator[None]:
-    """Turn every error of a damaged file into one for the user."""
+def _parquet_errors(shard: Path) -> Iterator[None]:
+    """Convert every error of a damaged file into `InputError`."""
     try:
         yield
     except InputError:
         raise
     except PermissionError as error:
-        raise unreadable(shard, error) from error
-    except Exception as error:  # A damaged file can fail in every way.
+        raise reading_error(shard, error) from error
+    except Exception as error:  # damaged files raise exceptions of many types
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{shard} is not a whole parquet file ({reason}). Get the file again.") from error
+        raise InputError(f"{shard} is not a complete parquet file ({reason}). Download the file again.") from error
 
 
-def _column(shard: Path, schema: Any, wanted: tuple[str, ...]) -> str:
-    for name in wanted:
+def _find_column(shard: Path, schema: Any, candidates: tuple[str, ...]) -> str:
+    for name in candidates:
         if name in schema.names:
             return name
     raise InputError(
-        f"{shard} has the columns {named(schema.names)}, but none is called {' or '.join(wanted)}. Rename one."
+        f"{shard} has the columns {join_names(schema.names)}, but none is called {' or '.join(candidates)}. Rename one."
     )
 
 
-def _split(name: str) -> str:
-    """The split that a file's path speaks of; the last word of it counts."""
-    words = [SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS]
+def _split_from_name(path: str) -> str:
+    """Return the split that the path of a file names, the last one if there are several; an empty string if none."""
+    words = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", path.lower()) if word in SPLIT_NAMES]
     return words[-1] if words else ""

@@ -1,4 +1,4 @@
-"""Pickles as data: arrays, numbers, text, lists and dictionaries, and nothing that runs code."""
+"""Read arrays, numbers, text, lists and dictionaries from pickles without running code."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from numpy.typing import NDArray
 
 from metabridge.errors import InputError
 
-DEPTH = 64  # Containers within each other.
-LONGEST_NUMBER = 1024  # Bytes of one integer, or characters of one written number.
-LARGEST_KEY = 2**24  # Among smaller integers, too few can be found that collide in a dictionary.
-MOST_MEMO = 2**26  # Of what a pickle remembers, where it is not larger itself.
-FREE_BYTES = 2**24  # The result may have so many bytes, and four times the pickle's own size beyond it,
-OBJECTS = 2**28  # and reading may take so much memory, and as much beyond it.
-REFERENCE_BYTES = 8  # What an entry of a container takes: no more than its instructions, times four.
-OBJECT_BYTES = 100  # Roughly what an empty container, or an entry of the memo, takes.
+MAX_DEPTH = 64  # of nested containers
+MAX_NUMBER_LENGTH = 1024  # bytes of an integer, or characters of a number in text
+MAX_KEY = 2**24  # larger integer keys could be chosen to have colliding hashes, which makes dictionaries slow
+MAX_MEMO_INDEX = 2**26  # or the size of the pickle, if that is larger
+FREE_BYTES = 2**24  # the result may have this size plus four times the size of the pickle
+FREE_MEMORY = 2**28  # reading may take this much memory plus four times the size of the pickle
+REFERENCE_BYTES = 8  # the memory of an entry of a container
+OBJECT_BYTES = 100  # the approximate memory of an empty container or of an entry of the memo
 
 
 def unpickle(data: bytes, name: str) -> Any:
     """Return the plain data in a pickle; `name` is the name of its file, for error messages.
 
-    This is an interpreter of its own for the few instructions that plain data needs, in protocols 0 to
-    5. It builds Python's numbers, text, bytes, lists, tuples and dictionaries, and NumPy's arrays and
-    scalars of numbers or text. It never calls or looks up anything that the pickle names. Arrays are
-    read-only views of immutable bytes. Text of Python 2, which may be bytes, is read as Latin-1.
+    This interpreter executes only the instructions of protocols 0 to 5 that plain data need. It builds Python
+    numbers, text, bytes, lists, tuples and dictionaries, and NumPy arrays and scalars of numbers or text. It never
+    looks up or calls anything that the pickle names. Arrays are read-only. Text of Python 2, which may be bytes, is
+    decoded as Latin-1.
 
-    Memory is limited by the size of the pickle, and so is the size of the result when every reference
-    to a shared container is followed.
+    The memory for reading is limited in proportion to the size of the pickle. So is the size of the result, where a
+    container counts once for each reference to it.
 
     >>> import pickle
     >>> unpickle(pickle.dumps({"labels": [1, 2], "data": np.zeros(2)}), "labels.pkl")["data"].tolist()
     [0.0, 0.0]
     >>> unpickle(pickle.dumps(print), "labels.pkl")
     Traceback (most recent call last):
-    metabridge.errors.InputError: labels.pkl asks for builtins.print, which is code, not data. Do not trust this file.
+    metabridge.errors.InputError: labels.pkl refers to builtins.print, which is code, not data. Do not trust this file.
     """
     try:
         reader = _Reader(data, name)
@@ -49,25 +49,26 @@ def unpickle(data: bytes, name: str) -> Any:
         return result
     except InputError:
         raise
-    except Exception as error:  # A damaged pickle can fail in every way.
+    except Exception as error:  # damaged pickles raise exceptions of many types
         reason = str(error) if isinstance(error, ValueError | TypeError) else ""
         raise InputError(
-            f"{name} is not a whole pickle of plain data ({reason or type(error).__name__}). Get the file again."
+            f"{name} is not a complete pickle of plain data ({reason or type(error).__name__}). "
+            "Download the file again."
         ) from error
 
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that a pickle asks for, out of `_NAMES`. It stands for nothing that can be called."""
+    """A name out of `_NAMES` that a pickle refers to. It is only a marker and cannot be called."""
 
     name: str
 
 
 @dataclass
 class _Unbuilt:
-    """An array or a dtype whose state is still to come, and the places in the memo that refer to it."""
+    """An array or a dtype whose state has not been set yet, and the memo entries that refer to it."""
 
-    dtype: np.dtype[Any] | None = None  # None for an array.
+    dtype: np.dtype[Any] | None = None  # None for an array
     memo_keys: list[int] = field(default_factory=list)
 
 
@@ -77,13 +78,13 @@ _NAMES = {
     "numpy._core.multiarray._reconstruct",
     "numpy._core.multiarray.scalar",
     "numpy._core.numeric._frombuffer",
-    "_codecs.encode",  # How Python 3 pickles bytes for Python 2,
-    "builtins.bytes",  # and how it pickles empty ones.
+    "_codecs.encode",  # in protocols 0 to 2, Python 3 pickles bytes with this function,
+    "builtins.bytes",  # and empty bytes with this one
 }
 
 
 class _Reader:
-    """The state of one reading: the position in the pickle, the stack with its marks, and the memo."""
+    """An interpreter of one pickle: its position in the pickle, the stack with its marks, and the memo."""
 
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
@@ -92,23 +93,23 @@ class _Reader:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        self._limit = FREE_BYTES + 4 * len(data)
-        self._budget = OBJECTS + 4 * len(data)
+        self._max_result = FREE_BYTES + 4 * len(data)
+        self._memory_left = FREE_MEMORY + 4 * len(data)
 
     def read(self) -> Any:
-        """Interpret the instructions up to STOP and return what is on top of the stack."""
+        """Execute the instructions up to STOP and return the top of the stack."""
         data, instructions = self._data, _INSTRUCTIONS
         while (code := data[self._position]) != _STOP:
             self._position += 1
             instruction = instructions.get(code)
             if instruction is None:
-                raise ValueError(f"it has the instruction {bytes([code])!r}, which plain data does not need")
+                raise ValueError(f"it has the instruction {bytes([code])!r}, which plain data do not need")
             instruction(self)
         return self._stack.pop()
 
     def check_tree(self, result: Any) -> None:
-        """Refuse what is not plain data, is nested too deep, or is too large with shared parts counted each time."""
-        size, limit = 0, self._limit
+        """Raise `ValueError` if a result is not plain data, is nested too deeply, or is too large."""
+        size, limit = 0, self._max_result
         levels = [iter((result,))]
         while levels:
             for value in levels[-1]:
@@ -128,16 +129,16 @@ class _Reader:
                 elif isinstance(value, int | float | None):
                     continue
                 else:
-                    raise ValueError("it has an array or a dtype without its contents")
-                if len(levels) > DEPTH:
-                    raise ValueError(f"its containers are nested more than {DEPTH} deep")
+                    raise ValueError("it has an array or a dtype without content")
+                if len(levels) > MAX_DEPTH:
+                    raise ValueError(f"its containers are nested more than {MAX_DEPTH} deep")
                 break
             else:
                 levels.pop()
             if size > limit:
-                raise ValueError("it refers to the same data too often")
+                raise ValueError("it refers to the same data too many times")
 
-    # What instructions are made of.
+    # Steps that several instructions share.
 
     def _take(self, count: int) -> bytes:
         start, end = self._position, self._position + count
@@ -159,14 +160,14 @@ class _Reader:
 
     def _written_number(self) -> bytes:
         line = self._line()
-        if len(line) > LONGEST_NUMBER:
+        if len(line) > MAX_NUMBER_LENGTH:
             raise ValueError(f"it has a number of {len(line)} characters")
         return line
 
     def _spend(self, count: int) -> None:
-        self._budget -= count
-        if self._budget < 0:
-            raise ValueError("it would take far more memory than its own size")
+        self._memory_left -= count
+        if self._memory_left < 0:
+            raise ValueError("it would take far more memory than its size")
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -182,7 +183,7 @@ class _Reader:
 
     def _pop_to_mark(self) -> list[Any]:
         if not self._marks:
-            raise ValueError("it has no mark where one is needed")
+            raise ValueError("it lacks a mark")
         items, self._stack = self._stack, self._marks.pop()
         return items
 
@@ -193,8 +194,8 @@ class _Reader:
             self._pop_to_mark()
 
     def _remember(self, key: int) -> None:
-        if not 0 <= key < max(MOST_MEMO, len(self._data)):  # See `LARGEST_KEY`.
-            raise ValueError(f"it numbers what it remembers with {str(key)[:20]}, but has {len(self._data)} bytes")
+        if not 0 <= key < max(MAX_MEMO_INDEX, len(self._data)):  # see `MAX_KEY`
+            raise ValueError(f"it has the memo index {str(key)[:20]}, but only {len(self._data)} bytes")
         self._spend(OBJECT_BYTES)
         value = self._memo[key] = self._stack[-1]
         if isinstance(value, _Unbuilt):
@@ -205,13 +206,13 @@ class _Reader:
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
-            raise ValueError("it appends to what is not a list")
+            raise ValueError("it appends to an object that is not a list")
         target.extend(items)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
-            raise ValueError("it sets an item of what is not a dictionary")
+            raise ValueError("it sets an item of an object that is not a dictionary")
         target.update(_dictionary(items))
 
     def _push_tuple(self, count: int) -> None:
@@ -221,29 +222,29 @@ class _Reader:
         del self._stack[-count:]
         self._push_container(items)
 
-    # Globals, and what NumPy does with them.
+    # Globals and NumPy arrays.
 
     def _push_global(self, module: Any, name: Any) -> None:
-        full = f"{module}.{name}".replace("numpy.core.", "numpy._core.")  # Its name before NumPy 2.
-        full = full.replace("__builtin__.", "builtins.")  # Its name in Python 2.
+        full = f"{module}.{name}".replace("numpy.core.", "numpy._core.")  # its name before NumPy 2
+        full = full.replace("__builtin__.", "builtins.")  # its name in Python 2
         if full not in _NAMES:
             raise InputError(
-                f"{self._name} asks for {repr(f'{module}.{name}'[:200])[1:-1]}, which is code, not data. "
+                f"{self._name} refers to {repr(f'{module}.{name}'[:200])[1:-1]}, which is code, not data. "
                 "Do not trust this file."
             )
         self._push_container(_Global(full))
 
     def _refuse_instance(self) -> NoReturn:
         self._push_global(self._line().decode("latin1"), self._line().decode("latin1"))
-        raise ValueError("it builds an object of a class")
+        raise ValueError("it creates an object of a class")
 
     def _refuse_reference(self) -> NoReturn:
-        raise InputError(f"{self._name} refers to an object outside itself. Get the file in a self-contained form.")
+        raise InputError(f"{self._name} refers to an object outside the file. Use a self-contained pickle.")
 
     def _reduce(self) -> None:
         arguments, target = self._stack.pop(), self._stack.pop()
         if not isinstance(target, _Global) or not isinstance(arguments, tuple):
-            raise ValueError("it calls what is not a function")
+            raise ValueError("it calls an object that is not a function")
         self._spend(OBJECT_BYTES)
         match target.name, arguments:
             case "numpy._core.multiarray._reconstruct", (_Global("numpy.ndarray"), _, _):
@@ -259,7 +260,7 @@ class _Reader:
                 order,
                 *axes,
             ):
-                self._push(_turned(_array(raw, dtype, shape, order), order, axes))
+                self._push(_transposed(_array(raw, dtype, shape, order), order, axes))
             case "_codecs.encode", (str() as text, "latin1" | "latin-1"):
                 self._push(self._bytes(text))
             case "builtins.bytes", ():
@@ -270,7 +271,7 @@ class _Reader:
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if not isinstance(target, _Unbuilt):
-            raise ValueError("it sets the state of what has none, or sets it twice")
+            raise ValueError("it sets the state of an object that has none, or sets it twice")
         built: Any
         match target.dtype, state:
             case np.dtype() as dtype, (_, "<" | ">" | b"<" | b">" as order, *_):
@@ -280,7 +281,7 @@ class _Reader:
             case None, (_, tuple() as shape, np.dtype() as dtype, by_columns, str() | bytes() as raw):
                 built = _array(self._bytes(raw), dtype, shape, "F" if by_columns else "C")
             case _:
-                raise ValueError("it has an array or a dtype of an unusual form")
+                raise ValueError("it has an array or a dtype with an unusual state")
         self._stack[-1] = built
         for key in target.memo_keys:
             self._memo[key] = built
@@ -294,9 +295,9 @@ class _Reader:
 
 def _dictionary(items: list[Any]) -> dict[Any, Any]:
     keys = items[::2]
-    for key in keys:  # Hashing a tuple, or looking up integers that were chosen to collide, can take forever.
-        if not isinstance(key, str | bytes) and not (isinstance(key, int) and -LARGEST_KEY <= key <= LARGEST_KEY):
-            raise ValueError(f"it has a dictionary whose keys are neither text nor whole numbers up to {LARGEST_KEY}")
+    for key in keys:  # hashing a nested tuple, or looking up integers with colliding hashes, can take very long
+        if not isinstance(key, str | bytes) and not (isinstance(key, int) and -MAX_KEY <= key <= MAX_KEY):
+            raise ValueError(f"it has a dictionary whose keys are neither text nor whole numbers up to {MAX_KEY}")
     if len(items) % 2:
         raise ValueError("it has a dictionary with a key that has no value")
     return dict(zip(keys, items[1::2]))
@@ -313,18 +314,18 @@ def _dtype(code: str) -> np.dtype[Any]:
 
 
 def _array(raw: bytes, dtype: np.dtype[Any], shape: tuple[Any, ...], order: Any = "C") -> NDArray[Any]:
-    if len(shape) > DEPTH // 2 or not all(type(side) is int and side >= 0 for side in shape):
-        raise ValueError("it has an array of an impossible shape")
+    if len(shape) > MAX_DEPTH // 2 or not all(type(side) is int and side >= 0 for side in shape):
+        raise ValueError("it has an array of an invalid shape")
     count = 1
     for side in shape:
         count *= side
     if count * dtype.itemsize != len(raw) or not dtype.itemsize:
-        raise ValueError(f"it has an array of {len(raw)} bytes whose shape and dtype say {count * dtype.itemsize}")
+        raise ValueError(f"it has an array of {len(raw)} bytes, but its shape and dtype need {count * dtype.itemsize}")
     return np.frombuffer(raw, dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
-def _turned(array: NDArray[Any], order: Any, axes: list[Any]) -> NDArray[Any]:
-    """The array of protocol 5, whose axes may be in another order than those of its buffer."""
+def _transposed(array: NDArray[Any], order: Any, axes: list[Any]) -> NDArray[Any]:
+    """Return an array of protocol 5 with its axes in their order, which may not be that of the buffer."""
     return array.transpose(axes[0]) if order == "K" and axes and isinstance(axes[0], tuple) else array
 
 
@@ -340,7 +341,7 @@ def _string(line: bytes) -> str:
 
 
 def _integer(raw: bytes) -> int:
-    if len(raw) > LONGEST_NUMBER:
+    if len(raw) > MAX_NUMBER_LENGTH:
         raise ValueError(f"it has a number of {len(raw)} bytes")
     return int.from_bytes(raw, "little", signed=True)
 
@@ -350,7 +351,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
     code[0]: instruction
     for code, instruction in {
         b"\x80": lambda r: r._take(1),  # PROTO
-        b"\x95": lambda r: r._take(8),  # FRAME, which says nothing that is needed
+        b"\x95": lambda r: r._take(8),  # FRAME, whose length is not needed
         b"N": lambda r: r._push(None),
         b"\x88": lambda r: r._push(True),
         b"\x89": lambda r: r._push(False),

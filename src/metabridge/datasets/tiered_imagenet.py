@@ -1,13 +1,13 @@
-"""tiered-ImageNet (Ren et al., 2018): 608 classes in 34 categories; no category is in two splits.
+"""tiered-ImageNet (Ren et al. 2018): 608 classes in 34 categories; no category is in two splits.
 
-Read from `train_images_png.pkl`, `train_labels.pkl` and so on (val, test), or from folders train, val
-and test with a folder of images for every class. Superclasses are the categories, of which the
-pickles have their own names and of which a table here says the WordNet numbers for the folders.
-Images are 84 × 84, RGB, their channels in the order of the files.
+Read from the pickles `train_images_png.pkl`, `train_labels.pkl` and so on (val, test), or from folders train, val
+and test with a folder of images for each class. Superclasses are the categories: the pickles name them, and for
+folders a table in this package maps WordNet IDs to categories. Images are 84 × 84 pixels with three channels in the
+order of the files.
 
-`*_images_png.pkl` is a list of PNG files as arrays of bytes. `*_labels.pkl` is a dictionary with
-`label_specific` and `label_general`, the class and category of each image as numbers, and
-`label_specific_str` and `label_general_str`, the names that these count.
+`*_images_png.pkl` is a list of PNG files as arrays of bytes. `*_labels.pkl` is a dictionary with the class and the
+category of each image as numbers, `label_specific` and `label_general`, and the names that these numbers index,
+`label_specific_str` and `label_general_str`.
 """
 
 from __future__ import annotations
@@ -18,152 +18,161 @@ from typing import Any
 
 import numpy as np
 
-from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
-    Category,
+    ClassInfo,
     Content,
-    Picture,
-    Source,
-    as_text,
-    class_folders,
-    eight_bits,
-    image_bytes,
-    indices,
-    listed,
-    read_bytes,
-    shortened,
+    ImageSource,
+    RawImage,
+    decode_text,
+    find_class_folders,
+    list_tree,
+    parse_indices,
+    parse_names,
+    parse_uint8,
+    read_file,
+    read_image_file,
+    short_repr,
+    source_from_files,
     split_folders,
-    texts,
-    tree,
 )
 from metabridge.datasets.safe_unpickle import unpickle
-from metabridge.datasets.splits import table
+from metabridge.datasets.splits import read_split_table
 from metabridge.errors import InputError
 
-FORM = Form(size=84, channels=3)
+DECODE_OPTIONS = DecodeOptions(size=84, channels=3)
 PARTS = {"train": "train", "val": "validation", "test": "test"}
-MOST_CLASSES = 100_000  # Where the files do not name them.
+MAX_CLASSES = 100_000  # in files that do not name their classes
 
 
-def holds(root: Path) -> bool:
-    """Say whether a folder has the pickles, or folders named as tiered-ImageNet's classes in its splits.
+def matches(root: Path) -> bool:
+    """Return whether a folder contains the pickles, or split folders with only classes of tiered-ImageNet.
 
-    >>> holds(Path("nowhere"))
+    >>> matches(Path("nowhere"))
     False
     """
-    return bool(_pickles(root)) or _is_tree(root)
+    return bool(_pickle_files(root)) or _has_class_folders(root)
 
 
-def files(root: Path) -> list[Path]:
-    """Return the files that the data set is read from.
+def list_files(root: Path) -> list[Path]:
+    """Return the files of the data set.
 
-    >>> files(Path("nowhere"))
+    >>> list_files(Path("nowhere"))
     Traceback (most recent call last):
-    metabridge.errors.InputError: nowhere has neither train_images_png.pkl and its like nor folders train, ...
+    metabridge.errors.InputError: nowhere has neither pickles such as train_images_png.pkl nor folders train, ...
     """
-    if pickles := _pickles(root):
+    if pickles := _pickle_files(root):
         return [file for pair in pickles.values() for file in pair]
-    if _is_tree(root):
-        return [file for folder in split_folders(root).values() for file in tree(folder)]
+    if _has_class_folders(root):
+        return [file for folder in split_folders(root).values() for file in list_tree(folder)]
     raise InputError(
-        f"{root} has neither train_images_png.pkl and its like nor folders train, val and test "
+        f"{root} has neither pickles such as train_images_png.pkl nor folders train, val and test "
         "of tiered-ImageNet's classes. Put one of these there."
     )
 
 
-def source(root: Path) -> Source:
-    """Return the classes and images of either form.
+def open_source(root: Path) -> ImageSource:
+    """Return the classes and images.
 
-    >>> source(Path("nowhere"))
+    >>> open_source(Path("nowhere"))
     Traceback (most recent call last):
-    metabridge.errors.InputError: nowhere has neither train_images_png.pkl and its like nor folders train, ...
+    metabridge.errors.InputError: nowhere has neither pickles such as train_images_png.pkl nor folders train, ...
     """
-    files(root)
-    pickles = _pickles(root)
-    return _from_pickles(pickles) if pickles else _from_tree(root)
+    list_files(root)
+    pickles = _pickle_files(root)
+    return _source_from_pickles(pickles) if pickles else _source_from_folders(root)
 
 
-def _pickles(root: Path) -> dict[str, tuple[Path, Path]]:
+def _pickle_files(root: Path) -> dict[str, tuple[Path, Path]]:
+    """Return the files of images and of labels of each split."""
     pairs = {split: (root / f"{part}_images_png.pkl", root / f"{part}_labels.pkl") for part, split in PARTS.items()}
-    found = {split: pair for split, pair in pairs.items() if pair[0].is_file()}
-    for images, labels in found.values():
+    existing = {split: pair for split, pair in pairs.items() if pair[0].is_file()}
+    for images, labels in existing.values():
         if not labels.is_file():
-            raise InputError(f"{labels.name} is not beside {images}. Put it there.")
-    return found
+            raise InputError(f"{images} has no {labels.name} next to it. Put it there.")
+    return existing
 
 
-def _is_tree(root: Path) -> bool:
-    known = {(split, name) for split, name, _ in table("tiered_imagenet")}
-    folders = split_folders(root)
-    found = {(split, inner.name) for split, folder in folders.items() for inner in folder.iterdir() if inner.is_dir()}
-    return bool(found) and found <= known
+def _has_class_folders(root: Path) -> bool:
+    known = {(split, name) for split, name, _ in read_split_table("tiered_imagenet")}
+    splits = split_folders(root)
+    present = {(split, path.name) for split, folder in splits.items() for path in folder.iterdir() if path.is_dir()}
+    return bool(present) and present <= known
 
 
-def _from_tree(root: Path) -> Source:
-    category = {name: general for _, name, general in table("tiered_imagenet")}
+def _source_from_folders(root: Path) -> ImageSource:
+    category_of = {name: category for _, name, category in read_split_table("tiered_imagenet")}
     splits = {folder.name: split for split, folder in split_folders(root).items()}
-    folders = class_folders(root, list(splits))
+    folders = find_class_folders(root, list(splits))
     classes = {}
     for path, images in folders.images.items():
         part, _, name = path.partition("/")
-        if name in category:
-            classes[Category(name, category[name], splits[part])] = images
-    return listed("tiered-ImageNet, folders", classes, lambda name: image_bytes(root / name), folders.notes)
+        if name in category_of:
+            classes[ClassInfo(name, category_of[name], splits[part])] = images
+    return source_from_files(
+        "tiered-ImageNet, folders", classes, lambda name: read_image_file(root / name), folders.notes
+    )
 
 
-def _from_pickles(pickles: dict[str, tuple[Path, Path]]) -> Source:
-    labels = {split: _labels(file) for split, (_, file) in pickles.items()}
-    classes: list[Category] = []
+def _source_from_pickles(pickles: dict[str, tuple[Path, Path]]) -> ImageSource:
+    labels = {split: _read_labels(file) for split, (_, file) in pickles.items()}
+    classes: list[ClassInfo] = []
     label_of: dict[tuple[str, int], int] = {}
-    for split, (specific, general, names, categories) in labels.items():
-        first = {number: place for place, number in reversed(list(enumerate(specific)))}
-        for number, name in enumerate(names):
+    for split, (class_numbers, category_numbers, class_names, categories) in labels.items():
+        first_row = {number: row for row, number in reversed(list(enumerate(class_numbers)))}
+        for number, name in enumerate(class_names):
             label_of[split, number] = len(classes)
-            classes.append(Category(name, categories[general[first[number]]] if number in first else "none", split))
+            category = categories[category_numbers[first_row[number]]] if number in first_row else "none"
+            classes.append(ClassInfo(name, category, split))
 
-    def pictures() -> Iterator[Picture]:
+    def images() -> Iterator[RawImage]:
         for split, (file, _) in pickles.items():
-            images = unpickle(read_bytes(file), str(file))
-            specific = labels[split][0]
-            if not isinstance(images, list) or len(images) != len(specific):
+            contents = unpickle(read_file(file), str(file))
+            class_numbers = labels[split][0]
+            if not isinstance(contents, list) or len(contents) != len(class_numbers):
                 raise InputError(
-                    f"{file} is not a list of {len(specific)} images, which is how many labels there are. "
-                    "Get the two files from one place."
+                    f"{file} is not a list of {len(class_numbers)} images, the number of labels. "
+                    "Use the images and the labels of one download."
                 )
-            for row, (image, number) in enumerate(zip(images, specific)):
-                yield Picture(f"{file.name}: row {row}", label_of[split, number], _png(file, row, image))
+            for row, (content, number) in enumerate(zip(contents, class_numbers)):
+                yield RawImage(f"{file.name}: row {row}", label_of[split, number], _png_bytes(file, row, content))
 
-    total = sum(len(specific) for specific, *_ in labels.values())
-    return Source("tiered-ImageNet, pickles", tuple(classes), total, pictures)
+    total = sum(len(class_numbers) for class_numbers, *_ in labels.values())
+    return ImageSource("tiered-ImageNet, pickles", tuple(classes), total, images)
 
 
-def _png(file: Path, row: int, image: Any) -> Content:
-    if isinstance(image, np.ndarray):
-        return eight_bits(file, f"row {row}", image).tobytes()
-    if not isinstance(image, str | bytes):
+def _png_bytes(file: Path, row: int, content: Any) -> Content:
+    if isinstance(content, np.ndarray):
+        return parse_uint8(file, f"row {row}", content).tobytes()
+    if not isinstance(content, str | bytes):
         raise InputError(
-            f"{file} has {shortened(image)} in row {row}, but a PNG file belongs there. Get the file again."
+            f"{file} has {short_repr(content)} in row {row}, but expected a PNG file. Download the file again."
         )
-    return image.encode("latin1", "replace") if isinstance(image, str) else image
+    return content.encode("latin1", "replace") if isinstance(content, str) else content
 
 
-def _labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]]:
-    """Class and category of each image, and the names that they count."""
-    held = unpickle(read_bytes(file), str(file))
-    held = {as_text(key): value for key, value in held.items()} if isinstance(held, dict) else {}
-    if "label_specific" not in held:
-        raise InputError(f"{file} is not a dictionary with label_specific in it. Get the file again.")
-    specific, names = _numbered(file, held, "label_specific")
-    general, categories = _numbered(file, {"label_general": [0] * len(specific), **held}, "label_general")
-    if len(general) != len(specific):
-        raise InputError(f"{file} has not a category for every image. Get the file again.")
-    return specific, general, names, categories
+def _read_labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]]:
+    """Return the class and the category of each image as numbers, and the names that these numbers index."""
+    content = unpickle(read_file(file), str(file))
+    content = {decode_text(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+    if "label_specific" not in content:
+        raise InputError(f"{file} is not a dictionary with a key label_specific. Download the file again.")
+    class_numbers, class_names = _read_numbers(file, content, "label_specific")
+    category_numbers, categories = _read_numbers(
+        file, {"label_general": [0] * len(class_numbers), **content}, "label_general"
+    )
+    if len(category_numbers) != len(class_numbers):
+        raise InputError(
+            f"{file} has {len(class_numbers)} classes of images, but {len(category_numbers)} categories. "
+            "Download the file again."
+        )
+    return class_numbers, category_numbers, class_names, categories
 
 
-def _numbered(file: Path, held: dict[str, Any], key: str) -> tuple[list[int], list[str]]:
-    """The numbers of every image, and the names that they count: the numbers themselves if there are none."""
-    if f"{key}_str" in held:
-        names = texts(file, f"{key}_str", held[f"{key}_str"])
-        return indices(file, key, held[key], len(names)), names
-    numbers = indices(file, key, held[key], MOST_CLASSES)
+def _read_numbers(file: Path, content: dict[str, Any], key: str) -> tuple[list[int], list[str]]:
+    """Return the number of each image, and the names that the numbers index: the numbers as text if there are none."""
+    if f"{key}_str" in content:
+        names = parse_names(file, f"{key}_str", content[f"{key}_str"])
+        return parse_indices(file, key, content[key], len(names)), names
+    numbers = parse_indices(file, key, content[key], MAX_CLASSES)
     return numbers, [str(number) for number in range(max(numbers, default=-1) + 1)]

@@ -113,7 +113,7 @@ def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> I
 
 def load_images(options: ExperimentOptions, settings: Settings) -> LabelledImages:
     """Load FS-CIFAR100, or in its place mini-ImageNet at the same size, or at the quick scale glyphs."""
-    if options.data is not None and cifar.holds(options.data):
+    if options.data is not None and cifar.matches(options.data):
         return load("fs-cifar100", options.data).to(options.device)
     if options.data is not None and (options.data / "mini-imagenet").exists():
         images = load("mini-imagenet", options.data / "mini-imagenet", size=32)

@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor
 
-from metabridge.datasets.image_decoding import Form
+from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.device import as_device
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder
@@ -80,7 +80,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     classes_: NDArray[Any]
     adapted_: Adapted
-    form_: Form  # size, channels and preprocessing of input images
+    form_: DecodeOptions  # size, channels and preprocessing of input images
 
     def __init__(
         self, run: str | Path | Model | None, *, head: str | None = None, device: torch.device | str = "cpu"
@@ -234,7 +234,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             check_match(
                 {**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path
             )
-            classes, form = _read_classes(notes["classes"]), Form(**notes["form"])
+            classes, form = _read_classes(notes["classes"]), DecodeOptions(**notes["form"])
             if image_shape(net) != (form.channels, form.size):
                 raise InputError(f"its network does not take images of {form}")
             head = _read_head(notes["head"], part(tensors, "head"), params["head.weight"], len(classes))

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metabridge.datasets import DATASETS
-from metabridge.datasets.image_decoding import Form, Unreadable, decoded, each, plain
-from metabridge.datasets.image_files import Content, Picture, Source, image_bytes
+from metabridge.datasets.image_decoding import DecodeOptions, Unreadable, decode, map_images, to_8_bit
+from metabridge.datasets.image_files import Content, ImageSource, RawImage, read_image_file
 from metabridge.errors import InputError
 from metabridge.models.network import Network
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from metabridge.training.evaluate import Model
 
 
-def form_of(model: Model) -> Form:
+def form_of(model: Model) -> DecodeOptions:
     """Return the size, channels and preprocessing of a model's input images, as in training.
 
     Args:
@@ -36,12 +36,12 @@ def form_of(model: Model) -> Form:
     >>> from metabridge.training import Model
     >>> anil, net = method("anil"), mlp(784, 5)
     >>> form_of(Model(anil, net, parameters(anil, net)))
-    Form(size=28, channels=1, crop=True, invert=False)
+    DecodeOptions(size=28, channels=1, crop=True, invert=False)
     """
     channels, size = image_shape(model.net)
     trained_on = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
     dataset = DATASETS.get(str(trained_on.get("name")).partition(":")[0], DATASETS["folder"])
-    return replace(dataset.form, channels=channels, size=size)
+    return replace(dataset.decode_options, channels=channels, size=size)
 
 
 def image_shape(net: Network) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def image_shape(net: Network) -> tuple[int, int]:
     )
 
 
-def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
+def pixels(X: Iterable[Any], form: DecodeOptions) -> NDArray[np.uint8]:
     """Convert images to uint8 of shape (n, channels, size, size).
 
     Args:
@@ -88,7 +88,7 @@ def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
     Raises:
         InputError: `X` is not a list of images, or an image cannot be read; the message names it.
 
-    >>> pixels(np.zeros((5, 40, 30)), Form(size=8, channels=3)).shape
+    >>> pixels(np.zeros((5, 40, 30)), DecodeOptions(size=8, channels=3)).shape
     (5, 3, 8, 8)
     """
     from PIL import Image
@@ -115,25 +115,25 @@ def pixels(X: Iterable[Any], form: Form) -> NDArray[np.uint8]:
     return np.stack(results)  # type: ignore[arg-type]
 
 
-def read(contents: Sequence[Content], form: Form) -> list[NDArray[np.uint8] | Unreadable]:
+def read(contents: Sequence[Content], form: DecodeOptions) -> list[NDArray[np.uint8] | Unreadable]:
     """Decode images on all cores, in order. The result of an image that cannot be read is an `Unreadable`.
 
-    >>> read([b"no image"], Form(size=8, channels=3))
+    >>> read([b"no image"], DecodeOptions(size=8, channels=3))
     [Unreadable(reason='it is not an image that Pillow reads')]
     """
-    pictures = [Picture("", 0, content) for content in contents]
-    source = Source("images", (), len(pictures), lambda: iter(pictures))
-    return [result for _, result in each(source, partial(decoded, form=form), "Reading images")]
+    images = [RawImage("", 0, content) for content in contents]
+    source = ImageSource("images", (), len(images), lambda: iter(images))
+    return [result for _, result in map_images(source, partial(decode, options=form), "Reading images")]
 
 
-def _content(name: str, image: Any, form: Form) -> Content:
+def _content(name: str, image: Any, form: DecodeOptions) -> Content:
     from PIL import Image
 
     if isinstance(image, str | Path):
-        return partial(image_bytes, Path(image))
+        return partial(read_image_file, Path(image))
     if isinstance(image, Image.Image):
         try:
-            return np.asarray(plain(image, form.channels))
+            return np.asarray(to_8_bit(image, form.channels))
         except Exception as error:  # decoders raise exceptions of many types for damaged files
             raise InputError(f"{name} cannot be read ({error}). Fix or remove it.") from error
     if isinstance(image, np.ndarray):
