@@ -61,7 +61,7 @@ def test_wider_trained_networks_agree_better_with_their_kernels(outcomes):
 def test_losses_above_the_bound_and_changes_that_do_not_fall_disagree():
     falling = Training(tuple(0.5**step for step in range(10)), path=1.0, kernel_change=1.0, kernel_error=1.0)
     constant = replace(falling, losses=(1.0,) * 10)
-    other = replace(constant, path=1.1, kernel_change=1.1)
+    other = replace(constant, path=1.1, kernel_change=1.1, kernel_error=1.1)
     trainings = Trainings({8: [falling, falling], 16: [falling, constant]}, bound=0.9, limit=0.6)
     first, second = metantk_thm1.loss_rows(trainings)
     assert (first.ours, first.agrees) == (pytest.approx(0.5), True)
