@@ -106,9 +106,9 @@ def main() -> None:
     B, w = (torch.stack(part).to(options.device, torch.float32) for part in zip(*starts))
     rows = []
     for name, adapts in LEARNERS.items():
-        iteration = RepeatedStep(partial(first_order_step, points=points, rates=RATES, adapts=adapts), (B, w))
+        iteration = RepeatedStep(partial(first_order_step, points=points, settings=RATES, adapts=adapts), (B, w))
         iteration.advance(1)
-        ours = iteration.state[0].clone()
+        ours = iteration.params[0].clone()
         engine = by_engine(name, B, w, worlds)
         for other in (looped(B, w, points, adapts), engine()):
             torch.testing.assert_close(other[0], ours)

@@ -9,7 +9,7 @@ from metabridge.experiments import ExperimentOptions, Result, landscape_fig4, la
 from metabridge.experiments.landscape_nets import Case, Minima, minima_rows
 from metabridge.experiments.landscape_thm1 import BoundCheck, check_theorem, theorem_rows
 from metabridge.theory.loss_surface import LossSurface
-from metabridge.theory.teachers import Preference
+from metabridge.theory.teachers import HardTaskPreference
 
 NEURONS = {"easy": ((-1.0, 0.5), (0.0, -1.0)), "hard": ((1.0, 1.0),)}
 CASE = Case("one hard", "softplus", support=30, **NEURONS, minima_differ=True)
@@ -47,7 +47,7 @@ def test_claims_agree_only_if_maml_is_nearer_and_better():
 
 
 def test_a_point_beyond_the_bound_is_counted():
-    within = Preference(0.5, ratio=0.8, adapted_ratio=0.9, hard=(0.1, 0.2), easy=(0.3, 0.4))
+    within = HardTaskPreference(0.5, ratio=0.8, adapted_ratio=0.9, hard=(0.1, 0.2), easy=(0.3, 0.4))
     beyond = replace(within, ratio=1.2)
     after, before = theorem_rows([BoundCheck("tanh", 0.5, 3, (within, beyond))])
     assert after.agrees is True

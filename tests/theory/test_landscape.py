@@ -21,16 +21,20 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def covariance(seed: int, dimension: int = 4) -> torch.Tensor:
+def random_covariance(seed: int, dimension: int = 4) -> torch.Tensor:
     root = torch.randn(dimension, dimension, generator=seeded(seed), dtype=torch.float64)
     return root @ root.mT / dimension / 3 + 0.05 * torch.eye(dimension, dtype=torch.float64)
 
 
 def random_landscape(spread: float = 0.3) -> Landscape:
-    """Three groups whose covariances do not commute."""
+    """Return three groups whose covariances do not commute."""
     groups = [
         TaskGroup(
-            covariance(seed), torch.randn(4, generator=seeded(seed)), spread * covariance(10 + seed), 0.2 * seed, p
+            random_covariance(seed),
+            torch.randn(4, generator=seeded(seed)),
+            spread * random_covariance(10 + seed),
+            0.2 * seed,
+            p,
         )
         for seed, p in ((1, 0.2), (2, 0.5), (3, 0.3))
     ]
@@ -38,7 +42,7 @@ def random_landscape(spread: float = 0.3) -> Landscape:
 
 
 def random_world(seed: int) -> tuple[HardEasy, float]:
-    """A hard/easy mixture with a stable α."""
+    """Return a mixture of hard and easy tasks, and a stable α."""
     draw = torch.rand(6, generator=seeded(seed), dtype=torch.float64).tolist()
     hard, easy = 0.05 + draw[0], 0.05 + draw[1]
     world = HardEasy(hard, easy, R=5 * draw[2], r_hard=draw[3], r_easy=draw[4], dimension=6)
@@ -53,9 +57,9 @@ def linear_net(w: torch.Tensor) -> Network:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_q_is_the_mean_of_the_step_applied_on_both_sides_of_the_covariance(seed):
+def test_adapted_covariance_is_the_mean_of_the_step_on_both_sides_of_the_covariance(seed):
     """E[(I − αS)Σ(I − αS)] over S = X̂ᵀX̂/m, by drawing S."""
-    Sigma, draws = covariance(seed), 40_000
+    Sigma, draws = random_covariance(seed), 40_000
     x = torch.randn(draws, M, 4, generator=seeded(), dtype=torch.float64) @ torch.linalg.cholesky(Sigma).mT
     step = torch.eye(4, dtype=torch.float64) - ALPHA * x.mT @ x / M
     values = step @ Sigma @ step
@@ -63,7 +67,7 @@ def test_q_is_the_mean_of_the_step_applied_on_both_sides_of_the_covariance(seed)
     assert ((values.mean(0) - theory.adapted_covariance(Sigma, ALPHA, M)).abs() <= 4.5 * error).all()
 
 
-def test_q_of_heavy_tailed_inputs_has_their_own_fourth_moments():
+def test_adapted_covariance_of_heavy_tailed_inputs_uses_their_fourth_moments():
     """Inputs s·x with x normal, E[s²] = 1 and E[s⁴] = 8: all fourth moments are 8 times those of x."""
     Sigma, alpha, samples = torch.diag(torch.tensor([1.0, 0.5, 0.1])).double(), 0.7, 5
     fourth = 8 * ((Sigma @ Sigma).trace() * Sigma + 2 * Sigma @ Sigma @ Sigma)
@@ -77,15 +81,15 @@ def test_q_of_heavy_tailed_inputs_has_their_own_fourth_moments():
     assert sampled[0, 0] > 2 * theory.adapted_covariance(Sigma, alpha, samples)[0, 0]
 
 
-def test_fourth_moments_of_normal_inputs_are_those_of_the_paper():
+def test_fourth_moments_of_normal_inputs_are_the_default():
     Sigma = torch.diag(torch.tensor([1.0, 0.5, 0.1])).double()
     fourth = (Sigma @ Sigma).trace() * Sigma + 2 * Sigma @ Sigma @ Sigma
-    given, normal = (theory.adapted_covariance(Sigma, 0.7, 5, each) for each in (fourth, None))
-    torch.testing.assert_close(given, normal)
+    explicit, default = (theory.adapted_covariance(Sigma, 0.7, 5, moments) for moments in (fourth, None))
+    torch.testing.assert_close(explicit, default)
 
 
-def test_the_risk_above_the_floor_and_the_floor_add_up_to_the_loss_after_a_step():
-    """F_m(w), measured on tasks of groups with random covariances, for an arbitrary w."""
+def test_risk_above_floor_and_floor_add_up_to_the_loss_after_a_step():
+    """The loss F_m(w) is measured on tasks of groups with random covariances, for an arbitrary w."""
     landscape, w = random_landscape(), torch.tensor([1.0, -1.0, 0.5, 2.0])
     episodes = LinearTasks(landscape, M, 20).sample(60_000, seeded())
     residual = episodes.support_x @ w[:, None] - episodes.support_y
@@ -96,22 +100,22 @@ def test_the_risk_above_the_floor_and_the_floor_add_up_to_the_loss_after_a_step(
     assert float(losses.std()) / math.sqrt(len(losses)) < 0.02 * expected
 
 
-def test_the_risk_of_many_initialisations_is_that_of_each():
+def test_risks_of_many_initializations_equal_single_ones():
     landscape, ws = random_landscape(), torch.randn(2, 3, 4, generator=seeded())
-    found = theory.risk_above_floor(landscape, ws, ALPHA, M)
-    each = [[float(theory.risk_above_floor(landscape, w, ALPHA, M)) for w in row] for row in ws]
-    torch.testing.assert_close(found, torch.tensor(each, dtype=torch.float64))
+    risks = theory.risk_above_floor(landscape, ws, ALPHA, M)
+    single = [[float(theory.risk_above_floor(landscape, w, ALPHA, M)) for w in row] for row in ws]
+    torch.testing.assert_close(risks, torch.tensor(single, dtype=torch.float64))
 
 
-def test_the_solution_of_maml_has_the_least_risk_and_that_of_nal_the_least_before_a_step():
+def test_maml_solution_minimizes_the_risk_after_a_step_and_nal_solution_before_it():
     landscape = random_landscape()
     for w, alpha in (
         (theory.maml_solution(landscape, ALPHA, M), ALPHA),
         (theory.nal_solution(landscape), 0.0),
     ):
         w = w.requires_grad_()
-        (slope,) = torch.autograd.grad(theory.risk_above_floor(landscape, w, alpha, M), w)
-        assert float(slope.abs().max()) < 1e-12
+        (gradient,) = torch.autograd.grad(theory.risk_above_floor(landscape, w, alpha, M), w)
+        assert float(gradient.abs().max()) < 1e-12
 
 
 def test_maml_without_a_step_is_nal():
@@ -120,8 +124,8 @@ def test_maml_without_a_step_is_nal():
 
 
 @pytest.mark.parametrize("name", ["nal", "maml"])
-def test_risks_at_the_solutions_are_those_of_proposition_1(name):
-    """Eq. 6 and 7 as printed: ½ E_i‖E_i'[W_i']⁻¹E_i'[W_i'(w_i'* − w_i*)]‖² in the norm of Q_i, over given tasks."""
+def test_risks_at_the_solutions_equal_proposition_1(name):
+    """As printed in eq. 6 and 7: ½ E_i‖E_i'[W_i']⁻¹E_i'[W_i'(w_i'* − w_i*)]‖² in the norm of Q_i, over given tasks."""
     tasks = random_landscape().sample_finite(5, seeded())
     Sigma, w = tasks.distribution.covariance, tasks.distribution.centre
     Q = theory.adapted_covariance(Sigma, ALPHA, M)
@@ -131,13 +135,13 @@ def test_risks_at_the_solutions_are_those_of_proposition_1(name):
     for i in range(5):
         gap = inverse @ torch.stack([W[j] @ (w[j] - w[i]) for j in range(5)]).mean(0)
         risks.append(gap @ Q[i] @ gap / 2)
-    found = theory.risk_above_floor(tasks, theory.solution(name, tasks, ALPHA, 3), ALPHA, M)
-    assert float(found) == pytest.approx(float(torch.stack(risks).mean()), rel=1e-12)
+    risk = theory.risk_above_floor(tasks, theory.solution(name, tasks, ALPHA, 3), ALPHA, M)
+    assert float(risk) == pytest.approx(float(torch.stack(risks).mean()), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_two_tasks_have_the_solutions_and_risks_of_equations_8_and_9(seed):
-    """Eq. 9 leaves out the factor ‖w₁* − w₂*‖²/4, which is d here."""
+    """The printed eq. 9 lacks the factor ‖w₁* − w₂*‖²/4, which is d here."""
     world, alpha = random_world(seed)
     rho_H, rho_E, d = world.rho_hard, world.rho_easy, world.dimension
     groups = TaskGroup(rho_H, 1.0, probability=0.5), TaskGroup(rho_E, -1.0, probability=0.5)
@@ -155,7 +159,7 @@ def test_two_tasks_have_the_solutions_and_risks_of_equations_8_and_9(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_gathered_forms_are_those_of_equations_10_and_11_and_of_the_general_risk(seed):
+def test_hard_easy_risks_equal_equations_10_and_11_and_the_general_risk(seed):
     world, alpha = random_world(seed)
     (a_H, a_E), d = theory.task_weights(world, alpha, M), world.dimension
     rho_H, rho_E, r_H, r_E, R2 = world.rho_hard, world.rho_easy, world.r_hard, world.r_easy, world.R**2
@@ -171,16 +175,16 @@ def test_gathered_forms_are_those_of_equations_10_and_11_and_of_the_general_risk
         + a_E * a_H**2 * (r_E + R2)
         + a_E**2 * a_H * (r_H + R2)
     )
-    found = theory.hard_easy_risks(world, alpha, M)
-    assert found.nal == pytest.approx(d / (4 * (rho_E + rho_H) ** 2) * nal, rel=1e-12)
-    assert found.maml == pytest.approx(d / (4 * (a_E + a_H) ** 2) * maml, rel=1e-12)
+    risks = theory.hard_easy_risks(world, alpha, M)
+    assert risks.nal == pytest.approx(d / (4 * (rho_E + rho_H) ** 2) * nal, rel=1e-12)
+    assert risks.maml == pytest.approx(d / (4 * (a_E + a_H) ** 2) * maml, rel=1e-12)
     for name in ("nal", "maml"):
         w = theory.solution(name, world.landscape, alpha, M)
         general = float(theory.risk_above_floor(world.landscape, w, alpha, M))
-        assert getattr(found, name) == pytest.approx(general, rel=1e-12)
+        assert getattr(risks, name) == pytest.approx(general, rel=1e-12)
 
 
-def test_the_ratio_tends_to_one_plus_r_squared_over_the_spread_of_hard_tasks():
+def test_ratio_of_risks_approaches_its_asymptotic_value():
     gaps = []
     for hardness, m in ((1e-1, 1e4), (1e-2, 1e6), (1e-3, 1e8)):
         world = HardEasy(hardness, 1.0, R=2.0, r_hard=0.5, r_easy=1.0)
@@ -191,7 +195,7 @@ def test_the_ratio_tends_to_one_plus_r_squared_over_the_spread_of_hard_tasks():
 
 
 @pytest.mark.parametrize("name", ["nal", "maml"])
-def test_no_stable_step_is_better_than_the_best_one(name):
+def test_no_stable_step_size_is_better_than_best_alpha(name):
     landscape = random_landscape()
 
     def loss(alpha: float) -> float:
@@ -199,27 +203,27 @@ def test_no_stable_step_is_better_than_the_best_one(name):
         return float(theory.risk_above_floor(landscape, w, alpha, M)) + theory.noise_floor(landscape, alpha, M)
 
     best = theory.best_alpha(name, landscape, M)
-    most = 2 / float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
-    assert all(loss(best) <= loss(share * most) + 1e-12 for share in torch.linspace(0, 0.999, 77).tolist())
+    largest = 2 / float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
+    assert all(loss(best) <= loss(share * largest) + 1e-12 for share in torch.linspace(0, 0.999, 77).tolist())
 
 
-def test_the_best_step_of_nal_is_the_vertex_of_its_parabola():
+def test_best_alpha_of_nal_is_the_vertex_of_a_parabola():
     """½E[‖g‖²_Σ − 2α‖g‖²_Σ² + α²((1 + 1/m)‖g‖²_Σ³ + tr(Σ²)(‖g‖²_Σ + σ²)/m)], g = w − w*."""
     landscape = random_landscape()
-    law, w = landscape.distribution, theory.nal_solution(landscape)
-    spread = torch.einsum("gi,gj->gij", w - law.centre, w - law.centre) + law.spread
+    tasks, w = landscape.distribution, theory.nal_solution(landscape)
+    spread = torch.einsum("gi,gj->gij", w - tasks.centre, w - tasks.centre) + tasks.spread
 
     def norm(power: int) -> torch.Tensor:
-        return torch.einsum("gij,gji->g", torch.linalg.matrix_power(law.covariance, power), spread)
+        return torch.einsum("gij,gji->g", torch.linalg.matrix_power(tasks.covariance, power), spread)
 
-    trace = law.covariance.square().sum((1, 2))
-    bend = (1 + 1 / M) * norm(3) + trace * (norm(1) + law.noise) / M
-    vertex = float((law.probability @ norm(2)) / (law.probability @ bend))
+    trace = tasks.covariance.square().sum((1, 2))
+    curvature = (1 + 1 / M) * norm(3) + trace * (norm(1) + tasks.noise) / M
+    vertex = float((tasks.probability @ norm(2)) / (tasks.probability @ curvature))
     assert theory.best_alpha("nal", landscape, M) == pytest.approx(vertex, rel=1e-6)
 
 
 @pytest.mark.parametrize(("inner", "outer", "tau", "tasks"), [(7, 5, 1, 6), (2, 9, 4, 3), (30, 1, 5, 2)])
-def test_gradients_of_the_learners_vanish_at_the_empirical_solutions(inner, outer, tau, tasks):
+def test_meta_gradients_vanish_at_the_empirical_solutions(inner, outer, tau, tasks):
     episodes = (
         LinearTasks(random_landscape().sample_finite(tasks, seeded()), inner, outer)
         .sample_every_group(tau, seeded())
@@ -227,16 +231,16 @@ def test_gradients_of_the_learners_vanish_at_the_empirical_solutions(inner, oute
     )
     maml = method("maml", steps=1, lr=ALPHA)
     nal = method("nal", test=GradientDescent(steps=1, lr=ALPHA))
-    for chosen, w in ((maml, theory.empirical_maml(episodes, ALPHA)), (nal, theory.empirical_nal(episodes))):
+    for learner, w in ((maml, theory.empirical_maml(episodes, ALPHA)), (nal, theory.empirical_nal(episodes))):
         net = linear_net(w)
-        found = meta_gradient(chosen, net, parameters(chosen, net), episodes)
-        assert float(found.gradients["head.weight"].abs().max()) < 1e-10
+        result = meta_gradient(learner, net, parameters(learner, net), episodes)
+        assert float(result.gradients["head.weight"].abs().max()) < 1e-10
         moved = linear_net(w + 0.1)
-        elsewhere = meta_gradient(chosen, moved, parameters(chosen, moved), episodes)
-        assert float(elsewhere.loss) > float(found.loss)
+        elsewhere = meta_gradient(learner, moved, parameters(learner, moved), episodes)
+        assert float(elsewhere.loss) > float(result.loss)
 
 
-def test_empirical_solutions_are_those_of_equations_41_and_43_in_terms_of_solutions_and_noise():
+def test_empirical_solutions_equal_equations_41_and_43():
     generator = seeded()
     T, n, d = 4, 6, 3
     w = torch.randn(T, d, 1, generator=generator, dtype=torch.float64)
@@ -253,7 +257,7 @@ def test_empirical_solutions_are_those_of_equations_41_and_43_in_terms_of_soluti
     torch.testing.assert_close(theory.empirical_nal(episodes), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_empirical_solutions_come_to_the_population_ones():
+def test_empirical_solutions_approach_the_population_solutions():
     landscape = random_landscape()
     tasks = LinearTasks(landscape, M, M)
 
@@ -268,7 +272,7 @@ def test_empirical_solutions_come_to_the_population_ones():
         assert many < 0.05
 
 
-def test_where_a_step_solves_every_task_no_risk_is_left_above_the_floor():
+def test_risks_are_zero_if_a_step_solves_every_task():
     assert theory.hard_easy_risks(HardEasy(1.0, 1.0, R=2.0, r_hard=1.0), 1.0, math.inf) == (0.0, 0.0)
 
 
@@ -276,7 +280,7 @@ WORLD = HardEasy(0.1, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (lambda: theory.maml_solution(WORLD.landscape, 2.0, M), "alpha is 2.0, but steps of 2 or more diverge"),
         (
@@ -307,12 +311,12 @@ WORLD = HardEasy(0.1, 1.0)
         ),
     ],
 )
-def test_impossible_settings_are_refused_in_a_sentence(make, sentence):
+def test_invalid_settings_are_reported(make, message):
     with pytest.raises(InputError) as caught:
         make()
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
-def test_best_step_of_maml_solves_tasks_of_one_covariance():
+def test_best_alpha_of_maml_solves_tasks_with_one_covariance():
     world = HardEasy(rho_hard=1.0, rho_easy=1.0, dimension=2).landscape
     assert abs(theory.best_alpha("maml", world, m=math.inf) - 1.0) < 1e-6

@@ -18,7 +18,7 @@ from metabridge.experiments.experiment import Experiment, ExperimentOptions, Out
 from metabridge.experiments.landscape_linear import LABELS, SgdSettings, compare_with_theory, loss_on_new_tasks
 from metabridge.intervals import mean_interval
 from metabridge.report.results import Row
-from metabridge.theory.landscape import Solution, hard_easy_risks, noise_floor, solution
+from metabridge.theory.landscape import SolutionName, hard_easy_risks, noise_floor, solution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ M = 500  # samples of the step at test time, and n₂
 
 SETTINGS = {"quick": SgdSettings(test_tasks=300, runs=5), "paper": SgdSettings()}
 
-Risks = dict[str, dict[Solution, Tensor]]  # measured 𝓔_m of each run, by landscape and solution
+Risks = dict[str, dict[SolutionName, Tensor]]  # measured 𝓔_m of each run, by landscape and solution
 
 
 def measure(options: ExperimentOptions) -> Risks:

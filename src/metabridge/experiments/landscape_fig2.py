@@ -26,7 +26,7 @@ from metabridge.experiments.landscape_linear import (
     train_and_test,
 )
 from metabridge.report.results import Row
-from metabridge.theory.landscape import Solution, noise_floor, risk_above_floor, solution
+from metabridge.theory.landscape import SolutionName, noise_floor, risk_above_floor, solution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def measure(options: ExperimentOptions) -> Ends:
     return ends
 
 
-def closed_form(name: Solution, rho: float, m: float) -> tuple[float, float]:
+def closed_form(name: SolutionName, rho: float, m: float) -> tuple[float, float]:
     """Return the first coordinate of a solution and its 𝓔_m."""
     w = solution(name, landscape(rho), ALPHA, m)
     return float(w[0]), float(risk_above_floor(landscape(rho), w, ALPHA, m))

@@ -24,7 +24,7 @@ from metabridge.experiments.landscape_linear import (
     train_and_test,
 )
 from metabridge.report.results import Row
-from metabridge.theory.landscape import Solution, asymptotic_ratio, hard_easy_risks, noise_floor
+from metabridge.theory.landscape import SolutionName, asymptotic_ratio, hard_easy_risks, noise_floor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ SETTINGS = {
     "paper": Settings(SgdSettings(), tuple(i / 2 for i in range(1, 11))),
 }
 
-Risks = dict[str, dict[float, dict[Solution, Tensor]]]  # 𝓔_m of each run, by setting and R
+Risks = dict[str, dict[float, dict[SolutionName, Tensor]]]  # 𝓔_m of each run, by setting and R
 
 
 def tasks_at(setting: str, R: float, hardness: float = RHO_HARD / RHO_EASY) -> HardEasy:

@@ -27,7 +27,7 @@ from metabridge.experiments.landscape_linear import (
 )
 from metabridge.intervals import mean_interval
 from metabridge.report.results import Row
-from metabridge.theory.landscape import Solution
+from metabridge.theory.landscape import SolutionName
 from metabridge.theory.linear_sgd import LinearLearner
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def measure(options: ExperimentOptions) -> Ends:
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     ends: Ends = {}
     for alpha in ALPHAS:
-        learners: dict[Solution, LinearLearner] = {
+        learners: dict[SolutionName, LinearLearner] = {
             "nal": LinearLearner(LR),
             "maml": LinearLearner(LR, alpha),
         }

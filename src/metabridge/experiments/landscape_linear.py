@@ -14,15 +14,15 @@ from torch import Tensor
 
 from metabridge.intervals import mean_interval
 from metabridge.report.results import Row
-from metabridge.theory.landscape import Solution
+from metabridge.theory.landscape import SolutionName
 from metabridge.theory.linear_sgd import LinearLearner, Tasks, sampled_test_loss, train_linear_models
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Name = TypeVar("Name", bound=str)
-LABELS: dict[Solution, str] = {"nal": "NAL", "maml": "MAML"}
-LR: dict[Solution, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; MAML's is per inner sample
+LABELS: dict[SolutionName, str] = {"nal": "NAL", "maml": "MAML"}
+LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; MAML's is per inner sample
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class CoordinateAndRisk(NamedTuple):
     risk: Tensor
 
 
-Ends = dict[tuple[float, float], dict[Solution, CoordinateAndRisk]]  # by column of the figure (m or α) and ρ_H
+Ends = dict[tuple[float, float], dict[SolutionName, CoordinateAndRisk]]  # by column of the figure (m or α) and ρ_H
 
 
-def learners(alpha: float, n2: int) -> dict[Solution, LinearLearner]:
+def learners(alpha: float, n2: int) -> dict[SolutionName, LinearLearner]:
     """Return NAL and MAML with the paper's step sizes, for `n2` inner samples."""
     return {"nal": LinearLearner(LR["nal"]), "maml": LinearLearner(LR["maml"] * n2, alpha)}
 
@@ -94,7 +94,7 @@ def draw_ends(
     title: str,
     *,
     width: float,
-    closed_form: Callable[[Solution, float, float], tuple[float, float]] | None = None,
+    closed_form: Callable[[SolutionName, float, float], tuple[float, float]] | None = None,
 ) -> Figure:
     """Draw first coordinates above and risks below against ρ_H, one column per m or α with its title."""
     from metabridge.report import figures, result_figures

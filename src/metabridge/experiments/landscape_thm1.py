@@ -17,7 +17,7 @@ import torch
 
 from metabridge.environments.teacher_networks import Activation
 from metabridge.report.results import Row
-from metabridge.theory.teachers import Preference, TeacherTask, maml_loss, stationary_points
+from metabridge.theory.teachers import HardTaskPreference, TeacherTask, maml_loss, stationary_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ class BoundCheck:
     activation: Activation
     share: float
     stationary: int  # number of stationary points
-    applicable: tuple[Preference, ...]  # those that satisfy the conditions of the theorem
+    applicable: tuple[HardTaskPreference, ...]  # those that satisfy the conditions of the theorem
 
 
 def check_theorem(activation: Activation, pairs: int, seed: int) -> list[BoundCheck]:
@@ -50,12 +50,12 @@ def check_theorem(activation: Activation, pairs: int, seed: int) -> list[BoundCh
     teachers = torch.randn(pairs, 2, 1, 2, generator=generator, dtype=torch.float64)
     checks = []
     for share in SHARES:
-        preferences: list[Preference] = []
+        preferences: list[HardTaskPreference] = []
         for first, second in teachers:
             hard, easy = TeacherTask(first, activation, HARD), TeacherTask(second, activation, EASY)
             alpha = share / float(easy.curvatures(second)[-1])
             points = stationary_points(maml_loss([hard, easy], alpha), (first, second, (first + second) / 2))
-            preferences += [Preference.at(point, hard, easy, alpha) for point in points]
+            preferences += [HardTaskPreference.measure(point, hard, easy, alpha) for point in points]
         applicable = tuple(preference for preference in preferences if preference.applies)
         checks.append(BoundCheck(activation, share, len(preferences), applicable))
     return checks

@@ -1,4 +1,4 @@
-"""Closed forms: what learners converge to, and how well that does, in the papers' own symbols."""
+"""Closed forms of what learners converge to, and of their risks, in the symbols of the papers."""
 
 from metabridge.theory import adaptation, anil, finite_tasks, landscape, teachers
 

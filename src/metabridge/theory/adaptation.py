@@ -1,6 +1,6 @@
-"""What a linear net x ↦ ⟨Bw, x⟩ makes of a new task, and at what risk (D §3.1, §5, app. F).
+"""Estimates of a new task by a linear network x ↦ ⟨Bw, x⟩, and their risks (Yüksel et al. 2023, §3.1, §5, app. F).
 
-Risks are ½E‖θ̂ − θ‖² over tasks, points x ~ N(0, I) and noise: what the loss exceeds the noise's own ½σ² by.
+Risks are ½E‖θ̂ − θ‖² over tasks, points x ~ N(0, I) and noise, which is the loss minus the noise's ½σ².
 """
 
 from __future__ import annotations
@@ -16,23 +16,49 @@ from metabridge.theory.anil import AnilSettings, TaskMoments
 
 
 def one_step_estimate(B: Tensor, w: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    """θ̂ = B(w − α∇ℓ(w)), one step of gradient descent on each task's points (D eq. 11): (tasks, d).
+    """Return θ̂ = B(w − α∇ℓ(w)), the estimate after one step of gradient descent (Yüksel et al. 2023, eq. 11).
 
-    `x` is (tasks, points, d) and `y` (tasks, points).
+    Args:
+        B: Representation, (d, k').
+        w: Head, (k').
+        x: Points of the tasks, (tasks, points, d).
+        y: Targets, (tasks, points).
+        alpha: Step size α.
 
-    >>> eye = torch.eye(2)
-    >>> one_step_estimate(eye, torch.zeros(2), eye[None], torch.tensor([[4.0, 6.0]]), alpha=0.5)
-    tensor([[1.0000, 1.5000]])
+    Returns:
+        θ̂ of every task, (tasks, d).
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> one_step_estimate(eye, torch.zeros(2), eye[None], torch.tensor([[4.0, 6.0]]), alpha=0.5)
+        tensor([[1.0000, 1.5000]])
     """
     errors = x @ (B @ w) - y
-    slope = (errors[:, None] @ x)[:, 0] / x.shape[1]
-    return (w - alpha * slope @ B) @ B.mT
+    grad = (errors[:, None] @ x)[:, 0] / x.shape[1]
+    return (w - alpha * grad @ B) @ B.mT
 
 
-def ridge(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
-    """θ̂ = Bŵ where ŵ minimises ‖XBw − y‖² + penalty‖w‖², for each task: (tasks, d).
+def ridge_estimate(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
+    """Return θ̂ = Bŵ where ŵ minimizes ‖XBw − y‖² + penalty‖w‖².
 
-    With B = I it is the single-task baseline, with B = B* the oracle's (D §5).
+    With B = I it is the single-task baseline, with the true representation B* the oracle (Yüksel et al. 2023, §5).
+
+    Args:
+        B: Representation, (d, k').
+        x: Points of the tasks, (tasks, points, d).
+        y: Targets, (tasks, points).
+        penalty: Penalty on the squared norm of ŵ.
+
+    Returns:
+        θ̂ of every task, (tasks, d).
+
+    Raises:
+        InputError: If the penalty is not positive.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> ridge_estimate(eye, eye[None], torch.tensor([[4.0, 6.0]]), penalty=1.0)
+        tensor([[2.0000, 3.0000]])
     """
     check_positive("penalty", penalty)
     weight = ridge_weight(x @ B, y[..., None], torch.as_tensor(penalty, dtype=B.dtype, device=B.device))
@@ -40,39 +66,85 @@ def ridge(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
 
 
 def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points: float) -> Tensor:
-    """Return the risk of `one_step_estimate`, exactly; with `points` = m_in it is the objective of ANIL (D eq. 1).
+    """Return the exact risk of `one_step_estimate`.
 
+    With `points` = m_in it is the objective of ANIL (Yüksel et al. 2023, eq. 1).
     With P = BBᵀ and E = E[eeᵀ] of e = Bw − θ it is
     ½(tr E − 2α tr PE + α²(1 + 1/m) tr P²E + (α²/m) tr P² (tr E + σ²)).
+
+    Args:
+        B: Representation, (..., d, k').
+        w: Head, (..., k').
+        tasks: Moments of the tasks.
+        alpha: Step size α.
+        points: Number of points m per task.
+
+    Returns:
+        The risk, (...).
+
+    Example:
+        >>> tasks = TaskMoments.from_tasks(torch.ones(1, 2), noise=0.0)
+        >>> float(one_step_risk(torch.eye(2).double(), torch.zeros(2).double(), tasks, alpha=0.5, points=math.inf))
+        0.25
     """
     P = B @ B.mT
     _, errors = tasks.errors((B @ w[..., None])[..., 0])
-    squared, share = P @ P, 1 / points
+    squared, inverse_m = P @ P, 1 / points
     total = _trace(errors)
-    spread = (1 + share) * (squared * errors).sum((-2, -1)) + share * _trace(squared) * (total + tasks.noise)
+    spread = (1 + inverse_m) * (squared * errors).sum((-2, -1)) + inverse_m * _trace(squared) * (total + tasks.noise)
     return (total - 2 * alpha * (P * errors).sum((-2, -1)) + alpha**2 * spread) / 2
 
 
 def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
-    """Return the least that `one_step_risk` can be over all B, w and α: theorem 1's limit attains it (D app. F).
+    """Return the minimum of `one_step_risk` over all B, w and α, which the limit of theorem 1 attains.
 
-    The risk is convex in P, and at P = (1/α)((1 + 1/m)E + (tr E + σ²)/m I)⁻¹E it is least: for each eigenvalue e of
-    E the sum of ½(e − e²/((1 + 1/m)e + (tr E + σ²)/m)). It falls with E, which is least at Bw = E[θ]. D's app. F
-    shows the same.
+    The risk is convex in P = BBᵀ, with its minimum at P = (1/α)((1 + 1/m)E + (tr E + σ²)/m I)⁻¹E: the sum of
+    ½(e − e²/((1 + 1/m)e + (tr E + σ²)/m)) over the eigenvalues e of E. It decreases with E, which is smallest at
+    Bw = E[θ]. Yüksel et al. 2023, app. F, show the same.
+
+    Args:
+        tasks: Moments of the tasks.
+        points: Number of points m per task.
+
+    Returns:
+        The risk, (...).
+
+    Example:
+        >>> tasks = TaskMoments.from_tasks(torch.tensor([[1.0], [-1.0]]), noise=1.0)
+        >>> float(minimum_risk(tasks, points=1))
+        0.375
     """
     covariance = tasks.second - tasks.mean[..., :, None] * tasks.mean[..., None, :]
     values: Tensor = torch.linalg.eigvalsh(covariance).clamp_min(0)
-    share = 1 / points
-    total = share * (values.sum(-1, keepdim=True) + tasks.noise)
-    kept = torch.where(values > 0, values**2 / ((1 + share) * values + total), 0.0)
-    return (values - kept).sum(-1) / 2
+    inverse_m = 1 / points
+    scale = inverse_m * (values.sum(-1, keepdim=True) + tasks.noise)
+    explained = torch.where(values > 0, values**2 / ((1 + inverse_m) * values + scale), 0.0)
+    return (values - explained).sum(-1) / 2
 
 
 def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> Tensor:
-    """Return the risk of `ridge` for each penalty, over tasks and noise exactly and over the designs `x` on average.
+    """Return the risk of `ridge_estimate` for each penalty, exact over tasks and noise, and averaged over designs.
 
-    With XBBᵀXᵀ = QΛQᵀ, D = (Λ + penalty)⁻¹, A = BBᵀXᵀQ and E[θθᵀ] = LLᵀ, the estimate is ADQᵀ(Xθ + z), and its
-    mean squared error ‖ADQᵀXL − L‖² + σ²‖AD‖²: a quadratic in D, cheap for every penalty. `x` is (designs, points, d).
+    With XBBᵀXᵀ = QΛQᵀ, D = (Λ + penalty)⁻¹, A = BBᵀXᵀQ and E[θθᵀ] = LLᵀ, the estimate is ADQᵀ(Xθ + z) and its mean
+    squared error ‖ADQᵀXL − L‖² + σ²‖AD‖². This is a quadratic function of D, so more penalties cost little.
+
+    Args:
+        B: Representation, (d, k').
+        tasks: Moments of the tasks.
+        x: Designs, the points of some tasks, (designs, points, d).
+        penalties: The penalties, (penalties).
+
+    Returns:
+        The risks, (penalties).
+
+    Raises:
+        InputError: If there are no designs, or a penalty is not positive.
+
+    Example:
+        >>> tasks = TaskMoments.from_tasks(torch.ones(1, 2), noise=0.0)
+        >>> eye = torch.eye(2, dtype=torch.float64)
+        >>> ridge_risks(eye, tasks, eye[None], torch.tensor([1.0], dtype=torch.float64))
+        tensor([0.2500], dtype=torch.float64)
     """
     check_count("designs", len(x))
     for penalty in penalties.tolist():
@@ -91,17 +163,38 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
     return risks
 
 
-def error_bound(norm: Tensor, covariance: Tensor, noise: float, rates: AnilSettings, points: int) -> Tensor:
-    """Return proposition 1's bound on ‖θ̂ − θ‖ after one step at theorem 1's limit, up to its universal constant.
+def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSettings, points: int) -> Tensor:
+    """Return the bound on ‖θ̂ − θ‖ after one step at the limit of theorem 1 (Yüksel et al. 2023, prop. 1).
 
-    (1 + σ̄²/λ_min(Σ*))/m_in ‖w*‖ + (‖w*‖ + σ)√(k/m_test), σ̄² = tr Σ* + σ², for a task of norm ‖w*‖. It holds
-    with probability of at least 1 − 4e^{−k/2}, which says nothing for k < 3.
+    Up to a universal constant, which is left out, the bound for a task with ‖w*‖ is
+    (1 + σ̄²/λ_min(Σ*))/m_in ‖w*‖ + (‖w*‖ + σ)√(k/m_test) with σ̄² = tr Σ* + σ². It holds with probability at least
+    1 − 4e^{−k/2}, which is vacuous for k < 3.
+
+    Args:
+        norm: ‖w*‖ of the tasks.
+        covariance: Covariance Σ* of the tasks, (k, k).
+        noise: Variance σ² of the noise.
+        settings: Settings of ANIL.
+        points: Number of points m_test of a test task, at least k.
+
+    Returns:
+        The bound, in the shape of `norm`.
+
+    Raises:
+        InputError: If there are fewer points than dimensions of the representation.
+
+    Example:
+        >>> error_bound(torch.tensor([1.0]), torch.eye(1), 0.0, AnilSettings(m_in=2), points=4)
+        tensor([1.5000])
     """
     rank = covariance.shape[-1]
     if points < rank:
-        raise InputError(f"points is {points}, but proposition 1 needs at least as many as dimensions, {rank}.")
+        raise InputError(
+            f"points is {points}, but proposition 1 needs at least as many as dimensions, {rank}. "
+            f"Use points={rank} or more."
+        )
     values = torch.linalg.eigvalsh(covariance)
-    bias: Tensor = (1 + (values.sum() + noise) / values[0]) / rates.m_in
+    bias: Tensor = (1 + (values.sum() + noise) / values[0]) / settings.m_in
     return bias * norm + (norm + math.sqrt(noise)) * math.sqrt(rank / points)
 
 

@@ -1,7 +1,7 @@
-"""First-order ANIL of a linear net x ↦ ⟨Bw, x⟩ in the limit of many tasks (D §2.2, §3).
+"""First-order ANIL of a linear network x ↦ ⟨Bw, x⟩ in the limit of many tasks (Yüksel et al. 2023, §2.2, §3).
 
-Tasks are y = ⟨θ, x⟩ + z with x ~ N(0, I_d) and z of variance σ². All that the limit knows of them are the moments
-of θ. Every function takes any number of leading axes, so that runs go side by side: B is (..., d, k'), w (..., k').
+Tasks are y = ⟨θ, x⟩ + z with x ~ N(0, I_d) and z of variance σ². In the limit they enter only through the moments of θ.
+Every function accepts leading axes, so that several runs are computed together: B is (..., d, k') and w (..., k').
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ from metabridge.errors import InputError, check_positive
 
 @dataclass(frozen=True)
 class AnilSettings:
-    """The step sizes α of the inner and β of the outer loop, and the points of a task that adapt, possibly ∞."""
+    """Settings of first-order ANIL.
+
+    Args:
+        alpha: Step size α of the inner loop.
+        beta: Step size β of the outer loop.
+        m_in: Number of points per task in the inner loop; may be infinite.
+
+    Raises:
+        InputError: If a setting is out of range.
+
+    Example:
+        >>> AnilSettings(m_in=10)
+        AnilSettings(alpha=0.025, beta=0.025, m_in=10)
+    """
 
     alpha: float = 0.025
     beta: float = 0.025
@@ -33,7 +46,17 @@ class AnilSettings:
 
 
 class TaskMoments(NamedTuple):
-    """What the limit of many tasks knows of them: E[θ] (..., d), E[θθᵀ] (..., d, d), and the noise's σ²."""
+    """Moments of the task parameters θ, and the noise.
+
+    Args:
+        mean: E[θ], (..., d).
+        second: E[θθᵀ], (..., d, d).
+        noise: Variance σ² of the noise.
+
+    Example:
+        >>> TaskMoments.from_tasks(torch.tensor([[1.0], [3.0]]), noise=0.5).mean
+        tensor([2.], dtype=torch.float64)
+    """
 
     mean: Tensor
     second: Tensor
@@ -41,7 +64,7 @@ class TaskMoments(NamedTuple):
 
     @classmethod
     def from_environment(cls, world: SharedRepresentation) -> TaskMoments:
-        """Return the moments of infinitely many tasks of an environment."""
+        """Return the moments of an environment, over infinitely many tasks."""
         mean = torch.zeros(world.rank, dtype=torch.float64)
         if world.mean is not None:
             mean += torch.tensor(world.mean, dtype=torch.float64)
@@ -50,133 +73,244 @@ class TaskMoments(NamedTuple):
         return cls(basis @ mean, basis @ second @ basis.mT, world.noise)
 
     @classmethod
-    def from_tasks(cls, slopes: Tensor, noise: float) -> TaskMoments:
-        """Return the moments of the tasks with these slopes, (..., tasks, d)."""
-        slopes = slopes.double()
-        return cls(slopes.mean(-2), slopes.mT @ slopes / slopes.shape[-2], noise)
+    def from_tasks(cls, theta: Tensor, noise: float) -> TaskMoments:
+        """Return the moments of given tasks.
+
+        Args:
+            theta: Parameters θ of the tasks, (..., tasks, d).
+            noise: Variance σ² of the noise.
+
+        Returns:
+            The moments, in float64.
+        """
+        theta = theta.double()
+        return cls(theta.mean(-2), theta.mT @ theta / theta.shape[-2], noise)
 
     def errors(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E[e] and E[eeᵀ] of the errors e = u − θ of a slope u."""
+        """Return E[e] and E[eeᵀ] of the errors e = u − θ of an estimate u, (..., d)."""
         mean = u - self.mean
         cross = _outer(u, self.mean)
         return mean, _outer(u, u) - cross - cross.mT + self.second
 
     def to(self, device: torch.device | str) -> TaskMoments:
-        """Move to a device."""
+        """Move the moments to a device."""
         return TaskMoments(self.mean.to(device), self.second.to(device), self.noise)
 
 
 def stack_moments(moments: list[TaskMoments]) -> TaskMoments:
-    """Put the moments of runs with the same noise side by side."""
-    return TaskMoments(
-        torch.stack([each.mean for each in moments]), torch.stack([each.second for each in moments]), moments[0].noise
-    )
+    """Stack the moments of several runs with the same noise along a new first axis.
+
+    Args:
+        moments: The moments of each run.
+
+    Returns:
+        The moments of all runs.
+
+    Example:
+        >>> moments = TaskMoments.from_tasks(torch.ones(4, 3), noise=0.5)
+        >>> stack_moments([moments, moments]).mean.shape
+        torch.Size([2, 3])
+    """
+    mean, second = (torch.stack(part) for part in zip(*((run.mean, run.second) for run in moments)))
+    return TaskMoments(mean, second, moments[0].noise)
 
 
 def initial_parameters(dimension: int, width: int, alpha: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return B₀ with B₀ᵀB₀ = I/4α, in a random direction, and w₀ on the sphere of squared radius α k'/100 (D §5)."""
+    """Draw initial parameters (Yüksel et al. 2023, §5).
+
+    Args:
+        dimension: Dimension d of the inputs.
+        width: Width k' of the hidden layer, at most d.
+        alpha: Step size α of the inner loop.
+        generator: Random generator.
+
+    Returns:
+        B₀ in a random direction with B₀ᵀB₀ = I/4α, and w₀ on the sphere of squared radius αk'/100.
+
+    Raises:
+        InputError: If the hidden layer is wider than the inputs.
+
+    Example:
+        >>> B, w = initial_parameters(8, 4, 0.25, torch.Generator().manual_seed(0))
+        >>> B.shape, w.shape
+        (torch.Size([8, 4]), torch.Size([4]))
+    """
     if width > dimension:
-        raise InputError(f"width is {width}, but D's layers are no wider than the inputs. Use width={dimension}.")
-    drawn = torch.randn(dimension, width, generator=generator, dtype=torch.float64)
+        raise InputError(
+            f"width is {width}, but the inputs have {dimension} dimensions and the layer must not be wider. "
+            f"Use width={dimension}."
+        )
+    columns = torch.randn(dimension, width, generator=generator, dtype=torch.float64)
     direction = torch.randn(width, generator=generator, dtype=torch.float64)
-    B = torch.linalg.qr(drawn).Q / math.sqrt(4 * alpha)
+    B = torch.linalg.qr(columns).Q / math.sqrt(4 * alpha)
     return B, math.sqrt(0.01 * width * alpha) * direction / direction.norm()
 
 
-def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, rates: AnilSettings) -> tuple[Tensor, Tensor]:
-    """Return E[wᵢ] and E[wᵢwᵢᵀ] of the heads after the inner step, over tasks and their points (D eq. 7, lemma 15).
+def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, settings: AnilSettings) -> tuple[Tensor, Tensor]:
+    """Return E[wᵢ] and E[wᵢwᵢᵀ] of the heads after the inner step (Yüksel et al. 2023, eq. 7, lemma 15).
 
-    wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m, for which E[S] = I and
-    E[S A S] = A + (A + tr(A) I)/m. Unlike D's, the formula holds for tasks of any mean.
+    The expectations are over tasks and their points. wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m, for which
+    E[S] = I and E[S A S] = A + (A + tr(A) I)/m. Unlike the published formula, this one holds for tasks of any mean.
+
+    Args:
+        B: Representation, (..., d, k').
+        w: Head, (..., k').
+        tasks: Moments of the tasks.
+        settings: Settings of ANIL.
+
+    Returns:
+        E[wᵢ], (..., k'), and E[wᵢwᵢᵀ], (..., k', k').
+
+    Example:
+        >>> tasks = TaskMoments.from_tasks(torch.zeros(1, 2), noise=0.0)
+        >>> B, w = torch.eye(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+        >>> adapted_head_moments(B, w, tasks, AnilSettings(alpha=0.5, m_in=math.inf))[0]
+        tensor([0.5000, 0.5000], dtype=torch.float64)
     """
-    alpha, share = rates.alpha, 1 / rates.m_in
-    mean, square = tasks.errors(_times(B, w))
-    step = alpha * _times(B.mT, mean)
-    scale = share * (_trace(square) + tasks.noise)
-    spread = alpha**2 * (B.mT @ ((1 + share) * square @ B + scale[..., None, None] * B))
+    alpha, inverse_m = settings.alpha, 1 / settings.m_in
+    mean, square = tasks.errors(_matvec(B, w))
+    step = alpha * _matvec(B.mT, mean)
+    scale = inverse_m * (_trace(square) + tasks.noise)
+    spread = alpha**2 * (B.mT @ ((1 + inverse_m) * square @ B + scale[..., None, None] * B))
     cross = _outer(w, step)
     return w - step, _outer(w, w) - cross - cross.mT + spread
 
 
-def population_step(B: Tensor, w: Tensor, tasks: TaskMoments, rates: AnilSettings) -> tuple[Tensor, Tensor]:
-    """Take one outer step of FO-ANIL on infinitely many tasks (D eq. 5–7).
+def population_step(B: Tensor, w: Tensor, tasks: TaskMoments, settings: AnilSettings) -> tuple[Tensor, Tensor]:
+    """Take one outer step of first-order ANIL on infinitely many tasks (Yüksel et al. 2023, eq. 5–7).
 
-    With m_in = ∞ and the moments of sampled tasks, this is FO-ANIL with infinitely many points a task.
+    With m_in = ∞ and the moments of given tasks, this is a step on these tasks with infinitely many points each.
 
-    >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0))
-    >>> B, w = initial_parameters(8, 8, 0.025, torch.Generator().manual_seed(0))
-    >>> B, w = population_step(B, w, TaskMoments.from_environment(world), AnilSettings())
-    >>> B.shape, w.shape
-    (torch.Size([8, 8]), torch.Size([8]))
+    Args:
+        B: Representation, (..., d, k').
+        w: Head, (..., k').
+        tasks: Moments of the tasks.
+        settings: Settings of ANIL.
+
+    Returns:
+        B and w after the step.
+
+    Example:
+        >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0))
+        >>> B, w = initial_parameters(8, 8, 0.025, torch.Generator().manual_seed(0))
+        >>> B, w = population_step(B, w, TaskMoments.from_environment(world), AnilSettings())
+        >>> B.shape, w.shape
+        (torch.Size([8, 8]), torch.Size([8]))
     """
-    head, heads = adapted_head_moments(B, w, tasks, rates)
+    head, heads = adapted_head_moments(B, w, tasks, settings)
     # E[θwᵢᵀ] = E[θ](w − αBᵀBw)ᵀ + αE[θθᵀ]B
-    start = w - rates.alpha * _times(B.mT, _times(B, w))
-    slopes = _outer(tasks.mean, start) + rates.alpha * tasks.second @ B
-    descent = _times(B.mT, _times(B, head) - tasks.mean)
-    return B - rates.beta * (B @ heads - slopes), w - rates.beta * descent
+    shrunk = w - settings.alpha * _matvec(B.mT, _matvec(B, w))
+    theta_heads = _outer(tasks.mean, shrunk) + settings.alpha * tasks.second @ B
+    w_grad = _matvec(B.mT, _matvec(B, head) - tasks.mean)
+    return B - settings.beta * (B @ heads - theta_heads), w - settings.beta * w_grad
 
 
-def limiting_gram(covariance: Tensor, noise: float, rates: AnilSettings) -> Tensor:
-    """Λ* = (1/α)(m/(m+1))(I − ((m+1)/σ̄² Σ* + I)⁻¹), σ̄² = tr Σ* + σ²: where B*ᵀBBᵀB* goes (D eq. 8).
+def limiting_gram(covariance: Tensor, noise: float, settings: AnilSettings) -> Tensor:
+    """Return Λ*, the limit of B*ᵀBBᵀB* in training (Yüksel et al. 2023, eq. 8).
 
-    Written as (1/α)((1 + 1/m)Σ* + (σ̄²/m) I)⁻¹Σ*, which also holds for m = ∞. `covariance` is Σ*, (..., k, k),
-    about the mean of the tasks.
+    Λ* = (1/α)(m/(m+1))(I − ((m+1)/σ̄² Σ* + I)⁻¹) with σ̄² = tr Σ* + σ². It is computed as
+    (1/α)((1 + 1/m)Σ* + (σ̄²/m) I)⁻¹Σ*, which also holds for m = ∞.
 
-    >>> limiting_gram(torch.eye(1), 0.0, AnilSettings(alpha=0.5, m_in=2))
-    tensor([[1.]])
+    Args:
+        covariance: Covariance Σ* of the tasks about their mean, in the basis B*, (..., k, k).
+        noise: Variance σ² of the noise.
+        settings: Settings of ANIL.
+
+    Returns:
+        Λ*, (..., k, k).
+
+    Raises:
+        InputError: If ANIL does not converge to this limit; see `check_convergence`.
+
+    Example:
+        >>> limiting_gram(torch.eye(1), 0.0, AnilSettings(alpha=0.5, m_in=2))
+        tensor([[1.]])
     """
-    check_convergence(covariance, rates)
-    share = 1 / rates.m_in
-    total = share * (_trace(covariance) + noise)
+    check_convergence(covariance, settings)
+    inverse_m = 1 / settings.m_in
+    scale = inverse_m * (_trace(covariance) + noise)
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    solved: Tensor = torch.linalg.solve((1 + share) * covariance + total[..., None, None] * eye, covariance)
-    return solved / rates.alpha
+    solved: Tensor = torch.linalg.solve((1 + inverse_m) * covariance + scale[..., None, None] * eye, covariance)
+    return solved / settings.alpha
 
 
-def check_convergence(covariance: Tensor, rates: AnilSettings, width: int | None = None) -> None:
-    """Refuse a setting in which FO-ANIL does not go to theorem 1's limit.
+def check_convergence(covariance: Tensor, settings: AnilSettings, width: int | None = None) -> None:
+    """Raise InputError if first-order ANIL does not converge to the limit of Yüksel et al. 2023, theorem 1.
 
-    Along an eigenvector of Σ* of eigenvalue s, a step multiplies what is left to the limit by 1 − 2αβs.
+    Along an eigenvector of Σ* with eigenvalue s, a step multiplies the distance to the limit by 1 − 2αβs.
+
+    Args:
+        covariance: Covariance Σ* of the tasks, (..., k, k).
+        settings: Settings of ANIL.
+        width: Width k' of the hidden layer, if it is to be checked as well.
+
+    Raises:
+        InputError: If Σ* is singular, the layer is too narrow, or a step size is too large.
+
+    Example:
+        >>> check_convergence(torch.eye(2), AnilSettings(), width=2)
     """
     values = torch.linalg.eigvalsh(covariance)
     low, high = float(values.amin()), float(values.amax())
     if low <= 1e-12 * high or high <= 0:
         raise InputError(
             f"covariance has the eigenvalue {low:.3g}, but theorem 1 needs tasks that differ in every direction "
-            "of the representation. Leave out the directions in which they do not."
+            "of the representation. Remove the directions in which they do not."
         )
     rank = covariance.shape[-1]
     if width is not None and width < rank:
         raise InputError(
-            f"width is {width}, but the representation has {rank} dimensions, which a narrower layer cannot hold. "
+            f"width is {width}, but the representation has {rank} dimensions, too many for a narrower layer. "
             f"Use width={rank} or more."
         )
-    if rates.beta > rates.alpha:
+    if settings.beta > settings.alpha:
         raise InputError(
-            f"beta is {rates.beta}, but theorem 1 needs it to be no larger than alpha, which is {rates.alpha}."
+            f"beta is {settings.beta}, but theorem 1 needs it to be no larger than alpha, which is {settings.alpha}. "
+            f"Use beta={settings.alpha} or less."
         )
-    if rates.alpha * rates.beta * high >= 1:
+    if settings.alpha * settings.beta * high >= 1:
+        product = settings.alpha * settings.beta * high
         raise InputError(
-            f"alpha · beta · the largest eigenvalue of Σ* is {rates.alpha * rates.beta * high:.3g}, but the limit is "
-            "stable only below 1. Use a smaller alpha or beta."
+            f"alpha · beta · the largest eigenvalue of Σ* is {product:.3g}, but the limit is stable "
+            " only below 1. Use a smaller alpha or beta."
         )
 
 
-def unlearning_bound(start: float, steps: Tensor, total: float, rates: AnilSettings) -> Tensor:
-    """Bound the largest squared singular value of B*⊥ᵀB after `steps`, from `start`: 1/(1/start + ct) (D app. H).
+def unlearning_bound(start: float, steps: Tensor, total: float, settings: AnilSettings) -> Tensor:
+    """Return a bound on the largest squared singular value of B*⊥ᵀB in training (Yüksel et al. 2023, app. H).
 
-    c = βα²σ̄²/m, with `total` σ̄²: E[wᵢwᵢᵀ] is at least (α²σ̄²/m) BᵀB, so a step takes s² to at most s²(1 − cs²),
-    as long as βE[wᵢwᵢᵀ] stays below I. Nothing is unlearned where m = ∞.
+    The bound is 1/(1/start + ct) with c = βα²σ̄²/m. Since E[wᵢwᵢᵀ] is at least (α²σ̄²/m) BᵀB, a step maps s² to at most
+    s²(1 − cs²), as long as βE[wᵢwᵢᵀ] is below I. With m = ∞ nothing is unlearned.
 
-    >>> unlearning_bound(10.0, torch.tensor([0, 1000]), 8.0, AnilSettings(alpha=0.1, beta=0.1, m_in=20))
-    tensor([10.0000,  2.0000])
+    Args:
+        start: The squared singular value before training.
+        steps: Numbers of steps t.
+        total: σ̄² = tr Σ* + σ².
+        settings: Settings of ANIL.
+
+    Returns:
+        The bound after every number of steps.
+
+    Example:
+        >>> unlearning_bound(10.0, torch.tensor([0, 1000]), 8.0, AnilSettings(alpha=0.1, beta=0.1, m_in=20))
+        tensor([10.0000,  2.0000])
     """
-    return 1 / (1 / start + rates.beta * rates.alpha**2 * total / rates.m_in * steps)
+    return 1 / (1 / start + settings.beta * settings.alpha**2 * total / settings.m_in * steps)
 
 
 class Spectrum(NamedTuple):
-    """Squared singular values of B*ᵀB, which is to be learned, and of B*⊥ᵀB, which is to be unlearned (D §5)."""
+    """Squared singular values of a representation along and orthogonally to the true one (Yüksel et al. 2023, §5).
+
+    Args:
+        smallest: Smallest squared singular value of B*ᵀB, which is to be learned.
+        largest: Largest squared singular value of B*ᵀB.
+        orthogonal_mean: Mean of the squared singular values of B*⊥ᵀB, which is to be unlearned.
+        orthogonal_largest: Largest squared singular value of B*⊥ᵀB.
+
+    Example:
+        >>> float(spectrum(2 * torch.eye(3), torch.eye(3)[:, :1]).largest)
+        4.0
+    """
 
     smallest: Tensor
     largest: Tensor
@@ -185,20 +319,32 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(B: Tensor, basis: Tensor) -> Spectrum:
-    """Measure a representation B (..., d, k') against the true one B* (..., d, k)."""
+    """Compare a representation with the true one.
+
+    Args:
+        B: The representation, (..., d, k').
+        basis: The true representation B*, (..., d, k), with orthonormal columns.
+
+    Returns:
+        Squared singular values of B along and orthogonally to B*.
+
+    Example:
+        >>> float(spectrum(2 * torch.eye(3), torch.eye(3)[:, :1]).orthogonal_mean)
+        4.0
+    """
     inside = basis.mT @ B
     outside = B - basis @ inside
     learned = torch.linalg.eigvalsh(inside @ inside.mT)
-    kept = torch.linalg.eigvalsh(outside @ outside.mT)
+    orthogonal = torch.linalg.eigvalsh(outside @ outside.mT)
     directions = min(B.shape[-2] - basis.shape[-1], B.shape[-1])
-    return Spectrum(learned[..., 0], learned[..., -1], _trace(outside @ outside.mT) / directions, kept[..., -1])
+    return Spectrum(learned[..., 0], learned[..., -1], _trace(outside @ outside.mT) / directions, orthogonal[..., -1])
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a[..., :, None] * b[..., None, :]
 
 
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+def _matvec(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector[..., None])[..., 0]
 
 

@@ -1,7 +1,8 @@
-"""First-order ANIL, MAML and Burer–Monteiro of a linear net on the points of finitely many tasks (D eq. 2–4, 12).
+"""First-order ANIL, MAML and Burer–Monteiro of a linear network on finitely many tasks.
 
-The gradients of x ↦ ⟨Bw, x⟩ are written out, so that a step is a few batched products over all tasks of all runs side
-by side, each of which reads the points once. No second moment of a task is formed: XᵀX has more entries than X.
+The methods are those of Yüksel et al. 2023, eq. 2–4 and 12. The gradients of x ↦ ⟨Bw, x⟩ are written out, so that a
+step is a few batched products over all tasks of all runs, each of which reads the points once. Second moments XᵀX
+are not computed, since they have more entries than X.
 """
 
 from __future__ import annotations
@@ -22,7 +23,20 @@ NetParams = tuple[Tensor, Tensor]  # B (runs, d, k') and w (runs, k')
 
 
 class TaskPoints(NamedTuple):
-    """The points that every task adapts on and is judged on: x (runs, tasks, points, d), y (runs, tasks, points)."""
+    """Points and targets of the inner and of the outer loop, for all tasks of several runs.
+
+    Args:
+        x_in: Points of the inner loop, (runs, tasks, points, d).
+        y_in: Targets of the inner loop, (runs, tasks, points).
+        x_out: Points of the outer loop.
+        y_out: Targets of the outer loop.
+
+    Example:
+        >>> from metabridge.environments import SharedRepresentation
+        >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0), shots=6, pool=30)
+        >>> TaskPoints.from_episodes([world.tasks]).x_in.shape
+        torch.Size([1, 30, 6, 8])
+    """
 
     x_in: Tensor
     y_in: Tensor
@@ -31,90 +45,137 @@ class TaskPoints(NamedTuple):
 
     @classmethod
     def from_episodes(cls, runs: list[Episodes]) -> TaskPoints:
-        """Put the tasks of several runs side by side."""
+        """Stack the tasks of several runs.
+
+        Args:
+            runs: The tasks of each run.
+
+        Returns:
+            Their points; support sets are those of the inner loop, queries those of the outer loop.
+
+        Raises:
+            InputError: If targets have more than one value.
+        """
         if any(run.support_y.shape[-1] != 1 for run in runs):
-            raise InputError("targets have several values, but a linear net of this kind has one output.")
+            raise InputError("targets have several values, but this linear network has one output. Use one value.")
         x_in, y_in, x_out, y_out = (torch.stack(part) for part in zip(*(run.tensors()[:4] for run in runs)))
         return cls(x_in, y_in[..., 0], x_out, y_out[..., 0])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TaskPoints:
-        """Move to a device and a dtype."""
+        """Move the points to a device and convert them to a dtype."""
         return TaskPoints(*(tensor.to(device, dtype).contiguous() for tensor in self))
 
 
 def first_order_step(
-    B: Tensor, w: Tensor, points: TaskPoints, rates: AnilSettings, adapts: Literal["head", "all"] = "head"
+    B: Tensor, w: Tensor, points: TaskPoints, settings: AnilSettings, adapts: Literal["head", "all"] = "head"
 ) -> NetParams:
-    """Take one outer step of FO-ANIL, or of FO-MAML where all layers adapt, on all tasks (D eq. 2, 3).
+    """Take one outer step of first-order ANIL or MAML on all tasks (Yüksel et al. 2023, eq. 2, 3).
 
-    With g the slope of a task's loss in θ = Bw, the inner step is wᵢ = w − αBᵀg, and Bᵢ = B − αgwᵀ if it adapts.
-    `rates.m_in` is not used: the points are counted.
+    With g the gradient of a task's loss with respect to θ = Bw, the inner step is wᵢ = w − αBᵀg, and Bᵢ = B − αgwᵀ for
+    MAML.
+
+    Args:
+        B: Representations, (runs, d, k').
+        w: Heads, (runs, k').
+        points: Points of the tasks.
+        settings: Step sizes; `m_in` is not used.
+        adapts: "head" for ANIL, "all" for MAML.
+
+    Returns:
+        B and w after the step.
+
+    Example:
+        >>> from metabridge.environments import SharedRepresentation
+        >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0), shots=6, pool=30)
+        >>> points = TaskPoints.from_episodes([world.tasks])
+        >>> B, w = first_order_step(torch.zeros(1, 8, 4), torch.zeros(1, 4), points, AnilSettings())
+        >>> B.shape, w.shape
+        (torch.Size([1, 8, 4]), torch.Size([1, 4]))
     """
-    alpha = rates.alpha
+    alpha = settings.alpha
     runs, tasks, _, dimension = points.x_in.shape
     u = B @ w[..., None]
     errors = (points.x_in.flatten(1, 2) @ u).view_as(points.y_in) - points.y_in
-    inner = _weighted(errors, points.x_in)
-    heads = w[:, None] - alpha * (inner @ B)
-    slopes = heads @ B.mT
+    inner_grads = _mean_products(errors, points.x_in)
+    heads = w[:, None] - alpha * (inner_grads @ B)
+    theta = heads @ B.mT
     if adapts == "all":
-        slopes = slopes - alpha * inner * (heads @ w[..., None])
-    errors = torch.bmm(points.x_out.flatten(0, 1), slopes.view(runs * tasks, dimension, 1)).view_as(points.y_out)
-    outer = _weighted(errors - points.y_out, points.x_out)
-    descent = (outer.mean(1)[:, None] @ B)[:, 0]
+        theta = theta - alpha * inner_grads * (heads @ w[..., None])
+    errors = torch.bmm(points.x_out.flatten(0, 1), theta.view(runs * tasks, dimension, 1)).view_as(points.y_out)
+    outer_grads = _mean_products(errors - points.y_out, points.x_out)
+    w_grad = (outer_grads.mean(1)[:, None] @ B)[:, 0]
     if adapts == "all":
-        descent = descent - alpha * w * (inner * outer).sum(-1).mean(-1, keepdim=True)
-    return B - rates.beta * (outer.mT @ heads) / tasks, w - rates.beta * descent
+        w_grad = w_grad - alpha * w * (inner_grads * outer_grads).sum(-1).mean(-1, keepdim=True)
+    return B - settings.beta * (outer_grads.mT @ heads) / tasks, w - settings.beta * w_grad
 
 
-def _weighted(errors: Tensor, x: Tensor) -> Tensor:
-    """Return Xᵀ(errors)/m of every task."""
+def _mean_products(errors: Tensor, x: Tensor) -> Tensor:
+    """Return Xᵀ(errors)/m of every task, (runs, tasks, d)."""
     sums = torch.bmm(errors.flatten(0, 1)[:, None], x.flatten(0, 1))
     return sums.view(*x.shape[:2], x.shape[-1]) / x.shape[2]
 
 
 def factorisation_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Burer–Monteiro's objective: the mean over tasks of ½‖XBwᵢ − y‖²/m, and ⅛‖BᵀB − WᵀW‖² (D eq. 12).
+    """Return the objective of Burer–Monteiro factorization (Yüksel et al. 2023, eq. 12).
 
-    The rows of `W` (tasks, k') are the heads; `x` is (tasks, points, d) and `y` (tasks, points).
+    It is the mean over tasks of ½‖XBwᵢ − y‖²/m, plus ⅛‖BᵀB − WᵀW‖².
+
+    Args:
+        B: Representation, (d, k').
+        W: Heads, one row per task, (tasks, k').
+        x: Points of the tasks, (tasks, points, d).
+        y: Targets, (tasks, points).
+
+    Returns:
+        The loss, a scalar.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> factorisation_loss(eye, eye, eye.expand(2, 2, 2), torch.zeros(2, 2))
+        tensor(0.2500)
     """
     errors = torch.bmm(x, (W @ B.mT)[..., None])[..., 0] - y
     return errors.square().mean() / 2 + balance({"features.weight": B.mT, "heads.weight": W})
 
 
 class RepeatedStep:
-    """A step taken again and again, which on a GPU is recorded once as a CUDA graph and replayed.
+    """A step that is taken many times; on a GPU it is captured as a CUDA graph and replayed.
 
-    >>> halved = RepeatedStep(lambda B, w: (B / 2, w / 2), (torch.ones(1, 1, 1), torch.ones(1, 1)))
-    >>> halved.advance(3)
-    >>> halved.state[0].item()
-    0.125
+    Args:
+        step: Function that returns B and w after a step.
+        start: B and w at the start.
+
+    Example:
+        >>> halving = RepeatedStep(lambda B, w: (B / 2, w / 2), (torch.ones(1, 1, 1), torch.ones(1, 1)))
+        >>> halving.advance(3)
+        >>> halving.params[0].item()
+        0.125
     """
 
     def __init__(self, step: Callable[[Tensor, Tensor], NetParams], start: NetParams) -> None:
         self.step = step
-        self.state: NetParams = (start[0].clone(), start[1].clone())
-        self._recording: CapturedGraph[None] | None = None
+        self.params: NetParams = (start[0].clone(), start[1].clone())
+        self._graph: CapturedGraph[None] | None = None
 
     def advance(self, steps: int) -> None:
-        """Take some steps, and return when they are done."""
-        if steps and self._recording is None and self.state[0].is_cuda:
-            self._recording = self._recorded()
+        """Take a number of steps and wait for their end."""
+        if steps and self._graph is None and self.params[0].is_cuda:
+            self._graph = self._capture()
         for _ in range(steps):
-            if self._recording is None:
-                self._once()
+            if self._graph is None:
+                self._step_in_place()
             else:
-                self._recording.replay()
-        if self._recording is not None:
+                self._graph.replay()
+        if self._graph is not None:
             torch.cuda.synchronize()
 
-    def _once(self) -> None:
-        for place, value in zip(self.state, self.step(*self.state)):
-            place.copy_(value)
+    def _step_in_place(self) -> None:
+        for param, value in zip(self.params, self.step(*self.params)):
+            param.copy_(value)
 
-    def _recorded(self) -> CapturedGraph[None]:
-        before = [tensor.clone() for tensor in self.state]
-        recording = CapturedGraph(self._once)
-        for place, value in zip(self.state, before):
-            place.copy_(value)
-        return recording
+    def _capture(self) -> CapturedGraph[None]:
+        originals = [tensor.clone() for tensor in self.params]
+        graph = CapturedGraph(self._step_in_place)
+        for param, value in zip(self.params, originals):
+            param.copy_(value)
+        return graph

@@ -1,4 +1,4 @@
-"""Teachers of one hidden layer: population losses without sampling, and which task MAML prefers (C theorem 1).
+"""Teachers with one hidden layer: population losses, and the tasks that MAML prefers (Collins et al. 2022, theorem 1).
 
 W are the neurons of a student and V those of a teacher, both (M, d), in double precision.
 """
@@ -20,30 +20,46 @@ from metabridge.autodiff import grad
 from metabridge.environments.teacher_networks import Activation, neuron_sum
 from metabridge.errors import InputError
 
-NODES = 48  # of the quadrature along each axis
-RESIDUAL = 1e-9  # the largest element of a gradient that counts as zero
-APART = 1e-5  # stationary points nearer than this count as one
-REACH = 10.0  # farther out sigmoid and tanh are so flat that every point seems stationary
+QUADRATURE_NODES = 48  # along each axis
+GRADIENT_TOLERANCE = 1e-9  # a point is stationary if all elements of the gradient are smaller
+SAME_POINT_DISTANCE = 1e-5  # stationary points nearer than this count as one
+MAX_NORM = 10.0  # beyond this sigmoid and tanh are so flat that every point seems stationary
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherTask:
-    """The task of a teacher with neurons V: x ~ N(0, ρI), y = Σ_k σ(⟨v^k, x⟩) (C §4)."""
+    """The task of a teacher with neurons V: x ~ N(0, ρI), y = Σ_k σ(⟨v^k, x⟩) (Collins et al. 2022, §4).
+
+    Args:
+        neurons: The neurons V, (M, d), in float64.
+        activation: "softplus", "sigmoid", "relu" or "tanh".
+        covariance: Variance ρ of the inputs.
+
+    Example:
+        >>> task = TeacherTask(torch.tensor([[1.0, 0.0]], dtype=torch.float64), "relu", 2.0)
+        >>> task.loss(torch.tensor([[-1.0, 0.0]], dtype=torch.float64)).item()
+        1.0
+    """
 
     neurons: Tensor
     activation: Activation = "softplus"
     covariance: float = 1.0
 
     def loss(self, W: Tensor) -> Tensor:
-        """f(W) = ½E(h_W(x) − h_V(x))², with the sums h of `neuron_sum`.
+        """Return the population loss f(W) = ½E(h_W(x) − h_V(x))², with the sums h of `neuron_sum`.
 
-        ReLU has it in closed form, and needs that: its second derivative is lost at any finite set of inputs.
-        The others take Gauss–Hermite quadrature over inputs of at most 3 dimensions. Its gradients are right to half a
-        hundredth for tanh up to √ρ‖w‖ = 1.5 and for sigmoid up to 3; steeper neurons it does not resolve.
+        ReLU has a closed form, which it needs: a finite set of inputs loses its second derivative. The others use
+        Gauss–Hermite quadrature, for inputs of at most 3 dimensions. Its gradients are accurate to half a percent for
+        tanh up to √ρ‖w‖ = 1.5 and for sigmoid up to 3; it does not resolve steeper neurons.
 
-        >>> task = TeacherTask(torch.tensor([[1.0, 0.0]], dtype=torch.float64), "relu", 2.0)
-        >>> task.loss(torch.tensor([[-1.0, 0.0]], dtype=torch.float64)).item()
-        1.0
+        Args:
+            W: Neurons of the student, (M, d).
+
+        Returns:
+            The loss, a scalar.
+
+        Raises:
+            InputError: If quadrature is needed and the inputs have more than 3 dimensions.
         """
         if self.activation == "relu":
             cross = _relu_products(W, self.neurons).sum()
@@ -59,11 +75,23 @@ class TeacherTask:
         return (weights @ gap.square().squeeze(-1)) / 2
 
     def gradient(self, W: Tensor) -> Tensor:
-        """∇f(W), (M, d)."""
+        """Return ∇f(W), (M, d)."""
         return grad(self.loss, W)
 
     def curvatures(self, W: Tensor) -> Tensor:
-        """The eigenvalues of ∇²f(W), smallest first: the first is β and the last is L at this point (C theorem 1)."""
+        """Return the eigenvalues of ∇²f(W) in ascending order.
+
+        The first is β and the last is L of Collins et al. 2022, theorem 1, at this point.
+
+        Args:
+            W: Neurons of the student, (M, d).
+
+        Returns:
+            The eigenvalues, (M · d).
+
+        Raises:
+            InputError: If a ReLU neuron is zero.
+        """
         hessian = torch.func.hessian(self.loss)(W).reshape(W.numel(), W.numel())
         if self.activation == "relu" and (W == 0).all(-1).any():
             raise InputError(
@@ -73,103 +101,164 @@ class TeacherTask:
         values: Tensor = torch.linalg.eigvalsh(hessian)
         return values
 
-    def adapted(self, W: Tensor, rate: float) -> Tensor:
-        """W − α∇f(W): one step of gradient descent with infinitely many samples."""
-        return W - rate * self.gradient(W)
+    def adapt(self, W: Tensor, alpha: float) -> Tensor:
+        """Return W − α∇f(W), one step of gradient descent with infinitely many samples."""
+        return W - alpha * self.gradient(W)
 
 
 def nal_loss(tasks: Sequence[TeacherTask]) -> Callable[[Tensor], Tensor]:
-    """E_i f_i(W), what NAL minimises (C eq. 3)."""
+    """Return the loss of NAL, W ↦ E_i f_i(W) (Collins et al. 2022, eq. 3).
+
+    Args:
+        tasks: The tasks.
+
+    Returns:
+        Function of the student's neurons.
+
+    Example:
+        >>> neurons = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+        >>> float(nal_loss([TeacherTask(neurons, "relu")])(neurons))
+        0.0
+    """
     return lambda W: torch.stack([task.loss(W) for task in tasks]).mean()
 
 
-def maml_loss(tasks: Sequence[TeacherTask], rate: float) -> Callable[[Tensor], Tensor]:
-    """F_∞(W) = E_i f_i(W − α∇f_i(W)), what MAML minimises with infinitely many samples (C eq. 1, 30)."""
-    return lambda W: torch.stack([task.loss(task.adapted(W, rate)) for task in tasks]).mean()
+def maml_loss(tasks: Sequence[TeacherTask], alpha: float) -> Callable[[Tensor], Tensor]:
+    """Return the loss of MAML with infinitely many samples, W ↦ E_i f_i(W − α∇f_i(W)) (Collins et al. 2022, eq. 1, 30).
+
+    Args:
+        tasks: The tasks.
+        alpha: Step size α.
+
+    Returns:
+        Function of the student's neurons.
+
+    Example:
+        >>> neurons = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+        >>> float(maml_loss([TeacherTask(neurons, "relu")], alpha=0.1)(neurons))
+        0.0
+    """
+    return lambda W: torch.stack([task.loss(task.adapt(W, alpha)) for task in tasks]).mean()
 
 
 def stationary_points(loss: Callable[[Tensor], Tensor], starts: Iterable[Tensor]) -> list[Tensor]:
-    """Return the points, no two the same, to which Newton-like steps on ∇loss lead from the starts, none far out.
+    """Return the distinct stationary points that a root finder for ∇loss reaches from the starts.
 
-    >>> [point.tolist() for point in stationary_points(lambda W: (W**4 - 2 * W**2).sum(), torch.tensor([[0.8], [1.2]]))]
-    [[1.0]]
+    Points farther from the origin than `MAX_NORM` are left out.
+
+    Args:
+        loss: A function of the neurons.
+        starts: Points from which to search.
+
+    Returns:
+        The stationary points, at most one for each start.
+
+    Example:
+        >>> starts = torch.tensor([[0.8], [1.2]])
+        >>> [point.tolist() for point in stationary_points(lambda W: (W**4 - 2 * W**2).sum(), starts)]
+        [[1.0]]
     """
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for start in starts:
         shape = start.shape
 
-        def slope(flat: NDArray[np.float64], shape: torch.Size = shape) -> NDArray[np.float64]:
+        def gradient(flat: NDArray[np.float64], shape: torch.Size = shape) -> NDArray[np.float64]:
             return grad(loss, torch.from_numpy(flat).reshape(shape)).numpy().ravel()
 
-        end = optimize.root(slope, start.double().numpy().ravel(), tol=1e-12, options={"maxfev": 100})
-        point = torch.from_numpy(end.x).reshape(shape)
-        flat = abs(end.fun).max() < RESIDUAL and point.norm() < REACH
-        if flat and all((point - other).norm() > APART for other in found):
-            found.append(point)
-    return found
+        root = optimize.root(gradient, start.double().numpy().ravel(), tol=1e-12, options={"maxfev": 100})
+        point = torch.from_numpy(root.x).reshape(shape)
+        is_stationary = abs(root.fun).max() < GRADIENT_TOLERANCE and point.norm() < MAX_NORM
+        if is_stationary and all((point - other).norm() > SAME_POINT_DISTANCE for other in result):
+            result.append(point)
+    return result
 
 
 @dataclass(frozen=True)
-class Preference:
-    """How much more a stationary point of MAML's loss favours the hard task 1 than the easy task 2 (C §4)."""
+class HardTaskPreference:
+    """How much a stationary point of MAML's loss favors the hard task 1 over the easy task 2 (Collins et al. 2022, §4).
 
-    rate: float  # α
-    ratio: float  # ‖∇f₁(W)‖/‖∇f₂(W)‖; it is 1 where NAL's loss is stationary
-    adapted_ratio: float  # ‖∇f₁(W₁)‖/‖∇f₂(W₂)‖, each after a step on its own task
-    hard: tuple[float, float]  # the least and the largest curvature of f₁ at W: β₁ and L₁
-    easy: tuple[float, float]  # those of f₂: β₂ and L₂
+    Args:
+        alpha: Step size α.
+        ratio: ‖∇f₁(W)‖/‖∇f₂(W)‖, which is 1 at stationary points of NAL's loss.
+        adapted_ratio: ‖∇f₁(W₁)‖/‖∇f₂(W₂)‖, where W₁ and W₂ are W after a step on each task.
+        hard: Smallest and largest curvature of f₁ at W, β₁ and L₁.
+        easy: Smallest and largest curvature of f₂ at W, β₂ and L₂.
+
+    Example:
+        >>> HardTaskPreference(1.0, 0.5, 0.5, hard=(0.1, 0.5), easy=(0.25, 0.5)).adapted_bound
+        1.5
+    """
+
+    alpha: float
+    ratio: float
+    adapted_ratio: float
+    hard: tuple[float, float]
+    easy: tuple[float, float]
 
     @classmethod
-    def at(cls, W: Tensor, hard: TeacherTask, easy: TeacherTask, rate: float) -> Preference:
-        """Measure it at a point."""
+    def measure(cls, W: Tensor, hard: TeacherTask, easy: TeacherTask, alpha: float) -> HardTaskPreference:
+        """Measure the preference at a point.
+
+        Args:
+            W: Neurons of the student, (M, d).
+            hard: The hard task.
+            easy: The easy task.
+            alpha: Step size α.
+
+        Returns:
+            The gradient ratios and curvatures at the point.
+        """
 
         def norm(task: TeacherTask, W: Tensor) -> float:
             return float(task.gradient(W).norm())
 
         extremes = [(float(values[0]), float(values[-1])) for values in (hard.curvatures(W), easy.curvatures(W))]
-        adapted = norm(hard, hard.adapted(W, rate)) / norm(easy, easy.adapted(W, rate))
-        return cls(rate, norm(hard, W) / norm(easy, W), adapted, *extremes)
+        adapted_ratio = norm(hard, hard.adapt(W, alpha)) / norm(easy, easy.adapt(W, alpha))
+        return cls(alpha, norm(hard, W) / norm(easy, W), adapted_ratio, *extremes)
 
     @property
     def applies(self) -> bool:
-        """Whether both losses are convex there and α < 1/L, which is what the proof rests on."""
-        return min(self.hard[0], self.easy[0]) > 0 and self.rate * max(self.hard[1], self.easy[1]) < 1
+        """Whether the assumptions of the proof hold at this point: both losses are convex and α < 1/L."""
+        return min(self.hard[0], self.easy[0]) > 0 and self.alpha * max(self.hard[1], self.easy[1]) < 1
 
     @property
     def adapted_bound(self) -> float:
-        """(1 − αβ₂)/(1 − αL₁), which bounds the ratio after adaptation (C eq. 33)."""
-        return (1 - self.rate * self.easy[0]) / (1 - self.rate * self.hard[1])
+        """(1 − αβ₂)/(1 − αL₁), a bound on the ratio after adaptation (Collins et al. 2022, eq. 33)."""
+        return (1 - self.alpha * self.easy[0]) / (1 - self.alpha * self.hard[1])
 
     @property
     def bound(self) -> float:
-        """((1 − αβ₂)/(1 − αL₁))², which bounds the ratio up to O(α²) (C eq. 36)."""
+        """((1 − αβ₂)/(1 − αL₁))², a bound on the ratio up to O(α²) (Collins et al. 2022, eq. 36)."""
         return self.adapted_bound**2
 
     @property
     def printed_bound(self) -> float:
-        """(1 − 2αβ₂)/(1 − αL₁)², the same up to O(α²), which is how theorem 1 has it (C eq. 13)."""
-        return (1 - 2 * self.rate * self.easy[0]) / (1 - self.rate * self.hard[1]) ** 2
+        """(1 − 2αβ₂)/(1 − αL₁)², which equals `bound` up to O(α²) and is printed in theorem 1 (eq. 13)."""
+        return (1 - 2 * self.alpha * self.easy[0]) / (1 - self.alpha * self.hard[1]) ** 2
 
 
 def _relu_products(W: Tensor, V: Tensor) -> Tensor:
-    """E[max(⟨w, x⟩, 0)·max(⟨v, x⟩, 0)] = (|w||v| sin θ + (π − θ)⟨w, v⟩)/2π for every pair, x ~ N(0, I)."""
+    """Return E[max(⟨w, x⟩, 0)·max(⟨v, x⟩, 0)] for every pair of neurons and x ~ N(0, I).
+
+    It is (|w||v| sin θ + (π − θ)⟨w, v⟩)/2π with the angle θ between w and v.
+    """
     inner = W @ V.mT
     area = W.square().sum(-1)[:, None] * V.square().sum(-1) - inner.square()
-    spread = area > 0  # at parallel neurons the root has no derivative, and the product does without
-    area = torch.where(spread, torch.where(spread, area, 1.0).sqrt(), 0.0)
+    positive = area > 0  # for parallel neurons the root has no derivative, and the product does not need one
+    area = torch.where(positive, torch.where(positive, area, 1.0).sqrt(), 0.0)
     return (area + (math.pi - torch.atan2(area, inner)) * inner) / (2 * math.pi)
 
 
 def _relu_square(W: Tensor) -> Tensor:
-    """E[h_W(x)²] for x ~ N(0, I)."""
-    others = 1 - torch.eye(len(W), dtype=W.dtype)
-    return W.square().sum() / 2 + (others * _relu_products(W, W)).sum()
+    """Return E[h_W(x)²] for x ~ N(0, I)."""
+    off_diagonal = 1 - torch.eye(len(W), dtype=W.dtype)
+    return W.square().sum() / 2 + (off_diagonal * _relu_products(W, W)).sum()
 
 
 @lru_cache
 def _normal_points(dimension: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Points and weights with Σ weight·g(point) ≈ E g(x) for x ~ N(0, I)."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    """Return points and weights with Σ weight·g(point) ≈ E g(x) for x ~ N(0, I)."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
 
     def product(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.stack(np.meshgrid(*[values] * dimension, indexing="ij"), -1).reshape(-1, dimension)
