@@ -203,8 +203,8 @@ def train_first_order(
         done += count
         seconds += time.perf_counter() - began
         if done == next_measured:
-            curves.measure(done, environments, *iteration.state)
-    B, w = iteration.state
+            curves.measure(done, environments, *iteration.params)
+    B, w = iteration.params
     folder.write("state", {"B": B, "w": w}, {"done": done, "seconds": seconds, "curves": asdict(curves)})
     return None if done < config.steps else TrainedLinearNets(B.double().cpu(), w.double().cpu(), curves, seconds)
 
@@ -263,14 +263,14 @@ def _outer_step(
     if method == "infinite-tasks":
         moments = [TaskMoments.from_environment(environment) for environment in environments]
         population = stack_moments(moments).to(device)
-        return partial(population_step, tasks=population, rates=config.rates), torch.float64
+        return partial(population_step, tasks=population, settings=config.rates), torch.float64
     if method == "infinite-samples":
         moments = [TaskMoments.from_tasks(run.task_parameters, run.noise) for run in environments]
         population = stack_moments(moments).to(device)
-        return partial(population_step, tasks=population, rates=config.infinite_sample_rates), torch.float64
+        return partial(population_step, tasks=population, settings=config.infinite_sample_rates), torch.float64
     points = TaskPoints.from_episodes([environment.tasks for environment in environments]).to(device, torch.float32)
     adapts: Literal["head", "all"] = "all" if method == "fo-maml" else "head"
-    return partial(first_order_step, points=points, rates=config.rates, adapts=adapts), torch.float32
+    return partial(first_order_step, points=points, settings=config.rates, adapts=adapts), torch.float32
 
 
 def _burer_monteiro(
