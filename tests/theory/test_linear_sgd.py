@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from metabridge.environments import HardEasy, LinearTasks
+from metabridge.environments import HardEasy, Landscape, LinearTasks, LogisticTasks, TaskGroup
 from metabridge.theory.landscape import maml_solution, nal_solution, noise_floor, risk_above_floor
 from metabridge.theory.linear_sgd import (
     LinearLearner,
     LogisticLoss,
     SquaredLoss,
+    label_entropy,
     maml_gradient,
     sampled_test_loss,
     train_linear_models,
@@ -89,3 +90,13 @@ def test_the_sampled_test_loss_is_the_risk_above_the_floor_plus_the_floor():
     assert losses.shape == (10,)
     assert abs(float(losses.mean()) - expected) < 4.5 * float(losses.std()) / math.sqrt(10)
     assert float(losses.std()) < 0.1 * expected
+
+
+def test_the_label_entropy_is_the_loss_at_the_solution_of_each_task():
+    groups = TaskGroup(0.5, torch.tensor([1.0, 2.0]), probability=0.3), TaskGroup(1.0, -1.0, probability=0.7)
+    landscape = Landscape(groups, 2)
+    episodes = LogisticTasks(landscape, 50, 50).sample(4000, seeded()).without_split()
+    w = landscape.distribution.centre.float()[episodes.classes[:, 0] // 2]
+    logits = (episodes.support_x @ w[..., None]).squeeze(-1)
+    losses = LogisticLoss.value(logits, episodes.support_y.float()).mean(1).double()
+    assert abs(float(losses.mean()) - label_entropy(landscape)) < 4.5 * float(losses.std()) / math.sqrt(4000)

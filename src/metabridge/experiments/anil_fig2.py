@@ -16,8 +16,7 @@ from metabridge.experiments.anil_trainings import (
     LinearRecord,
     curve_panels,
     draw_curves,
-    mean_row,
-    train_methods,
+    train_all_methods,
 )
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
 from metabridge.report.results import Row
@@ -31,11 +30,6 @@ TOLERANCE = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "
 QUANTITIES = {"smallest": "least", "largest": "largest"}  # of the squared singular values
 
 
-def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
-    """Train all methods."""
-    return train_methods(options, SETTINGS[options.scale])
-
-
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
     """Compare the extreme squared singular values at the end of training with the limit."""
     config = SETTINGS[options.scale]
@@ -43,7 +37,7 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
         limits = config.limit(config.infinite_sample_rates if name == "infinite-samples" else config.rates)
         tolerance = TOLERANCE.get(name)
         for (quantity, label), limit in zip(QUANTITIES.items(), limits):
-            row = mean_row(f"{METHODS[name]}, {label}", "squared singular value of B*ᵀB", record.final(quantity))
+            row = Row.mean(f"{METHODS[name]}, {label}", "squared singular value of B*ᵀB", record.final(quantity))
             if tolerance is None:
                 yield replace(row, note="no limit is known")
                 continue
@@ -65,4 +59,4 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     return figure
 
 
-EXPERIMENT = TrainingExperiment("anil-fig2", measure, rows, figure)
+EXPERIMENT = TrainingExperiment("anil-fig2", train_all_methods, rows, figure)

@@ -17,8 +17,7 @@ from metabridge.experiments.anil_trainings import (
     LinearRecord,
     curve_panels,
     draw_curves,
-    mean_row,
-    train_methods,
+    train_all_methods,
 )
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
 from metabridge.report.results import Row
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 QUANTITIES = {"orthogonal_mean": "mean", "orthogonal_largest": "largest"}  # of the squared singular values
-
-
-def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
-    """Train all methods."""
-    return train_methods(options, SETTINGS[options.scale])
 
 
 def bound(config: LinearAnilConfig, steps: list[int]) -> list[float]:
@@ -51,7 +45,7 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
             holds, note = check_claim(name, record, quantity, config)
             agrees = holds if options.scale == "paper" or name not in ("fo-anil", "fo-maml") else None
             metric = "squared singular value of B*⊥ᵀB"
-            yield mean_row(f"{METHODS[name]}, {label}", metric, record.final(quantity), agrees=agrees, note=note)
+            yield Row.mean(f"{METHODS[name]}, {label}", metric, record.final(quantity), agrees=agrees, note=note)
 
 
 def check_claim(name: str, record: LinearRecord, quantity: str, config: LinearAnilConfig) -> tuple[bool, str]:
@@ -84,4 +78,4 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     return figure
 
 
-EXPERIMENT = TrainingExperiment("anil-fig3", measure, rows, figure)
+EXPERIMENT = TrainingExperiment("anil-fig3", train_all_methods, rows, figure)

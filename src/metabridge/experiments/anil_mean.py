@@ -17,7 +17,6 @@ from metabridge.experiments.anil_trainings import (
     LinearRecord,
     curve_panels,
     draw_curves,
-    mean_row,
     train_methods,
 )
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
@@ -55,21 +54,21 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
         label, tolerance = METHODS[name], TOLERANCE[name]
         starts = [curve[0] for curve in record.curves.values["start"]]
         remaining = [end / start for end, start in zip(record.final("start"), starts)]
-        yield mean_row(
+        yield Row.mean(
             f"{label}, distance from the mean task",
             "‖Bw − B*μ*‖² over that at the start",
             remaining,
             agrees=max(remaining) < REMAINING_DISTANCE if paper else None,
             note=f"agrees below {REMAINING_DISTANCE:.0%} in every run",
         )
-        least = mean_row(f"{label}, least", "squared singular value of B*ᵀB", record.final("smallest"))
+        least = Row.mean(f"{label}, least", "squared singular value of B*ᵀB", record.final("smallest"))
         agrees = abs(least.ours - limit) <= tolerance * limit if paper else None
         yield replace(
             least, published=limit, agrees=agrees, note=f"published: the limit; agrees within {tolerance:.0%}"
         )
         for estimator, risks in record.risks.items():
             note = "ridge regression shrinks towards zero, not towards the mean task"
-            yield mean_row(
+            yield Row.mean(
                 f"{label}, {estimator}", "excess risk", risks, note=note if estimator.startswith("ridge") else ""
             )
 

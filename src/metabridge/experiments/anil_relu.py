@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from metabridge.environments.shared_representation import SharedRepresentation
-from metabridge.experiments.anil_trainings import mean_row
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
 from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.heads import RidgeClassifier
@@ -162,7 +161,7 @@ def rows(records: Mapping[str, StudentRecord], _: ExperimentOptions) -> Iterator
     for student, runs in by_student(records).items():
         ratios = [[layer["largest"] / layer["orthogonal_largest"] for layer in record.spectra] for record in runs]
         growth = [after / before for before, after in ratios]
-        yield mean_row(
+        yield Row.mean(
             f"{student}, first layer",
             "growth along B* over that orthogonally to it",
             growth,
@@ -172,7 +171,7 @@ def rows(records: Mapping[str, StudentRecord], _: ExperimentOptions) -> Iterator
         for key in runs[0].risks:
             before, after = zip(*(record.risks[key] for record in runs))
             single_task = SINGLE_TASK[int(key.split()[1])]
-            yield mean_row(
+            yield Row.mean(
                 f"{student}, {key}",
                 "excess risk",
                 after,

@@ -17,9 +17,8 @@ from metabridge.experiments.anil_trainings import (
     METHODS,
     SETTINGS,
     LinearRecord,
-    mean_row,
     ridge_risk,
-    train_methods,
+    train_all_methods,
 )
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
 from metabridge.report.results import Row
@@ -47,11 +46,6 @@ PUBLISHED = {
 BASELINES = {"single-task": "single task", "oracle": "oracle"}  # they need no training
 
 Risks = Mapping[tuple[str, str], list[float]]  # of each run, by method and estimator
-
-
-def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
-    """Train all methods."""
-    return train_methods(options, SETTINGS[options.scale])
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
@@ -85,7 +79,7 @@ def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Ro
             mean = sum(values) / len(values)
             comparable = scale == "paper" or name in BASELINES
             note = f"deviation over {len(values)} runs {std:.3f}, published {published_std:.2f}"
-            yield mean_row(
+            yield Row.mean(
                 f"{(METHODS | BASELINES)[name]}, {estimator}, {points} points",
                 "excess risk",
                 values,
@@ -116,7 +110,7 @@ def bound_rows(config: LinearAnilConfig, seed: int) -> Iterator[Row]:
             errors = (one_step_estimate(root, w.new_zeros(rank), x, y, config.alpha) - w).norm(dim=-1)
             bounds = error_bound(w.norm(dim=-1), covariance, config.noise, config.rates, points)
             ratios.append(float((errors / bounds).quantile(probability)))
-        yield mean_row(
+        yield Row.mean(
             f"theorem 1's limit, 1-GD, {points} points",
             f"error over proposition 1's bound, {probability:.0%} quantile",
             ratios,
@@ -132,4 +126,4 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     return result_figures.compared_rows([row for row in outcome.result.rows if row.published is not None])
 
 
-EXPERIMENT = TrainingExperiment("anil-table1", measure, rows, figure)
+EXPERIMENT = TrainingExperiment("anil-table1", train_all_methods, rows, figure)

@@ -18,8 +18,7 @@ from metabridge.environments.shared_representation import SharedRepresentation
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.files import FolderLock
-from metabridge.intervals import mean_interval
-from metabridge.report.results import Machine, Row
+from metabridge.report.results import Machine
 from metabridge.theory.adaptation import one_step_risk, ridge_risks
 from metabridge.theory.anil import TaskMoments
 from metabridge.training.checkpoint import RunFolder
@@ -66,8 +65,13 @@ class LinearRecord(Record):
         return [values[-1] for values in self.curves.values[quantity]]
 
 
+def train_all_methods(options: ExperimentOptions) -> dict[str, LinearRecord]:
+    """Train all methods on tasks with mean zero."""
+    return train_methods(options, SETTINGS[options.scale], tuple(METHODS))
+
+
 def train_methods(
-    options: ExperimentOptions, config: LinearAnilConfig, methods: Sequence[str] = tuple(METHODS)
+    options: ExperimentOptions, config: LinearAnilConfig, methods: Sequence[str]
 ) -> dict[str, LinearRecord]:
     """Train the methods that `only` selects, and return the records of all finished ones."""
     options.check_only(methods)
@@ -123,21 +127,6 @@ def ridge_risk(config: LinearAnilConfig, environment: SharedRepresentation, B: T
     tasks = TaskMoments.from_environment(environment)
     penalty = PENALTIES[ridge_risks(B, tasks, validation, PENALTIES).argmin()]
     return float(ridge_risks(B, tasks, test, penalty[None]))
-
-
-def mean_row(
-    name: str,
-    metric: str,
-    values: Sequence[float],
-    *,
-    published: float | None = None,
-    agrees: bool | None = None,
-    note: str = "",
-) -> Row:
-    """Return the row of a mean over runs, with its 95 % interval if there are several."""
-    mean, margin = mean_interval(values)
-    ci95 = None if len(values) == 1 else margin
-    return Row(name, metric, published=published, ours=mean, ci95=ci95, agrees=agrees, note=note)
 
 
 def curve_panels(

@@ -7,12 +7,10 @@ most; α = 1/ρ_E is included as well. The risk is F_m(w) minus the loss at each
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from metabridge.environments.linear_tasks import Landscape, LogisticTasks, TaskGroup
@@ -25,10 +23,9 @@ from metabridge.experiments.landscape_linear import (
     draw_ends,
     train_and_test,
 )
-from metabridge.intervals import mean_interval
 from metabridge.report.results import Row
 from metabridge.theory.landscape import SolutionName
-from metabridge.theory.linear_sgd import LinearLearner
+from metabridge.theory.linear_sgd import LinearLearner, label_entropy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,20 +56,6 @@ def landscape(rho: float) -> Landscape:
     return Landscape((TaskGroup(rho, 1.0, probability=0.5), TaskGroup(1.0, -1.0, probability=0.5)), DIMENSION)
 
 
-def label_entropy(landscape: Landscape) -> float:
-    """Return the expected loss at each task's w*, the entropy of its labels, for groups of one task.
-
-    ⟨w*, x⟩ is normal with variance w*ᵀΣw*, so the mean over x is a one-dimensional integral, here by Gauss–Hermite
-    quadrature with 200 nodes.
-    """
-    law = landscape.distribution
-    variance = torch.einsum("gi,gij,gj->g", law.centre, law.covariance, law.centre)
-    nodes, weights = (torch.from_numpy(values) for values in np.polynomial.hermite_e.hermegauss(200))
-    logits = variance.sqrt()[:, None] * nodes
-    entropy = torch.nn.functional.softplus(logits) - logits.sigmoid() * logits
-    return float(law.probability @ (entropy @ weights)) / math.sqrt(2 * math.pi)
-
-
 def measure(options: ExperimentOptions) -> Ends:
     """Train NAL and MAML by SGD for each α and ρ_H, and measure their risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
@@ -95,22 +78,17 @@ def rows(ends: Ends, _: ExperimentOptions) -> Iterator[Row]:
     for (alpha, rho), measured in ends.items():
         parameters = f"α = {alpha:g}, ρ_H = {rho:g}"
         nal, maml = measured["nal"], measured["maml"]
-        values = {
-            (f"{LABELS[name]}, {parameters}", metric): data
-            for name, end in measured.items()
-            for metric, data in (("first coordinate", end.coordinate), ("risk above the floor", end.risk))
-        }
-        for (name, metric), data in values.items():
-            mean, margin = mean_interval(data.tolist())
-            yield Row(name, metric, ours=mean, ci95=margin)
+        for name, end in measured.items():
+            yield Row.mean(f"{LABELS[name]}, {parameters}", "first coordinate", end.coordinate.tolist())
+            yield Row.mean(f"{LABELS[name]}, {parameters}", "risk above the floor", end.risk.tolist())
         for metric, difference, claim in (
             ("first coordinate, MAML − NAL", maml.coordinate - nal.coordinate, "MAML starts closer to the hard task"),
             ("risk, NAL − MAML", nal.risk - maml.risk, "MAML has the smaller risk for appropriate ρ_H"),
         ):
-            mean, margin = mean_interval(difference.tolist())
-            agrees = mean > margin if rho < 1 and alpha == PAPER_ALPHA else None
-            note = f"the paper: {claim}"
-            yield Row(f"MAML against NAL, {parameters}", metric, ours=mean, ci95=margin, agrees=agrees, note=note)
+            row = Row.mean(f"MAML against NAL, {parameters}", metric, difference.tolist(), note=f"the paper: {claim}")
+            assert row.ci95 is not None
+            claimed = rho < 1 and alpha == PAPER_ALPHA
+            yield replace(row, agrees=row.ours > row.ci95 if claimed else None)
 
 
 def figure(outcome: Outcome[Ends]) -> Figure:

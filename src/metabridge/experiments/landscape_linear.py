@@ -6,13 +6,12 @@ The settings are those of Collins et al. (2022, app. C.1).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from metabridge.intervals import mean_interval
 from metabridge.report.results import Row
 from metabridge.theory.landscape import SolutionName
 from metabridge.theory.linear_sgd import LinearLearner, Tasks, sampled_test_loss, train_linear_models
@@ -83,9 +82,9 @@ def compare_with_theory(name: str, metric: str, values: Tensor, theory: float) -
     They agree if they differ by at most twice the half-width of the 95 % interval. By chance alone, a few rows in a
     thousand differ by more.
     """
-    mean, margin = mean_interval(values.tolist())
-    agrees, note = abs(mean - theory) <= 2 * margin, "published: the value of the paper's formula"
-    return Row(name, metric, published=theory, ours=mean, ci95=margin, agrees=agrees, note=note)
+    row = Row.mean(name, metric, values.tolist(), published=theory, note="published: the value of the paper's formula")
+    assert row.ci95 is not None
+    return replace(row, agrees=abs(row.ours - theory) <= 2 * row.ci95)
 
 
 def draw_ends(

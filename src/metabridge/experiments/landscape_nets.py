@@ -18,7 +18,6 @@ from metabridge.environments.teacher_networks import Activation, FixedNeurons, T
 from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.landscape_thm1 import EASY, HARD, BoundCheck, check_theorem
-from metabridge.intervals import mean_interval
 from metabridge.report.results import Row
 from metabridge.theory.loss_surface import EXTENT, LossSurface, plane
 from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss, stationary_points
@@ -143,8 +142,7 @@ def minima_rows(minima: Minima) -> Iterator[Row]:
     draws = f"over {len(risks['NAL'])} draws of all episodes"
 
     def row(name: str, metric: str, values: Sequence[float], note: str = draws) -> Row:
-        ours, margin = mean_interval(values)
-        return Row(f"{case.name}: {name}", metric, ours=ours, ci95=margin, note=note)
+        return Row.mean(f"{case.name}: {name}", metric, values, note=note)
 
     def claim(row: Row, bound: float) -> Row:
         """If the paper's minima differ, ours must be above the bound with the whole interval."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from metabridge.environments.linear_tasks import Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
-from metabridge.intervals import mean_interval
 from metabridge.report.results import Row
 from metabridge.theory.landscape import empirical_maml, empirical_nal, maml_solution, nal_solution
 from metabridge.theory.power_law import Points, PowerLaw
@@ -114,8 +113,7 @@ def rows(distances: Distances, _: ExperimentOptions) -> Iterator[Row]:
         agrees = abs(law.exponent - EXPONENT) <= law.ci95 + TOLERANCE
         yield Row(name, "exponent", published=EXPONENT, ours=law.exponent, ci95=law.ci95, agrees=agrees)
         for size, values in points.items():
-            distance, margin = mean_interval(values)
-            yield Row(f"{name} = {size}", "distance", ours=distance, ci95=margin)
+            yield Row.mean(f"{name} = {size}", "distance", values)
 
 
 def figure(outcome: Outcome[Distances]) -> Figure:

@@ -19,7 +19,6 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
-from metabridge.intervals import mean_interval
 from metabridge.kernels import split_kernel
 from metabridge.kernels.finite_width import empirical_meta_ntk, gradient_descent, squared_loss
 from metabridge.learners.engine import Engine
@@ -130,7 +129,7 @@ def loss_rows(data: Trainings) -> Iterator[Row]:
     for width, trainings in data.by_width.items():
         half = len(trainings[0].losses) // 2
         tails = [training.losses[half:] for training in trainings]
-        factor, margin = mean_interval([(tail[-1] / tail[0]) ** (1 / (len(tail) - 1)) for tail in tails])
+        factors = [(tail[-1] / tail[0]) ** (1 / (len(tail) - 1)) for tail in tails]
         within = [
             loss <= data.bound**t * training.losses[0]
             for training in trainings
@@ -140,15 +139,8 @@ def loss_rows(data: Trainings) -> Iterator[Row]:
             f"the bound is (1 − η₀σ_min/3)²; an infinitely wide net has (1 − η₀σ_min)² = {data.limit:.4f}; "
             f"{sum(within)} of {len(within)} losses of {len(trainings)} trainings are within the bound from the start"
         )
-        yield Row(
-            f"loss, width {width}",
-            "factor a step",
-            published=data.bound,
-            ours=factor,
-            ci95=margin,
-            agrees=all(within),
-            note=note,
-        )
+        name, published = f"loss, width {width}", data.bound
+        yield Row.mean(name, "factor a step", factors, published=published, agrees=all(within), note=note)
 
 
 def power_law_rows(data: Trainings) -> Iterator[Row]:
@@ -160,9 +152,7 @@ def power_law_rows(data: Trainings) -> Iterator[Row]:
             row = replace(row, published=-0.5, agrees=law.exponent - law.ci95 <= -0.5)
         yield row
         for width, values in data.quantity(name).items():
-            mean, margin = mean_interval(values)
-            metric = "length" if name == "path" else "of ‖Φ‖"
-            yield Row(f"{label}, width {width}", metric, ours=mean, ci95=margin)
+            yield Row.mean(f"{label}, width {width}", "length" if name == "path" else "of ‖Φ‖", values)
 
 
 def figure(outcome: Outcome[Trainings]) -> Figure:

@@ -20,7 +20,6 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
-from metabridge.intervals import mean_interval
 from metabridge.kernels.finite_width import gradient_descent, squared_loss
 from metabridge.kernels.kernel_predictors import KernelLearner, KernelMethod
 from metabridge.learners.adapt import predict
@@ -153,8 +152,7 @@ def rows(errors: Errors, _: ExperimentOptions) -> Iterator[Row]:
             agrees = law.exponent + law.ci95 < 0
             yield Row(label, "exponent of the width", ours=law.exponent, ci95=law.ci95, agrees=agrees, note=note)
             for width, values in points.items():
-                mean, margin = mean_interval(values)
-                yield Row(f"{label}, width {width}", "error, of ‖F‖", ours=mean, ci95=margin)
+                yield Row.mean(f"{label}, width {width}", "error, of ‖F‖", values)
 
 
 def figure(outcome: Outcome[Errors]) -> Figure:

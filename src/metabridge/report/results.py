@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,28 @@ class Row:
             value = getattr(self, key)
             if value is not None and not math.isfinite(value):
                 raise InputError(f"row '{self.name}' has {key}={value}, but a result must be a finite number.")
+
+    @classmethod
+    def mean(
+        cls,
+        name: str,
+        metric: str,
+        runs: Sequence[float],
+        *,
+        published: float | None = None,
+        agrees: bool | None = None,
+        note: str = "",
+    ) -> Row:
+        """Return the row of a mean over runs, with its 95 % interval if there are several.
+
+        >>> Row.mean("MAML, 1-shot", "accuracy %", [48.0, 49.0]).ours
+        48.5
+        """
+        from metabridge.intervals import mean_interval  # imports PyTorch
+
+        mean, margin = mean_interval(runs)
+        ci95 = None if len(runs) == 1 else margin
+        return cls(name, metric, published=published, ours=mean, ci95=ci95, agrees=agrees, note=note)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ The gradients are written out by hand, so that one step of all runs is a few sma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from metabridge.environments.linear_tasks import LinearTasks, LogisticTasks
+from metabridge.environments.linear_tasks import Landscape, LinearTasks, LogisticTasks
 from metabridge.episodes import Episodes
 
 Tasks = LinearTasks | LogisticTasks
@@ -177,6 +179,26 @@ def sampled_test_loss(
         adapted = w - alpha * loss.gradient(w)
         losses.append(loss.value(_predict(x_out, adapted), y_out).mean(-1))
     return torch.cat(losses).mean(0)
+
+
+def label_entropy(landscape: Landscape) -> float:
+    """Return the expected logistic loss at each task's w*, the entropy of its labels, for groups of a single task.
+
+    ⟨w*, x⟩ is normal with variance w*ᵀΣw*, so the mean over x is a one-dimensional integral, here by Gauss–Hermite
+    quadrature with 200 nodes.
+
+    Args:
+        landscape: Groups of tasks with zero spread.
+
+    Returns:
+        The mean over tasks.
+    """
+    tasks = landscape.distribution
+    variance = torch.einsum("gi,gij,gj->g", tasks.centre, tasks.covariance, tasks.centre)
+    nodes, weights = (torch.from_numpy(values) for values in np.polynomial.hermite_e.hermegauss(200))
+    logits = variance.sqrt()[:, None] * nodes
+    entropy = F.softplus(logits) - logits.sigmoid() * logits
+    return float(tasks.probability @ (entropy @ weights)) / math.sqrt(2 * math.pi)
 
 
 def _loss(tasks: Tasks, x: Tensor, y: Tensor) -> Loss:
