@@ -1,4 +1,4 @@
-"""Episodes: a batch of tasks, each a support set to adapt on and a query set to be judged on."""
+"""A batch of tasks: each has a support set, on which a method adapts, and a query set, on which it is evaluated."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from torch import Tensor
 from metabridge.errors import InputError, describe
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Episodes:
-    """Support and query sets of `len(episodes)` tasks, every tensor with a leading task axis.
+    """The support and query sets of several tasks. The first axis of every tensor is the task.
 
-    Inputs are floating point, `(tasks, points, ...)`, or int64 where a network takes indices. Targets
-    are either class labels, int64 of shape `(tasks, points)`, or regression values, floating point of
-    shape `(tasks, points, outputs)`.
-    `classes`, of shape `(tasks, outputs)`, says which persistent head row each output of a task
-    belongs to (a training class, or a task with a head of its own); multi-task methods need it.
+    Inputs have shape (tasks, points, ...) and are floating point, or int64 for networks that take indices. Targets are
+    class labels, int64 of shape (tasks, points), or regression values, floating point of shape (tasks, points,
+    outputs).
+
+    Args:
+        support_x: Inputs of the support sets.
+        support_y: Targets of the support sets.
+        query_x: Inputs of the query sets.
+        query_y: Targets of the query sets.
+        classes: For each output of a task, the row of the head that is shared between tasks (a training class, or a
+            task with a separate head), int64 of shape (tasks, outputs). Only multi-task methods need it.
+
+    Raises:
+        InputError: If dtypes or shapes do not match.
 
     >>> import torch
     >>> x, y = torch.randn(4, 5, 3), torch.randint(0, 5, (4, 5))
@@ -41,7 +50,7 @@ class Episodes:
         if self.query_x.shape[0] != tasks:
             raise InputError(
                 f"support_x has {tasks} tasks, but query_x has {self.query_x.shape[0]}. "
-                "The first axis of every tensor counts tasks and must agree."
+                "The first axis of every tensor is the task, so all must have the same length."
             )
         for name in ("x", "y"):
             support, query = getattr(self, f"support_{name}"), getattr(self, f"query_{name}")
@@ -49,20 +58,20 @@ class Episodes:
             if support.dtype != query.dtype or (start and support.shape[start:] != query.shape[start:]):
                 raise InputError(
                     f"support_{name} is {describe(support)}, but query_{name} is {describe(query)}. "
-                    "Both sets of a task must hold the same kind of points."
+                    "Both sets of a task must have the same dtype and shape of points."
                 )
         rows = self.classes
         if rows is not None and (rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != tasks):
             raise InputError(
                 f"classes is {describe(rows)}, but must be int64 of shape ({tasks}, outputs): "
-                "for every task the persistent head row of each output."
+                "for every task the row of the head of each output."
             )
 
     def __len__(self) -> int:
         return self.support_x.shape[0]
 
     def __getitem__(self, tasks: int | slice) -> Episodes:
-        """Return some of the tasks; an integer keeps the task axis, with one task on it."""
+        """Return the selected tasks; an integer selects one task and keeps the task axis."""
         if isinstance(tasks, int):
             if not -len(self) <= tasks < len(self):
                 raise IndexError(f"task {tasks} of {len(self)}")
@@ -70,16 +79,21 @@ class Episodes:
         return self.map(lambda tensor: tensor[tasks])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Episodes:
-        """Move to a device and, for the floating-point tensors, to a dtype."""
+        """Return the episodes on a device and with floating-point tensors of a dtype.
+
+        Args:
+            device: Device of all tensors, or None to keep it.
+            dtype: Dtype of the floating-point tensors, or None to keep it.
+        """
         return self.map(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
 
     def clone(self) -> Episodes:
-        """Copy the tensors."""
+        """Return a copy with copied tensors."""
         return self.map(torch.clone)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.support_x.device
 
     @property
@@ -89,12 +103,21 @@ class Episodes:
 
     @property
     def is_split(self) -> bool:
-        """Whether query and support are different sets: of points, or of targets for the same points."""
+        """Whether query and support sets differ, in points or in targets for the same points."""
         return self.query_x is not self.support_x or self.query_y is not self.support_y
 
     @classmethod
     def split(cls, x: Tensor, y: Tensor, shots: int, classes: Tensor | None = None) -> Episodes:
-        """Let the first `shots` points of every task be its support, and the others its query set.
+        """Split the points of every task into its support and its query set.
+
+        Args:
+            x: Inputs of all points, (tasks, points, ...).
+            y: Targets of all points.
+            shots: Number of points in a support set: the first ones of the task.
+            classes: As in the constructor.
+
+        Returns:
+            The episodes.
 
         >>> Episodes.split(torch.randn(4, 12, 3), torch.randn(4, 12, 1), shots=5).query_x.shape
         torch.Size([4, 7, 3])
@@ -103,19 +126,29 @@ class Episodes:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Episodes]) -> Episodes:
-        """Return the tasks of all parts, which have one form, as one batch."""
+        """Return the tasks of all parts as one batch.
+
+        Args:
+            parts: Episodes with equal shapes except for the number of tasks.
+        """
         if len(parts) == 1:
             return parts[0]
         tensors = [torch.cat(same) for same in zip(*(part.tensors() for part in parts))]
         return cls(*tensors) if parts[0].is_split else cls(*tensors[:2], *tensors)
 
     def without_split(self) -> Episodes:
-        """Return the view in which each task is one set, both adapted on and judged on (A eq. 3)."""
+        """Return the episodes with the points of both sets as support and as query set (Wang et al. 2021, eq. 3)."""
         if not self.is_split:
             return self
         x = torch.cat([self.support_x, self.query_x], dim=1)
         y = torch.cat([self.support_y, self.query_y], dim=1)
         return replace(self, support_x=x, support_y=y, query_x=x, query_y=y)
+
+    def __repr__(self) -> str:
+        support, query = self.support_x.shape[1], self.query_x.shape[1]
+        kind = "classification" if self.is_classification else "regression"
+        shape = tuple(self.support_x.shape[2:])
+        return f"Episodes({len(self)} {kind} tasks, {support} support and {query} query points of shape {shape})"
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the distinct tensors in a fixed order."""
@@ -123,12 +156,12 @@ class Episodes:
         return sets if self.classes is None else (*sets, self.classes)
 
     def map_inputs(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the same tasks with other inputs, those of all tasks (tasks, points, ...) changed at once."""
+        """Return the episodes with `function` applied to the inputs of each set, of shape (tasks, points, ...)."""
         x = function(self.support_x)
         return replace(self, support_x=x, query_x=function(self.query_x) if self.is_split else x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return episodes of which every tensor is changed by `function`."""
+        """Return the episodes with `function` applied to every tensor."""
         x, y = function(self.support_x), function(self.support_y)
         query = (function(self.query_x), function(self.query_y)) if self.is_split else (x, y)
         return Episodes(x, y, *query, None if self.classes is None else function(self.classes))
@@ -141,19 +174,19 @@ def _check_set(name: str, x: Tensor, y: Tensor) -> None:
         )
     if x.ndim < 3:
         raise InputError(
-            f"{name}_x is {describe(x)}, but needs the axes (tasks, points, features...). "
+            f"{name}_x is {describe(x)}, but must have shape (tasks, points, features...). "
             f"For a single task use {name}_x[None]; for scalar inputs use {name}_x[..., None]."
         )
-    wanted = 3 if y.is_floating_point() else 2
-    if y.ndim != wanted or (wanted == 2 and y.dtype != torch.int64):
+    ndim = 3 if y.is_floating_point() else 2
+    if y.ndim != ndim or (ndim == 2 and y.dtype != torch.int64):
         raise InputError(
-            f"{name}_y is {describe(y)}, but targets are either int64 labels of shape (tasks, points) "
+            f"{name}_y is {describe(y)}, but targets must be int64 labels of shape (tasks, points) "
             "or floating-point values of shape (tasks, points, outputs)."
         )
     if x.shape[:2] != y.shape[:2]:
         raise InputError(
             f"{name}_x has (tasks, points) = {tuple(x.shape[:2])}, but {name}_y has {tuple(y.shape[:2])}; "
-            "each input needs its own target."
+            "there must be one target per input."
         )
     if x.shape[1] == 0:
         raise InputError(f"{name}_x has no points. Every task needs at least one {name} point.")

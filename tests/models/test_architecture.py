@@ -52,8 +52,11 @@ def with_node(node: int, pairs: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ([], "an architecture has a 'normal' and a 'reduction' cell and nothing else, not list."),
-        ({"normal": CELL}, "an architecture has a 'normal' and a 'reduction' cell and nothing else, not 'normal'."),
+        ([], "an architecture must be an object with the keys 'normal' and 'reduction', but is a list."),
+        (
+            {"normal": CELL},
+            "an architecture must have the keys 'normal' and 'reduction' and no others, but has 'normal'.",
+        ),
         ({"normal": CELL[:2], "reduction": CELL}, "the normal cell has 2 nodes, but must have 3."),
         ({"normal": 5, "reduction": CELL}, "the normal cell must be a list of 3 nodes, each a list of 2 pairs"),
         (with_node(1, [["skip"], [0, "skip"]]), "the normal cell must be a list of 3 nodes, each a list of 2 pairs"),
@@ -62,8 +65,8 @@ def with_node(node: int, pairs: object) -> dict[str, object]:
         (with_node(1, [[0, "skip"], [True, "skip"]]), "node 1 of the normal cell has the sources [0, True], but must"),
         (with_node(2, [[1, "skip"], [1, "skip"]]), "node 2 of the normal cell has the sources [1, 1], but they must"),
         (with_node(2, [[1, "skip"], [0, "skip"]]), "node 2 of the normal cell has the sources [1, 0], but they must"),
-        (with_node(2, [[0, "skip"], [1, "conv_9x9"]]), "there is no operator 'conv_9x9'. The operators are max_pool"),
-        (with_node(2, [[0, "skip"], [1, ["skip"]]]), "there is no operator ['skip']. The operators are max_pool"),
+        (with_node(2, [[0, "skip"], [1, "conv_9x9"]]), "operator 'conv_9x9' is unknown. Use one of max_pool"),
+        (with_node(2, [[0, "skip"], [1, ["skip"]]]), "operator ['skip'] is unknown. Use one of max_pool"),
     ],
 )
 def test_what_is_no_architecture_is_refused_with_a_sentence(data, sentence):
@@ -78,7 +81,7 @@ def test_a_file_without_an_architecture_is_named(tmp_path):
     file = tmp_path / "bad.json"
     for content in (b"{", b"\xff\xfe\xfa"):
         file.write_bytes(content)
-        with pytest.raises(InputError, match=r"bad.json holds no architecture: "):
+        with pytest.raises(InputError, match=r"bad.json does not contain an architecture: "):
             Architecture.load(file)
 
 
@@ -108,7 +111,7 @@ def test_states_that_no_network_can_have_are_refused():
     edges = ActiveOperators.full().normal
     with pytest.raises(InputError, match="the normal cell has 8 edges, but must have 9"):
         ActiveOperators(edges[:8], edges)
-    with pytest.raises(InputError, match="there is no operator 'conv_9x9'"):
+    with pytest.raises(InputError, match="operator 'conv_9x9' is unknown"):
         ActiveOperators((frozenset({"conv_9x9"}), *edges[1:]), edges)
     with pytest.raises(InputError, match="no operator is active on any edge of node 0 of the reduction cell"):
         ActiveOperators(edges, (frozenset(), frozenset(), *edges[2:]))

@@ -178,25 +178,25 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
         loss = net(x).square().sum()
         return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)]
 
-    def rectified(x, weight, bias, eps, slope=1.0):
+    def norm_leaky_relu(x, weight, bias, eps, slope=1.0):
         return F.leaky_relu(F.batch_norm(x, None, None, weight, bias, training=True, eps=eps), slope)
 
-    def added(total, x, weight, bias, eps, factor):
-        sent = rectified(x, weight, bias, eps) * (1 if factor is None else factor)
-        return sent if total is None else total + sent
+    def add_norm(total, x, weight, bias, eps, factor):
+        term = norm_leaky_relu(x, weight, bias, eps) * (1 if factor is None else factor)
+        return term if total is None else total + term
 
     plain = slopes()
-    monkeypatch.setattr(cells, "fusible", lambda x, channels: True)
-    monkeypatch.setattr(fused_layers, "rectified", rectified)
-    monkeypatch.setattr(fused_layers, "added", added)
+    monkeypatch.setattr(cells, "can_fuse", lambda x, channels: True)
+    monkeypatch.setattr(fused_layers, "norm_leaky_relu", norm_leaky_relu)
+    monkeypatch.setattr(fused_layers, "add_norm", add_norm)
     monkeypatch.setattr(
-        cell_triton_layers, "joined", joined := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1)))
+        cell_triton_layers, "relu_concat", relu_concat := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1)))
     )
-    monkeypatch.setattr(cell_triton_layers, "_handed_on", lambda layer, x, *weight: (layer.plain(x, *weight), x))
+    monkeypatch.setattr(cell_triton_layers, "_with_input", lambda layer, x, *weight: (layer.plain(x, *weight), x))
     for mine, expected in zip(slopes(), plain, strict=True):
         assert (mine is None) == (expected is None)
         assert mine is None or relative(mine, expected) < 1e-9
-    assert joined.call_count == len(net.features.cells) - 1
+    assert relu_concat.call_count == len(net.features.cells) - 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -310,11 +310,11 @@ def test_random_architectures_can_all_be_built_and_trained():
         (lambda: supernet(ActiveOperators.full(), norm="layer"), "norm is 'layer', but must be 'batch' or 'group'"),
         (lambda: cell_network(ARCHITECTURE, statistics="layer"), "statistics is 'layer', but must be"),
         (lambda: cell_network(ARCHITECTURE, drop_rate=1.0), "drop_rate is 1.0, but must be at least 0"),
-        (lambda: cell_network({"normal": MIXED}), "an architecture has a 'normal' and a 'reduction' cell"),
-        (lambda: mask(mlp(4, 2), ActiveOperators.full()), "net is no stack of cells, so it cannot be masked"),
+        (lambda: cell_network({"normal": MIXED}), "an architecture must have the keys 'normal' and 'reduction'"),
+        (lambda: mask(mlp(4, 2), ActiveOperators.full()), "net is not a network of cells, so it cannot be masked"),
         (
             lambda: mask(cell_network(ARCHITECTURE, **SMALL), ActiveOperators.full()),
-            "the supernet was made without 'avg_pool_3x3' on edge 0 of the normal cell. Make another.",
+            "the supernet was built without 'avg_pool_3x3' on edge 0 of the normal cell. Build another supernet.",
         ),
     ],
 )

@@ -82,14 +82,14 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_map_may_have_more_tiles_than_the_second_axis_of_a_grid_has_places():
     points = 2 + (65_536 * triton_tiles.TILE // 64) // (84 * 84)
     inputs = [maps(64, 84, 84, torch.bfloat16, points=points), *affine(64, torch.bfloat16)]
-    agree(lambda *given: fused_layers.rectified(*given, EPS, SLOPE), rectified, inputs, 1e-2)
+    agree(lambda *given: fused_layers.norm_leaky_relu(*given, EPS, SLOPE), rectified, inputs, 1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
 @pytest.mark.parametrize("size", SIZES)
 def test_rectified_is_the_rectifier_of_the_norm_with_its_gradients(size, dtype, error):
     inputs = [maps(*size, dtype), *affine(size[0], dtype)]
-    agree(lambda *given: fused_layers.rectified(*given, EPS, SLOPE), rectified, inputs, error)
+    agree(lambda *given: fused_layers.norm_leaky_relu(*given, EPS, SLOPE), rectified, inputs, error)
 
 
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
@@ -97,7 +97,7 @@ def test_rectified_is_the_rectifier_of_the_norm_with_its_gradients(size, dtype, 
 def test_merged_is_the_pooled_sum_of_two_norms_with_its_gradients(size, dtype, error):
     # In float64 too a tie must be seldom: bfloat16 inputs draw their choice from exact sums.
     inputs = [maps(*size, dtype), maps(*size, dtype), *affine(size[0], dtype), *affine(size[0], dtype)]
-    agree(lambda *given: fused_layers.merged(*given, EPS, SLOPE), merged, inputs, error)
+    agree(lambda *given: fused_layers.residual_pool(*given, EPS, SLOPE), merged, inputs, error)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-5), (LOW, 1e-2)])
@@ -109,14 +109,14 @@ def test_branches_of_images_are_the_two_convolutions(channels, dtype, error):
     def both(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor) -> Callable[..., Tensor]:
         return lambda *weights: torch.cat(function(x, *weights), 1)
 
-    agree(both(fused_layers.branches, x), both(branches, x.double()), weights, error)
+    agree(both(fused_layers.stem_convolutions, x), both(branches, x.double()), weights, error)
 
 
 def test_branches_of_maps_are_the_two_convolutions():
     x = maps(64, 5, 6, torch.float32)
     weights = [torch.randn(160, 64, k, k, device=DEVICE) / 20 for k in (3, 1)]
     agree(
-        lambda *given: torch.cat(fused_layers.branches(*given), 1),
+        lambda *given: torch.cat(fused_layers.stem_convolutions(*given), 1),
         lambda *given: torch.cat(branches(*given), 1),
         [x, *weights],
         1e-3 if CUDA else 1e-5,  # cuDNN may round to TF32
@@ -127,18 +127,18 @@ def test_statistics_keep_their_digits_where_the_mean_is_a_thousand_deviations():
     x = maps(64, 9, 9, torch.float32, mean=1000.0)
     x[0, :, 0, 0] = 0  # so that no shift by a first value helps
     inputs = [x, *affine(64, torch.float32)]
-    agree(lambda *given: fused_layers.rectified(*given, EPS, SLOPE), rectified, inputs, 2e-4)
+    agree(lambda *given: fused_layers.norm_leaky_relu(*given, EPS, SLOPE), rectified, inputs, 2e-4)
 
 
 def test_rows_beyond_one_program_are_added_up():
     inputs = [maps(16, 64, 64, torch.float32, mean=3.0, points=3 if not CUDA else 60), *affine(16, torch.float32)]
-    agree(lambda *given: fused_layers.rectified(*given, EPS, SLOPE), rectified, inputs, 2e-5)
+    agree(lambda *given: fused_layers.norm_leaky_relu(*given, EPS, SLOPE), rectified, inputs, 2e-5)
 
 
 def test_of_equal_values_the_first_is_the_maximum():
     main, shortcut = maps(64, 4, 4, torch.float32).round(), maps(64, 4, 4, torch.float32).round()
     inputs = [main, shortcut, *affine(64, torch.float32), *affine(64, torch.float32)]
-    agree(lambda *given: fused_layers.merged(*given, EPS, SLOPE), merged, inputs, 2e-5)
+    agree(lambda *given: fused_layers.residual_pool(*given, EPS, SLOPE), merged, inputs, 2e-5)
 
 
 @pytest.mark.parametrize(("size", "side"), [(5, 10), (5, 5), (2, 7)])
@@ -146,7 +146,7 @@ def test_kept_is_what_no_square_covers(size, side):
     noise = torch.rand(3, 32, side - size + 1, side - size + 1, device=DEVICE)
     chance = torch.tensor(0.05, device=DEVICE)
     covered = F.max_pool2d(F.pad((noise < chance).float(), [size - 1] * 4), size, stride=1)
-    assert torch.equal(fused_layers.kept(noise, chance, size, torch.float32), 1 - covered)
+    assert torch.equal(fused_layers.drop_block_mask(noise, chance, size, torch.float32), 1 - covered)
     assert 0 < covered.mean() < 1
 
 
@@ -159,26 +159,26 @@ def test_second_derivatives_are_those_of_the_plain_composition(kind):
 
 
 LAYERS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
-    "pointwise": (cell_triton_layers.pointwise, F.conv2d),
-    "positive": (cell_triton_layers.positive, F.relu),
+    "pointwise": (cell_triton_layers.conv_1x1, F.conv2d),
+    "positive": (cell_triton_layers.relu, F.relu),
     "halved": (
-        cell_triton_layers.halved,
+        cell_triton_layers.relu_even_odd,
         lambda x: torch.cat([F.relu(x)[..., ::2, ::2], F.pad(F.relu(x), (0, 1, 0, 1))[..., 1::2, 1::2]], 1),
     ),
 }
 for stride in (1, 2):
     LAYERS[f"max_pooled, stride {stride}"] = (
-        partial(cell_triton_layers.max_pooled, stride=stride),
+        partial(cell_triton_layers.max_pool, stride=stride),
         partial(F.max_pool2d, kernel_size=3, stride=stride, padding=1),
     )
     LAYERS[f"mean_pooled, stride {stride}"] = (
-        partial(cell_triton_layers.mean_pooled, stride=stride),
+        partial(cell_triton_layers.mean_pool, stride=stride),
         partial(F.avg_pool2d, kernel_size=3, stride=stride, padding=1, count_include_pad=False),
     )
     for dilation in (1, 2):
         options = {"stride": stride, "dilation": dilation}
         LAYERS[f"depthwise, stride {stride}, dilation {dilation}"] = (
-            partial(cell_triton_layers.depthwise, **options),
+            partial(cell_triton_layers.relu_depthwise_conv, **options),
             lambda x, weight, options=options: F.conv2d(
                 F.relu(x), weight, padding=options["dilation"], groups=x.shape[1], **options
             ),
@@ -209,7 +209,7 @@ def test_a_layer_gives_what_the_plain_one_does_and_hands_its_map_on(layer, size,
 
 def test_of_equal_values_in_a_window_the_first_is_the_largest():
     agree(
-        lambda x: cell_triton_layers.max_pooled(x, 1)[0],
+        lambda x: cell_triton_layers.max_pool(x, 1)[0],
         LAYERS["max_pooled, stride 1"][1],
         [maps(16, 6, 5, LOW).round()],
         1e-2,
@@ -217,7 +217,7 @@ def test_of_equal_values_in_a_window_the_first_is_the_largest():
 
 
 def test_pixels_beyond_one_program_are_added_up(monkeypatch):
-    monkeypatch.setattr(cell_triton_layers, "MANY", 2)
+    monkeypatch.setattr(cell_triton_layers, "WEIGHT_PROGRAMS", 2)
     mine, plain = LAYERS["depthwise, stride 1, dilation 1"]
     agree(lambda *given: mine(*given)[0], plain, given("depthwise", 16, 11, 13, torch.float32), 2e-5)
 
@@ -225,7 +225,7 @@ def test_pixels_beyond_one_program_are_added_up(monkeypatch):
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
 def test_joined_are_the_rectified_maps_side_by_side(dtype, error):
     inputs = [maps(channels, 5, 7, dtype) for channels in (48, 16, 32)]
-    agree(cell_triton_layers.joined, lambda *given: F.relu(torch.cat(given, 1)), inputs, error)
+    agree(cell_triton_layers.relu_concat, lambda *given: F.relu(torch.cat(given, 1)), inputs, error)
 
 
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
@@ -237,7 +237,7 @@ def test_added_is_the_total_and_each_points_share_of_the_norm(size, dtype, error
         given = inputs if total is None else [total, *inputs]
 
         def mine(*given: Tensor) -> Tensor:
-            return fused_layers.added(given[0] if len(given) == 4 else None, *given[-3:], EPS, factor)
+            return fused_layers.add_norm(given[0] if len(given) == 4 else None, *given[-3:], EPS, factor)
 
         def plain(*given: Tensor) -> Tensor:
             return sum(given[:-3], factor.view(-1, 1, 1, 1) * normal(*given[-3:]))
@@ -270,7 +270,7 @@ def test_second_derivatives_of_a_node_are_those_of_the_plain_composition():
     inputs = [maps(16, 5, 4, torch.float32, points=3), *affine(16, torch.float32)]
 
     def mine(x: Tensor, *norm: Tensor) -> Tensor:
-        return cell_triton_layers.joined(fused_layers.added(x, x**2, *norm, EPS, factor), x)
+        return cell_triton_layers.relu_concat(fused_layers.add_norm(x, x**2, *norm, EPS, factor), x)
 
     def plain(x: Tensor, *norm: Tensor) -> Tensor:
         return F.relu(torch.cat([x + factor.view(-1, 1, 1, 1) * normal(x**2, *norm), x], 1))
@@ -296,7 +296,7 @@ def test_cells_in_training_give_the_gradients_of_their_plain_path(monkeypatch):
 
     exact = slopes(None)
     if not CUDA:  # where nothing is fused unless asked for
-        monkeypatch.setattr(cells, "fusible", lambda x, channels: True)
+        monkeypatch.setattr(cells, "can_fuse", lambda x, channels: True)
         mine = slopes(None)
         assert not torch.equal(mine, exact)
         assert relative(mine, exact) < 1e-4

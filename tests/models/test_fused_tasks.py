@@ -9,7 +9,7 @@ from cases import relative
 from metabridge.episodes import Episodes
 from metabridge.learners import Engine, method, parameters
 from metabridge.models import batch_norm, conv4, fused_tasks, fused_triton_kernels, task_folding, triton_support
-from metabridge.models.task_folding import WHOLE
+from metabridge.models.task_folding import POOL_2X2
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -37,20 +37,20 @@ def per_channel(count, channels):
 def test_batch_norm_and_its_two_derivatives_are_the_plain_ones(size, dtype, error):
     g, x, u = maps(3, *size, dtype)
     weight, bias, v, s = per_channel(4, size[0])
-    y, mean, r = fused_tasks.normalised(x + 3, weight, bias, 1e-5)
+    y, mean, r = fused_tasks.batch_norm(x + 3, weight, bias, 1e-5)
     exact = torch.native_batch_norm((x + 3).double(), weight.double(), bias.double(), None, None, True, 0.0, 1e-5)
     assert all(relative(ours.double(), theirs) < error for ours, theirs in zip((y, mean, r), exact))
 
-    _, mean, r = fused_tasks.normalised(x, weight, bias, 1e-5)
+    _, mean, r = fused_tasks.batch_norm(x, weight, bias, 1e-5)
     doubles = [value.double() for value in (g, x, weight, mean, r)]
-    found = fused_tasks.normalised_back(g, x, weight, mean, r)
+    found = fused_tasks.batch_norm_backward(g, x, weight, mean, r)
     exact = torch.ops.aten.native_batch_norm_backward(
         *doubles[:3], None, None, *doubles[3:], True, 1e-5, [True, True, True]
     )
     assert all(relative(ours.double(), theirs) < error for ours, theirs in zip(found, exact))
 
-    found = fused_tasks.normalised_again(g, x, weight, mean, r, u, v, s)
-    exact = batch_norm._pulled_back(*doubles, u.double(), v.double(), s.double())
+    found = fused_tasks.batch_norm_double_backward(g, x, weight, mean, r, u, v, s)
+    exact = batch_norm._double_backward(*doubles, u.double(), v.double(), s.double())
     assert all(relative(ours.double(), theirs) < error for ours, theirs in zip(found, exact))
     assert all(ours.dtype == given for ours, given in zip(found, (dtype, dtype, torch.float32)))
 
@@ -60,28 +60,28 @@ def test_batch_norm_and_its_two_derivatives_are_the_plain_ones(size, dtype, erro
 def test_pooling_spreading_and_picking_are_pytorchs(size, dtype):
     x, u = maps(2, *size, dtype)
     x = x.round()  # so that some windows hold equal values
-    y, places = fused_tasks.pooled(x)
-    exact, indices = torch.ops.aten.max_pool2d_with_indices(x.float().contiguous(), *WHOLE)
+    y, places = fused_tasks.max_pool_2x2(x)
+    exact, indices = torch.ops.aten.max_pool2d_with_indices(x.float().contiguous(), *POOL_2X2)
     assert torch.equal(y.float(), exact)
     values = torch.randn_like(y)
     spread = torch.ops.aten.max_pool2d_with_indices_backward(
-        values.float().contiguous(), x.float().contiguous(), *WHOLE, indices
+        values.float().contiguous(), x.float().contiguous(), *POOL_2X2, indices
     )
-    assert torch.equal(fused_tasks.spread(values, places, x).float(), spread)
+    assert torch.equal(fused_tasks.max_unpool_2x2(values, places, x).float(), spread)
     picked = u.float().flatten(2).gather(2, indices.flatten(2)).view_as(indices)
-    assert torch.equal(fused_tasks.picked(u, places).float(), picked)
+    assert torch.equal(fused_tasks.gather_2x2(u, places).float(), picked)
 
 
 def test_what_is_not_a_number_stays_so():
     (x,) = maps(1, 32, 4, 4, torch.float32)
     x[0, 0, 1, 1] = torch.nan
-    assert fused_tasks.pooled(x)[0].isnan().sum() == 1
+    assert fused_tasks.max_pool_2x2(x)[0].isnan().sum() == 1
 
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_meta_gradient(name, monkeypatch):
-    monkeypatch.setattr(triton_support, "fusible_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
-    monkeypatch.setattr(task_folding, "serves", lambda x: True)
+    monkeypatch.setattr(triton_support, "can_fuse_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
+    monkeypatch.setattr(task_folding, "is_faster", lambda x: True)
     chosen, net = method(name, steps=2, lr=0.03), conv4(3, 20, 5, filters=16).to(DEVICE)
     x = torch.randn(2, 2, 5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5).expand(2, -1)

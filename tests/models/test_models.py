@@ -113,12 +113,12 @@ def test_a_name_builds_what_its_builder_does(name, options, made):
             {"depth": 5},
             "conv4 has no option 'depth'. Its options are channels, size, outputs, filters, statistics, seed.",
         ),
-        ("conv4", {"channels": "many"}, "conv4 cannot be made with channels='many' ("),
+        ("conv4", {"channels": "many"}, "conv4 cannot be built with channels='many' ("),
         ("conv4", {"filters": "many"}, "filters is 'many', but must be a whole number of at least 1."),
         ("resnet12", {"widths": [4, 0]}, "widths is 0, but must be a whole number of at least 1."),
         ("mlp", {"inputs": 3, "outputs": 2, "width": -1}, "width is -1, but must be a whole number of at least 1."),
         ("conv4", {"statistics": "layer"}, "statistics is 'layer', but must be 'batch' or 'running'."),
-        ("mlp", {"inputs": 3}, "mlp cannot be made with inputs=3 ("),
+        ("mlp", {"inputs": 3}, "mlp cannot be built with inputs=3 ("),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_a_sentence(name, options, sentence):

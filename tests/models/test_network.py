@@ -193,7 +193,7 @@ def test_features_in_double_precision_get_a_head_in_double_precision() -> None:
     [
         (nn.Linear(4, 3).double(), torch.zeros(3, 4), "cannot compute the example, float32 of shape .* same dtype"),
         (nn.Linear(4, 3), torch.zeros(3, 5), r"cannot compute the example, float32 of shape \(3, 5\)"),
-        (nn.GRU(4, 3), torch.zeros(3, 2, 4), r"to a tuple, but must give a tensor of shape \(3, dimension\)"),
+        (nn.GRU(4, 3), torch.zeros(3, 2, 4), r"to a tuple, but must return a tensor of shape \(3, dimension\)"),
         (nn.Conv1d(4, 3, 1), torch.zeros(2, 4, 5), r"to float32 of shape \(2, 3, 5\), but must .* nn.Flatten"),
         (nn.BatchNorm1d(4), torch.zeros(1, 4), "one value per channel"),
     ],
@@ -218,5 +218,8 @@ def test_a_set_of_one_vector_cannot_be_normalised_by_itself_in_any_mode(name: st
     net = Network.around(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.zeros(3, 4), 3).double()
     tasks = clusters((4,))
     one = type(tasks)(tasks.support_x, tasks.support_y, tasks.query_x[:, :1], tasks.query_y[:, :1])
-    with pytest.raises(InputError, match=r"batch norm got \(1, 3\), one value per channel.*at least two points"):
+    with pytest.raises(
+        InputError,
+        match=r"batch norm got a set of shape \(1, 3\), which has one value per channel.*at least two points",
+    ):
         Engine(method(name), net, mode=mode)(parameters(method(name), net), one)

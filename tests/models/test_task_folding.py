@@ -20,14 +20,18 @@ def draw(*shape):
 @pytest.fixture(autouse=True)
 def folded(monkeypatch):
     """Fold on a CPU too."""
-    monkeypatch.setattr(task_folding, "serves", lambda x: True)
+    monkeypatch.setattr(task_folding, "is_faster", lambda x: True)
 
 
 @pytest.fixture
 def aligned(monkeypatch):
     """As on a GPU: channels last, and groups of a multiple of four channels."""
-    monkeypatch.setattr(task_folding, "_last", lambda value: value.contiguous(memory_format=torch.channels_last))
-    monkeypatch.setattr(task_folding, "_missing", lambda value, channels, groups: -channels % 4 if groups > 1 else 0)
+    monkeypatch.setattr(
+        task_folding, "_channels_last", lambda value: value.contiguous(memory_format=torch.channels_last)
+    )
+    monkeypatch.setattr(
+        task_folding, "_padding_channels", lambda value, channels, groups: -channels % 4 if groups > 1 else 0
+    )
 
 
 @pytest.fixture(params=["plain", "aligned"])

@@ -1,4 +1,4 @@
-"""Networks: each a `Network` of `features` and a linear `head`."""
+"""Networks for few-shot learning. Every builder returns a `Network` of `features` and a linear `head`."""
 
 from __future__ import annotations
 
@@ -49,35 +49,58 @@ BUILDERS: dict[str, Callable[..., Network]] = {
     "cell_network": cells.cell_network,
 }
 FORMER_NAMES = {"network": "cell_network"}  # names of builders in the runs of version 0.1.0
-ARCHITECTURE = ".json"  # how the path of one ends
+ARCHITECTURE = ".json"  # suffix of files that contain an architecture
 
 
 def build(model: str, **options: object) -> Network:
-    """Make a network by its builder's name, such as "conv4" or "timm:resnet18", with that builder's options.
+    """Build a network by name.
 
-    The path of an architecture, a file that ends in .json, makes the network of its cells. A network that is too large
-    is refused before memory is taken for it.
+    Args:
+        model: "conv4", "resnet12", "mlp", "wide", "timm:NAME" for a model of timm, or the path of an architecture,
+            which ends in .json.
+        **options: Options of the builder, such as `filters` of `conv4`.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If the model or an option is unknown or out of range, or if the network would be too large. A size
+            check comes before any memory is allocated.
 
     >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
     32
     """
-    make = builder(model, **options)
+    bound_builder = builder(model, **options)
     try:
-        if make.func is timm:  # which computes with the weights, so that it cannot be made without
+        if bound_builder.func is timm:  # it runs the network, which is impossible on the meta device
             with SizeLimit():
-                return make()
+                return bound_builder()
         with SizeLimit(), torch.device("meta"):
-            make()
-        return make()
+            bound_builder()
+        return bound_builder()
     except InputError:
         raise
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, MemoryError) as error:
-        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise InputError(f"{model} cannot be made with {given} ({error}).") from error
+        description = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise InputError(f"{model} cannot be built with {description} ({error}).") from error
 
 
 def builder(model: str, **options: object) -> partial[Network]:
-    """Return what makes a network, refusing a model or an option that there is not, before anything is made."""
+    """Return the builder of a model with its options, without calling it.
+
+    Args:
+        model: Name or path, as in `build`.
+        **options: Options of the builder.
+
+    Returns:
+        A function without arguments that builds the network.
+
+    Raises:
+        InputError: If the model or an option is unknown.
+
+    >>> builder("mlp", inputs=4, outputs=2)().head
+    Linear(in_features=40, out_features=2, bias=True)
+    """
     if model.endswith(ARCHITECTURE):
         return builder("cell_network", **{**options, "architecture": Architecture.load(model)})
     name, _, backbone = model.partition(":")
@@ -86,8 +109,8 @@ def builder(model: str, **options: object) -> partial[Network]:
         raise InputError(f"model is {model!r}, but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json.")
     if backbone:
         options = {"name": backbone, **options}
-    known = inspect.signature(BUILDERS[name]).parameters
+    parameters = inspect.signature(BUILDERS[name]).parameters
     for option in options:
-        if option not in known:
-            raise InputError(f"{model} has no option {option!r}. Its options are {', '.join(known)}.")
+        if option not in parameters:
+            raise InputError(f"{model} has no option {option!r}. Its options are {', '.join(parameters)}.")
     return partial(BUILDERS[name], **options)

@@ -1,8 +1,9 @@
-"""The space of cells (B §6.1): which operators may stand on which edges, as plain data.
+"""Architectures of cells, and the operators of their edges, as plain data (Wang et al. 2022, §6.1).
 
-A network is a stack of two kinds of cells. A cell takes the outputs of the two cells before it, sources 0 and 1, to
-its three nodes, which are sources 2, 3 and 4 for the nodes after them. A node adds up what arrives on its edges, one
-from every source before it: 2 + 3 + 4 = 9 edges. The cell's output is its nodes side by side.
+A network is a stack of normal and reduction cells. The inputs of a cell are the outputs of the two previous cells,
+called sources 0 and 1. Its three nodes are sources 2, 3 and 4 for later nodes. A node has an edge from every earlier
+source, so a cell has 2 + 3 + 4 = 9 edges, and adds up the outputs of the operators on its edges. The output of the cell
+is the concatenation of its nodes.
 """
 
 from __future__ import annotations
@@ -30,19 +31,27 @@ OPERATORS = (
 )
 NODES = 3
 EDGES = tuple((node, source) for node in range(NODES) for source in range(node + 2))
-SOURCES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))  # their names
-INPUTS_PER_NODE = 2  # edges that a node of an architecture keeps
+SOURCES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))  # names of the sources
+INPUTS_PER_NODE = 2  # edges of a node in an architecture
 
 CellKind = Literal["normal", "reduction"]
 CELLS: tuple[CellKind, ...] = get_args(CellKind)
+KEYS = " and ".join(map(repr, CELLS))
 EdgeOperator: TypeAlias = tuple[CellKind, int, str]  # cell, index of the edge in EDGES, operator
-Cell: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]  # for each node its pairs (source, operator)
-Edges: TypeAlias = tuple[frozenset[str], ...]
+CellSpec: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]  # the pairs (source, operator) of every node
+EdgeSets: TypeAlias = tuple[frozenset[str], ...]  # the operators on every edge of a cell
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A normal and a reduction cell: for each node two pairs (source, operator), in the order of their sources.
+    """A normal and a reduction cell.
+
+    Args:
+        normal: Two pairs (source, operator) for each of the three nodes, ordered by source.
+        reduction: The same for the reduction cell.
+
+    Raises:
+        InputError: If a cell has another number of nodes or pairs, or an unknown source or operator.
 
     >>> cell = [[[0, "conv_3x3"], [1, "skip"]], [[0, "skip"], [2, "skip"]], [[1, "max_pool_3x3"], [3, "skip"]]]
     >>> architecture = Architecture.from_dict({"normal": cell, "reduction": cell})
@@ -55,8 +64,8 @@ class Architecture:
                2: max_pool_3x3(c_{k-1}) + skip(1)
     """
 
-    normal: Cell
-    reduction: Cell
+    normal: CellSpec
+    reduction: CellSpec
 
     def __post_init__(self) -> None:
         for kind in CELLS:
@@ -64,33 +73,42 @@ class Architecture:
 
     @classmethod
     def from_dict(cls, data: object) -> Architecture:
-        """Return the architecture of what JSON holds: nested lists of pairs under "normal" and "reduction"."""
-        if not isinstance(data, Mapping) or set(data) != set(CELLS):
-            found = ", ".join(map(repr, data)) or "none" if isinstance(data, Mapping) else type(data).__name__
-            raise InputError(f"an architecture has a 'normal' and a 'reduction' cell and nothing else, not {found}.")
+        """Return the architecture of parsed JSON.
+
+        Args:
+            data: A mapping with the keys "normal" and "reduction", whose values are nested lists of pairs.
+
+        Raises:
+            InputError: If `data` does not describe an architecture.
+        """
+        if not isinstance(data, Mapping):
+            raise InputError(f"an architecture must be an object with the keys {KEYS}, but is a {type(data).__name__}.")
+        if set(data) != set(CELLS):
+            keys = ", ".join(map(repr, data)) or "none"
+            raise InputError(f"an architecture must have the keys {KEYS} and no others, but has {keys}.")
         return cls(*(_read_cell(kind, data[kind]) for kind in CELLS))
 
     @classmethod
     def from_json(cls, text: str) -> Architecture:
-        """Return the architecture that `to_json` wrote."""
+        """Return the architecture that `to_json` wrote; raise an `InputError` for any other text."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"the architecture is not JSON ({error}).") from error
+            raise InputError(f"the architecture is not valid JSON ({error}).") from error
         return cls.from_dict(data)
 
     @classmethod
     def load(cls, file: str | Path) -> Architecture:
-        """Read an architecture from a file."""
+        """Read an architecture from a JSON file; raise an `InputError` if the file does not contain one."""
         try:
             return cls.from_json(read_regular_file(Path(file)).decode())
         except OSError as error:
             raise InputError(f"the architecture {file} cannot be read ({error.strerror}).") from error
         except ValueError as error:
-            raise InputError(f"{file} holds no architecture: {error}") from error
+            raise InputError(f"{file} does not contain an architecture: {error}") from error
 
     def to_json(self) -> str:
-        """Write it as JSON, a line for each node."""
+        """Return the architecture as JSON, with one line per node."""
         cells = (
             f'  "{kind}": [\n' + ",\n".join(f"    {json.dumps(node)}" for node in getattr(self, kind)) + "\n  ]"
             for kind in CELLS
@@ -98,18 +116,25 @@ class Architecture:
         return "{\n" + ",\n".join(cells) + "\n}\n"
 
     def save(self, file: str | Path) -> Path:
-        """Write it to a file, for `metabridge train --model FILE`."""
+        """Write the architecture to a JSON file, for `metabridge train --model FILE`, and return its path."""
         return write_atomically(Path(file), self.to_json().encode())
 
     def draw(self, file: str | Path) -> Path:
-        """Draw both cells as graphs, into a PNG or an SVG by the file's ending."""
+        """Draw both cells as graphs and return the path.
+
+        Args:
+            file: Path of the figure, which ends in .png or .svg.
+
+        Raises:
+            InputError: If the path has another ending.
+        """
         from metabridge.models.architecture_drawing import draw
 
         return draw(self, file)
 
     @property
     def active_operators(self) -> ActiveOperators:
-        """The operators of this architecture alone, with nothing on the other edges."""
+        """The operators of this architecture; its other edges have none."""
         cells = ({(node, *pair) for node, pairs in enumerate(getattr(self, kind)) for pair in pairs} for kind in CELLS)
         return ActiveOperators(
             *(
@@ -122,8 +147,8 @@ class Architecture:
         lines = []
         for kind in CELLS:
             for node, pairs in enumerate(getattr(self, kind)):
-                told = " + ".join(f"{operator}({SOURCES[source]})" for source, operator in pairs)
-                lines.append(f"{kind if node == 0 else '':<10} {node}: {told}")
+                terms = " + ".join(f"{operator}({SOURCES[source]})" for source, operator in pairs)
+                lines.append(f"{kind if node == 0 else '':<10} {node}: {terms}")
         return "\n".join(lines)
 
 
@@ -133,12 +158,19 @@ class ActiveOperators:
 
     A search by pruning starts with all operators on every edge and removes them round by round.
 
+    Args:
+        normal: A set of operators for each edge of the normal cell, in the order of `EDGES`.
+        reduction: The same for the reduction cell.
+
+    Raises:
+        InputError: If there are not nine edges, an operator is unknown, or a node has no operator.
+
     >>> ActiveOperators.full().without(("normal", 8, "skip")).normal[8] == set(OPERATORS) - {"skip"}
     True
     """
 
-    normal: Edges
-    reduction: Edges
+    normal: EdgeSets
+    reduction: EdgeSets
 
     def __post_init__(self) -> None:
         for kind in CELLS:
@@ -153,7 +185,7 @@ class ActiveOperators:
 
     @classmethod
     def full(cls, operators: Iterable[str] = OPERATORS) -> ActiveOperators:
-        """Return the state before any pruning, with these operators on every edge."""
+        """Return the state before pruning, with all `operators` on every edge."""
         edges = (frozenset(operators),) * len(EDGES)
         return cls(edges, edges)
 
@@ -169,7 +201,11 @@ class ActiveOperators:
         return all(len(operators) <= 1 for operators in (*self.normal, *self.reduction))
 
     def without(self, removed: EdgeOperator | None) -> ActiveOperators:
-        """Return the operators without one of them, or all of them if `removed` is None."""
+        """Return the active operators except `removed`, or all of them if it is None.
+
+        Raises:
+            InputError: If the operator is not active.
+        """
         if removed is None:
             return self
         cell, edge, operator = removed
@@ -180,50 +216,61 @@ class ActiveOperators:
         return replace(self, **{cell: tuple(edges)})
 
     def best_architecture(self, scores: Mapping[EdgeOperator, float]) -> Architecture:
-        """Keep the best operator of each edge, and the two best edges of each node, as DARTS does.
+        """Return the architecture of the best operator per edge and the two best edges per node, as in DARTS.
 
-        The highest score is the best, and the first of equals. Every active operator must have a score.
+        Args:
+            scores: A score for every active operator. The highest is the best, and the first if several are equal.
+
+        Raises:
+            InputError: If an operator has no score, or NaN.
         """
-        for choice in self:
-            if math.isnan(scores.get(choice, math.nan)):
-                cell, edge, operator = choice
+        for candidate in self:
+            if math.isnan(scores.get(candidate, math.nan)):
+                cell, edge, operator = candidate
                 raise InputError(f"scores has no number for {operator!r} on edge {edge} of the {cell} cell.")
         return Architecture(*(self._cell(kind, scores) for kind in CELLS))
 
-    def _cell(self, kind: CellKind, scores: Mapping[EdgeOperator, float]) -> Cell:
+    def _cell(self, kind: CellKind, scores: Mapping[EdgeOperator, float]) -> CellSpec:
         best: list[list[EdgeOperator]] = [[] for _ in range(NODES)]
         for edge, (node, _) in enumerate(EDGES):
-            own = [choice for choice in self if choice[:2] == (kind, edge)]
-            if own:
-                best[node].append(max(own, key=scores.__getitem__))
-        kept = (sorted(node, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for node in best)
+            candidates = [candidate for candidate in self if candidate[:2] == (kind, edge)]
+            if candidates:
+                best[node].append(max(candidates, key=scores.__getitem__))
+        inputs = (sorted(node, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for node in best)
         return tuple(
-            tuple((EDGES[edge][1], operator) for _, edge, operator in sorted(node, key=lambda choice: choice[1]))
-            for node in kept
+            tuple((EDGES[edge][1], operator) for _, edge, operator in sorted(node, key=lambda candidate: candidate[1]))
+            for node in inputs
         )
 
 
 def random_architecture(generator: torch.Generator, operators: Sequence[str] = OPERATORS) -> Architecture:
-    """Draw two sources for each node and an operator for each of them, all equally likely.
+    """Draw two sources for each node and an operator for each source, from uniform distributions.
+
+    Args:
+        generator: Source of the random numbers.
+        operators: The operators to draw from.
+
+    Returns:
+        The architecture.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> random_architecture(generator) == random_architecture(generator)
     False
     """
 
-    def cell() -> Cell:
+    def cell() -> CellSpec:
         nodes = []
         for node in range(NODES):
             sources = sorted(torch.randperm(node + 2, generator=generator)[:INPUTS_PER_NODE].tolist())
-            drawn = torch.randint(len(operators), (INPUTS_PER_NODE,), generator=generator).tolist()
-            nodes.append(tuple((source, operators[index]) for source, index in zip(sources, drawn)))
+            indices = torch.randint(len(operators), (INPUTS_PER_NODE,), generator=generator).tolist()
+            nodes.append(tuple((source, operators[index]) for source, index in zip(sources, indices)))
         return tuple(nodes)
 
     return Architecture(cell(), cell())
 
 
 def edges_of(node: int) -> list[int]:
-    """Return the places in EDGES of those that end in a node.
+    """Return the indices in EDGES of the edges into a node.
 
     >>> edges_of(1)
     [2, 3, 4]
@@ -231,7 +278,7 @@ def edges_of(node: int) -> list[int]:
     return [edge for edge, (target, _) in enumerate(EDGES) if target == node]
 
 
-def _read_cell(kind: str, data: Any) -> Cell:
+def _read_cell(kind: str, data: Any) -> CellSpec:
     try:
         return tuple(tuple((source, operator) for source, operator in node) for node in data)
     except (TypeError, ValueError):
@@ -241,7 +288,7 @@ def _read_cell(kind: str, data: Any) -> Cell:
         ) from None
 
 
-def _check_cell(kind: str, cell: Cell) -> None:
+def _check_cell(kind: str, cell: CellSpec) -> None:
     if len(cell) != NODES:
         raise InputError(f"the {kind} cell has {len(cell)} nodes, but must have {NODES}.")
     for node, pairs in enumerate(cell):
@@ -255,7 +302,7 @@ def _check_cell(kind: str, cell: Cell) -> None:
             )
         if sources != sorted(set(sources)):
             raise InputError(
-                f"node {node} of the {kind} cell has the sources {sources}, but they must differ and rise."
+                f"node {node} of the {kind} cell has the sources {sources}, but they must differ and be sorted."
             )
         for _, operator in pairs:
             _check_operator(operator)
@@ -263,4 +310,4 @@ def _check_cell(kind: str, cell: Cell) -> None:
 
 def _check_operator(operator: object) -> None:
     if operator not in OPERATORS:
-        raise InputError(f"there is no operator {operator!r}. The operators are {', '.join(OPERATORS)}.")
+        raise InputError(f"operator {operator!r} is unknown. Use one of {', '.join(OPERATORS)}.")

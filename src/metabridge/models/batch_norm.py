@@ -1,14 +1,13 @@
-"""Batch normalisation that is right under vmap and double backward, with its statistics named.
+"""Batch normalisation with correct derivatives under `vmap` to second order, and an explicit choice of statistics.
 
-`torch.nn.BatchNorm2d` under `vmap` gives second-order gradients that are silently wrong by a per
-cent or two, and its one switch mixes two questions. Here the choice has a name:
+`torch.nn.BatchNorm2d` under `vmap` gives second-order gradients that are wrong by one or two per cent, without an
+error. It also has no argument for the statistics that training and evaluation use. Here `statistics` selects them:
 
-- `statistics="batch"`: every set (the support of a task, or its queries) is normalised by its own
-  mean and variance, in training and at test. Transductive: what is predicted for one query depends
-  on the other queries in its set. This is MAML's habit, and no state is kept.
-- `statistics="running"`: training normalises by the set at hand; evaluation (`net.eval()`) uses
-  fixed statistics that `estimate_statistics` has measured over training images. Inductive: each
-  query is predicted by itself.
+- "batch": every set (the support set or the query set of a task) is normalised by its own mean and variance, in
+  training and in evaluation. This is transductive: the prediction for a query depends on the other queries. MAML uses
+  it. The layer has no state.
+- "running": training normalises by the statistics of the current set. Evaluation (`net.eval()`) uses fixed statistics
+  that `estimate_statistics` measures on training images. This is inductive: every query is predicted independently.
 """
 
 from __future__ import annotations
@@ -33,12 +32,21 @@ Statistics = Literal["batch", "running"]
 class BatchNorm(nn.Module):
     """Normalise each channel (axis 1) over all other axes, then scale and shift it.
 
+    Args:
+        channels: Number of channels.
+        statistics: "batch" to normalise by the current set always; "running" to use fixed statistics in evaluation,
+            which `estimate_statistics` sets.
+        eps: Added to the variance.
+
+    Raises:
+        InputError: If `statistics` has another value.
+
     >>> norm = BatchNorm(3)
     >>> norm(5 + torch.randn(8, 3, 4, 4)).mean().abs().item() < 1e-6
     True
     """
 
-    weight: nn.Parameter | None  # None where a norm does not scale
+    weight: nn.Parameter | None  # None if the layer does not scale
     bias: nn.Parameter | None
     mean: Tensor
     variance: Tensor
@@ -55,7 +63,11 @@ class BatchNorm(nn.Module):
             self.register_buffer("variance", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` of shape (points, channels, ...)."""
+        """Return `x`, of shape (points, channels, ...), normalised.
+
+        Raises:
+            InputError: If every channel has only one value and its own statistics are needed.
+        """
         dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
         weight = x.new_ones(self.channels, dtype=dtype) if self.weight is None else self.weight
         bias = x.new_zeros(self.channels, dtype=dtype) if self.bias is None else self.bias
@@ -63,8 +75,8 @@ class BatchNorm(nn.Module):
         if self.statistics == "batch" or self.training:
             if x.numel() == x.shape[1]:
                 raise InputError(
-                    f"batch norm got {tuple(x.shape)}, one value per channel, and cannot normalise by the mean and "
-                    "variance of one value. Use sets of at least two points, or net.eval() with statistics='running'."
+                    f"batch norm got a set of shape {tuple(x.shape)}, which has one value per channel and thus no "
+                    "variance. Use sets of at least two points, or net.eval() with statistics='running'."
                 )
             if inside_transform():
                 return _Normalise.apply(x, weight, bias, self.eps)[0]  # type: ignore[no-any-return]
@@ -74,23 +86,22 @@ class BatchNorm(nn.Module):
         return torch.addcmul(_by_channel(shift, x).to(x.dtype), x, _by_channel(scale, x).to(x.dtype))
 
     def extra_repr(self) -> str:
-        """Show what decides the result."""
+        """Return the settings for `repr`."""
         return f"{self.channels}, statistics={self.statistics!r}"
 
 
 class _Normalise(torch.autograd.Function):
-    """y = w n + b, where n = (x − μ)r has mean 0 and variance 1 in each channel over the set.
+    """y = w·n + b, where n = (x − μ)·r has mean 0 and variance 1 in each channel.
 
-    Fused kernels forward and backward; a batch of tasks under `vmap` is a batch of more channels.
-    PyTorch's own rule for `vmap` is wrong at second order, which is why this stands here.
+    Under `vmap` the tasks are folded into the channels. PyTorch's own rule for `vmap` is wrong at second order.
     """
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        if triton_support.fusible_tasks(x):
-            from metabridge.models.fused_tasks import normalised
+        if triton_support.can_fuse_tasks(x):
+            from metabridge.models.fused_tasks import batch_norm
 
-            return normalised(x, weight, bias, eps)
+            return batch_norm(x, weight, bias, eps)
         return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
 
     @staticmethod
@@ -101,25 +112,25 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, r)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, r = ctx.saved_tensors
-        return (*_NormaliseBackward.apply(slope, x, weight, mean, r, ctx.eps), None)
+        return (*_NormaliseBackward.apply(g, x, weight, mean, r, ctx.eps), None)
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         x, weight, bias = (fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 0, 0)))
-        return _tasks(info, _Normalise.apply(x, weight, bias, inputs[3]), (1, 0, 0))
+        return _unfold_channels(info, _Normalise.apply(x, weight, bias, inputs[3]), (1, 0, 0))
 
 
 class _NormaliseBackward(torch.autograd.Function):
-    """∂y: gx = wr(g − m(g) − n m(gn)), gw = Σgn, gb = Σg, where m is the mean over the set."""
+    """gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n, gb = Σg, where m is the mean over the set."""
 
     @staticmethod
     def forward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, eps: float) -> tuple[Tensor, ...]:
-        if triton_support.fusible_tasks(x):
-            from metabridge.models.fused_tasks import normalised_back
+        if triton_support.can_fuse_tasks(x):
+            from metabridge.models.fused_tasks import batch_norm_backward
 
-            return normalised_back(g, x, weight, mean, r)
+            return batch_norm_backward(g, x, weight, mean, r)
         return torch.ops.aten.native_batch_norm_backward(  # type: ignore[no-any-return]
             g, x, weight, None, None, mean, r, True, eps, [True, True, True]
         )
@@ -130,67 +141,69 @@ class _NormaliseBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor | None, ...]:
-        return *_NormaliseAgain.apply(*ctx.saved_tensors, u, v, s), None, None, None
+        return *_NormaliseDoubleBackward.apply(*ctx.saved_tensors, u, v, s), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 1, 0, 0, 0))]
-        return _tasks(info, _NormaliseBackward.apply(*folded, inputs[5]), (1, 0, 0))
+        return _unfold_channels(info, _NormaliseBackward.apply(*folded, inputs[5]), (1, 0, 0))
 
 
-class _NormaliseAgain(torch.autograd.Function):
-    """∂∂y: what u of gx, v of gw and s of gb pull back to g, x and w."""
+class _NormaliseDoubleBackward(torch.autograd.Function):
+    """The gradients of g, x and w for the gradients u of gx, v of gw and s of gb."""
 
     @staticmethod
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        if triton_support.fusible_tasks(inputs[1]):
-            from metabridge.models.fused_tasks import normalised_again
+        if triton_support.can_fuse_tasks(inputs[1]):
+            from metabridge.models.fused_tasks import batch_norm_double_backward
 
-            return normalised_again(*inputs)
-        return _pulled_back(*inputs)
+            return batch_norm_double_backward(*inputs)
+        return _double_backward(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep nothing."""
+        """Save nothing, because there is no third derivative."""
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError("a third derivative of batch norm. Two are what methods take.")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("batch norm has no third derivative. All methods need at most two.")
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         axes = (1, 1, 0, 0, 0, 1, 0, 0)
         folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, axes)]
-        return _tasks(info, _NormaliseAgain.apply(*folded), (1, 1, 0))
+        return _unfold_channels(info, _NormaliseDoubleBackward.apply(*folded), (1, 1, 0))
 
 
-def _pulled_back(
+def _double_backward(
     g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, u: Tensor, v: Tensor, s: Tensor
 ) -> tuple[Tensor, ...]:
-    """Pull back u of gx, v of gw and s of gb; μ and r move with x and are accounted for there.
+    """Return the gradients of g, x and w for the gradients u of gx, v of gw and s of gb; μ and r depend on x.
 
-    With c = v − wr m(un) and e = wr m(gn), what n pulls is cg − eu, and everything else is u, g and n
-    times numbers of each channel: few passes over the maps, which is where the time goes.
+    With c = v − w·r·m(u·n) and e = w·r·m(g·n), the gradient of n is c·g − e·u. All results are combinations of u, g and
+    n with one coefficient per channel, so that there are few passes over the maps, which take most of the time.
     """
     axes = [axis for axis in range(x.ndim) if axis != 1]
     w, v, s, mean, r = (_by_channel(value, x) for value in (weight, v, s, mean, r))
 
     def m(value: Tensor) -> Tensor:
-        return value.mean(axes, keepdim=True, dtype=r.dtype)  # maps may have lower precision
+        return value.mean(axes, keepdim=True, dtype=r.dtype)  # maps may have a lower precision
 
     n = torch.addcmul(-mean * r, x, r)
     mg, mu, mgn, mun = m(g), m(u), m(g * n), m(u * n)
-    product = m(g * u) - mu * mg - mun * mgn  # the mean of u gx, over wr
+    product = m(g * u) - mu * mg - mun * mgn  # m(u·gx)/(w·r)
     c, e = v - w * r * mun, w * r * mgn
-    towards_g = torch.addcmul(torch.addcmul(s - w * r * mu, n, c), u, w * r)
-    fall = r * (c * mgn - e * mun) + w * r.square() * product
-    towards_x = torch.addcmul(torch.addcmul(torch.addcmul(r * (e * mu - c * mg), n, -fall), g, r * c), u, -r * e)
-    towards_w = (r * product).flatten() * (x.numel() // x.shape[1])
-    return towards_g.to(g.dtype), towards_x.to(x.dtype), towards_w
+    g_grad = torch.addcmul(torch.addcmul(s - w * r * mu, n, c), u, w * r)
+    n_factor = r * (c * mgn - e * mun) + w * r.square() * product
+    x_grad = torch.addcmul(torch.addcmul(torch.addcmul(r * (e * mu - c * mg), n, -n_factor), g, r * c), u, -r * e)
+    w_grad = (r * product).flatten() * (x.numel() // x.shape[1])
+    return g_grad.to(g.dtype), x_grad.to(x.dtype), w_grad
 
 
-def _tasks(info: Any, outputs: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Unfold the axis of channels of each of the outputs."""
+def _unfold_channels(
+    info: Any, outputs: tuple[Tensor, ...], axes: tuple[int, ...]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Unfold the tasks from the channel axis of each output."""
     return tuple(unfold(info, value, axis) for value, axis in zip(outputs, axes)), axes
 
 
@@ -199,39 +212,39 @@ def _by_channel(value: Tensor, x: Tensor) -> Tensor:
 
 
 def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
-    """Return a copy of `module` whose PyTorch batch norms are `BatchNorm`s with the same values.
+    """Return a copy of `module` in which `BatchNorm`s with the same values replace PyTorch's batch norms.
 
-    What the batch norms share, with each other or with other layers, is shared in the copy too.
+    Parameters and layers that are shared in `module` are shared in the copy.
 
     >>> replace_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "batch")[1]
     BatchNorm(3, statistics='batch')
     """
     module = copy.deepcopy(module)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return _converted(module, statistics)
-    replace_layers(module, nn.modules.batchnorm._BatchNorm, lambda layer: _converted(layer, statistics))
+        return _convert(module, statistics)
+    replace_layers(module, nn.modules.batchnorm._BatchNorm, lambda layer: _convert(layer, statistics))
     return module
 
 
 def replace_layers(net: nn.Module, kinds: type | types.UnionType, change: Callable[[Any], nn.Module]) -> None:
-    """Put other layers in the place of those of some kinds; a layer in several places is changed once.
+    """Replace all layers of some types in place; a layer that is used several times is replaced by one new layer.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     >>> replace_layers(net, nn.Tanh, lambda layer: nn.ReLU())
     >>> net[1]
     ReLU()
     """
-    changed: dict[nn.Module, nn.Module] = {}
+    new_layers: dict[nn.Module, nn.Module] = {}
     for parent in list(net.modules()):
-        for name, layer in list(parent._modules.items()):  # named_children() would skip a second name of a layer
+        for name, layer in list(parent._modules.items()):  # named_children() skips further names of a layer
             if layer is not None and isinstance(layer, kinds):
-                if layer not in changed:
-                    changed[layer] = change(layer)
-                setattr(parent, name, changed[layer])
+                if layer not in new_layers:
+                    new_layers[layer] = change(layer)
+                setattr(parent, name, new_layers[layer])
 
 
 def group_count(channels: int, most: int = 16) -> int:
-    """Return how many groups a group norm has: `most`, or as many below as divide the channels evenly.
+    """Return the number of groups of a group norm: the largest number up to `most` that divides the channels.
 
     >>> group_count(48), group_count(24), group_count(8)
     (16, 12, 8)
@@ -240,10 +253,22 @@ def group_count(channels: int, most: int = 16) -> int:
 
 
 def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Set the fixed statistics of every `running` batch norm in `net` from batches of inputs.
+    """Set the fixed statistics of all `BatchNorm`s of `net` with `statistics="running"`.
 
-    Each layer's mean and variance are averaged over the batches with the weights as they are now,
-    so that evaluation sees the trained net and not a moving average of its past.
+    The mean and the variance of each layer are averaged over the batches with the current weights, unlike moving
+    averages over past training steps.
+
+    Args:
+        net: The network, which is changed in place.
+        batches: Batches of inputs of `net`.
+
+    Raises:
+        InputError: If there is no batch.
+
+    >>> net = nn.Sequential(BatchNorm(1, "running"))
+    >>> estimate_statistics(net, [torch.tensor([[1.0], [3.0]])])
+    >>> net[0].mean
+    tensor([2.])
     """
     layers = running_batch_norms(net)
     if not layers:
@@ -251,7 +276,7 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     moments: dict[BatchNorm, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if layer not in moments:  # a copy of the net, which another thread applies
+        if layer not in moments:  # the hook of a copy of the net that another thread calls
             return
         assert isinstance(layer, BatchNorm)
         x = inputs[0].float() if inputs[0].dtype == torch.bfloat16 else inputs[0]
@@ -272,28 +297,28 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
             hook.remove()
     if not all(moments.values()):
         raise InputError("batches is empty. Give at least one batch of inputs to estimate the statistics from.")
-    for layer, seen in moments.items():
-        means, variances = (torch.stack(values) for values in zip(*seen))
+    for layer, layer_moments in moments.items():
+        means, variances = (torch.stack(values) for values in zip(*layer_moments))
         layer.mean.copy_(means.mean(0))
-        # The mean square less the square of the mean would lose all digits where |mean| ≫ deviation.
+        # The mean square minus the squared mean would lose all digits where |mean| ≫ deviation.
         layer.variance.copy_(variances.mean(0) + means.var(0, correction=0))
 
 
 def running_batch_norms(net: nn.Module) -> list[BatchNorm]:
-    """Return the batch norms of `net` that use fixed statistics in evaluation."""
+    """Return the batch norms of `net` with fixed statistics in evaluation."""
     return [layer for layer in net.modules() if isinstance(layer, BatchNorm) and layer.statistics == "running"]
 
 
 def normalises_each_set(net: nn.Module) -> bool:
-    """Whether the prediction for a point depends on the others in its set, at test too."""
+    """Return whether a batch norm makes predictions depend on the other points of the set, also in evaluation."""
     return any(isinstance(layer, BatchNorm) and layer.statistics == "batch" for layer in net.modules())
 
 
-def _converted(layer: nn.modules.batchnorm._BatchNorm, statistics: Statistics) -> BatchNorm:
+def _convert(layer: nn.modules.batchnorm._BatchNorm, statistics: Statistics) -> BatchNorm:
     norm = BatchNorm(layer.num_features, statistics, layer.eps)
-    norm.weight, norm.bias = layer.weight, layer.bias  # the same tensors, which other layers may share
+    norm.weight, norm.bias = layer.weight, layer.bias  # the same objects, because other layers may share them
     if statistics == "running" and layer.running_mean is not None and layer.running_var is not None:
         norm.mean, norm.variance = layer.running_mean, layer.running_var
     if layer.weight is not None:
-        norm.to(layer.weight)  # the statistics too, where the layer has none
+        norm.to(layer.weight)  # also the new statistics, if the layer has none
     return norm.train(layer.training)

@@ -1,133 +1,158 @@
-"""The Triton kernels of `cell_layers`; see `fused_kernels`.
+"""Triton kernels of `cell_triton_layers`, with the conventions of `fused_triton_kernels`.
 
-A map of HEIGHT × WIDTH pixels is looked at through DOWN × ACROSS windows of 3×3, STRIDE pixels apart. `k` numbers the
-places in a window. A row stands for LINES windows, one below the other, which share most of what they see: the
-compiler loads it once, as long as nothing is stored before the last of them. It knows the sides, as dividing by them
-takes long otherwise.
+The 3×3 windows of a map are described by a `WindowGrid`. A row of a tile stands for `lines` windows, one below the
+other, whose pixels overlap: the compiler loads each pixel only once, provided that all loads come before the first
+store. The grid is a compile-time constant, because division by its sides would be slow otherwise. `k` is the position
+of a pixel in its window. `more` is a further gradient of x that is added to the result, or None.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
-# ruff: noqa: RUF005 (Triton knows no stars in tuples)
+# ruff: noqa: RUF005 (Triton supports no unpacking in tuples)
 
 from __future__ import annotations
 
-from metabridge.models.fused_triton_kernels import AVAILABLE, jit, tile_of
+from typing import NamedTuple
+
+from metabridge.models.fused_triton_kernels import AVAILABLE, constexpr_function, jit, load_float, tile_indices
 
 if AVAILABLE:
     import triton.language as tl
 
 
+class WindowGrid(NamedTuple):
+    """The 3×3 windows of a map.
+
+    Args:
+        height: Height of the map in pixels.
+        width: Width of the map in pixels.
+        down: Number of windows from top to bottom.
+        across: Number of windows from left to right.
+        stride: Distance between neighbouring windows in pixels.
+        lines: Number of windows, one below the other, in one row of a tile.
+    """
+
+    height: int
+    width: int
+    down: int
+    across: int
+    stride: int
+    lines: int
+
+
+@constexpr_function
+def is_in_window(GRID, DILATION, pixel, k):
+    """Return whether a pixel, numbered within the strides of a row's windows, is pixel `k` of a window of the grid."""
+    down, right = pixel // GRID.stride - (k // 3 - 1) * DILATION, pixel % GRID.stride - (k % 3 - 1) * DILATION
+    return down % GRID.stride == 0 and right % GRID.stride == 0
+
+
+@constexpr_function
+def window_below(GRID, DILATION, pixel, k):
+    """Return how many windows below the row's first one that window lies."""
+    return (pixel // GRID.stride - (k // 3 - 1) * DILATION) // GRID.stride
+
+
+@constexpr_function
+def window_right(GRID, DILATION, pixel, k):
+    """Return how many windows to the right of the row's first one that window lies."""
+    return (pixel % GRID.stride - (k % 3 - 1) * DILATION) // GRID.stride
+
+
 @jit
-def near(
+def grid_index(
     row,
     rows,
     c,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
     STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
+    GRID: tl.constexpr,
     down: tl.constexpr,
     right: tl.constexpr,
 ):
-    """Where the pixel begins that is so far `down` and `right` of a row's first window, and whether there is one."""
-    GROUPS: tl.constexpr = (DOWN + LINES - 1) // LINES
-    i, j = row // ACROSS % GROUPS * LINES * STRIDE, row % ACROSS * STRIDE
-    centre = (row // ACROSS // GROUPS * HEIGHT + i) * WIDTH + j
+    """Return the index of the pixel `down` and `right` of a row's first window, and whether it exists."""
+    GROUPS: tl.constexpr = (GRID.down + GRID.lines - 1) // GRID.lines
+    i, j = row // GRID.across % GROUPS * GRID.lines * STRIDE, row % GRID.across * STRIDE
+    centre = (row // GRID.across // GROUPS * HEIGHT + i) * WIDTH + j
     inside = (i + down >= 0) & (i + down < HEIGHT) & (j + right >= 0) & (j + right < WIDTH) & (row < rows)
     return (centre.to(tl.int64) * c + (down * WIDTH + right) * c)[:, None], inside[:, None]
 
 
 @jit
-def window(
-    row,
-    rows,
-    c,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    LINES: tl.constexpr,
-    down: tl.constexpr,
-    right: tl.constexpr,
-):
-    """Where the window begins that is so far `down` and `right` of a row's first one, and whether there is one."""
-    return near(row, rows, c, DOWN, ACROSS, DOWN, ACROSS, 1, LINES, down, right)
+def pixel_index(row, rows, c, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
+    """Return the index of a pixel of the map, relative to the centre of a row's first window, and whether it exists."""
+    return grid_index(row, rows, c, GRID.height, GRID.width, GRID.stride, GRID, down, right)
 
 
 @jit
-def pixels_in(
-    row,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    down: tl.constexpr,
-    right: tl.constexpr,
-):
-    """How many pixels of the map the window so far `down` and `right` of a row's first one holds."""
-    GROUPS: tl.constexpr = (DOWN + LINES - 1) // LINES
-    i, j = (row // ACROSS % GROUPS * LINES + down) * STRIDE, (row % ACROSS + right) * STRIDE
-    lines = 1 + (i > 0).to(tl.int32) + (i + 1 < HEIGHT).to(tl.int32)
-    return (lines * (1 + (j > 0).to(tl.int32) + (j + 1 < WIDTH).to(tl.int32))).to(tl.float32)[:, None]
+def window_index(row, rows, c, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
+    """Return the index of a window in the output, relative to a row's first window, and whether it exists."""
+    return grid_index(row, rows, c, GRID.down, GRID.across, 1, GRID, down, right)
 
 
 @jit
-def plus(more, place, inside, slopes):
-    """The gradient with what has come from elsewhere, if anything has."""
+def tap_index(row, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, line: tl.constexpr, k: tl.constexpr):
+    """Return the index of pixel `k` of window number `line` of a row, and whether it exists."""
+    return pixel_index(row, rows, c, GRID, line * GRID.stride + (k // 3 - 1) * DILATION, (k % 3 - 1) * DILATION)
+
+
+@jit
+def pixels_in_window(row, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
+    """Return the number of pixels of the map in the window `down` and `right` of a row's first one."""
+    GROUPS: tl.constexpr = (GRID.down + GRID.lines - 1) // GRID.lines
+    i = (row // GRID.across % GROUPS * GRID.lines + down) * GRID.stride
+    j = (row % GRID.across + right) * GRID.stride
+    lines = 1 + (i > 0).to(tl.int32) + (i + 1 < GRID.height).to(tl.int32)
+    return (lines * (1 + (j > 0).to(tl.int32) + (j + 1 < GRID.width).to(tl.int32))).to(tl.float32)[:, None]
+
+
+@jit
+def add_gradient(more, index, inside, grad):
+    """Add the gradient `more` if there is one."""
     if more is not None:
-        slopes += tl.load(more + place, mask=inside, other=0.0).to(tl.float32)
-    return slopes
+        grad += load_float(more + index, inside)
+    return grad
 
 
 @jit
-def depthwise(
-    x,
-    weight,
-    y,
-    rows,
-    c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    DILATION: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
+def store_windows(y, values, row, rows, c, column, GRID: tl.constexpr):
+    """Store one value per window of each row."""
+    LINES: tl.constexpr = GRID.lines
+    for line in tl.static_range(LINES):
+        index, inside = window_index(row, rows, c, GRID, line, 0)
+        tl.store(y + index + column, values[line], mask=inside)
+
+
+@jit
+def store_pixel_grads(gx, more, grads, row, rows, c, column, GRID: tl.constexpr):
+    """Store the gradients of the pixels within the strides of a row's windows."""
+    PIXELS: tl.constexpr = GRID.lines * GRID.stride * GRID.stride
+    for pixel in tl.static_range(PIXELS):
+        index, inside = pixel_index(row, rows, c, GRID, pixel // GRID.stride, pixel % GRID.stride)
+        tl.store(gx + index + column, add_gradient(more, index + column, inside, grads[pixel]), mask=inside)
+
+
+@jit
+def relu_depthwise_conv(
+    x, weight, y, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """A 3×3 convolution of each channel of the rectified map by itself; the weight is by place and channel."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), (right * BC + tl.arange(0, BC))[None, :]
+    """Apply a 3×3 convolution to each channel of ReLU(x); the weight has shape (9, c)."""
+    row, column = tile_indices(c, BR, BC)
+    column = column[None, :]
+    LINES: tl.constexpr = GRID.lines
     totals = ()
     for line in tl.static_range(LINES):
         total = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
-            place, inside = near(
-                row,
-                rows,
-                c,
-                HEIGHT,
-                WIDTH,
-                DOWN,
-                ACROSS,
-                STRIDE,
-                LINES,
-                line * STRIDE + (k // 3 - 1) * DILATION,
-                (k % 3 - 1) * DILATION,
-            )
-            value = tl.load(x + place + column, mask=inside, other=0.0)
+            index, inside = tap_index(row, rows, c, GRID, DILATION, line, k)
+            value = tl.load(x + index + column, mask=inside, other=0.0)
             total += tl.where(value <= 0, 0.0, value).to(tl.float32) * tl.load(weight + k * c + column).to(tl.float32)
         totals = totals + (total,)
-    for line in tl.static_range(LINES):
-        place, inside = window(row, rows, c, DOWN, ACROSS, LINES, line, 0)
-        tl.store(y + place + column, totals[line], mask=inside)
+    store_windows(y, totals, row, rows, c, column, GRID)
 
 
 @jit
-def depthwise_back(
+def relu_depthwise_conv_backward(
     g,
     more,
     x,
@@ -136,312 +161,171 @@ def depthwise_back(
     partial,
     rows,
     c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
+    GRID: tl.constexpr,
     chunk,
     DILATION: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The map's gradient, and parts of the weight's, of a chunk of rows."""
+    """Compute the gradient of x, and sum the gradient of the weight over a chunk of rows."""
     column = (tl.program_id(0) * BC + tl.arange(0, BC))[None, :]
     start = tl.program_id(1) * chunk
-    nothing = tl.zeros([BR, BC], tl.float32)
-    sums = (nothing,) * 9
+    PIXELS: tl.constexpr = GRID.lines * GRID.stride * GRID.stride
+    zeros = tl.zeros([BR, BC], tl.float32)
+    sums = (zeros,) * 9
     for offset in range(start, tl.minimum(start + chunk, rows), BR):
         row = offset + tl.arange(0, BR)
         totals = ()
-        for pixel in tl.static_range(LINES * STRIDE * STRIDE):
-            place, own = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, STRIDE, LINES, pixel // STRIDE, pixel % STRIDE)
-            value = tl.load(x + place + column, mask=own, other=0.0)
+        for pixel in tl.static_range(PIXELS):
+            index, inside = pixel_index(row, rows, c, GRID, pixel // GRID.stride, pixel % GRID.stride)
+            value = tl.load(x + index + column, mask=inside, other=0.0)
             positive = value > 0
             value = tl.where(value <= 0, 0.0, value).to(tl.float32)
             total = tl.zeros([BR, BC], tl.float32)
             for k in tl.static_range(9):
-                if (pixel // STRIDE - (k // 3 - 1) * DILATION) % STRIDE == 0 and (
-                    pixel % STRIDE - (k % 3 - 1) * DILATION
-                ) % STRIDE == 0:
-                    place, inside = window(
+                if is_in_window(GRID, DILATION, pixel, k):
+                    index, inside = window_index(
                         row,
                         rows,
                         c,
-                        DOWN,
-                        ACROSS,
-                        LINES,
-                        (pixel // STRIDE - (k // 3 - 1) * DILATION) // STRIDE,
-                        (pixel % STRIDE - (k % 3 - 1) * DILATION) // STRIDE,
+                        GRID,
+                        window_below(GRID, DILATION, pixel, k),
+                        window_right(GRID, DILATION, pixel, k),
                     )
-                    slopes = tl.load(g + place + column, mask=inside, other=0.0).to(tl.float32)
-                    total += slopes * tl.load(weight + k * c + column).to(tl.float32)
-                    sums = sums[:k] + (sums[k] + slopes * value,) + sums[k + 1 :]
+                    grad = load_float(g + index + column, inside)
+                    total += grad * tl.load(weight + k * c + column).to(tl.float32)
+                    sums = sums[:k] + (sums[k] + grad * value,) + sums[k + 1 :]
             totals = totals + (tl.where(positive, total, 0.0),)
-        for pixel in tl.static_range(LINES * STRIDE * STRIDE):
-            place, own = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, STRIDE, LINES, pixel // STRIDE, pixel % STRIDE)
-            tl.store(gx + place + column, plus(more, place + column, own, totals[pixel]), mask=own)
+        store_pixel_grads(gx, more, totals, row, rows, c, column, GRID)
     for k in tl.static_range(9):
         tl.store(partial + (tl.program_id(1) * 9 + k) * c + column, tl.sum(sums[k], 0)[None, :])
 
 
 @jit
-def largest(
-    x,
-    y,
-    choice,
-    rows,
-    c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """The largest value in each window, and its place there."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), (right * BC + tl.arange(0, BC))[None, :]
+def max_pool(x, y, choice, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Store the maximum of each window, and its position."""
+    row, column = tile_indices(c, BR, BC)
+    column = column[None, :]
+    LINES: tl.constexpr = GRID.lines
     totals = ()
     choices = ()
     for line in tl.static_range(LINES):
         best = tl.full([BR, BC], float("-inf"), tl.float32)
         chosen = tl.zeros([BR, BC], tl.int32)
         for k in tl.static_range(9):
-            place, inside = near(
-                row,
-                rows,
-                c,
-                HEIGHT,
-                WIDTH,
-                DOWN,
-                ACROSS,
-                STRIDE,
-                LINES,
-                line * STRIDE + (k // 3 - 1),
-                (k % 3 - 1),
-            )
-            value = tl.load(x + place + column, mask=inside, other=float("-inf")).to(tl.float32)
+            index, inside = tap_index(row, rows, c, GRID, 1, line, k)
+            value = tl.load(x + index + column, mask=inside, other=float("-inf")).to(tl.float32)
             better = (value > best) | (value != value)
             chosen = tl.where(better, k, chosen)
             best = tl.where(better, value, best)
         totals = totals + (best,)
         choices = choices + (chosen,)
     for line in tl.static_range(LINES):
-        place, inside = window(row, rows, c, DOWN, ACROSS, LINES, line, 0)
-        tl.store(y + place + column, totals[line], mask=inside)
-        tl.store(choice + place + column, choices[line].to(tl.uint8), mask=inside)
+        index, inside = window_index(row, rows, c, GRID, line, 0)
+        tl.store(y + index + column, totals[line], mask=inside)
+        tl.store(choice + index + column, choices[line].to(tl.uint8), mask=inside)
 
 
 @jit
-def largest_back(
-    g,
-    more,
-    choice,
-    gx,
-    rows,
-    c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """What each pixel receives from the windows in which it was the largest."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), (right * BC + tl.arange(0, BC))[None, :]
+def max_pool_backward(g, more, choice, gx, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Sum for each pixel the gradients of the windows of which it is the maximum."""
+    row, column = tile_indices(c, BR, BC)
+    column = column[None, :]
+    PIXELS: tl.constexpr = GRID.lines * GRID.stride * GRID.stride
     totals = ()
-    for pixel in tl.static_range(LINES * STRIDE * STRIDE):
+    for pixel in tl.static_range(PIXELS):
         total = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
-            if (pixel // STRIDE - (k // 3 - 1)) % STRIDE == 0 and (pixel % STRIDE - (k % 3 - 1)) % STRIDE == 0:
-                place, inside = window(
-                    row,
-                    rows,
-                    c,
-                    DOWN,
-                    ACROSS,
-                    LINES,
-                    (pixel // STRIDE - (k // 3 - 1)) // STRIDE,
-                    (pixel % STRIDE - (k % 3 - 1)) // STRIDE,
+            if is_in_window(GRID, 1, pixel, k):
+                index, inside = window_index(
+                    row, rows, c, GRID, window_below(GRID, 1, pixel, k), window_right(GRID, 1, pixel, k)
                 )
-                chosen = tl.load(choice + place + column, mask=inside, other=9) == k
-                total += tl.where(chosen, tl.load(g + place + column, mask=inside, other=0.0).to(tl.float32), 0.0)
+                chosen = tl.load(choice + index + column, mask=inside, other=9) == k
+                total += tl.where(chosen, load_float(g + index + column, inside), 0.0)
         totals = totals + (total,)
-    for pixel in tl.static_range(LINES * STRIDE * STRIDE):
-        place, own = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, STRIDE, LINES, pixel // STRIDE, pixel % STRIDE)
-        tl.store(gx + place + column, plus(more, place + column, own, totals[pixel]), mask=own)
+    store_pixel_grads(gx, more, totals, row, rows, c, column, GRID)
 
 
 @jit
-def mean(
-    x,
-    y,
-    rows,
-    c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """The mean of the pixels in each window."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), (right * BC + tl.arange(0, BC))[None, :]
+def mean_pool(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Store the mean of the pixels of the map in each window."""
+    row, column = tile_indices(c, BR, BC)
+    column = column[None, :]
+    LINES: tl.constexpr = GRID.lines
     totals = ()
     for line in tl.static_range(LINES):
         total = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
-            place, inside = near(
-                row,
-                rows,
-                c,
-                HEIGHT,
-                WIDTH,
-                DOWN,
-                ACROSS,
-                STRIDE,
-                LINES,
-                line * STRIDE + (k // 3 - 1),
-                (k % 3 - 1),
-            )
-            total += tl.load(x + place + column, mask=inside, other=0.0).to(tl.float32)
-        total /= pixels_in(row, HEIGHT, WIDTH, DOWN, ACROSS, STRIDE, LINES, line, 0)
+            index, inside = tap_index(row, rows, c, GRID, 1, line, k)
+            total += load_float(x + index + column, inside)
+        total /= pixels_in_window(row, GRID, line, 0)
         totals = totals + (total,)
-    for line in tl.static_range(LINES):
-        place, inside = window(row, rows, c, DOWN, ACROSS, LINES, line, 0)
-        tl.store(y + place + column, totals[line], mask=inside)
+    store_windows(y, totals, row, rows, c, column, GRID)
 
 
 @jit
-def mean_back(
-    g,
-    more,
-    gx,
-    rows,
-    c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """What each pixel receives from the windows that hold it."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), (right * BC + tl.arange(0, BC))[None, :]
+def mean_pool_backward(g, more, gx, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Sum for each pixel the gradients of the windows that contain it, divided by their numbers of pixels."""
+    row, column = tile_indices(c, BR, BC)
+    column = column[None, :]
+    PIXELS: tl.constexpr = GRID.lines * GRID.stride * GRID.stride
     totals = ()
-    for pixel in tl.static_range(LINES * STRIDE * STRIDE):
+    for pixel in tl.static_range(PIXELS):
         total = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
-            if (pixel // STRIDE - (k // 3 - 1)) % STRIDE == 0 and (pixel % STRIDE - (k % 3 - 1)) % STRIDE == 0:
-                place, inside = window(
-                    row,
-                    rows,
-                    c,
-                    DOWN,
-                    ACROSS,
-                    LINES,
-                    (pixel // STRIDE - (k // 3 - 1)) // STRIDE,
-                    (pixel % STRIDE - (k % 3 - 1)) // STRIDE,
+            if is_in_window(GRID, 1, pixel, k):
+                index, inside = window_index(
+                    row, rows, c, GRID, window_below(GRID, 1, pixel, k), window_right(GRID, 1, pixel, k)
                 )
-                held = pixels_in(
-                    row,
-                    HEIGHT,
-                    WIDTH,
-                    DOWN,
-                    ACROSS,
-                    STRIDE,
-                    LINES,
-                    (pixel // STRIDE - (k // 3 - 1)) // STRIDE,
-                    (pixel % STRIDE - (k % 3 - 1)) // STRIDE,
-                )
-                total += tl.load(g + place + column, mask=inside, other=0.0).to(tl.float32) / held
+                count = pixels_in_window(row, GRID, window_below(GRID, 1, pixel, k), window_right(GRID, 1, pixel, k))
+                total += load_float(g + index + column, inside) / count
         totals = totals + (total,)
-    for pixel in tl.static_range(LINES * STRIDE * STRIDE):
-        place, own = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, STRIDE, LINES, pixel // STRIDE, pixel % STRIDE)
-        tl.store(gx + place + column, plus(more, place + column, own, totals[pixel]), mask=own)
+    store_pixel_grads(gx, more, totals, row, rows, c, column, GRID)
 
 
 @jit
-def halve(
-    x,
-    y,
-    rows,
-    c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """The even pixels of the rectified map, and beside them the odd ones, with zeros beyond the edge."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), (right * BC + tl.arange(0, BC))[None, :]
+def relu_even_odd(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Store ReLU(x) at even pixels and, as further channels, at odd pixels, with zeros beyond the edge."""
+    row, column = tile_indices(c, BR, BC)
+    column = column[None, :]
     for odd in tl.static_range(2):
-        place, inside = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, 2, 1, odd, odd)
-        value = tl.load(x + place + column, mask=inside, other=0.0)
-        place = (2 * row[:, None].to(tl.int64) + odd) * c + column
-        tl.store(y + place, tl.where(value <= 0, 0.0, value), mask=(row < rows)[:, None])
+        index, inside = pixel_index(row, rows, c, GRID, odd, odd)
+        value = tl.load(x + index + column, mask=inside, other=0.0)
+        half = (2 * row[:, None].to(tl.int64) + odd) * c + column
+        tl.store(y + half, tl.where(value <= 0, 0.0, value), mask=(row < rows)[:, None])
 
 
 @jit
-def halve_back(
-    g,
-    more,
-    y,
-    gx,
-    rows,
-    c,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """The gradient of a map that was halved to `y`: nothing where one side is even and the other odd."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), (right * BC + tl.arange(0, BC))[None, :]
+def relu_even_odd_backward(g, more, y, gx, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Compute the gradient of x; it is 0 at pixels of which one coordinate is even and the other odd."""
+    row, column = tile_indices(c, BR, BC)
+    column = column[None, :]
     for pixel in tl.static_range(4):
-        place, own = near(row, rows, c, HEIGHT, WIDTH, DOWN, ACROSS, 2, 1, pixel // 2, pixel % 2)
-        slopes = tl.zeros([BR, BC], tl.float32)
+        index, inside = pixel_index(row, rows, c, GRID, pixel // 2, pixel % 2)
+        grad = tl.zeros([BR, BC], tl.float32)
         if pixel % 3 == 0:
             half = (2 * row[:, None].to(tl.int64) + pixel // 3) * c + column
-            slopes = tl.load(g + half, mask=own, other=0.0).to(tl.float32)
-            slopes = tl.where(tl.load(y + half, mask=own, other=0.0) > 0, slopes, 0.0)
-        tl.store(gx + place + column, plus(more, place + column, own, slopes), mask=own)
+            grad = load_float(g + half, inside)
+            grad = tl.where(tl.load(y + half, mask=inside, other=0.0) > 0, grad, 0.0)
+        tl.store(gx + index + column, add_gradient(more, index + column, inside, grad), mask=inside)
 
 
 @jit
-def join(x, y, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
-    """Rectify a map into the columns of a wider one from `first` on."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR)[:, None], right * BC + tl.arange(0, BC)[None, :]
+def relu_concat(x, y, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
+    """Store ReLU(x) in the columns from `first` of a matrix of `width` columns."""
+    row, column = tile_indices(c, BR, BC)
+    row, column = row[:, None], column[None, :]
     value = tl.load(x + row.to(tl.int64) * c + column, mask=row < rows, other=0.0)
     tl.store(y + row.to(tl.int64) * width + first + column, tl.where(value <= 0, 0.0, value), mask=row < rows)
 
 
 @jit
-def join_back(g, more, y, gx, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
-    """Take one map's gradient out of the wider one's."""
-    below, right = tile_of(c, BC)
-    row, column = below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+def relu_concat_backward(g, more, y, gx, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
+    """Compute the gradient of one of the concatenated maps."""
+    row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
-    place = row[:, None].to(tl.int64) * width + first + column[None, :]
-    positive = tl.load(y + place, mask=inside, other=0.0) > 0
-    slopes = tl.where(positive, tl.load(g + place, mask=inside, other=0.0).to(tl.float32), 0.0)
-    place = row[:, None].to(tl.int64) * c + column[None, :]
-    tl.store(gx + place, plus(more, place, inside, slopes), mask=inside)
+    index = row[:, None].to(tl.int64) * width + first + column[None, :]
+    positive = tl.load(y + index, mask=inside, other=0.0) > 0
+    grad = tl.where(positive, load_float(g + index, inside), 0.0)
+    index = row[:, None].to(tl.int64) * c + column[None, :]
+    tl.store(gx + index, add_gradient(more, index, inside, grad), mask=inside)

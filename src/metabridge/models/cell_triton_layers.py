@@ -1,7 +1,8 @@
-"""The layers of cells in Triton, each as few passes over memory; see `fused`.
+"""The operators of cells, each in few passes over memory with Triton; see `fused_layers`.
 
-Most return what they make and the map they were given, handed on to the next layer that reads it: gradients of all its
-readers then add up inside the kernels.
+Except `relu_concat`, every layer returns its output and also its input x. The next layer that reads x takes the
+returned one. Autograd then passes the gradients of the later readers to the backward pass of the earlier one, which
+adds them up in its kernel instead of in separate passes over memory.
 """
 
 from __future__ import annotations
@@ -17,130 +18,132 @@ from torch.nn import functional as F
 
 from metabridge.models import cell_triton_kernels as kernels
 from metabridge.models import triton_tiles
+from metabridge.models.cell_triton_kernels import WindowGrid
 from metabridge.models.cells import MeanPool
-from metabridge.models.fused_layers import differentiable
+from metabridge.models.fused_layers import differentiable_vjp
 
-# These are chosen by how many registers and instructions the compiler then needs.
-LINES = 3  # windows one below the other that a program looks through at the same pixels
-FEW = 512  # elements of a map that a program holds beside nine sums
-MANY = 2112  # programs that share nine sums
-
-
-def pointwise(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The 1×1 convolution, and x.
-
-    This and what follows return x too, for the one of them that takes it next: its gradients are then added up where
-    they arise, and not in passes over memory of their own.
-    """
-    return _handed_on(_Pointwise(), x, weight)
+# Chosen by the numbers of registers and instructions of the compiled kernels.
+LINES = 3  # windows, one below the other, that a row of a tile stands for
+WEIGHT_TILE = 512  # elements of a tile of a program that also holds nine sums
+WEIGHT_PROGRAMS = 2112  # programs that share nine sums
 
 
-def depthwise(x: Tensor, weight: Tensor, stride: int, dilation: int) -> tuple[Tensor, Tensor]:
-    """The 3×3 convolution of each channel of ReLU(x) by itself, padded so that it keeps or halves the sides, and x."""
-    return _handed_on(_Depthwise(stride, dilation), x, weight)
+def conv_1x1(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 1×1 convolution, and x."""
+    return _with_input(_Conv1x1(), x, weight)
 
 
-def max_pooled(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """The largest value in every 3×3 window, and x."""
-    return _handed_on(_MaxPooled(stride), x)
+def relu_depthwise_conv(x: Tensor, weight: Tensor, stride: int, dilation: int) -> tuple[Tensor, Tensor]:
+    """Return the depthwise 3×3 convolution of ReLU(x), padded to keep the sides or to halve them, and x."""
+    return _with_input(_ReluDepthwiseConv(stride, dilation), x, weight)
 
 
-def mean_pooled(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """The mean of every 3×3 window, of the pixels that it holds, and x."""
-    return _handed_on(_MeanPooled(stride), x)
+def max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Return the maximum of every 3×3 window, and x."""
+    return _with_input(_MaxPool(stride), x)
 
 
-def halved(x: Tensor) -> tuple[Tensor, Tensor]:
-    """ReLU(x) at pixels (2i, 2j), as further channels at (2i + 1, 2j + 1) with zeros beyond the edge, and x."""
-    return _handed_on(_Halved(), x)
+def mean_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Return the mean over the pixels of the map in every 3×3 window, and x."""
+    return _with_input(_MeanPool(stride), x)
 
 
-def positive(x: Tensor) -> tuple[Tensor, Tensor]:
-    """ReLU(x), and x."""
-    return _handed_on(_Positive(), x)
+def relu_even_odd(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ReLU(x) at pixels (2i, 2j) and, as further channels, at (2i + 1, 2j + 1), zero beyond the edge; and x."""
+    return _with_input(_ReluEvenOdd(), x)
 
 
-def joined(*maps: Tensor) -> Tensor:
-    """ReLU of maps side by side, as channels of one."""
-    return _Joined.apply(*map(triton_tiles.channels_last, maps))  # type: ignore[no-any-return]
+def relu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ReLU(x), and x."""
+    return _with_input(_Relu(), x)
+
+
+def relu_concat(*maps: Tensor) -> Tensor:
+    """Return ReLU of the maps, concatenated along the channels."""
+    return _ReluConcat.apply(*map(triton_tiles.channels_last, maps))  # type: ignore[no-any-return]
 
 
 class _Layer(Protocol):
-    """What is done to a map x with a weight or none, and how the gradient comes back."""
+    """A function of a map x and at most one weight, and its backward pass."""
 
     @property
     def forward(self) -> Callable[..., tuple[Tensor, ...]]:
-        """From x and the weight to the value, and what else the way back needs."""
+        """Map x and the weight to the output and any further tensors for the backward pass."""
 
     @property
-    def back(self) -> Callable[..., tuple[Tensor, ...]]:
-        """From the value's gradient, more of x's or None, x, the weight and `forward`'s to the gradients of both."""
+    def backward(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Map the output's gradient, another gradient of x or None, x, the weight and `forward`'s tensors to grads."""
 
     @property
     def plain(self) -> Callable[..., Tensor]:
-        """From x and the weight to the value, by PyTorch's own operations."""
+        """Compute the output with PyTorch's operations."""
 
 
-def _handed_on(layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
-    return _HandedOn.apply(layer, triton_tiles.channels_last(x), *weight)  # type: ignore[no-any-return]
+def _with_input(layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
+    return _WithInput.apply(layer, triton_tiles.channels_last(x), *weight)  # type: ignore[no-any-return]
 
 
-class _HandedOn(torch.autograd.Function):
+class _WithInput(torch.autograd.Function):
+    """Return a layer's output and its input."""
+
     @staticmethod
     def forward(ctx: Any, layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
-        y, *kept = layer.forward(x, *weight)
-        ctx.save_for_backward(x, *weight, y, *kept)
+        y, *saved = layer.forward(x, *weight)
+        ctx.save_for_backward(x, *weight, y, *saved)
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.inputs = layer, 1 + len(weight)
         return y, x
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, kept = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        inputs, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
         if g is None:
             return None, more, *[None] * (ctx.inputs - 1)
         if torch.is_grad_enabled():
-            slope, *rest = differentiable((ctx.layer.plain(*inputs),), inputs, (g,))
-            return None, slope if slope is None or more is None else slope + more, *rest
+            gx, *rest = differentiable_vjp((ctx.layer.plain(*inputs),), inputs, (g,))
+            return None, gx if gx is None or more is None else gx + more, *rest
         more = None if more is None else triton_tiles.channels_last(more)
-        return None, *ctx.layer.back(triton_tiles.channels_last(g), more, *inputs, *kept)
+        return None, *ctx.layer.backward(triton_tiles.channels_last(g), more, *inputs, *saved)
 
 
 @dataclass(frozen=True)
-class _Pointwise:
+class _Conv1x1:
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (F.linear(x.movedim(1, -1), weight.flatten(1)).movedim(-1, 1),)
 
-    def back(self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        across, flat = weight.flatten(1), _matrix(g)
-        slope = flat @ across if more is None else torch.addmm(_matrix(more), flat, across)
-        return slope.view(*x.movedim(1, -1).shape).movedim(-1, 1), (flat.T @ _matrix(x)).view_as(weight)
+    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        matrix, rows = weight.flatten(1), _matrix(g)
+        gx = rows @ matrix if more is None else torch.addmm(_matrix(more), rows, matrix)
+        return gx.view(*x.movedim(1, -1).shape).movedim(-1, 1), (rows.T @ _matrix(x)).view_as(weight)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.conv2d(x, weight)
 
 
 @dataclass(frozen=True)
-class _Depthwise:
+class _ReluDepthwiseConv:
     stride: int
     dilation: int
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        y, by_place = _windows(x, self.stride), weight.flatten(1).T.contiguous()
-        (rows, c, *view), tile = _view(x, y, self.stride), triton_tiles.tile(x.shape[1], triton_tiles.WINDOWS)
-        kernels.depthwise[triton_tiles.grid(rows, c, tile)](
-            x, by_place, y, rows, c, *view, DILATION=self.dilation, **tile
+        y, rows, grid, tile = _window_output(x, self.stride)
+        taps = weight.flatten(1).T.contiguous()
+        kernels.relu_depthwise_conv[triton_tiles.launch_grid(rows, x.shape[1], tile)](
+            x, taps, y, rows, x.shape[1], grid, DILATION=self.dilation, **tile
         )
-        return y, by_place
+        return y, taps
 
-    def back(
-        self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, by_place: Tensor
+    def backward(
+        self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, taps: Tensor
     ) -> tuple[Tensor, ...]:
-        gx, (rows, c, *view) = torch.empty_like(x), _view(x, g, self.stride)
-        tile, chunk, parts = triton_tiles.tile(c, FEW), *triton_tiles.chunks(rows, c, MANY)
+        gx, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
+        tile, chunk, parts = (
+            triton_tiles.tile_shape(c, WEIGHT_TILE),
+            *triton_tiles.row_chunks(rows, c, WEIGHT_PROGRAMS),
+        )
         partial = x.new_empty(parts, 3, 3, c, dtype=torch.float32)
-        kernels.depthwise_back[c // tile["BC"], parts](
-            g, more, x, by_place, gx, partial, rows, c, *view, chunk, DILATION=self.dilation, **tile
+        kernels.relu_depthwise_conv_backward[c // tile["BC"], parts](
+            g, more, x, taps, gx, partial, rows, c, grid, chunk, DILATION=self.dilation, **tile
         )
         return gx, partial.sum(0).to(weight.dtype).movedim(-1, 0)[:, None]
 
@@ -149,20 +152,19 @@ class _Depthwise:
 
 
 @dataclass(frozen=True)
-class _MaxPooled:
+class _MaxPool:
     stride: int
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = _windows(x, self.stride)
+        y, rows, grid, tile = _window_output(x, self.stride)
         choice = torch.empty_like(y, dtype=torch.uint8)
-        (rows, c, *view), tile = _view(x, y, self.stride), triton_tiles.tile(x.shape[1], triton_tiles.WINDOWS)
-        kernels.largest[triton_tiles.grid(rows, c, tile)](x, y, choice, rows, c, *view, **tile)
+        kernels.max_pool[triton_tiles.launch_grid(rows, x.shape[1], tile)](x, y, choice, rows, x.shape[1], grid, **tile)
         return y, choice
 
-    def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor, choice: Tensor) -> tuple[Tensor, ...]:
-        gx, tile = torch.empty_like(x), triton_tiles.tile(x.shape[1], triton_tiles.WINDOWS)
-        rows, c, *view = _view(x, g, self.stride)
-        kernels.largest_back[triton_tiles.grid(rows, c, tile)](g, more, choice, gx, rows, c, *view, **tile)
+    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor, choice: Tensor) -> tuple[Tensor, ...]:
+        gx, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
+        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+        kernels.max_pool_backward[triton_tiles.launch_grid(rows, c, tile)](g, more, choice, gx, rows, c, grid, **tile)
         return (gx,)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -170,19 +172,18 @@ class _MaxPooled:
 
 
 @dataclass(frozen=True)
-class _MeanPooled:
+class _MeanPool:
     stride: int
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = _windows(x, self.stride)
-        (rows, c, *view), tile = _view(x, y, self.stride), triton_tiles.tile(x.shape[1], triton_tiles.WINDOWS)
-        kernels.mean[triton_tiles.grid(rows, c, tile)](x, y, rows, c, *view, **tile)
+        y, rows, grid, tile = _window_output(x, self.stride)
+        kernels.mean_pool[triton_tiles.launch_grid(rows, x.shape[1], tile)](x, y, rows, x.shape[1], grid, **tile)
         return (y,)
 
-    def back(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        gx, tile = torch.empty_like(x), triton_tiles.tile(x.shape[1], triton_tiles.WINDOWS)
-        rows, c, *view = _view(x, g, self.stride)
-        kernels.mean_back[triton_tiles.grid(rows, c, tile)](g, more, gx, rows, c, *view, **tile)
+    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        gx, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
+        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+        kernels.mean_pool_backward[triton_tiles.launch_grid(rows, c, tile)](g, more, gx, rows, c, grid, **tile)
         return (gx,)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -190,25 +191,21 @@ class _MeanPooled:
 
 
 @dataclass(frozen=True)
-class _Halved:
+class _ReluEvenOdd:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         n, c, height, width = x.shape
-        y = triton_tiles.empty(
-            (n, 2 * c, triton_tiles.parts(height, 2), triton_tiles.parts(width, 2)), x.dtype, x.device
-        )
-        rows, tile = triton_tiles.matrix_shape(y)[0], triton_tiles.tile(c)
-        kernels.halve[triton_tiles.grid(rows, c, tile)](x, y, rows, *x.shape[1:], *y.shape[2:], **tile)
+        down, across = triton_tiles.ceil_div(height, 2), triton_tiles.ceil_div(width, 2)
+        y = triton_tiles.empty_map((n, 2 * c, down, across), x.dtype, x.device)
+        rows, tile = triton_tiles.matrix_shape(y)[0], triton_tiles.tile_shape(c)
+        grid = WindowGrid(height, width, down, across, stride=2, lines=1)
+        kernels.relu_even_odd[triton_tiles.launch_grid(rows, c, tile)](x, y, rows, c, grid, **tile)
         return (y,)
 
-    def back(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        gx, tile, rows = (
-            torch.empty_like(x),
-            triton_tiles.tile(x.shape[1], triton_tiles.WINDOWS),
-            triton_tiles.matrix_shape(g)[0],
-        )
-        kernels.halve_back[triton_tiles.grid(rows, x.shape[1], tile)](
-            g, more, y, gx, rows, *x.shape[1:], *g.shape[2:], **tile
-        )
+    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        gx, c, rows = torch.empty_like(x), x.shape[1], triton_tiles.matrix_shape(g)[0]
+        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+        grid = WindowGrid(*x.shape[2:], *g.shape[2:], stride=2, lines=1)
+        kernels.relu_even_odd_backward[triton_tiles.launch_grid(rows, c, tile)](g, more, y, gx, rows, c, grid, **tile)
         return (gx,)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -217,21 +214,21 @@ class _Halved:
 
 
 @dataclass(frozen=True)
-class _Positive:
+class _Relu:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (_join([x]),)
+        return (_relu_concat([x]),)
 
-    def back(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_part(g, y, [x.shape[1]], more))
+    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_relu_concat_backward(g, y, [x.shape[1]], more))
 
     def plain(self, x: Tensor) -> Tensor:
         return F.relu(x)
 
 
-class _Joined(torch.autograd.Function):
+class _ReluConcat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *maps: Tensor) -> Tensor:
-        y = _join(maps)
+        y = _relu_concat(maps)
         ctx.save_for_backward(y)
         ctx.channels = [value.shape[1] for value in maps]
         return y
@@ -241,44 +238,48 @@ class _Joined(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             return (g * (y > 0)).split(ctx.channels, 1)  # type: ignore[no-any-return]
-        return tuple(_part(triton_tiles.channels_last(g), y, ctx.channels))
+        return tuple(_relu_concat_backward(triton_tiles.channels_last(g), y, ctx.channels))
 
 
-def _join(maps: Sequence[Tensor]) -> Tensor:
-    """Rectify maps into one."""
+def _relu_concat(maps: Sequence[Tensor]) -> Tensor:
     channels = [value.shape[1] for value in maps]
     n, _, *sides = maps[0].shape
-    y = triton_tiles.empty((n, sum(channels), *sides), maps[0].dtype, maps[0].device)
+    y = triton_tiles.empty_map((n, sum(channels), *sides), maps[0].dtype, maps[0].device)
     rows, width = triton_tiles.matrix_shape(y)
     for value, c, first in zip(maps, channels, itertools.accumulate(channels, initial=0)):
-        tile = triton_tiles.tile(c)
-        kernels.join[triton_tiles.grid(rows, c, tile)](value, y, rows, c, width, first, **tile)
+        tile = triton_tiles.tile_shape(c)
+        kernels.relu_concat[triton_tiles.launch_grid(rows, c, tile)](value, y, rows, c, width, first, **tile)
     return y
 
 
-def _part(g: Tensor, y: Tensor, channels: Sequence[int], more: Tensor | None = None) -> Iterator[Tensor]:
-    """The gradients of the maps that were joined to y."""
+def _relu_concat_backward(
+    g: Tensor, y: Tensor, channels: Sequence[int], more: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Yield the gradients of the concatenated maps."""
     n, _, *sides = y.shape
     rows, width = triton_tiles.matrix_shape(y)
     for c, first in zip(channels, itertools.accumulate(channels, initial=0)):
-        gx, tile = triton_tiles.empty((n, c, *sides), g.dtype, g.device), triton_tiles.tile(c)
-        kernels.join_back[triton_tiles.grid(rows, c, tile)](g, more, y, gx, rows, c, width, first, **tile)
+        gx, tile = triton_tiles.empty_map((n, c, *sides), g.dtype, g.device), triton_tiles.tile_shape(c)
+        kernels.relu_concat_backward[triton_tiles.launch_grid(rows, c, tile)](
+            g, more, y, gx, rows, c, width, first, **tile
+        )
         yield gx
-
-
-def _windows(x: Tensor, stride: int) -> Tensor:
-    """An empty map for one value of every window, which lie `stride` pixels apart from the first one on."""
-    n, c, height, width = x.shape
-    return triton_tiles.empty(
-        (n, c, triton_tiles.parts(height, stride), triton_tiles.parts(width, stride)), x.dtype, x.device
-    )
 
 
 def _matrix(x: Tensor) -> Tensor:
     return x.movedim(1, -1).flatten(0, -2)
 
 
-def _view(x: Tensor, y: Tensor, stride: int) -> list[int]:
-    """What the kernels of windows y on x go by: rows, channels, the sides of both, the stride, and windows in a row."""
+def _window_output(x: Tensor, stride: int) -> tuple[Tensor, int, WindowGrid, dict[str, int]]:
+    """Return an empty map with one value per window, and the rows, the grid and the tile for the kernel."""
+    n, c, height, width = x.shape
+    shape = n, c, triton_tiles.ceil_div(height, stride), triton_tiles.ceil_div(width, stride)
+    y = triton_tiles.empty_map(shape, x.dtype, x.device)
+    return y, *_window_rows(x, y, stride), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+
+
+def _window_rows(x: Tensor, y: Tensor, stride: int) -> tuple[int, WindowGrid]:
+    """Return the number of rows of windows, and the grid of the windows y of the map x."""
     (n, _, down, across), lines = y.shape, LINES if stride == 1 else 1
-    return [n * triton_tiles.parts(down, lines) * across, *x.shape[1:], down, across, stride, lines]
+    rows = n * triton_tiles.ceil_div(down, lines) * across
+    return rows, WindowGrid(x.shape[2], x.shape[3], down, across, stride, lines)

@@ -1,7 +1,8 @@
-"""Stacks of searched cells: a supernet with all operators at once, and the network of one architecture (B §6.1).
+"""Networks of cells: a supernet, and the network of one architecture (Wang et al. 2022, §6.1).
 
-The two are one module, of which a mask says what takes part. All candidates of a search therefore share the
-supernet's weights, and what it computes under the mask of an architecture is what that architecture's network does.
+Both use the same module, in which a mask selects the operators. All candidates of a search therefore share the weights
+of the supernet, and the supernet under the mask of an architecture computes the same as the network of that
+architecture.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.errors import InputError, check_positive
-from metabridge.models.architecture import EDGES, NODES, OPERATORS, ActiveOperators, Architecture, Edges, edges_of
+from metabridge.models.architecture import EDGES, NODES, OPERATORS, ActiveOperators, Architecture, EdgeSets, edges_of
 from metabridge.models.batch_norm import BatchNorm, Statistics, group_count
 from metabridge.models.drop_path import DropPath
 from metabridge.models.network import Network, records_recipe, seeded
-from metabridge.models.triton_support import fusible
+from metabridge.models.triton_support import can_fuse
 
 Norm = Literal["batch", "group"]
 MakeNorm = Callable[[int], nn.Module]  # from the number of channels
@@ -37,15 +38,33 @@ def supernet(
     statistics: Statistics = "batch",
     seed: int = 0,
 ) -> Network:
-    """A stack of cells whose edges add up all their operators that are `active`; `mask` makes them fewer.
+    """Build a network of cells in which every edge adds up all its active operators.
 
-    With group norm every image is normalised by itself, and so has a gradient of its own (B app. E).
+    With group norm every image is normalised separately, so that per-image gradients are defined (Wang et al. 2022,
+    app. E).
+
+    Args:
+        active: The operators of every edge. `mask` can deactivate some of them later.
+        cells: Number of cells, at least 3. Reduction cells are at a third and at two thirds of the depth.
+        channels: Channels of the first cells. A reduction cell doubles them.
+        image_channels: Channels of the images.
+        size: Height and width of the images in pixels.
+        outputs: Outputs of the head.
+        norm: "group" or "batch".
+        statistics: Statistics of the batch norms, see `BatchNorm`.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If an option is out of range.
 
     >>> net = supernet(ActiveOperators.full(), channels=4)
     >>> net.head
     Linear(in_features=48, out_features=5, bias=True)
     """
-    return _stacked(active, cells, channels, image_channels, size, outputs, norm, statistics, 0.0, seed)
+    return _build(active, cells, channels, image_channels, size, outputs, norm, statistics, 0.0, seed)
 
 
 @records_recipe
@@ -62,11 +81,26 @@ def cell_network(
     drop_rate: float = 0.2,
     seed: int = 0,
 ) -> Network:
-    """The network of an architecture, given as such or as its plain data, to be trained.
+    """Build the network of one architecture, for training.
 
-    Its first cells have `channels`, and a reduction cell at a third and at two thirds of the depth doubles them.
-    In training an operator's output is dropped with the chance `drop_rate`, 0.2 for mini-ImageNet and 0.1 for
-    tiered-ImageNet (B app. E).
+    Args:
+        architecture: The architecture, or the mapping that `Architecture.from_dict` takes.
+        cells: Number of cells, at least 3. Reduction cells are at a third and at two thirds of the depth.
+        channels: Channels of the first cells. A reduction cell doubles them.
+        image_channels: Channels of the images.
+        size: Height and width of the images in pixels.
+        outputs: Outputs of the head.
+        norm: "batch" or "group".
+        statistics: Statistics of the batch norms, see `BatchNorm`.
+        drop_rate: Probability that training drops the output of an operator: 0.2 for mini-ImageNet and 0.1 for
+            tiered-ImageNet (Wang et al. 2022, app. E).
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If an option is out of range.
 
     >>> from metabridge.nas import random_architecture
     >>> net = cell_network(random_architecture(torch.Generator().manual_seed(0)), channels=4, outputs=7)
@@ -76,29 +110,38 @@ def cell_network(
     if not isinstance(architecture, Architecture):
         architecture = Architecture.from_dict(architecture)
     active = architecture.active_operators
-    return _stacked(active, cells, channels, image_channels, size, outputs, norm, statistics, drop_rate, seed)
+    return _build(active, cells, channels, image_channels, size, outputs, norm, statistics, drop_rate, seed)
 
 
 def mask(net: Network, active: ActiveOperators) -> None:
-    """Let only what is `active` take part from now on, among the operators that the supernet was made with.
+    """Deactivate all operators of a supernet except `active`.
+
+    Args:
+        net: The supernet, which is changed in place.
+        active: The operators that stay active. The supernet must have been built with all of them.
+
+    Raises:
+        InputError: If `net` is not a network of cells, or lacks one of the operators.
 
     >>> net = supernet(ActiveOperators.full(), channels=4)
     >>> mask(net, ActiveOperators.full().without(("normal", 0, "skip")))
     """
     if not isinstance(net.features, Cells):
-        raise InputError("net is no stack of cells, so it cannot be masked. Use metabridge.models.cells.supernet.")
-    missing = set(active) - set(net.features.made)
+        raise InputError("net is not a network of cells, so it cannot be masked. Use metabridge.models.cells.supernet.")
+    missing = set(active) - set(net.features.available)
     if missing:
         cell, edge, operator = min(missing)
-        raise InputError(f"the supernet was made without {operator!r} on edge {edge} of the {cell} cell. Make another.")
+        raise InputError(
+            f"the supernet was built without {operator!r} on edge {edge} of the {cell} cell. Build another supernet."
+        )
     net.features.active = active
 
 
 class Cells(nn.Module):
-    """A stem, the cells, and global average pooling: features of three times the last cell's channels.
+    """A stem, the cells, and global average pooling; the features have three times the channels of the last cell.
 
-    The mean of a map that was normalised by itself is the same for all images. With group norm, where that comes
-    close, another norm and a rectifier stand before the pooling, as they do in the public code of B's search.
+    The mean over a map that was normalised separately is the same for all images. With group norm it is nearly so, so
+    that another norm and a ReLU come before the pooling, as in the public code of Wang et al. 2022.
     """
 
     def __init__(
@@ -112,7 +155,7 @@ class Cells(nn.Module):
         drop_rate: float,
     ) -> None:
         super().__init__()
-        self.made = self.active = active
+        self.available = self.active = active
         self.kind, self.channels = kind, channels
         norm = _norm(kind, statistics)
         width = NODES * channels
@@ -128,24 +171,27 @@ class Cells(nn.Module):
         self.end = nn.Sequential(norm(self.dimension), nn.ReLU()) if kind == "group" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images to features (points, dimension)."""
-        if self.training and self.kind == "batch" and fusible(x, self.channels):
+        """Return the features of images, of shape (points, dimension)."""
+        if self.training and self.kind == "batch" and can_fuse(x, self.channels):
             from metabridge.models.fused_cells import features
 
             return features(self, x)
         before = last = self.stem(x)
-        for cell, active in self.parts():
+        for cell, active in self.cells_with_operators():
             before, last = last, cell(before, last, active)
         return self.end(last).mean((-2, -1))  # type: ignore[no-any-return]
 
-    def parts(self) -> Iterator[tuple[Cell, Edges]]:
-        """Go through the cells, each with what is active on its edges."""
+    def cells_with_operators(self) -> Iterator[tuple[Cell, EdgeSets]]:
+        """Yield each cell with the active operators of its edges."""
         for cell in cast(Iterable[Cell], self.cells):
             yield cell, self.active.reduction if cell.reduction else self.active.normal
 
 
 class Cell(nn.Module):
-    """Three nodes on the outputs of the two cells before, of which the earlier is larger if the other `halved` it."""
+    """Three nodes that read the outputs of the two previous cells.
+
+    If `halved` is true, the previous cell is a reduction cell, so that the output of the cell before it is halved here.
+    """
 
     def __init__(
         self,
@@ -164,32 +210,32 @@ class Cell(nn.Module):
         self.edges = nn.ModuleList()
         for (_, source), operators in zip(EDGES, active.reduction if reduction else active.normal):
             stride = 2 if reduction and source < 2 else 1
-            made = {name: _OPERATORS[name](channels, stride, norm) for name in OPERATORS if name in operators}
-            self.edges.append(nn.ModuleDict(made))
+            modules = {name: _OPERATORS[name](channels, stride, norm) for name in OPERATORS if name in operators}
+            self.edges.append(nn.ModuleDict(modules))
         self.drop = DropPath(drop_rate) if drop_rate else nn.Identity()
 
-    def forward(self, before: Tensor, last: Tensor, active: Edges) -> Tensor:
-        """Return the nodes side by side."""
+    def forward(self, before: Tensor, last: Tensor, active: EdgeSets) -> Tensor:
+        """Return the concatenation of the nodes."""
         states = [self.before(before), self.last(last)]
         for node in range(NODES):
-            arriving = [self._sent(operator, states[source]) for operator, source in self.arriving(node, active)]
-            states.append(functools.reduce(torch.add, arriving))
+            terms = [self._term(operator, states[source]) for operator, source in self.operators_into(node, active)]
+            states.append(functools.reduce(torch.add, terms))
         return torch.cat(states[2:], 1)
 
-    def arriving(self, node: int, active: Edges) -> Iterator[tuple[nn.Module, int]]:
-        """Go through the operators that send to a node, each with the source that it sends from."""
+    def operators_into(self, node: int, active: EdgeSets) -> Iterator[tuple[nn.Module, int]]:
+        """Yield the active operators on the edges into a node, each with its source."""
         for edge in edges_of(node):
             for name, operator in cast(nn.ModuleDict, self.edges[edge]).items():
                 if name in active[edge]:
                     yield operator, EDGES[edge][1]
 
-    def _sent(self, operator: nn.Module, x: Tensor) -> Tensor:
-        """What arrives through an operator; a plain skip is never dropped."""
+    def _term(self, operator: nn.Module, x: Tensor) -> Tensor:
+        """Return the output of an operator after drop path, which does not apply to identities."""
         return x if isinstance(operator, nn.Identity) else self.drop(operator(x))
 
 
 class Halving(nn.Module):
-    """Halve the sides of maps by 1×1 convolutions: half of the channels from even pixels, half from odd ones."""
+    """Halve the sides of maps with 1×1 convolutions: half of the channels from even pixels, half from odd pixels."""
 
     def __init__(self, inputs: int, outputs: int, norm: MakeNorm) -> None:
         super().__init__()
@@ -198,27 +244,28 @@ class Halving(nn.Module):
         self.norm = norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rectify maps, halve and normalise them."""
+        """Return the maps after ReLU, halving and normalisation."""
         x = F.relu(x)
-        shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # the last row and column matter where a side is odd
+        shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # the last row and column are used if a side is odd
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
 
-    def both(self) -> Tensor:
-        """Return the weight that does the same to even pixels and, as further channels, odd ones."""
+    def joint_weight(self) -> Tensor:
+        """Return one weight for both convolutions, whose input has the odd pixels as further channels."""
         return torch.block_diag(self.even.weight.flatten(1), self.odd.weight.flatten(1))[..., None, None]  # type: ignore[no-any-return]
 
 
 class MeanPool(nn.AvgPool2d):
-    """The mean of the pixels in each window of 3×3.
+    """The mean of the pixels in each 3×3 window.
 
-    On a GPU, PyTorch up to 2.13 pulls gradients back to the wrong pixels where channels are last and windows padded.
+    On a GPU, PyTorch up to 2.13 assigns gradients to wrong pixels if the input is channels-last and windows are padded,
+    so that the input is made contiguous first.
     """
 
     def __init__(self, stride: int) -> None:
         super().__init__(3, stride, padding=1, count_include_pad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the means."""
+        """Return the means of the windows."""
         return super().forward(x.contiguous() if x.is_cuda else x)
 
 
@@ -240,7 +287,7 @@ def _factorised(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
 
 
 def _separable(channels: int, stride: int, norm: MakeNorm, dilation: int = 1) -> nn.Sequential:
-    """A 3×3 convolution of each channel by itself, and then one of 1×1."""
+    """A depthwise 3×3 convolution and a 1×1 convolution."""
     depthwise = _convolution(channels, channels, 3, stride, dilation, groups=channels)
     return nn.Sequential(nn.ReLU(), depthwise, _convolution(channels, channels, 1), norm(channels))
 
@@ -253,8 +300,8 @@ def _pointwise(inputs: int, outputs: int, norm: MakeNorm) -> nn.Module:
     return nn.Sequential(nn.ReLU(), _convolution(inputs, outputs, 1), norm(outputs))
 
 
-# Conv3×3 too is separable, once where SepConv3×3 is twice: so it is in the public code of MetaNAS, whose space
-# this is, and only so have the published cells 1.77 M parameters.
+# conv_3x3 is separable too: one separable convolution, where sep_conv_3x3 has two. This is how the public code of
+# MetaNAS, whose search space this is, defines it, and it gives the published 1.77 M parameters.
 _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
     "max_pool_3x3": _max_pool,
     "avg_pool_3x3": _mean_pool,
@@ -269,7 +316,7 @@ _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
 def _convolution(
     inputs: int, outputs: int, size: int | tuple[int, int], stride: int = 1, dilation: int = 1, groups: int = 1
 ) -> nn.Conv2d:
-    """A convolution that keeps the sides, or halves them with stride 2, and leaves the bias to the norm after it."""
+    """A convolution without bias that keeps the sides, or halves them with stride 2."""
     height, width = (size, size) if isinstance(size, int) else size
     padding = (dilation * (height // 2), dilation * (width // 2))
     layer = nn.Conv2d(inputs, outputs, (height, width), stride, padding, dilation, groups, bias=False)
@@ -287,7 +334,7 @@ def _norm(kind: Norm, statistics: Statistics) -> MakeNorm:
     return kinds[kind]
 
 
-def _stacked(
+def _build(
     active: ActiveOperators,
     cells: int,
     channels: int,
@@ -302,7 +349,7 @@ def _stacked(
     for name, value in (("channels", channels), ("image_channels", image_channels), ("size", size)):
         check_positive(name, value)
     if cells < 3:
-        raise InputError(f"cells is {cells}, but must be at least 3, for one normal and two reduction cells.")
+        raise InputError(f"cells is {cells}, but must be at least 3: one normal and two reduction cells.")
     with seeded(seed):
         features = Cells(active, cells, channels, image_channels, norm, statistics, drop_rate)
         head = nn.Linear(features.dimension, outputs)

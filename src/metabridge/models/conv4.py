@@ -1,4 +1,4 @@
-"""The four-block convolutional net of the few-shot literature."""
+"""The convolutional network with four blocks that few-shot learning papers use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,24 @@ def conv4(
     statistics: Statistics = "batch",
     seed: int = 0,
 ) -> Network:
-    """Four blocks of 3×3 convolution, batch norm, 2×2 max pooling and ReLU, then a linear head.
+    """Build conv4: four blocks of 3×3 convolution, batch norm, 2×2 max pooling and ReLU, then a linear head.
 
-    Pooling stands before ReLU: the two commute, and a quarter of the values is left to rectify.
+    The convolutions have no bias, because the batch norms would subtract it. Pooling comes before ReLU: the two
+    commute, and only a quarter of the values remain.
+
+    Args:
+        channels: Channels of the images.
+        size: Height and width of the images in pixels, at least 16.
+        outputs: Outputs of the head.
+        filters: Channels of every convolution.
+        statistics: Statistics of the batch norms, see `BatchNorm`.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If an option is out of range.
 
     >>> conv4(channels=1, size=28).head
     Linear(in_features=32, out_features=5, bias=True)
@@ -32,7 +47,7 @@ def conv4(
     blocks: list[nn.Module] = []
     with seeded(seed):
         for inputs in (channels, filters, filters, filters):
-            convolution = nn.Conv2d(inputs, filters, 3, padding=1, bias=False)  # batch norm would subtract it
+            convolution = nn.Conv2d(inputs, filters, 3, padding=1, bias=False)
             nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
             blocks.append(nn.Sequential(convolution, BatchNorm(filters, statistics), nn.MaxPool2d(2), nn.ReLU()))
         return Network(nn.Sequential(*blocks, nn.Flatten()), nn.Linear(filters * (size // 16) ** 2, outputs))

@@ -1,4 +1,4 @@
-"""Layers that drop at random in training, at a rate that is reached little by little."""
+"""Layers that drop parts of their input at random in training, with a rate that can follow a schedule."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from metabridge.errors import InputError
 
 
 class Drop(nn.Module):
-    """What they share: the full rate, and the present one.
+    """Base class of layers that drop parts of their input in training.
 
-    `rate` is a buffer, so that it can follow a schedule, inside a captured graph too: `layer.rate.fill_(0.05)`.
+    The buffer `rate` is the current rate. Training can raise it step by step to `full_rate`, also inside a captured
+    CUDA graph: `layer.rate.fill_(0.05)`.
+
+    Args:
+        rate: The full rate, which is also the first value of the current one.
+
+    Raises:
+        InputError: If `rate` is not at least 0 and less than 1.
+
+    >>> Drop(0.2).rate
+    tensor(0.2000)
     """
 
     rate: Tensor
@@ -25,17 +35,20 @@ class Drop(nn.Module):
 
 
 class DropPath(Drop):
-    """In training, zero all of a sample's maps with the chance `rate`, and rescale those that are left.
+    """In training, set all maps of a point to zero with probability `rate`, and rescale those of the other points.
+
+    Args:
+        rate: The full rate.
 
     >>> DropPath(0.5).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop among maps of shape (points, channels, height, width)."""
+        """Return maps of shape (points, channels, height, width), some of them zero."""
         return x * self.factor(x).to(x.dtype) if self.training else x
 
     def factor(self, x: Tensor) -> Tensor:
-        """Draw what to multiply each point's maps by in training, as (points, 1, 1, 1) in float32."""
+        """Draw the factor of each point's maps in training, of shape (points, 1, 1, 1) and in float32."""
         kept = torch.rand_like(x[:, :1, :1, :1], dtype=torch.float32) >= self.rate
         return kept / (1 - self.rate)

@@ -1,4 +1,4 @@
-"""What a network does in a forward pass, found out by watching one."""
+"""Observe what a network does in a forward pass."""
 
 from __future__ import annotations
 
@@ -12,54 +12,60 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from metabridge.errors import InputError
-from metabridge.models.functional_call import bind_params, unregistered
+from metabridge.models.functional_call import bind_params, unregistered_tensors
 
 
 class Behaviour(NamedTuple):
-    """What matters for the way in which gradients are computed."""
+    """Properties of a forward pass that affect how gradients must be computed."""
 
-    random: bool  # whether it draws random numbers: dropout of any kind, noise
+    random: bool  # whether it draws random numbers, for example for dropout or noise
     weight_norm: bool  # whether it uses PyTorch's fused weight normalisation
     changes_buffers: bool  # whether it changes its buffers, such as running averages
 
 
 def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = None) -> Behaviour:
-    """Watch `module(x)` in the mode, training or evaluation, that the module is in.
+    """Run `module(x)` in the module's current mode (training or evaluation) and return what it did.
 
-    Neither the module nor the state of random generators is changed.
+    The module and the states of random generators stay unchanged. `params` replace the module's parameters.
+
+    Raises:
+        InputError: If the module changes a parameter or an unregistered tensor, or reads a parameter through an object
+            in which it cannot be replaced.
 
     >>> observe(nn.Dropout(0.5), torch.ones(2, 3)).random, observe(nn.Dropout(0.5).eval(), torch.ones(2, 3)).random
     (True, False)
     """
     names = {id(value): name for name, value in module.named_parameters()}
-    given = dict(module.named_parameters()) if params is None else params
-    copies = {name: value.detach().clone() for name, value in given.items()}
-    own = bind_params(module, copies, copy_buffers=True)
-    before = _buffers(own)
-    others = [(tensor, tensor._version) for tensor in unregistered(own) if not tensor.is_inference()]
-    kind = _WatchCompiled if "torch._dynamo" in sys.modules else _Watch
-    with torch.no_grad(), kind(names) as watch:
-        own(x.clone())  # which it may change
+    originals = dict(module.named_parameters()) if params is None else params
+    copies = {name: value.detach().clone() for name, value in originals.items()}
+    copy = bind_params(module, copies, copy_buffers=True)
+    before = _buffers(copy)
+    others = [(tensor, tensor._version) for tensor in unregistered_tensors(copy) if not tensor.is_inference()]
+    mode = _CompilerAwareObserver if "torch._dynamo" in sys.modules else _Observer
+    with torch.no_grad(), mode(names) as observer:
+        copy(x.clone())  # the forward pass may change its input
     if changed := [name for name, value in copies.items() if value._version > 0]:
         raise InputError(
-            f"features changes its parameter {changed[0]!r} in a forward pass, so tasks would not start alike. Do so "
-            "after training steps instead, and use nn.Embedding without max_norm."
+            f"features changes its parameter {changed[0]!r} in a forward pass, so tasks would start from different "
+            "parameters. Change it after training steps instead, and use nn.Embedding without max_norm."
         )
     if any(tensor._version > version for tensor, version in others):
         raise InputError(
-            "features changes a tensor in a forward pass that is not one of its buffers, so tasks would not start "
-            "alike and a saved run would lose it. Make it one with register_buffer."
+            "features changes a tensor in a forward pass that is not one of its buffers, so tasks would start from "
+            "different states and a saved run would not include it. Register it with register_buffer."
         )
-    after = _buffers(own)
-    moved = any(after[name] is not value or value._version > 0 for name, value in before.items())
-    return Behaviour(watch.random, watch.weight_norm, moved)
+    after = _buffers(copy)
+    changes_buffers = any(after[name] is not value or value._version > 0 for name, value in before.items())
+    return Behaviour(observer.random, observer.weight_norm, changes_buffers)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_buffers())
 
 
-class _Watch(TorchDispatchMode):
+class _Observer(TorchDispatchMode):
+    """Record which kinds of operations run."""
+
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self.names = names
@@ -67,7 +73,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, or PyTorch imports its compiler for this mode, which takes a second and 80 MB."""
+        """Return False; otherwise PyTorch imports its compiler for this mode, which takes a second and 80 MB."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,16 +82,17 @@ class _Watch(TorchDispatchMode):
         for value in values:
             if isinstance(value, Tensor) and id(value) in self.names:
                 raise InputError(
-                    f"features reads its parameter {self.names[id(value)]!r} through an object that metabridge cannot "
-                    "replace it in. Read it as an attribute of a module, such as self.weight."
+                    f"features reads its parameter {self.names[id(value)]!r} through an object in which it cannot be "
+                    "replaced. Read it as an attribute of a module, such as self.weight."
                 )
         if func.overloadpacket is torch.ops.aten._weight_norm_interface:
             self.weight_norm = True
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        # Some of these draw only in training, or at a rate that is not zero: whether they did, the generator knows.
-        given = [value for value in values if isinstance(value, torch.Generator)]
-        generators = given or [torch.default_generator, *torch.cuda.default_generators]
+        # Some of these operations draw numbers only in training or at a nonzero rate, so compare the generators'
+        # states.
+        arguments = [value for value in values if isinstance(value, torch.Generator)]
+        generators = arguments or [torch.default_generator, *torch.cuda.default_generators]
         before = [generator.get_state() for generator in generators]
         result = func(*args, **kwargs)
         for generator, state in zip(generators, before):
@@ -95,11 +102,11 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-class _WatchCompiled(_Watch):
-    """The same where modules may be compiled: the compiler leaves it out."""
+class _CompilerAwareObserver(_Observer):
+    """An observer for compiled modules, which the compiler skips."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return True
 
-    __torch_dispatch__ = _Watch.__torch_dispatch__
+    __torch_dispatch__ = _Observer.__torch_dispatch__

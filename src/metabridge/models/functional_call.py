@@ -1,8 +1,7 @@
-"""Apply a module with other parameters than its own, without changing the module.
+"""Call a module with other parameters, without changing the module.
 
-`torch.func.functional_call` writes the parameters into the module for the time of the call, so that two threads that
-call one module compute with each other's parameters. Here the call is made on a copy of the module tree, which costs
-as much and leaves the module alone.
+`torch.func.functional_call` replaces the parameters in the module during the call, so that threads that share a module
+would compute with each other's parameters. Here a copy of the module tree is called, which costs the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from metabridge.errors import InputError
 
 M = TypeVar("M", bound=nn.Module)
-Replacements = dict[int, Any]  # by the id of what is replaced
+Replacements = dict[int, Any]  # the new object for the id of each object that is replaced
 
 CONSTANTS = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
 CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
@@ -27,10 +26,21 @@ REGISTERS = ("_parameters", "_buffers", "_modules")
 
 
 def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool = False) -> M:
-    """Return a copy of `module` that uses `params`, by name, and shares all other tensors with it.
+    """Return a copy of `module` with other parameters, which shares all other tensors with it.
 
-    A parameter that has several names, or that attributes hold as well (lists, closures, bound methods), is replaced
-    everywhere. With `copy_buffers` the copy can change its buffers without changing those of `module`.
+    A parameter is replaced under all its names and in all attributes that refer to it, also in lists, closures and
+    bound methods.
+
+    Args:
+        module: The module.
+        params: The new parameters by name.
+        copy_buffers: Whether the copy gets its own buffers, which it can change without changing those of `module`.
+
+    Returns:
+        The copy.
+
+    Raises:
+        InputError: If `module` contains a TorchScript module.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> bind_params(layer, {"weight": torch.ones(1, 2)})(torch.tensor([[3.0, 4.0]]))
@@ -45,14 +55,14 @@ def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool =
             kind = type(value)
             if not (kind in CONSTANTS or (kind in CONTAINERS and not value) or name in REGISTERS):
                 state[name] = _rebuilt(value, new)
-        for name in REGISTERS:  # a forward pass may write to these, so the copy has its own
+        for name in REGISTERS:  # new dictionaries, because a forward pass may write to them
             state[name] = {key: new.get(id(entry), entry) for key, entry in state[name].items()}
         object.__setattr__(copy, "__dict__", state)
     return new[id(module)]  # type: ignore[no-any-return]
 
 
 def shallow_copy(net: M) -> M:
-    """Copy the modules but share their tensors, so that a thread can call them and register hooks of its own."""
+    """Return a copy of the modules that shares their tensors, so that a thread can call it and register hooks."""
     copy = bind_params(net, {})
     for module in copy.modules():
         hooks = {name: value.copy() for name, value in vars(module).items() if "_hooks" in name}
@@ -68,11 +78,11 @@ def _register(
     new: Replacements,
     copies: list[tuple[nn.Module, nn.Module]],
 ) -> None:
-    """Note what replaces the module, its parameters and its buffers, in the order in which PyTorch names them."""
+    """Collect the replacements of the module, its parameters and its buffers, in the order of `named_parameters`."""
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(
-            "the network holds a TorchScript module, whose parameters cannot be replaced. Use the Python module that "
-            "it was compiled from."
+            "the network contains a TorchScript module, whose parameters cannot be replaced. Use the Python module "
+            "from which it was compiled."
         )
     new[id(module)] = copy = object.__new__(type(module))
     copies.append((module, copy))
@@ -80,7 +90,7 @@ def _register(
         if value is not None and prefix + name in params:
             new[id(value)] = params[prefix + name]
     for buffer in module._buffers.values():
-        # what was made in inference mode cannot be differentiated
+        # a tensor from inference mode cannot be differentiated
         if buffer is not None and (copy_buffers or buffer.is_inference()) and id(buffer) not in new:
             new[id(buffer)] = buffer.clone()
     for name, child in module._modules.items():
@@ -89,7 +99,7 @@ def _register(
 
 
 def _rebuilt(value: Any, new: Replacements) -> Any:
-    """Return `value` itself, or a copy where it holds something that is replaced."""
+    """Return `value`, or a copy of it if it refers to a replaced object."""
     if type(value) in CONSTANTS:
         return value
     if id(value) in new:
@@ -97,9 +107,9 @@ def _rebuilt(value: Any, new: Replacements) -> Any:
     parts = _parts(value)
     if CONSTANTS.issuperset(map(type, parts)):
         return value
-    new[id(value)] = value  # for what contains itself
+    new[id(value)] = value  # in case it contains itself
     rebuilt = [_rebuilt(part, new) for part in parts]
-    del new[id(value)]  # or another object could come to lie at its address
+    del new[id(value)]  # another object may get the same id later
     if all(part is other for part, other in zip(parts, rebuilt)):
         return value
     if isinstance(value, FunctionType):
@@ -116,30 +126,31 @@ def _rebuilt(value: Any, new: Replacements) -> Any:
     return type(value)(zip(value, rebuilt)) if isinstance(value, dict) else type(value)(rebuilt)
 
 
-def unregistered(module: nn.Module) -> list[Tensor]:
-    """Return the tensors that attributes of the module and its layers hold and that are neither parameter nor buffer.
+def unregistered_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the tensors in attributes of the module and its layers that are neither parameters nor buffers.
 
     >>> layer = nn.Linear(2, 1)
     >>> layer.centres = [torch.zeros(2), layer.weight]
-    >>> unregistered(layer)
+    >>> unregistered_tensors(layer)
     [tensor([0., 0.])]
     """
     layers = list(module.modules())
-    known = [tensor for layer in layers for own in (layer._parameters, layer._buffers) for tensor in own.values()]
-    seen = {id(value) for value in (*known, *layers)}
-    waiting = [value for layer in layers for name, value in vars(layer).items() if name not in REGISTERS]
-    found = []
-    while waiting:
-        value = waiting.pop()
+    registers = [register for layer in layers for register in (layer._parameters, layer._buffers)]
+    registered = [tensor for register in registers for tensor in register.values()]
+    seen = {id(value) for value in (*registered, *layers)}
+    stack = [value for layer in layers for name, value in vars(layer).items() if name not in REGISTERS]
+    tensors = []
+    while stack:
+        value = stack.pop()
         if id(value) not in seen:
             seen.add(id(value))
-            found += [value] if isinstance(value, Tensor) else []
-            waiting += _parts(value)
-    return found
+            tensors += [value] if isinstance(value, Tensor) else []
+            stack += _parts(value)
+    return tensors
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what a container, a method, a function or a partial one refers to; other objects are not looked into."""
+    """Return the objects to which a container, function, method or partial refers; none for other objects."""
     if type(value) in (dict, OrderedDict):
         return list(value.values())
     if type(value) in (list, tuple):
@@ -151,6 +162,6 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
         try:
             return [cell.cell_contents for cell in value.__closure__ or ()]
-        except ValueError:  # a cell that is still empty
+        except ValueError:  # an empty cell
             return []
     return []

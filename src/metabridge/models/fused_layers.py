@@ -1,13 +1,12 @@
-"""What stands between the convolutions of a ResNet-12 or a cell, as few passes over memory, in Triton.
+"""The layers between the convolutions of ResNet-12 and of cells, fused into few passes over memory with Triton.
 
-On a GPU in bfloat16 a ResNet-12 spends half of its time between the convolutions, reading and writing
-maps, and a stack of cells nearly all of it. Here LeakyReLU(BatchNorm(x)) is one pass for the statistics and
-one to apply them, forward and backward alike, the end of a block writes the pooled map alone, and an operator
-of a cell adds what it sends to what the node has received. Maps are channels-last, seen as a matrix
-(points × height × width, channels), stored as they come and computed in float32.
+On a GPU in bfloat16, ResNet-12 spends half of its time between the convolutions, reading and writing maps, and a stack
+of cells nearly all of it. Here LeakyReLU(BatchNorm(x)) takes one pass for the statistics and one to apply them, forward
+and backward. The end of a residual block writes only the pooled map, and an operator of a cell adds its output directly
+to the sum of its node. Maps are channels-last, stored in their dtype and computed in float32.
 
-Statistics are merged by the rule of Chan et al. (1979), which loses no digits where |mean| ≫ deviation.
-A second derivative is taken through PyTorch's own operations.
+Statistics are merged by the rule of Chan et al. (1979), which keeps all digits where |mean| ≫ deviation. Second
+derivatives use PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -22,55 +21,66 @@ from torch.nn import functional as F
 from metabridge.models import fused_triton_kernels as kernels
 from metabridge.models import triton_tiles
 
-TAPS = 32  # a stem's inputs by output pixel, 9 for each channel, filled up to a power of two
+TAPS = 32  # inputs of a stem per output pixel, 9 per channel, padded to a power of two
 
 
-def rectified(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
-    """LeakyReLU(BatchNorm(x)) with the statistics of the batch."""
-    return _Rectified.apply(triton_tiles.channels_last(x), weight, bias, None, None, eps, slope)  # type: ignore[no-any-return]
+def norm_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
+    """Return LeakyReLU(BatchNorm(x)) with the statistics of the batch."""
+    return _NormAct.apply(triton_tiles.channels_last(x), weight, bias, None, None, eps, slope)  # type: ignore[no-any-return]
 
 
-def added(
+def add_norm(
     total: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float, factor: Tensor | None = None
 ) -> Tensor:
-    """The `total` so far, of nothing at first, plus BatchNorm(x) times a `factor` (points) that has no gradient."""
+    """Return `total` (or 0 if None) + `factor` · BatchNorm(x); the factor, one per point, gets no gradient."""
     total = None if total is None else triton_tiles.channels_last(total)
-    return _Rectified.apply(triton_tiles.channels_last(x), weight, bias, total, factor, eps, 1.0)  # type: ignore[no-any-return]
+    return _NormAct.apply(triton_tiles.channels_last(x), weight, bias, total, factor, eps, 1.0)  # type: ignore[no-any-return]
 
 
-def merged(
+def residual_pool(
     main: Tensor, shortcut: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, slope: float
 ) -> Tensor:
-    """LeakyReLU(MaxPool2×2(BatchNorm(main) + BatchNorm(shortcut))) with the statistics of the batch."""
-    return _Merged.apply(  # type: ignore[no-any-return]
+    """Return LeakyReLU(MaxPool2×2(BatchNorm(main) + BatchNorm(shortcut))) with the statistics of the batch."""
+    return _ResidualPool.apply(  # type: ignore[no-any-return]
         triton_tiles.channels_last(main), triton_tiles.channels_last(shortcut), w1, b1, w2, b2, eps, slope
     )
 
 
-def branches(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
-    """The 3×3 and the 1×1 convolution that a block begins with.
+def stem_convolutions(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 3×3 and the 1×1 convolution at the start of a residual block.
 
-    A 1×1 convolution is a matrix product. Images, whose few channels leave cuDNN's tiles empty and
-    which need no gradient, go through one kernel for both.
+    The 1×1 convolution is computed as a matrix product. Images have too few channels to fill cuDNN's tiles and need no
+    gradient, so one kernel computes both convolutions of them.
     """
     if 9 * x.shape[1] <= TAPS and main.shape[0] in (32, 64, 128) and not x.requires_grad:
         return _Stem.apply(triton_tiles.channels_last(x), main, shortcut)  # type: ignore[no-any-return]
     return F.conv2d(x, main, padding=1), F.linear(x.movedim(1, -1), shortcut.flatten(1)).movedim(-1, 1)
 
 
-def kept(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """0 on the squares of `size` × `size` whose upper left corner has `noise` below `chance`, and 1 elsewhere."""
+def drop_block_mask(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return 0 in every `size` × `size` square whose upper left corner has `noise` below `chance`, and 1 elsewhere."""
     n, c, down, across = noise.shape
     height, width = down + size - 1, across + size - 1
-    result = triton_tiles.empty((n, c, height, width), dtype, noise.device)
-    rows, tile = n * height * width, triton_tiles.tile(c)
-    kernels.keep[triton_tiles.grid(rows, c, tile)](
+    result = triton_tiles.empty_map((n, c, height, width), dtype, noise.device)
+    rows, tile = n * height * width, triton_tiles.tile_shape(c)
+    kernels.drop_block_mask[triton_tiles.launch_grid(rows, c, tile)](
         triton_tiles.channels_last(noise), chance, result, rows, height, width, c, SIZE=size, **tile
     )
     return result
 
 
-class _Rectified(torch.autograd.Function):
+def differentiable_vjp(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the vector-Jacobian product for each input that requires a gradient; it can be differentiated again."""
+    differentiated = [value for value in inputs if value.requires_grad]
+    grads = iter(torch.autograd.grad(outputs, differentiated, cotangents, create_graph=True))
+    return tuple(next(grads) if value.requires_grad else None for value in inputs)
+
+
+class _NormAct(torch.autograd.Function):
+    """y = total + factor · LeakyReLU(BatchNorm(x))."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -82,10 +92,10 @@ class _Rectified(torch.autograd.Function):
         eps: float,
         slope: float,
     ) -> Tensor:
-        norm, y = triton_tiles.statistics(x, weight, bias, eps), torch.empty_like(x)
+        norm, y = triton_tiles.norm_rows(x, weight, bias, eps), torch.empty_like(x)
         rows, c = triton_tiles.matrix_shape(x)
-        tile = triton_tiles.tile(c)
-        kernels.rectify[triton_tiles.grid(rows, c, tile)](
+        tile = triton_tiles.tile_shape(c)
+        kernels.norm_act[triton_tiles.launch_grid(rows, c, tile)](
             x, norm, factor, total, y, rows, rows // len(x), c, slope, **tile
         )
         ctx.save_for_backward(x, weight, bias, norm, factor)
@@ -95,28 +105,38 @@ class _Rectified(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, norm, factor = ctx.saved_tensors
-        _, slope = ctx.settings
-        towards_total = g if ctx.needs_input_grad[3] else None
+        total_grad = g if ctx.needs_input_grad[3] else None
         if torch.is_grad_enabled():
             inputs, scaled = (x, weight, bias), g if factor is None else g * factor.view(-1, 1, 1, 1).to(g.dtype)
-            slopes = differentiable((_plain_rectified(*inputs, *ctx.settings),), inputs, (scaled,))
-            return *slopes, towards_total, None, None, None
-        g = triton_tiles.channels_last(g)
-        rows, c = triton_tiles.matrix_shape(x)
-        tile, chunk, parts = triton_tiles.tile(c), *triton_tiles.chunks(rows, c)
-        partial = x.new_empty(2, parts, c, dtype=torch.float32)
-        pixels = rows // len(x)
-        kernels.rectify_sums[c // tile["BC"], parts](
-            g, x, norm, factor, partial, rows, pixels, chunk, c, slope, **tile, STAGES=triton_tiles.STAGES
-        )
-        (sums, (gb, gw)), gx = triton_tiles.added(partial, weight.dtype), torch.empty_like(x)
-        kernels.rectify_back[triton_tiles.grid(rows, c, tile)](
-            g, x, norm, factor, sums, gx, rows, pixels, c, slope, 1 / rows, **tile
-        )
-        return gx, gw, gb, towards_total, None, None, None
+            grads = differentiable_vjp((_plain_norm_act(*inputs, *ctx.settings),), inputs, (scaled,))
+            return *grads, total_grad, None, None, None
+        pixels = x.numel() // x.shape[1] // len(x)
+        gx, gw, gb = norm_act_backward(g, x, norm, factor, pixels, ctx.settings[1], weight.dtype)
+        return gx, gw, gb, total_grad, None, None, None
 
 
-class _Merged(torch.autograd.Function):
+def norm_act_backward(
+    g: Tensor, x: Tensor, norm: Tensor, factor: Tensor | None, pixels: int, slope: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias, the last two in `dtype`, for the gradient g of the output.
+
+    `pixels` is the number of rows that share one `factor`.
+    """
+    g = triton_tiles.channels_last(g)
+    rows, c = triton_tiles.matrix_shape(x)
+    tile, chunk, parts = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(rows, c)
+    partial = x.new_empty(2, parts, c, dtype=torch.float32)
+    kernels.norm_act_sums[c // tile["BC"], parts](
+        g, x, norm, factor, partial, rows, pixels, chunk, c, slope, **tile, STAGES=triton_tiles.STAGES
+    )
+    (sums, (gb, gw)), gx = triton_tiles.sum_parts(partial, dtype), torch.empty_like(x)
+    kernels.norm_act_backward[triton_tiles.launch_grid(rows, c, tile)](
+        g, x, norm, factor, sums, gx, rows, pixels, c, slope, 1 / rows, **tile
+    )
+    return gx, gw, gb
+
+
+class _ResidualPool(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -129,66 +149,43 @@ class _Merged(torch.autograd.Function):
         eps: float,
         slope: float,
     ) -> Tensor:
-        first, second = triton_tiles.statistics(main, w1, b1, eps), triton_tiles.statistics(shortcut, w2, b2, eps)
+        norms = triton_tiles.norm_rows(main, w1, b1, eps), triton_tiles.norm_rows(shortcut, w2, b2, eps)
         n, c, height, width = main.shape
-        pooled = n, c, height // 2, width // 2
-        y, main_kept, shortcut_kept = (triton_tiles.empty(pooled, main.dtype, main.device) for _ in range(3))
-        choice = torch.empty_like(y, dtype=torch.uint8)
-        windows, tile = n * (height // 2) * (width // 2), triton_tiles.tile(c, triton_tiles.WINDOWS)
-        kernels.merge[triton_tiles.grid(windows, c, tile)](
-            main, shortcut, first, second, y, main_kept, shortcut_kept, choice, windows, height, width, c, slope, **tile
+        shape = n, c, height // 2, width // 2
+        # the output and, for the backward pass, both inputs at the chosen pixels
+        outputs = [triton_tiles.empty_map(shape, main.dtype, main.device) for _ in range(3)]
+        choice = torch.empty_like(outputs[0], dtype=torch.uint8)
+        windows, tile = n * (height // 2) * (width // 2), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+        kernels.residual_pool[triton_tiles.launch_grid(windows, c, tile)](
+            main, shortcut, *norms, *outputs, choice, windows, height, width, c, slope, **tile
         )
-        ctx.save_for_backward(main, shortcut, w1, b1, w2, b2, first, second, main_kept, shortcut_kept, choice)
+        ctx.save_for_backward(main, shortcut, w1, b1, w2, b2, *norms, *outputs[1:], choice)
         ctx.settings = eps, slope
-        return y
+        return outputs[0]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, first, second, main_kept, shortcut_kept, choice = ctx.saved_tensors
+        *inputs, first, second, main_chosen, shortcut_chosen, choice = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *differentiable((_plain_merged(*inputs, *ctx.settings),), inputs, (g,)), None, None
+            return *differentiable_vjp((_plain_residual_pool(*inputs, *ctx.settings),), inputs, (g,)), None, None
         main, shortcut, w1 = inputs[:3]
         _, slope = ctx.settings
         g = triton_tiles.channels_last(g)
         n, c, height, width = main.shape
         windows = triton_tiles.matrix_shape(g)[0]
-        tile, chunk, parts = triton_tiles.tile(c), *triton_tiles.chunks(windows, c)
+        tile, chunk, parts = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(windows, c)
         partial = main.new_empty(3, parts, c, dtype=torch.float32)
-        kernels.merge_sums[c // tile["BC"], parts](
-            g,
-            main_kept,
-            shortcut_kept,
-            choice,
-            first,
-            second,
-            partial,
-            windows,
-            chunk,
-            c,
-            slope,
-            **tile,
-            STAGES=triton_tiles.STAGES,
+        chosen = main_chosen, shortcut_chosen, choice
+        kernels.residual_pool_sums[c // tile["BC"], parts](
+            g, *chosen, first, second, partial, windows, chunk, c, slope, **tile, STAGES=triton_tiles.STAGES
         )
-        total, (gb, gw1, gw2) = triton_tiles.added(partial, w1.dtype)
+        sums, (gb, gw1, gw2) = triton_tiles.sum_parts(partial, w1.dtype)
         gmain, gshortcut = torch.empty_like(main), torch.empty_like(shortcut)
-        windows, tile = n * ((height + 1) // 2) * ((width + 1) // 2), triton_tiles.tile(c, triton_tiles.WINDOWS)
-        kernels.merge_back[triton_tiles.grid(windows, c, tile)](
-            g,
-            choice,
-            main,
-            shortcut,
-            first,
-            second,
-            total,
-            gmain,
-            gshortcut,
-            windows,
-            height,
-            width,
-            c,
-            slope,
-            1 / (n * height * width),
-            **tile,
+        windows = n * ((height + 1) // 2) * ((width + 1) // 2)
+        tile, share = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE), 1 / (n * height * width)
+        tensors = g, choice, main, shortcut, first, second, sums, gmain, gshortcut
+        kernels.residual_pool_backward[triton_tiles.launch_grid(windows, c, tile)](
+            *tensors, windows, height, width, c, slope, share, **tile
         )
         return gmain, gshortcut, gw1, gb, gw2, gb, None, None
 
@@ -198,19 +195,10 @@ class _Stem(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
         n, c, height, width = x.shape
         outputs, rows = main.shape[0], n * height * width
-        results = [triton_tiles.empty((n, outputs, height, width), x.dtype, x.device) for _ in range(2)]
-        kernels.stem[(triton_tiles.parts(rows, 256),)](
-            x,
-            triton_tiles.channels_last(main),
-            shortcut,
-            *results,
-            rows,
-            height,
-            width,
-            c,
-            O=outputs,
-            TAPS=TAPS,
-            BR=256,
+        results = [triton_tiles.empty_map((n, outputs, height, width), x.dtype, x.device) for _ in range(2)]
+        tensors = x, triton_tiles.channels_last(main), shortcut, *results
+        kernels.stem_convolutions[(triton_tiles.ceil_div(rows, 256),)](
+            *tensors, rows, height, width, c, O=outputs, TAPS=TAPS, BR=256
         )
         ctx.save_for_backward(x, main, shortcut)
         return results[0], results[1]
@@ -220,37 +208,26 @@ class _Stem(torch.autograd.Function):
         x, main, shortcut = ctx.saved_tensors
         if torch.is_grad_enabled():
             both = F.conv2d(x, main, padding=1), F.conv2d(x, shortcut)
-            return None, *differentiable(both, (main, shortcut), (gmain, gshortcut))
+            return None, *differentiable_vjp(both, (main, shortcut), (gmain, gshortcut))
         _, c, height, width = x.shape
         outputs, rows = main.shape[0], triton_tiles.matrix_shape(x)[0]
-        chunk = triton_tiles.parts(triton_tiles.parts(rows, triton_tiles.PROGRAMS), 64) * 64
-        parts = triton_tiles.parts(rows, chunk)
+        chunk = triton_tiles.ceil_div(triton_tiles.ceil_div(rows, triton_tiles.PROGRAMS), 64) * 64
+        parts = triton_tiles.ceil_div(rows, chunk)
         partial = x.new_empty(parts, 2, outputs, TAPS, dtype=torch.float32)
-        kernels.stem_back[(parts,)](
-            x,
-            triton_tiles.channels_last(gmain),
-            triton_tiles.channels_last(gshortcut),
-            partial,
-            rows,
-            chunk,
-            height,
-            width,
-            c,
-            O=outputs,
-            TAPS=TAPS,
-            BR=64,
-            num_stages=2,
+        tensors = x, triton_tiles.channels_last(gmain), triton_tiles.channels_last(gshortcut), partial
+        kernels.stem_weight_grads[(parts,)](
+            *tensors, rows, chunk, height, width, c, O=outputs, TAPS=TAPS, BR=64, num_stages=2
         )
         total = partial.sum(0).to(main.dtype)
         taps = total[0, :, : 9 * c].reshape(outputs, 3, 3, c).movedim(-1, 1)
         return None, taps, total[1, :, 4 * c : 5 * c].reshape(shortcut.shape)
 
 
-def _plain_rectified(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
+def _plain_norm_act(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
     return F.leaky_relu(_plain_norm(x, weight, bias, eps), slope)
 
 
-def _plain_merged(
+def _plain_residual_pool(
     main: Tensor, shortcut: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, slope: float
 ) -> Tensor:
     return F.leaky_relu(F.max_pool2d(_plain_norm(main, w1, b1, eps) + _plain_norm(shortcut, w2, b2, eps), 2), slope)
@@ -258,12 +235,3 @@ def _plain_merged(
 
 def _plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.batch_norm(x, None, None, weight.float(), bias.float(), training=True, eps=eps)
-
-
-def differentiable(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], slopes: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Pull `slopes` back from `outputs` to `inputs` in a way that can be differentiated again."""
-    wanted = [value for value in inputs if value.requires_grad]
-    pulled = iter(torch.autograd.grad(outputs, wanted, slopes, create_graph=True))
-    return tuple(next(pulled) if value.requires_grad else None for value in inputs)

@@ -1,7 +1,7 @@
-"""What stands between the convolutions of many tasks, as few passes over memory, in Triton; see `fused`.
+"""Batch norm and max pooling of many tasks, fused into few passes over memory with Triton, to second order.
 
-Tasks are further channels (`folding`), of maps that are channels-last. Other maps, and devices other than a GPU, have
-PyTorch's own operations.
+The tasks are folded into the channels (see `task_folding`), and maps are channels-last. Maps that the kernels do not
+support, and other devices than a GPU, use PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -11,82 +11,78 @@ from torch import Tensor
 
 from metabridge.models import fused_triton_kernels as kernels
 from metabridge.models import task_triton_kernels, triton_tiles
+from metabridge.models.fused_layers import norm_act_backward
 
 
-def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """BatchNorm(x), and of each channel the mean and one over the deviation."""
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return BatchNorm(x), and the mean and 1/deviation of every channel."""
     x = triton_tiles.channels_last(x)
-    norm, y = triton_tiles.statistics(x, weight, bias, eps), torch.empty_like(x)
+    norm, y = triton_tiles.norm_rows(x, weight, bias, eps), torch.empty_like(x)
     rows, c = triton_tiles.matrix_shape(x)
-    tile = triton_tiles.tile(c)
-    kernels.rectify[triton_tiles.grid(rows, c, tile)](x, norm, None, None, y, rows, rows, c, 1.0, **tile)
+    tile = triton_tiles.tile_shape(c)
+    kernels.norm_act[triton_tiles.launch_grid(rows, c, tile)](x, norm, None, None, y, rows, rows, c, 1.0, **tile)
     return y, norm[0], norm[1]
 
 
-def normalised_back(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What g at BatchNorm(x) pulls back to x, the weight and the bias."""
-    g, x = triton_tiles.channels_last(g), triton_tiles.channels_last(x)
+def batch_norm_backward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias for the gradient g of BatchNorm(x)."""
+    x = triton_tiles.channels_last(x)
     norm = torch.stack([mean, r, weight, torch.zeros_like(r)])
-    rows, c = triton_tiles.matrix_shape(x)
-    tile, chunk, parts = triton_tiles.tile(c), *triton_tiles.chunks(rows, c)
-    partial = x.new_empty(2, parts, c, dtype=torch.float32)
-    kernels.rectify_sums[c // tile["BC"], parts](
-        g, x, norm, None, partial, rows, rows, chunk, c, 1.0, **tile, STAGES=triton_tiles.STAGES
-    )
-    (sums, (gb, gw)), gx = triton_tiles.added(partial, weight.dtype), torch.empty_like(x)
-    kernels.rectify_back[triton_tiles.grid(rows, c, tile)](
-        g, x, norm, None, sums, gx, rows, rows, c, 1.0, 1 / rows, **tile
-    )
-    return gx, gw, gb
+    return norm_act_backward(g, x, norm, None, triton_tiles.matrix_shape(x)[0], 1.0, weight.dtype)
 
 
-def normalised_again(
+def batch_norm_double_backward(
     g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, u: Tensor, v: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What u, v and s at the results of `normalised_back` pull back to g, x and the weight."""
+    """Return the gradients of g, x and the weight for the gradients u, v and s of `batch_norm_backward`'s results."""
     g, x, u = (triton_tiles.channels_last(value) for value in (g, x, u))
     rows, c = triton_tiles.matrix_shape(x)
-    tile, chunk, parts = triton_tiles.tile(c), *triton_tiles.chunks(rows, c)
+    tile, chunk, parts = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(rows, c)
     partial = x.new_empty(5, parts, c, dtype=torch.float32)
-    task_triton_kernels.again_sums[c // tile["BC"], parts](
+    task_triton_kernels.norm_double_sums[c // tile["BC"], parts](
         g, x, u, mean, r, partial, rows, chunk, c, **tile, STAGES=triton_tiles.STAGES
     )
     total, (gg, gx, gw) = partial.sum(1), (torch.empty_like(g), torch.empty_like(x), torch.empty_like(r))
     v, s = v.contiguous(), s.contiguous()
-    task_triton_kernels.again_back[triton_tiles.grid(rows, c, tile)](
+    task_triton_kernels.norm_double_backward[triton_tiles.launch_grid(rows, c, tile)](
         g, x, u, mean, r, weight, v, s, total, gg, gx, gw, rows, c, 1 / rows, **tile
     )
     return gg, gx, gw.to(weight.dtype)
 
 
-def pooled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value of every 2×2 window, and its place there."""
+def max_pool_2x2(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maximum of every 2×2 window, and its position in the window."""
     x = triton_tiles.channels_last(x)
     n, c, height, width = x.shape
-    y = triton_tiles.empty((n, c, height // 2, width // 2), x.dtype, x.device)
-    places = torch.empty_like(y, dtype=torch.uint8)
-    windows, tile = y.numel() // c, triton_tiles.tile(c, triton_tiles.WINDOWS)
-    task_triton_kernels.pool[triton_tiles.grid(windows, c, tile)](x, y, places, windows, height, width, c, **tile)
-    return y, places
-
-
-def spread(values: Tensor, places: Tensor, x: Tensor) -> Tensor:
-    """Values at their places, in maps of the form of x, and zeros elsewhere."""
-    n, c, height, width = x.shape
-    found = triton_tiles.empty((n, c, height, width), values.dtype, x.device)
-    windows, tile = n * -(-height // 2) * -(-width // 2), triton_tiles.tile(c, triton_tiles.WINDOWS)
-    values, places = triton_tiles.channels_last(values), triton_tiles.channels_last(places)
-    task_triton_kernels.spread[triton_tiles.grid(windows, c, tile)](
-        values, places, found, windows, height, width, c, **tile
+    y = triton_tiles.empty_map((n, c, height // 2, width // 2), x.dtype, x.device)
+    choice = torch.empty_like(y, dtype=torch.uint8)
+    windows, tile = y.numel() // c, triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+    task_triton_kernels.max_pool_2x2[triton_tiles.launch_grid(windows, c, tile)](
+        x, y, choice, windows, height, width, c, **tile
     )
-    return found
+    return y, choice
 
 
-def picked(u: Tensor, places: Tensor) -> Tensor:
-    """The values at the places."""
-    u, places = triton_tiles.channels_last(u), triton_tiles.channels_last(places)
+def max_unpool_2x2(values: Tensor, choice: Tensor, x: Tensor) -> Tensor:
+    """Return maps of the shape of x with the values at the chosen pixels and zeros elsewhere."""
+    n, c, height, width = x.shape
+    result = triton_tiles.empty_map((n, c, height, width), values.dtype, x.device)
+    windows = n * triton_tiles.ceil_div(height, 2) * triton_tiles.ceil_div(width, 2)
+    tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+    values, choice = triton_tiles.channels_last(values), triton_tiles.channels_last(choice)
+    task_triton_kernels.max_unpool_2x2[triton_tiles.launch_grid(windows, c, tile)](
+        values, choice, result, windows, height, width, c, **tile
+    )
+    return result
+
+
+def gather_2x2(u: Tensor, choice: Tensor) -> Tensor:
+    """Return the values of u at the chosen pixels."""
+    u, choice = triton_tiles.channels_last(u), triton_tiles.channels_last(choice)
     _, c, height, width = u.shape
-    values = torch.empty_like(places, dtype=u.dtype)
-    windows, tile = places.numel() // c, triton_tiles.tile(c, triton_tiles.WINDOWS)
-    task_triton_kernels.pick[triton_tiles.grid(windows, c, tile)](u, places, values, windows, height, width, c, **tile)
+    values = torch.empty_like(choice, dtype=u.dtype)
+    windows, tile = choice.numel() // c, triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+    task_triton_kernels.gather_2x2[triton_tiles.launch_grid(windows, c, tile)](
+        u, choice, values, windows, height, width, c, **tile
+    )
     return values

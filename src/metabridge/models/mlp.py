@@ -1,4 +1,4 @@
-"""Fully connected nets."""
+"""Fully connected networks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation_layer(name: str) -> nn.Module:
-    """Return the layer of an activation.
+    """Return the layer of an activation function; raise an `InputError` if the name is unknown.
 
     >>> activation_layer("tanh")
     Tanh()
@@ -40,7 +40,22 @@ def mlp(
     bias: bool = True,
     seed: int = 0,
 ) -> Network:
-    """`depth` hidden layers of `width` units on flattened inputs; the defaults are MAML's sinusoid net.
+    """Build a fully connected network on flattened inputs. The defaults are those of MAML's sinusoid regression.
+
+    Args:
+        inputs: Values per point.
+        outputs: Outputs of the head.
+        width: Units per hidden layer.
+        depth: Number of hidden layers.
+        activation: Activation function after every hidden layer.
+        bias: Whether the layers have biases.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If an option is out of range.
 
     >>> mlp(784, 5, width=64).head
     Linear(in_features=64, out_features=5, bias=True)

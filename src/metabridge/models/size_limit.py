@@ -1,4 +1,4 @@
-"""Networks that would not fit into memory are refused before memory is taken."""
+"""Refuse networks that would not fit into memory, before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ _INITIALISERS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor
 
 
 class SizeLimit(TorchFunctionMode):
-    """Inside it, raise an `InputError` instead of making more than so many values or tensors in all.
+    """Context in which an `InputError` is raised when too many tensors, or too many values in them, are created.
 
-    Counts what is made by its shape: the weights of layers, and inputs to try them with. On the meta device, where
-    nothing takes memory, initial values are not computed either, for which PyTorch would load its symbolic shapes.
+    It counts all tensors that are created from a shape: weights of layers and example inputs. Inside the context,
+    layers on the meta device, where tensors need no memory, skip their initialisation, for which PyTorch would import
+    slow modules.
+
+    Args:
+        values: Largest number of values in all tensors.
+        tensors: Largest number of tensors.
 
     >>> with SizeLimit(values=100):
     ...     torch.nn.Linear(10, 10**9)
@@ -38,7 +43,7 @@ class SizeLimit(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Count the call, and make it if it is within the limits."""
+        """Count the tensors of the call, and run it if they are within the limits."""
         if func in _INITIALISERS and args[0].is_meta:
             return args[0]
         if func in _FACTORIES and args:
@@ -48,7 +53,7 @@ class SizeLimit(TorchFunctionMode):
                 self._count("tensors", 1)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, what: str, more: int) -> None:
-        self._counts[what] += more
-        if self._counts[what] > self._limits[what]:
-            raise InputError(f"the network has more than {self._limits[what]} {what}, which is too large to build.")
+    def _count(self, unit: str, count: int) -> None:
+        self._counts[unit] += count
+        if self._counts[unit] > self._limits[unit]:
+            raise InputError(f"the network has more than {self._limits[unit]} {unit}, which is too large to build.")

@@ -1,10 +1,10 @@
-"""Convolutions and max poolings of many tasks at once, each with weights of its own.
+"""Convolutions and max poolings of many tasks at once under `vmap`, with different weights for each task.
 
-Under `vmap` the tasks become further channels, as they do in `BatchNorm`: a convolution has a group for each task, and
-a pooling does not care. So maps keep one layout from layer to layer, also on the way back and on the way back through
-that, where PyTorch's own rules copy them at each layer. On a GPU channels are last, and groups of few channels,
-such as the colours of an image, are padded with zeros to as many as tensor cores take: a GPU would otherwise
-go through the tasks one by one.
+The tasks are folded into the channels, as in `BatchNorm`: a convolution gets one group per task, and a pooling stays
+the same. Maps thus keep one layout in all layers, forward and in both backward passes, whereas PyTorch's rules for
+`vmap` copy them in every layer. On a GPU maps are channels-last. Groups with few channels, such as the colours of an
+image, are padded with zeros to the size that tensor cores need, because a GPU would otherwise process the tasks one by
+one.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from torch.overrides import TorchFunctionMode
 
 from metabridge.models import triton_support
 
-Form = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding and dilation
-WHOLE = (2, 2), (2, 2), (0, 0), (1, 1), False  # windows that lie side by side
+ConvSettings = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding and dilation
+POOL_2X2 = (2, 2), (2, 2), (0, 0), (1, 1), False  # kernel size, stride, padding, dilation and ceil mode
 
 
 class Folding(TorchFunctionMode):
-    """While it is on, convolutions and max poolings of a batch of images are those of this module."""
+    """Context in which convolutions and max poolings of batches of images use the functions of this module."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the two functions."""
+        """Call the replacement of `func`, or `func`."""
         kwargs = kwargs or {}
-        batch = len(args) > 0 and isinstance(args[0], Tensor) and args[0].ndim == 4
-        if func is torch.conv2d and batch:
-            return _convolved(*args, **kwargs)
-        if func is F.max_pool2d and batch and len(args) < 7 and not kwargs.get("return_indices"):
-            return _pooled(*args, **kwargs)
+        is_batch = len(args) > 0 and isinstance(args[0], Tensor) and args[0].ndim == 4
+        if func is torch.conv2d and is_batch:
+            return _conv2d(*args, **kwargs)
+        if func is F.max_pool2d and is_batch and len(args) < 7 and not kwargs.get("return_indices"):
+            return _max_pool2d(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def serves(x: Tensor) -> bool:
-    """Whether it pays: a CPU is quicker with PyTorch's own rules."""
+def is_faster(x: Tensor) -> bool:
+    """Return whether folding is faster than PyTorch's rules for `vmap`: on a GPU it is, on a CPU not."""
     return x.is_cuda
 
 
 def fold(info: Any, dim: int | None, value: Tensor, axis: int) -> Tensor:
-    """Fold the axis of tasks, at `dim` or nowhere, into another."""
+    """Fold the task axis `dim` into the axis `axis`; if `dim` is None, repeat the value for every task first."""
     if dim is None:
         value, dim = value.expand(info.batch_size, *value.shape), 0
     return value.movedim(dim, axis).flatten(axis, axis + 1)
 
 
 def unfold(info: Any, value: Tensor, axis: int) -> Tensor:
-    """Give tasks an axis of their own again."""
+    """Undo `fold`: return the value with a separate task axis at `axis`."""
     return value.unflatten(axis, (info.batch_size, -1))  # type: ignore[no-any-return]
 
 
-def _convolved(
+def _conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -69,7 +69,7 @@ def _convolved(
     return y if bias is None else y + bias.view(-1, 1, 1)
 
 
-def _pooled(
+def _max_pool2d(
     x: Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -88,24 +88,24 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 class _Convolution(torch.autograd.Function):
-    """y = x ∗ w. It, what it pulls back to x, and what it pulls back to w are each other's derivatives."""
+    """y = x ∗ w. Its derivatives `_InputGrad` and `_WeightGrad` have convolutions and each other as derivatives."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, form: Form, groups: int) -> Tensor:
-        return _convolve(_aligned(x, groups), _aligned_weight(weight, groups), form, groups)
+    def forward(x: Tensor, weight: Tensor, settings: ConvSettings, groups: int) -> Tensor:
+        return _convolve(_pad_channels(x, groups), _pad_weight(weight, groups), settings, groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, *ctx.form = inputs
+        x, weight, *ctx.settings = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         first, second = ctx.needs_input_grad[:2]
-        towards_x = _TowardsInput.apply(slope, weight, x.shape[2:], *ctx.form) if first else None
-        towards_w = _TowardsWeight.apply(x, slope, weight.shape[2:], *ctx.form) if second else None
-        return towards_x, towards_w, None, None
+        x_grad = _InputGrad.apply(g, weight, x.shape[2:], *ctx.settings) if first else None
+        w_grad = _WeightGrad.apply(x, g, weight.shape[2:], *ctx.settings) if second else None
+        return x_grad, w_grad, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, int]:
@@ -113,191 +113,194 @@ class _Convolution(torch.autograd.Function):
         return unfold(info, _Convolution.apply(x, weight, *rest[:-1], rest[-1] * info.batch_size), 1), 1
 
 
-class _TowardsInput(torch.autograd.Function):
-    """What g at y = x ∗ w pulls back to x, of some size."""
+class _InputGrad(torch.autograd.Function):
+    """The gradient of x, of the given size, for the gradient g of y = x ∗ w."""
 
     @staticmethod
-    def forward(g: Tensor, weight: Tensor, size: tuple[int, int], form: Form, groups: int) -> Tensor:
+    def forward(g: Tensor, weight: Tensor, size: tuple[int, int], settings: ConvSettings, groups: int) -> Tensor:
         smallest = (
             (out - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1
-            for out, kernel, stride, padding, dilation in zip(g.shape[2:], weight.shape[2:], *form)
+            for out, kernel, stride, padding, dilation in zip(g.shape[2:], weight.shape[2:], *settings)
         )
-        rest = tuple(wanted - least for wanted, least in zip(size, smallest))
-        return _convolve(_last(g), _last(weight), form, groups, rest)
+        output_padding = tuple(side - least for side, least in zip(size, smallest))
+        return _convolve(_channels_last(g), _channels_last(weight), settings, groups, output_padding)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        g, weight, _, *ctx.form = inputs
+        g, weight, _, *ctx.settings = inputs
         ctx.save_for_backward(g, weight)
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         g, weight = ctx.saved_tensors
         first, second = ctx.needs_input_grad[:2]
-        towards_g = _Convolution.apply(u, weight, *ctx.form) if first else None
-        towards_w = _TowardsWeight.apply(u, g, weight.shape[2:], *ctx.form) if second else None
-        return towards_g, towards_w, None, None, None
+        g_grad = _Convolution.apply(u, weight, *ctx.settings) if first else None
+        w_grad = _WeightGrad.apply(u, g, weight.shape[2:], *ctx.settings) if second else None
+        return g_grad, w_grad, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], g: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, int]:
         g, weight = fold(info, dims[0], g, 1), fold(info, dims[1], weight, 0)
-        return unfold(info, _TowardsInput.apply(g, weight, *rest[:-1], rest[-1] * info.batch_size), 1), 1
+        return unfold(info, _InputGrad.apply(g, weight, *rest[:-1], rest[-1] * info.batch_size), 1), 1
 
 
-class _TowardsWeight(torch.autograd.Function):
-    """What g at y = x ∗ w pulls back to w, of some size."""
+class _WeightGrad(torch.autograd.Function):
+    """The gradient of w, of the given size, for the gradient g of y = x ∗ w."""
 
     @staticmethod
-    def forward(x: Tensor, g: Tensor, size: tuple[int, int], form: Form, groups: int) -> Tensor:
+    def forward(x: Tensor, g: Tensor, size: tuple[int, int], settings: ConvSettings, groups: int) -> Tensor:
         channels = x.shape[1] // groups
-        x, g = _aligned(x, groups), _last(g)
+        x, g = _pad_channels(x, groups), _channels_last(g)
         weight = x.new_empty(g.shape[1], x.shape[1] // groups, *size)
-        found: Tensor = torch.ops.aten.convolution_backward(
-            g, x, _last(weight), None, *form, False, (0, 0), groups, (False, True, False)
+        weight_grad: Tensor = torch.ops.aten.convolution_backward(
+            g, x, _channels_last(weight), None, *settings, False, (0, 0), groups, (False, True, False)
         )[1]
-        return found[:, :channels]
+        return weight_grad[:, :channels]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, g, _, *ctx.form = inputs
+        x, g, _, *ctx.settings = inputs
         ctx.save_for_backward(x, g)
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         x, g = ctx.saved_tensors
         first, second = ctx.needs_input_grad[:2]
-        towards_x = _TowardsInput.apply(g, v, x.shape[2:], *ctx.form) if first else None
-        towards_g = _Convolution.apply(x, v, *ctx.form) if second else None
-        return towards_x, towards_g, None, None, None
+        x_grad = _InputGrad.apply(g, v, x.shape[2:], *ctx.settings) if first else None
+        g_grad = _Convolution.apply(x, v, *ctx.settings) if second else None
+        return x_grad, g_grad, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, int]:
         x, g = fold(info, dims[0], x, 1), fold(info, dims[1], g, 1)
-        return unfold(info, _TowardsWeight.apply(x, g, *rest[:-1], rest[-1] * info.batch_size), 0), 0
+        return unfold(info, _WeightGrad.apply(x, g, *rest[:-1], rest[-1] * info.batch_size), 0), 0
 
 
-def _convolve(x: Tensor, weight: Tensor, form: Form, groups: int, rest: tuple[int, ...] | None = None) -> Tensor:
-    """Convolve or, with a rest of pixels at the end, go the way back of a convolution."""
+def _convolve(
+    x: Tensor, weight: Tensor, settings: ConvSettings, groups: int, output_padding: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return the convolution, or the transposed convolution if `output_padding` is given."""
     return torch.ops.aten.convolution(  # type: ignore[no-any-return]
-        x, weight, None, *form, rest is not None, rest or (0, 0), groups
+        x, weight, None, *settings, output_padding is not None, output_padding or (0, 0), groups
     )
 
 
-def _last(value: Tensor) -> Tensor:
-    """The same values, on a GPU with the channels last."""
+def _channels_last(value: Tensor) -> Tensor:
+    """Return the value, in the channels-last format on a GPU."""
     return value.contiguous(memory_format=torch.channels_last) if value.is_cuda else value
 
 
-def _missing(value: Tensor, channels: int, groups: int) -> int:
-    """How many channels a group lacks."""
+def _padding_channels(value: Tensor, channels: int, groups: int) -> int:
+    """Return the number of zero channels to add to every group."""
     return -channels % (16 // value.element_size()) if value.is_cuda and groups > 1 else 0
 
 
-def _aligned(x: Tensor, groups: int) -> Tensor:
+def _pad_channels(x: Tensor, groups: int) -> Tensor:
     n, channels, *size = x.shape
     channels //= groups
-    missing = _missing(x, channels, groups)
-    if not missing:
-        return _last(x)
-    padded = x.new_zeros(n, *size, groups, channels + missing)
+    padding = _padding_channels(x, channels, groups)
+    if not padding:
+        return _channels_last(x)
+    padded = x.new_zeros(n, *size, groups, channels + padding)
     padded[..., :channels] = x.unflatten(1, (groups, channels)).permute(0, 3, 4, 1, 2)
     return padded.flatten(3).permute(0, 3, 1, 2)
 
 
-def _aligned_weight(weight: Tensor, groups: int) -> Tensor:
-    return _last(F.pad(weight, (0, 0, 0, 0, 0, _missing(weight, weight.shape[1], groups))))
+def _pad_weight(weight: Tensor, groups: int) -> Tensor:
+    return _channels_last(F.pad(weight, (0, 0, 0, 0, 0, _padding_channels(weight, weight.shape[1], groups))))
 
 
 class _Pooling(torch.autograd.Function):
-    """The largest value of each window, and its place."""
+    """The maximum of each window, and its index."""
 
     @staticmethod
     def forward(x: Tensor, window: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        if window == WHOLE and triton_support.fusible_tasks(x):
-            from metabridge.models.fused_tasks import pooled
+        if window == POOL_2X2 and triton_support.can_fuse_tasks(x):
+            from metabridge.models.fused_tasks import max_pool_2x2
 
-            return pooled(x)
-        return torch.ops.aten.max_pool2d_with_indices(_last(x), *window)  # type: ignore[no-any-return]
+            return max_pool_2x2(x)
+        return torch.ops.aten.max_pool2d_with_indices(_channels_last(x), *window)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, ctx.window = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # of places there are none
+        ctx.set_materialize_grads(False)  # indices have no gradient
         ctx.save_for_backward(x, output[1])
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, places = ctx.saved_tensors
-        return _Spread.apply(slope, places, x, ctx.window), None
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, indices = ctx.saved_tensors
+        return _Unpool.apply(g, indices, x, ctx.window), None
 
     @staticmethod
     def vmap(
         info: Any, dims: tuple[Any, ...], x: Tensor, window: tuple[Any, ...]
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        y, places = _Pooling.apply(fold(info, dims[0], x, 1), window)
-        return (unfold(info, y, 1), unfold(info, places, 1)), (1, 1)
+        y, indices = _Pooling.apply(fold(info, dims[0], x, 1), window)
+        return (unfold(info, y, 1), unfold(info, indices, 1)), (1, 1)
 
 
-class _Spread(torch.autograd.Function):
-    """Values put where they were found in maps of the form of x, and zeros elsewhere."""
+class _Unpool(torch.autograd.Function):
+    """Maps of the shape of x with the values at the indices of the maxima and zeros elsewhere."""
 
     @staticmethod
-    def forward(values: Tensor, places: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
-        if places.dtype == torch.uint8:
-            from metabridge.models.fused_tasks import spread
+    def forward(values: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
+        if indices.dtype == torch.uint8:
+            from metabridge.models.fused_tasks import max_unpool_2x2
 
-            return spread(values, places, x)
+            return max_unpool_2x2(values, indices, x)
         return torch.ops.aten.max_pool2d_with_indices_backward(  # type: ignore[no-any-return]
-            _last(values), _last(x), *window, _last(places)
+            _channels_last(values), _channels_last(x), *window, _channels_last(indices)
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, places, x, ctx.window = inputs
-        ctx.save_for_backward(places, x)
+        _, indices, x, ctx.window = inputs
+        ctx.save_for_backward(indices, x)
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
-        places, x = ctx.saved_tensors
-        return _Pick.apply(u, places, x, ctx.window), None, None, None
+        indices, x = ctx.saved_tensors
+        return _Gather.apply(u, indices, x, ctx.window), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _picked_up(_Spread.apply, info, dims, *inputs)
+        return _vmap_maps(_Unpool.apply, info, dims, *inputs)
 
 
-class _Pick(torch.autograd.Function):
-    """The values at the places, which `_Spread` would put back."""
+class _Gather(torch.autograd.Function):
+    """The values of maps at the indices of the maxima: the transpose of `_Unpool`."""
 
     @staticmethod
-    def forward(u: Tensor, places: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
-        if places.dtype == torch.uint8:
-            from metabridge.models.fused_tasks import picked
+    def forward(u: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
+        if indices.dtype == torch.uint8:
+            from metabridge.models.fused_tasks import gather_2x2
 
-            return picked(u, places)
-        # pixels before channels, where they lie so
+            return gather_2x2(u, indices)
+        # in the memory order, so that gather makes no copy
         order = (0, 2, 3, 1) if u.is_contiguous(memory_format=torch.channels_last) else (0, 1, 2, 3)
         axis = order.index(2)
-        u, places = (value.permute(order) for value in (u, places))
-        found = u.flatten(axis, axis + 1).gather(axis, places.flatten(axis, axis + 1)).view(places.shape)
-        return found.permute([order.index(place) for place in range(4)])
+        u, indices = (value.permute(order) for value in (u, indices))
+        values = u.flatten(axis, axis + 1).gather(axis, indices.flatten(axis, axis + 1)).view(indices.shape)
+        return values.permute([order.index(dim) for dim in range(4)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, places, x, ctx.window = inputs
-        ctx.save_for_backward(places, x)
+        _, indices, x, ctx.window = inputs
+        ctx.save_for_backward(indices, x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        places, x = ctx.saved_tensors
-        return _Spread.apply(g, places, x, ctx.window), None, None, None
+        indices, x = ctx.saved_tensors
+        return _Unpool.apply(g, indices, x, ctx.window), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _picked_up(_Pick.apply, info, dims, *inputs)
+        return _vmap_maps(_Gather.apply, info, dims, *inputs)
 
 
-def _picked_up(function: Callable[..., Tensor], info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+def _vmap_maps(function: Callable[..., Tensor], info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+    """Apply a function of maps and a window to the maps of all tasks."""
     *maps, window = inputs
     return unfold(info, function(*(fold(info, dim, value, 1) for dim, value in zip(dims, maps)), window), 1), 1

@@ -1,4 +1,4 @@
-"""Backbones of the timm library, whose names start with `timm:`."""
+"""Backbones from the timm library. Their model names start with `timm:`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,27 @@ def timm(
     statistics: Statistics = "running",
     seed: int = 0,
 ) -> Network:
-    """Put a head on any image model of timm; `pretrained` downloads its weights.
+    """Build an image model of timm with a new linear head.
 
-    `timm("resnet18")` gives features of 512 dimensions. Needs the optional dependency:
-    `pip install metabridge[timm]`.
+    It needs the optional dependency timm: `pip install 'metabridge[timm]'`.
+
+    Args:
+        name: Name of the model in timm, such as "resnet18".
+        channels: Channels of the images.
+        size: Height and width of the images in pixels.
+        outputs: Outputs of the head.
+        pretrained: Whether to download pretrained weights.
+        statistics: Statistics of the batch norms, see `BatchNorm`.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If timm is not installed, has no such model, or the model does not accept such images.
+
+    >>> timm("resnet18").head  # doctest: +SKIP
+    Linear(in_features=512, out_features=5, bias=True)
     """
     try:
         from timm import create_model
@@ -37,12 +54,12 @@ def timm(
         raise InputError(f"model is 'timm:{name}', but timm has no model {name!r}. See timm.list_models().")
     with seeded(seed):
         features = create_model(name, pretrained=pretrained, in_chans=channels, num_classes=0)
-    # Two images: normalising over a single one is undefined for some models in training.
+    # two images, because some models in training cannot normalise a single one
     example = torch.zeros(2, channels, size, size)
     try:
         return Network.around(features, example, outputs, statistics=statistics, seed=seed)
     except InputError as error:
         raise InputError(
-            f"model is 'timm:{name}', which cannot compute images with channels={channels} and size={size} "
-            f"({error.__cause__ or error}). Use another size, or another model."
+            f"model is 'timm:{name}', which does not accept images with channels={channels} and size={size} "
+            f"({error.__cause__ or error}). Use another size or another model."
         ) from error

@@ -1,4 +1,4 @@
-"""Wide networks in the NTK parameterisation, whose training the kernels predict as the width grows."""
+"""Wide networks in the NTK parameterisation. The infinite-width kernels predict their training."""
 
 from __future__ import annotations
 
@@ -25,17 +25,33 @@ def wide(
     bias_variance: float = 0.0,
     seed: int = 0,
 ) -> Network:
-    """A fully connected net of `depth` layers whose weights are standard normal and scaled where they are used.
+    """Build a fully connected network in the NTK parameterisation (Wang et al. 2021, app. A.3).
 
-    x ↦ σ_w/√n · Wx + σ_b · b in each layer of n inputs (A app. A.3). The last layer's scale is in the features, so
-    that their products are the NNGP kernel, and the head has no bias.
+    A layer with n inputs computes σ_w/√n · Wx + σ_b · b, and all weights are initially standard normal. The scale of
+    the last layer is part of the features, so that their inner products give the NNGP kernel. The head has no bias.
+
+    Args:
+        inputs: Values per point.
+        outputs: Outputs of the head.
+        width: Units per hidden layer.
+        depth: Number of layers with weights, including the head.
+        activation: Activation function after every hidden layer.
+        weight_variance: σ_w².
+        bias_variance: σ_b².
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If an option is out of range.
 
     >>> net = wide(4, width=8)
     >>> net(torch.ones(3, 4)).shape, net.head
     (torch.Size([3, 1]), Linear(in_features=8, out_features=1, bias=False))
     """
     if depth < 2:
-        raise InputError(f"depth is {depth}, but a net with features has at least 2 layers.")
+        raise InputError(f"depth is {depth}, but must be at least 2: one layer of features and the head.")
     check_count("width", width)
     check_positive("weight_variance", weight_variance)
     check_not_negative("bias_variance", bias_variance)
@@ -46,11 +62,11 @@ def wide(
             layers += [activation_layer(activation)]
         head = nn.Linear(width, outputs, bias=False)
         nn.init.normal_(head.weight)
-        return Network(nn.Sequential(*layers, _Times(math.sqrt(weight_variance / width))), head)
+        return Network(nn.Sequential(*layers, _Multiply(math.sqrt(weight_variance / width))), head)
 
 
 class _Scaled(nn.Module):
-    """The scale is on the inputs: a plain linear layer is one whose empirical kernel needs no gradients formed."""
+    """A linear layer that scales its inputs, so that its empirical kernel needs no explicit gradients."""
 
     def __init__(self, inputs: int, outputs: int, weight_variance: float, bias_variance: float) -> None:
         super().__init__()
@@ -65,7 +81,7 @@ class _Scaled(nn.Module):
         return y if self.bias is None else y + self.shift * self.bias
 
 
-class _Times(nn.Module):
+class _Multiply(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
