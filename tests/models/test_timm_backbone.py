@@ -37,7 +37,5 @@ def test_images_that_a_backbone_cannot_compute_are_refused_with_its_name_and_the
     monkeypatch.setitem(sys.modules, "timm", fake)
     monkeypatch.setitem(sys.modules, "timm.models", fake)
     assert build("timm:seven", size=8).head.in_features == 4
-    with pytest.raises(
-        InputError, match=r"'timm:seven', which does not accept .*size=5 \(.*Kernel size.*Use another"
-    ):
+    with pytest.raises(InputError, match=r"'timm:seven', which does not accept .*size=5 \(.*Kernel size.*Use another"):
         build("timm:seven", size=5)
