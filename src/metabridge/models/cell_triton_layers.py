@@ -204,7 +204,7 @@ class _ReluEvenOdd:
     def backward(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         gx, c, rows = torch.empty_like(x), x.shape[1], triton_tiles.matrix_shape(g)[0]
         tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
-        grid = WindowGrid(*x.shape[2:], *g.shape[2:], stride=2, lines=1)
+        grid = WindowGrid(x.shape[2], x.shape[3], g.shape[2], g.shape[3], stride=2, lines=1)
         kernels.relu_even_odd_backward[triton_tiles.launch_grid(rows, c, tile)](g, more, y, gx, rows, c, grid, **tile)
         return (gx,)
 
