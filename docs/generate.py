@@ -17,8 +17,11 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import metabridge.api
+from metabridge.heads import Head
 from metabridge.learners.method import PRESETS
-from metabridge.report.method_table import described
+from metabridge.learners.outer_gradients import OUTER_RULES
+from metabridge.report.method_table import taxonomy_row
+from metabridge.solvers import Solver
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("environments", "models", "kernels", "theory", "search", "training", "use")
@@ -43,10 +46,47 @@ def machine(result: dict[str, Any]) -> str:
 
 
 def taxonomy() -> str:
-    """The methods as the code has them."""
-    rows = [[f"`{name}`", *described(method).values()] for name, method in PRESETS.items()]
-    table = markdown(["method", *described(PRESETS["maml"])], rows)
+    """Return the table of methods."""
+    rows = [[f"`{name}`", *taxonomy_row(method).values()] for name, method in PRESETS.items()]
+    table = markdown(["method", *taxonomy_row(PRESETS["maml"])], rows)
     return table.replace("---:", "---")
+
+
+def solver_table() -> str:
+    """Return the table of inner solvers."""
+    rows = [
+        [f"`{kind.__name__}({signature(kind)})`", first_line(kind), ", ".join(kind.outer_rules)]
+        for kind in Solver.registry.values()
+    ]
+    return markdown(["solver", "what it does", "outer gradients"], rows).replace("---:", "---")
+
+
+def outer_rule_table() -> str:
+    """Return the table of outer gradients."""
+    rows = []
+    for name, rule in OUTER_RULES.items():
+        admitting = [f"`{kind.__name__}`" for kind in Solver.registry.values() if name in kind.outer_rules]
+        rows.append([f"`{name}`", first_line(rule.gradient), ", ".join(admitting) or "methods without inner solver"])
+    return markdown(["`outer`", "what it does", "admitted by"], rows).replace("---:", "---")
+
+
+def head_table() -> str:
+    """Return the table of test-time heads."""
+    rows = [
+        [f"`{name}`", f"`{kind.__name__}({signature(kind)})`", first_line(kind), "yes" if kind.calibrated else "no"]
+        for name, kind in Head.registry.items()
+    ]
+    return markdown(["name", "head", "what it does", "probabilities"], rows).replace("---:", "---")
+
+
+def signature(kind: type[Solver] | type[Head]) -> str:
+    """Return the names of the fields of a solver or head."""
+    return ", ".join(inspect.signature(kind).parameters)
+
+
+def first_line(documented: object) -> str:
+    """Return the first line of a docstring as a cell of a table."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0].replace("|", "\\|")
 
 
 def api(package: str) -> Callable[[], str]:
@@ -236,6 +276,9 @@ def fuzz() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "taxonomy": taxonomy,
+    "solvers": solver_table,
+    "outer-gradients": outer_rule_table,
+    "test-heads": head_table,
     "glyphs": glyphs("glyphs"),
     "demo": glyphs("demo/glyphs"),
     "maml": by_machine(

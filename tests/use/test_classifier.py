@@ -18,12 +18,12 @@ from sklearn.preprocessing import FunctionTransformer
 
 import metabridge as mb
 from metabridge import FewShotClassifier, InputError
-from metabridge.heads import SVM
+from metabridge.heads import SVM, Head
 from metabridge.training import evaluate
 from metabridge.training.checkpoint import RunFolder
 from metabridge.use.onnx_export import export_onnx, write_head
 
-HEADS = ["logistic", "svm", "ridge", "centroid"]
+HEADS = list(Head.registry)
 
 
 @pytest.fixture

@@ -115,9 +115,9 @@ def methods() -> None:
     Example: **metabridge methods**
     """
     from metabridge.learners.method import PRESETS
-    from metabridge.report.method_table import described
+    from metabridge.report.method_table import taxonomy_row
 
-    lines = {name: described(method) for name, method in PRESETS.items()}
+    lines = {name: taxonomy_row(method) for name, method in PRESETS.items()}
     columns = ("method", *next(iter(lines.values())))
     print_table(columns, [[name, *cells.values()] for name, cells in lines.items()], text=columns)
 

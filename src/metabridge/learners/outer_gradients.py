@@ -119,16 +119,6 @@ def first_order_gradient(
     return _differentiate_solve(method, apply, leaves, task, exact=False)
 
 
-@outer_rule("plain")
-def plain_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
-    """Return the gradient of the query loss, without an inner solve."""
-
-    def objective(leaves: Leaves) -> Tensor:
-        return _query_loss(method, apply, leaves.start, leaves.query_x, task)
-
-    return grad_and_value(objective, leaves)
-
-
 @outer_rule("implicit", second_order=True)
 def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
     """Solve the linear system of the optimality conditions of the inner problem.
@@ -171,6 +161,16 @@ def displacement_gradient(
     displacement = {name: weight * (value - adapted[name]) for name, value in leaves.start.items()}
     solver_params = {name: torch.zeros_like(value) for name, value in leaves.solver_params.items()}
     return Leaves(displacement, solver_params), _query_loss(method, apply, adapted, (), task)
+
+
+@outer_rule("plain")
+def plain_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
+    """Return the gradient of the query loss, without an inner solve."""
+
+    def objective(leaves: Leaves) -> Tensor:
+        return _query_loss(method, apply, leaves.start, leaves.query_x, task)
+
+    return grad_and_value(objective, leaves)
 
 
 def _differentiate_solve(

@@ -13,7 +13,7 @@ from metabridge.environments.image_tasks import ImageTasks
 from metabridge.files import make_folder, write_atomically
 from metabridge.report import figures, task_pictures
 from metabridge.report.html_pages import Picture, render
-from metabridge.report.method_table import described
+from metabridge.report.method_table import taxonomy_row
 from metabridge.report.results import Result
 from metabridge.training import Run, Score
 
@@ -78,7 +78,7 @@ def write(
 
 def _line(name: str, run: Run, scores: Mapping[str, Score]) -> dict[str, str]:
     """Return the cells of a method's line in the table, by heading."""
-    description = described(run.method)
+    description = taxonomy_row(run.method)
     return {
         "method": name,
         **{kind: score.told().removesuffix(" %") for kind, score in scores.items()},

@@ -1,17 +1,17 @@
-"""A method of the taxonomy in words."""
+"""The table of methods that `metabridge methods` and the docs print."""
 
 from __future__ import annotations
 
 from metabridge.learners.method import Method
 
 
-def described(method: Method) -> dict[str, str]:
-    """Return the columns of the taxonomy for one method.
+def taxonomy_row(method: Method) -> dict[str, str]:
+    """Return the cells of a method in the table of the taxonomy, by column.
 
     >>> from metabridge.learners.method import PRESETS
-    >>> described(PRESETS["anil"])["inner solve"]
+    >>> taxonomy_row(PRESETS["anil"])["inner solve"]
     'gradient descent: steps 5, lr 0.1'
-    >>> described(PRESETS["mtl"])["inner solve"]
+    >>> taxonomy_row(PRESETS["mtl"])["inner solve"]
     'none; at test, logistic regression: penalty 0.33'
     """
     inner = "none" if method.inner is None else method.inner.summary()
@@ -19,6 +19,6 @@ def described(method: Method) -> dict[str, str]:
         "adapts": method.adapts,
         "inner solve": inner if method.test is None else f"{inner}; at test, {method.test.summary()}",
         "outer gradient": method.outer,
-        "head": method.training_head,
+        "training head": method.training_head,
         "split": "yes" if method.split else "no",
     }

@@ -12,12 +12,10 @@ from torch.nn import functional as F
 from metabridge.cuda_graph import CapturedGraph
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.method import Method
+from metabridge.learners.method import ROWS, Method
 from metabridge.learners.parameters import initial_heads
 from metabridge.models.network import apply_features, apply_head
 from metabridge.training.evaluate import Model
-
-HEADS = ("task-rows", "all-rows")  # of methods that train one classifier, so that targets can be probabilities
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Softener:
     """Gives episodes of a method that trains one classifier their soft targets."""
 
     def __init__(self, soft: SoftTargets, method: Method, teacher: Model | None) -> None:
-        if method.training_head not in HEADS:
+        if method.training_head not in ROWS:
             raise InputError(
                 f"soft targets are for methods that train one classifier, such as mtl and rfs, but this method's head "
                 f"is {method.training_head!r}. Leave out smoothing, mixup and the teacher."

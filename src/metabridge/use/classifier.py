@@ -50,8 +50,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Args:
         run: The folder of a run, or the run itself.
-        head: None adapts as the run's method does at test time. The name of a head, such as "logistic", "svm", "ridge"
-            or "centroid", fits that head on the run's features instead, for any number of classes.
+        head: None adapts as the run's method does at test time. The name of a test-time head, such as "logistic" (all
+            are in `mb.heads.Head.registry`), fits that head on the run's features instead, for any number of classes.
         device: The device to compute on, such as "cpu" or "cuda".
 
     Attributes:
@@ -146,8 +146,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_proba(self, X: Iterable[Any]) -> NDArray[np.float64]:
         """Return the softmax of the outputs.
 
-        With "logistic" and heads trained by cross-entropy these are estimates of probabilities. With "svm", "ridge"
-        and "centroid" they only rank the classes.
+        With heads trained by cross-entropy, such as "logistic", these are estimates of probabilities. With test-time
+        heads that are not `calibrated`, they only rank the classes.
 
         Args:
             X: The query images.
