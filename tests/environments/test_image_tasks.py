@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from metabridge.environments import Environment, LabelledImages
+from metabridge.environments import Environment, LabelledImages, Mixture
 from metabridge.errors import InputError
 
 COUNTS = [5, 9, 6, 30, 5, 7, 8, 5, 6, 12, 5, 5, 9]
@@ -18,7 +18,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 @pytest.fixture
 def data() -> LabelledImages:
-    """Classes of uneven size in mixed order; the two pixels of an image are its class and its own index."""
+    """Return classes of different sizes in mixed order; the two pixels of an image are its class and its index."""
     labels = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))
     labels = labels[torch.randperm(len(labels), generator=seeded())]
     images = torch.stack([labels, torch.arange(len(labels))], dim=-1).to(torch.uint8)
@@ -33,12 +33,12 @@ def data() -> LabelledImages:
 
 
 def pixels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Class and index of each image of (tasks, points, 1, 1, 2)."""
+    """Return the class and the index of each image of (tasks, points, 1, 1, 2)."""
     values = (x * 255).round().long().flatten(2)
     return values[..., 0], values[..., 1]
 
 
-def test_no_image_is_in_both_support_and_query_nor_twice_in_either(data):
+def test_no_image_is_twice_in_a_task(data):
     tasks = data.tasks("train", ways=4, shots=2, queries=3).sample(300, seeded())
     _, index = pixels(tasks.without_split().support_x)
     index = index.sort(dim=1).values
@@ -46,7 +46,7 @@ def test_no_image_is_in_both_support_and_query_nor_twice_in_either(data):
 
 
 @pytest.mark.parametrize("superclass", ["any", "same", "different"])
-def test_every_image_shows_the_class_that_its_label_stands_for(data, superclass):
+def test_every_image_has_the_class_of_its_label(data, superclass):
     environment = data.tasks("train", ways=3, shots=2, queries=3, superclass=superclass)
     tasks = environment.sample(200, seeded())
     shown = torch.tensor(SPLITS["train"])[tasks.classes]
@@ -54,13 +54,13 @@ def test_every_image_shows_the_class_that_its_label_stands_for(data, superclass)
         assert torch.equal(pixels(x)[0], shown.gather(1, y))
 
 
-def test_points_are_ordered_class_by_class_with_shots_and_queries_of_each(data):
+def test_points_are_ordered_by_class(data):
     tasks = data.tasks("train", ways=3, shots=1, queries=2).sample(2, seeded())
     assert tasks.support_y.tolist() == 2 * [[0, 1, 2]]
     assert tasks.query_y.tolist() == 2 * [[0, 0, 1, 1, 2, 2]]
 
 
-def test_the_ways_of_a_task_are_different_classes_of_the_split_alone(data):
+def test_the_ways_of_a_task_are_different_classes_of_the_split(data):
     environment = data.tasks("test", ways=3, shots=1, queries=1)
     tasks = environment.sample(100, seeded())
     assert tasks.classes is not None
@@ -77,7 +77,7 @@ def test_every_class_is_equally_likely_at_every_way(data):
         assert (shares - 0.1).abs().max() < 5 * (0.1 * 0.9 / 20_000) ** 0.5
 
 
-def test_every_image_of_a_class_is_equally_likely_whatever_the_size_of_the_class(data):
+def test_every_image_of_a_class_is_equally_likely(data):
     tasks = data.tasks("train", ways=1, shots=1, queries=4).sample(20_000, seeded())
     _, index = pixels(tasks.support_x)
     shares = torch.bincount(index.flatten(), minlength=len(data.labels)) / 20_000
@@ -87,21 +87,21 @@ def test_every_image_of_a_class_is_equally_likely_whatever_the_size_of_the_class
     assert (shares[expected > 0] > 0).all()
 
 
-def test_same_superclass_tasks_stay_within_one_of_the_superclasses_that_are_large_enough(data):
+def test_same_superclass_tasks_use_the_superclasses_with_enough_classes(data):
     environment = data.tasks("train", ways=3, shots=1, queries=1, superclass="same")
     tasks = environment.sample(4000, seeded())
-    own = data.superclasses[data.splits["train"]][tasks.classes]
-    assert (own == own[:, :1]).all()
+    superclasses = data.superclasses[data.splits["train"]][tasks.classes]
+    assert (superclasses == superclasses[:, :1]).all()
     # In train, superclasses 0 and 1 have 3 and 4 classes; 2 and 3 have fewer than 3.
-    shares = torch.bincount(own[:, 0], minlength=4) / 4000
+    shares = torch.bincount(superclasses[:, 0], minlength=4) / 4000
     assert shares.tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0.04)
 
 
 def test_different_superclass_tasks_never_repeat_a_superclass(data):
     environment = data.tasks("train", ways=3, shots=1, queries=1, superclass="different")
     tasks = environment.sample(4000, seeded())
-    own = data.superclasses[data.splits["train"]][tasks.classes].sort(dim=1).values
-    assert (own.diff(dim=1) > 0).all()
+    superclasses = data.superclasses[data.splits["train"]][tasks.classes].sort(dim=1).values
+    assert (superclasses.diff(dim=1) > 0).all()
     assert len(tasks.classes.unique()) == 10
 
 
@@ -115,20 +115,20 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(data):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_seed_gives_the_same_tasks_on_every_device(data):
     settings = {"ways": 3, "shots": 1, "queries": 2}
-    here = data.tasks("train", **settings).sample(30, seeded())
-    there = data.to("cuda").tasks("train", **settings).sample(30, seeded())
-    assert there.device.type == "cuda"
-    assert all(torch.allclose(one, two.cpu()) for one, two in zip(here.tensors(), there.tensors()))
+    on_cpu = data.tasks("train", **settings).sample(30, seeded())
+    on_gpu = data.to("cuda").tasks("train", **settings).sample(30, seeded())
+    assert on_gpu.device.type == "cuda"
+    assert all(torch.allclose(one, two.cpu()) for one, two in zip(on_cpu.tensors(), on_gpu.tensors()))
 
 
-def test_moving_the_images_leaves_what_tasks_are_drawn_with_on_the_cpu(data):
+def test_moving_the_images_keeps_labels_and_splits_on_the_cpu(data):
     moved = data.to("meta")
     assert moved.images.device.type == "meta"
     assert {moved.labels.device.type, moved.superclasses.device.type, moved.splits["test"].device.type} == {"cpu"}
     assert moved.tasks("train", ways=3, shots=1, queries=2).sample(2, seeded()).support_x.device.type == "meta"
 
 
-def test_images_come_out_as_float_between_zero_and_one(data):
+def test_images_are_floats_from_zero_to_one(data):
     bright = replace(data, images=torch.full_like(data.images, 255))
     x = bright.tasks("train", shots=1, queries=2).sample(1, seeded()).support_x
     assert x.dtype == torch.float32
@@ -164,17 +164,17 @@ def test_images_come_out_as_float_between_zero_and_one(data):
         ),
     ],
 )
-def test_tasks_that_cannot_be_made_are_refused_with_the_way_out(data, settings, sentence):
-    asked = {"split": "train", "ways": 2, "shots": 1, "queries": 1} | settings
+def test_impossible_tasks_are_refused(data, settings, sentence):
+    arguments = {"split": "train", "ways": 2, "shots": 1, "queries": 1} | settings
     with pytest.raises(InputError) as caught:
-        data.tasks(asked.pop("split"), **asked)
+        data.tasks(arguments.pop("split"), **arguments)
     assert str(caught.value) == sentence
 
 
-def test_a_single_class_makes_no_tasks(data):
-    alone = replace(data, splits={"train": data.splits["train"][:1]})
+def test_a_single_class_allows_no_tasks(data):
+    single = replace(data, splits={"train": data.splits["train"][:1]})
     with pytest.raises(InputError, match=r"ways is 2, but split 'train' has 1 class\. Add classes\."):
-        alone.tasks("train", ways=2, shots=1, queries=1)
+        single.tasks("train", ways=2, shots=1, queries=1)
 
 
 @pytest.mark.parametrize(
@@ -182,34 +182,34 @@ def test_a_single_class_makes_no_tasks(data):
     [
         ({"images": torch.zeros(3, 1, 2, 2)}, "images is float32 of shape (3, 1, 2, 2), but must be uint8"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels is int64 of shape (3,), but must be int64 of shape ("),
-        ({"class_names": ("only",)}, "labels holds indices from 0 to 12, but there are 1 names to point to."),
-        ({"superclass_names": ("a", "b", "c")}, "superclasses holds indices from 0 to 3, but there are 3 names"),
-        ({"splits": {"a": torch.tensor([13])}}, "splits['a'] holds indices from 13 to 13, but there are 13 names"),
+        ({"class_names": ("only",)}, "labels has indices from 0 to 12, but there are 1 names."),
+        ({"superclass_names": ("a", "b", "c")}, "superclasses has indices from 0 to 3, but there are 3 names"),
+        ({"splits": {"a": torch.tensor([13])}}, "splits['a'] has indices from 13 to 13, but there are 13 names"),
         ({"splits": {"a": torch.tensor([], dtype=torch.int64)}}, "split 'a' has no classes."),
         (
             {"splits": {"a": torch.tensor([1, 2]), "b": torch.tensor([2])}},
-            "class 'class2' is in split 'a' and in 'b'. List every class once, in one split.",
+            "class 'class2' is in the splits 'a' and 'b'. List every class once, in one split.",
         ),
     ],
 )
-def test_images_that_contradict_their_labels_are_refused(data, wrong, sentence):
+def test_inconsistent_fields_are_refused(data, wrong, sentence):
     with pytest.raises(InputError) as caught:
         replace(data, **wrong)
     assert str(caught.value).startswith(sentence)
 
 
-def test_batches_draw_every_image_of_the_split_about_equally_often_with_its_class(data):
+def test_batches_sample_the_images_of_the_split_uniformly(data):
     batches = data.batches("train", size=50)
-    drawn = batches.sample(400, seeded())
-    shown, index = pixels(drawn.support_x)
-    assert torch.equal(shown, torch.tensor(SPLITS["train"])[drawn.support_y])
-    assert torch.equal(drawn.classes, torch.arange(10).expand(400, 10))
-    assert not drawn.is_split
+    episodes = batches.sample(400, seeded())
+    classes, index = pixels(episodes.support_x)
+    assert torch.equal(classes, torch.tensor(SPLITS["train"])[episodes.support_y])
+    assert torch.equal(episodes.classes, torch.arange(10).expand(400, 10))
+    assert not episodes.is_split
     counts = torch.bincount(index.flatten(), minlength=len(data.labels))
-    inside = torch.isin(data.labels, torch.tensor(SPLITS["train"]))
-    assert (counts[~inside] == 0).all()
-    expected = 400 * 50 / int(inside.sum())
-    assert (counts[inside] - expected).abs().max() < 5 * expected**0.5
+    in_split = torch.isin(data.labels, torch.tensor(SPLITS["train"]))
+    assert (counts[~in_split] == 0).all()
+    expected = 400 * 50 / int(in_split.sum())
+    assert (counts[in_split] - expected).abs().max() < 5 * expected**0.5
     assert batches.outputs == batches.classes == 10
 
 
@@ -220,7 +220,7 @@ def test_batches_draw_every_image_of_the_split_about_equally_often_with_its_clas
         ({"split": "dev"}, "split is 'dev', but these images have 'train', 'test'. Use one."),
     ],
 )
-def test_batches_that_cannot_be_made_are_refused(data, settings, sentence):
+def test_impossible_batches_are_refused(data, settings, sentence):
     with pytest.raises(InputError) as caught:
         data.batches(settings.pop("split", "train"), **settings)
     assert str(caught.value) == sentence
@@ -228,7 +228,7 @@ def test_batches_that_cannot_be_made_are_refused(data, settings, sentence):
 
 @pytest.fixture
 def square() -> LabelledImages:
-    """Five classes, in mixed order, of 3-pixel images without symmetry; one class is in no split."""
+    """Return images of 3 × 3 pixels without symmetry, of five classes in mixed order; one class is in no split."""
     labels = torch.tensor([2, 0, 1, 1, 3, 0, 2, 4, 3, 4])
     images = torch.randint(256, (10, 2, 3, 3), generator=seeded()).to(torch.uint8)
     return LabelledImages(
@@ -242,56 +242,77 @@ def square() -> LabelledImages:
 
 
 @pytest.mark.parametrize("splits", [("train",), ("train", "test"), None])
-def test_turning_adds_every_class_of_the_named_splits_in_three_turns(square, splits):
-    turned = square.with_rotations(splits)
-    chosen = set(square.splits if splits is None else splits)
+def test_rotations_add_three_classes_for_each_class_of_the_splits(square, splits):
+    rotated = square.with_rotations(splits)
+    rotated_splits = set(square.splits if splits is None else splits)
     for split, members in square.splits.items():
         old = {square.class_names[member] for member in members.tolist()}
-        new = {turned.class_names[member] for member in turned.splits[split].tolist()}
-        angles = ("/turned90", "/turned180", "/turned270") if split in chosen else ()
+        new = {rotated.class_names[member] for member in rotated.splits[split].tolist()}
+        angles = ("/turned90", "/turned180", "/turned270") if split in rotated_splits else ()
         assert new == old | {name + angle for name in old for angle in angles}
-    assert turned.class_names[:5] == square.class_names
-    assert torch.equal(turned.images[:10], square.images)
-    assert torch.equal(turned.labels[:10], square.labels)
-    for row in range(10, len(turned.images)):
-        name, _, angle = turned.class_names[turned.labels[row]].partition("/turned")
+    assert rotated.class_names[:5] == square.class_names
+    assert torch.equal(rotated.images[:10], square.images)
+    assert torch.equal(rotated.labels[:10], square.labels)
+    for row in range(10, len(rotated.images)):
+        name, _, angle = rotated.class_names[rotated.labels[row]].partition("/turned")
         sources = square.images[square.labels == square.class_names.index(name)].numpy()
-        found = [np.array_equal(turned.images[row], np.rot90(s, int(angle) // 90, (1, 2))) for s in sources]
-        assert sum(found) == 1
-    for label, name in enumerate(turned.class_names):
-        assert turned.superclasses[label] == square.superclasses[square.class_names.index(name.partition("/")[0])]
-    counts = turned.labels.bincount(minlength=len(turned.class_names))
+        matches = [np.array_equal(rotated.images[row], np.rot90(s, int(angle) // 90, (1, 2))) for s in sources]
+        assert sum(matches) == 1
+    for label, name in enumerate(rotated.class_names):
+        assert rotated.superclasses[label] == square.superclasses[square.class_names.index(name.partition("/")[0])]
+    counts = rotated.labels.bincount(minlength=len(rotated.class_names))
     assert (counts == 2).all()
 
 
-def test_what_cannot_be_turned_is_refused(square, data):
+def test_unknown_splits_and_images_that_are_not_square_are_not_rotated(square, data):
     with pytest.raises(InputError, match="splits is 'trian', but these images have 'train', 'validation', 'test'"):
         square.with_rotations(("trian",))
-    with pytest.raises(InputError, match="images are 1×2 pixels, but only squares keep their shape when turned"):
+    with pytest.raises(InputError, match="images are 1×2 pixels, but only square images can be rotated by 90"):
         data.with_rotations()
 
 
-def test_a_draw_filled_from_a_table_of_pixels_is_the_sample(data):
+def test_sampled_indices_give_the_sampled_tasks(data):
     environment = data.tasks("train", ways=3, shots=2, queries=2)
     table = data.images.float() / 255
-    drawn = environment.sample_indices(20, seeded())
-    found, expected = drawn.to_episodes(lambda rows: table[rows]), environment.sample(20, seeded())
-    assert len(found.tensors()) == 5
-    assert all(torch.equal(one, two) for one, two in zip(found.tensors(), expected.tensors()))
+    indices = environment.sample_indices(20, seeded())
+    episodes, expected = indices.to_episodes(lambda rows: table[rows]), environment.sample(20, seeded())
+    assert len(episodes.tensors()) == 5
+    assert all(torch.equal(one, two) for one, two in zip(episodes.tensors(), expected.tensors()))
     features = torch.randn(len(data.labels), 7, generator=seeded())
-    mapped = drawn.to_episodes(lambda rows: features[rows])
+    mapped = indices.to_episodes(lambda rows: features[rows])
     assert torch.equal(mapped.query_x, features[pixels(expected.query_x)[1]])
 
 
-def test_the_rows_of_tasks_are_the_images_of_the_split(data):
+def test_image_indices_are_those_of_the_split(data):
     rows = data.tasks("test", ways=2, shots=1, queries=1).image_indices
     expected = torch.isin(data.labels, torch.tensor(SPLITS["test"])).nonzero().squeeze(1)
     assert torch.equal(rows.sort().values, expected)
 
 
-def test_looking_up_gives_the_pixels_from_zero_to_one_in_the_shape_asked(data):
+def test_float_images_have_the_shape_of_the_indices(data):
     rows = torch.tensor([[4, 0, 7], [2, 2, 1]])
-    found = data.float_images(rows)
-    assert found.shape == (2, 3, 1, 1, 2)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, data.images[rows].float() / 255)
+    images = data.float_images(rows)
+    assert images.shape == (2, 3, 1, 1, 2)
+    assert images.dtype == torch.float32
+    assert torch.equal(images, data.images[rows].float() / 255)
+
+
+def test_repr_is_one_short_line(data):
+    tasks = data.tasks("train", ways=2, shots=1, queries=1, superclass="same")
+    assert repr(data) == "LabelledImages(112 images of 1×1×2, 10 train / 3 test classes)"
+    assert repr(tasks) == "ImageTasks('train', 2-way 1-shot, 1 query per class, 10 classes, superclass='same')"
+    assert repr(data.batches("test", size=50)) == "ImageBatches('test', 50 images per batch, 3 classes)"
+    named = replace(data, load_arguments={"name": "folder", "root": "photographs"})
+    assert repr(named).startswith("LabelledImages('folder', 112 images of")
+    assert repr(named.tasks("test", ways=2, queries=1)).startswith("ImageTasks('folder', 'test', 2-way 1-shot,")
+    assert repr(replace(data, splits={})) == "LabelledImages(112 images of 1×1×2, no classes)"
+    assert len(repr(Mixture((tasks, tasks), (0.5, 0.5)))) < 300
+
+
+def test_notebooks_show_a_table_of_the_splits(data):
+    html = replace(data, load_arguments={"name": "<folder>"})._repr_html_()
+    train, test = (sum(COUNTS[member] for member in SPLITS[split]) for split in ("train", "test"))
+    assert "<tr><th>split</th><th>classes</th><th>images</th></tr>" in html
+    assert f"<tr><td>train</td><td>10</td><td>{train}</td></tr><tr><td>test</td><td>3</td><td>{test}</td></tr>" in html
+    assert "&lt;folder&gt;" in html
+    assert "<folder>" not in html

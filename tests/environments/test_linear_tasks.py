@@ -33,23 +33,23 @@ def random_landscape(dimension: int = 3, noise: float = 0.0) -> Landscape:
 
 
 def solved(episodes):
-    """w* of every task, from noise-free points."""
+    """Return w* of every task, from noise-free points."""
     whole = episodes.without_split()
     return torch.linalg.lstsq(whole.support_x.double(), whole.support_y.double()).solution.squeeze(-1)
 
 
 def same(measured: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> bool:
-    """Whether no entry is further off than 4.5 of its standard errors."""
+    """Return whether all entries differ by at most 4.5 standard errors."""
     return bool(((measured - expected).abs() <= 4.5 * error).all())
 
 
 def check_covariance(points: torch.Tensor, expected: torch.Tensor) -> None:
-    """Of centred normal points (n, d): the standard error of entry (i, j) is √((Σ_ii Σ_jj + Σ_ij²)/n)."""
+    """Check the covariance of normal points (n, d); entry (i, j) has standard error √((Σ_ii Σ_jj + Σ_ij²)/n)."""
     error = ((torch.outer(expected.diagonal(), expected.diagonal()) + expected**2) / len(points)).sqrt()
     assert same(points.T @ points / len(points), expected, error)
 
 
-def test_inputs_and_solutions_of_every_group_have_its_law():
+def test_inputs_and_solutions_have_the_distribution_of_their_group():
     landscape = random_landscape()
     episodes = LinearTasks(landscape, 6, 4).sample(6000, seeded())
     w = solved(episodes)
@@ -61,12 +61,12 @@ def test_inputs_and_solutions_of_every_group_have_its_law():
         check_covariance(w[mine] - law[2], law[3])
 
 
-def test_groups_are_drawn_with_their_probabilities():
+def test_groups_are_sampled_with_their_probabilities():
     share = (LinearTasks(random_landscape(), 1, 1).sample(10000, seeded()).classes == 0).double().mean()
     assert abs(float(share) - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / 10000)
 
 
-def test_what_is_added_to_the_targets_has_the_variance_of_the_group():
+def test_target_noise_has_the_variance_of_the_group():
     episodes = LinearTasks(random_landscape(noise=0.5), 20, 20).sample(2000, seeded()).without_split()
     x, y = episodes.support_x.double(), episodes.support_y.double()
     residuals = y - x @ torch.linalg.lstsq(x, y).solution
@@ -89,7 +89,7 @@ def test_hard_and_easy_tasks_are_groups_of_scaled_identities():
     torch.testing.assert_close(law.spread, torch.stack([0.5 * identity, 0.1 * identity]))
 
 
-def test_drawn_tasks_are_fixed_and_every_one_of_them_has_its_episodes():
+def test_sampled_landscapes_have_fixed_tasks_with_several_episodes():
     few = random_landscape().sample_finite(5, seeded())
     torch.testing.assert_close(few.distribution.probability, torch.full((5,), 0.2, dtype=torch.float64))
     for seed in (1, 2):
@@ -100,7 +100,7 @@ def test_drawn_tasks_are_fixed_and_every_one_of_them_has_its_episodes():
         )
 
 
-def test_episodes_of_one_drawn_task_share_its_solution_even_where_the_group_has_a_spread():
+def test_episodes_of_a_task_share_its_solution():
     w = solved(LinearTasks(random_landscape(), 6, 4).sample_every_group(2, seeded()))
     torch.testing.assert_close(w[0::2], w[1::2], atol=1e-4, rtol=1e-4)
 
@@ -159,9 +159,9 @@ SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
         (lambda: Landscape((TaskGroup(1.0, probability=1.5),), 2), "probability of group 0 is 1.5, but must be"),
         (lambda: Landscape((TaskGroup(SINGULAR),), 2), "covariance of group 0 has the eigenvalue"),
         (lambda: Landscape((TaskGroup(0.0),), 2), "covariance of group 0 has the eigenvalue 0"),
-        (lambda: Landscape((TaskGroup(SKEWED),), 2), "covariance of group 0 is not symmetric: entries differ"),
+        (lambda: Landscape((TaskGroup(SKEWED),), 2), "covariance of group 0 is not symmetric: it differs"),
         (lambda: Landscape((TaskGroup(torch.eye(3)),), 2), "covariance of group 0 is float32 of shape (3, 3), but"),
-        (lambda: Landscape((TaskGroup(math.nan),), 2), "covariance of group 0 holds infinite or undefined numbers"),
+        (lambda: Landscape((TaskGroup(math.nan),), 2), "covariance of group 0 has infinite or NaN values"),
         (lambda: Landscape((TaskGroup(1.0, torch.ones(3)),), 2), "centre of group 0 is float32 of shape (3,), but"),
         (lambda: Landscape((TaskGroup(1.0, 0.0, SKEWED),), 2), "spread of group 0 is not symmetric"),
         (lambda: Landscape((TaskGroup(1.0, 0.0, -1.0),), 2), "spread of group 0 has the eigenvalue -1, but"),
@@ -171,13 +171,21 @@ SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
         (lambda: HardEasy(0.1, 1.0, r_easy=-1.0), "r_easy is -1.0, but must be a finite number"),
         (lambda: LinearTasks(WORLD.landscape, 0), "shots is 0, but must be"),
         (lambda: LogisticTasks(WORLD.landscape, 1, 0), "queries is 0, but must be"),
-        (lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape), "noise is 0.1, but labels are random"),
+        (lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape), "noise is 0.1, but labels of logistic regression"),
         (lambda: ENVIRONMENTS[0].sample(0, seeded()), "tasks is 0, but must be"),
         (lambda: ENVIRONMENTS[0].sample_every_group(0, seeded()), "episodes is 0, but must be"),
         (lambda: WORLD.landscape.sample_finite(0, seeded()), "tasks is 0, but must be"),
     ],
 )
-def test_impossible_settings_are_refused_in_a_sentence(make, sentence):
+def test_invalid_arguments_are_refused(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)
+
+
+def test_repr_shows_the_shape_of_tensors_and_not_their_values():
+    group = TaskGroup(torch.eye(50), torch.ones(50))
+    assert "covariance=float32 of shape (50, 50), centre=float32 of shape (50,), spread=0.0" in repr(group)
+    landscape = Landscape((group,), 50)
+    assert repr(landscape) == "Landscape(1 groups, dimension=50)"
+    assert repr(LinearTasks(landscape)) == f"LinearTasks(landscape={landscape!r}, shots=10, queries=10)"

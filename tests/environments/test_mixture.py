@@ -22,8 +22,8 @@ def within_binomial(count: int, of: int, probability: float) -> bool:
 
 
 @pytest.fixture
-def alike(glyphs):
-    """Easy and hard tasks of one shape, out of two splits."""
+def same_shape(glyphs):
+    """Return easy and hard tasks of the same shape, from two splits."""
     return (
         glyphs.tasks("train", ways=3, queries=1, superclass="different"),
         glyphs.tasks("test", ways=3, queries=1, superclass="same"),
@@ -31,22 +31,22 @@ def alike(glyphs):
 
 
 @pytest.fixture
-def unlike(glyphs):
-    """Tasks of 2 and of 5 ways, out of one split."""
+def different_shapes(glyphs):
+    """Return tasks of 2 and of 5 ways from the same split."""
     return glyphs.tasks("train", ways=2, shots=3, queries=2), glyphs.tasks("train", ways=5, shots=1, queries=2)
 
 
-def test_each_task_is_of_one_environment_or_the_other_with_the_given_probability():
+def test_each_task_is_sampled_from_an_environment_with_the_given_probability():
     mixture: Environment = Mixture((Sinusoid(), _Zeros()), (3.0, 1.0))
     tasks = mixture.sample(4000, seeded())
     assert len(tasks) == 4000
     assert within_binomial(int((tasks.support_x == 0).all(dim=1).sum()), 4000, 0.25)
     counts = {int((mixture.sample(8, seeded(seed)).support_x == 0).all(dim=1).sum()) for seed in range(40)}
-    assert len(counts) > 3  # drawn task by task, not a fixed share of each batch
+    assert len(counts) > 3  # each task is sampled independently, not a fixed share of each batch
 
 
 class _Zeros:
-    """Tasks that are told apart from sinusoids by their inputs."""
+    """Sinusoids with all inputs 0."""
 
     outputs = 1
 
@@ -54,15 +54,15 @@ class _Zeros:
         return Sinusoid().sample(tasks, generator).map_inputs(torch.zeros_like)
 
 
-def test_batches_of_different_shapes_are_of_one_environment_with_the_given_probability(unlike):
-    mixture, generator = Mixture(unlike, (0.8, 0.2)), seeded()
+def test_batches_of_different_shapes_have_tasks_of_one_environment(different_shapes):
+    mixture, generator = Mixture(different_shapes, (0.8, 0.2)), seeded()
     shapes = [tuple(mixture.sample(2, generator).support_x.shape[:2]) for _ in range(400)]
     assert set(shapes) == {(2, 6), (2, 5)}
     assert within_binomial(shapes.count((2, 5)), 400, 0.2)
 
 
-def test_a_seed_draws_the_same_tasks_and_another_seed_others(alike, unlike):
-    for pair in (alike, unlike):
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(same_shape, different_shapes):
+    for pair in (same_shape, different_shapes):
         mixture = Mixture(pair, (0.5, 0.5))
         first, again = (mixture.sample(4, seeded(7)) for _ in range(2))
         assert torch.equal(first.query_x, again.query_x)
@@ -70,62 +70,62 @@ def test_a_seed_draws_the_same_tasks_and_another_seed_others(alike, unlike):
         assert first.query_x.shape != other.query_x.shape or not torch.equal(first.query_x, other.query_x)
 
 
-def test_tasks_of_a_mixture_are_the_environments_own(glyphs, alike):
-    mixture = Mixture(alike, (0.0, 1.0))
+def test_tasks_of_a_mixture_are_those_of_its_environments(glyphs, same_shape):
+    mixture = Mixture(same_shape, (0.0, 1.0))
     generator = seeded()
     torch.multinomial(torch.ones(2), 5, replacement=True, generator=generator)
-    expected = alike[1].sample(5, generator)
+    expected = same_shape[1].sample(5, generator)
     assert torch.equal(mixture.sample(5, seeded()).support_x, expected.support_x)
 
 
 @pytest.mark.parametrize("shots", [1, 2])
-def test_tasks_out_of_the_same_images_are_those_drawn_out_of_copies_of_them(glyphs, shots):
-    copied = replace(glyphs, images=glyphs.images.clone())  # cannot be looked up together with the others
+def test_tasks_of_the_same_images_equal_those_of_copied_images(glyphs, shots):
+    copied = replace(glyphs, images=glyphs.images.clone())  # so that images are looked up separately
     first = glyphs.tasks("train", shots=shots, superclass="different")
-    together, apart = (Mixture((first, own.tasks("train", shots=shots)), (0.5, 0.5)) for own in (glyphs, copied))
+    together, apart = (Mixture((first, data.tasks("train", shots=shots)), (0.5, 0.5)) for data in (glyphs, copied))
     for seed in range(3):
-        here, there = (mixture.sample(7, seeded(seed)).tensors() for mixture in (together, apart))
-        assert len(here) == len(there) == 5
-        assert all(torch.equal(one, other) for one, other in zip(here, there))
+        first_batch, second_batch = (mixture.sample(7, seeded(seed)).tensors() for mixture in (together, apart))
+        assert len(first_batch) == len(second_batch) == 5
+        assert all(torch.equal(one, other) for one, other in zip(first_batch, second_batch))
 
 
-def test_classes_are_dropped_where_the_environments_count_different_ones(alike):
-    mixture = Mixture(alike, (0.5, 0.5))
+def test_classes_are_dropped_if_the_environments_have_different_ones(same_shape):
+    mixture = Mixture(same_shape, (0.5, 0.5))
     assert mixture.classes is None
     assert mixture.sample(4, seeded()).classes is None
 
 
-def test_classes_are_kept_where_the_environments_count_the_same_ones(unlike, glyphs):
-    mixture = Mixture(unlike, (0.5, 0.5))
+def test_classes_are_kept_if_the_environments_have_the_same_ones(different_shapes, glyphs):
+    mixture = Mixture(different_shapes, (0.5, 0.5))
     assert mixture.classes == len(glyphs.splits["train"])
     tasks = mixture.sample(3, seeded())
     assert tasks.classes.shape == (3, int(tasks.support_y.max()) + 1)
 
 
-def test_tasks_of_as_many_images_in_another_form_are_mixed_too(glyphs):
+def test_tasks_with_equal_numbers_of_images_but_different_ways_are_mixed(glyphs):
     forms = {"train": (5, 2, 4), "test": (10, 1, 2)}
     environments = [glyphs.tasks(split, ways=w, shots=s, queries=q) for split, (w, s, q) in forms.items()]
     assert Mixture(environments, (0.5, 0.5)).sample(8, seeded()).query_x.shape == (8, 20, 1, 28, 28)
 
 
-def test_a_batch_stays_one_set_where_the_environments_do_not_split(glyphs):
+def test_batches_without_a_query_set_stay_so(glyphs):
     batches = glyphs.batches("train", size=4)
     assert not Mixture((batches, batches), (0.5, 0.5)).sample(6, seeded()).is_split
 
 
 @pytest.mark.parametrize("name", ["maml", "nal"])
-def test_a_network_trains_on_tasks_of_two_shapes_with_the_outputs_of_the_larger(unlike, name):
-    mixture = Mixture(unlike, (0.5, 0.5))
+def test_a_network_trains_on_tasks_of_two_shapes(different_shapes, name):
+    mixture = Mixture(different_shapes, (0.5, 0.5))
     assert mixture.outputs == 5
     net = conv4(channels=1, size=28, outputs=mixture.outputs, filters=4)
     run = fit(net, method(name, steps=1, lr=0.1), mixture, iterations=8, tasks=2, progress=False)
     assert math.isfinite(run.curve[-1].loss)
 
 
-def test_a_mixture_of_two_lists_of_classes_refuses_a_method_with_a_row_for_every_class(alike):
+def test_a_mixture_with_different_classes_refuses_a_method_with_a_row_per_class(same_shape):
     net = conv4(channels=1, size=28, outputs=3, filters=4)
     with pytest.raises(InputError, match="classes is None, but training_head 'task-rows' has a row"):
-        fit(net, method("mtl"), Mixture(alike, (0.5, 0.5)), iterations=1, progress=False)
+        fit(net, method("mtl"), Mixture(same_shape, (0.5, 0.5)), iterations=1, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_a_mixture_of_two_lists_of_classes_refuses_a_method_with_a_row_for_every
         ((Sinusoid(), Sinusoid()), (1.0, -1.0), r"weights is \(1.0, -1.0\), but weights must be finite"),
         ((Sinusoid(), Sinusoid()), (0.0, 0.0), "not all 0"),
         ((Sinusoid(), Sinusoid()), (math.nan, 1.0), "must be finite"),
-        ((Mixture((Sinusoid(),), (1.0,)),), (1.0,), "environments holds a Mixture"),
+        ((Mixture((Sinusoid(),), (1.0,)),), (1.0,), "environments contains a Mixture"),
     ],
 )
-def test_mixtures_that_make_no_sense_are_refused_with_a_sentence(environments, weights, sentence):
+def test_invalid_mixtures_are_refused(environments, weights, sentence):
     with pytest.raises(InputError, match=sentence):
         Mixture(environments, weights)

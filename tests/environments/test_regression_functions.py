@@ -21,7 +21,7 @@ def fit_sinusoid(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.
     return coefficients.norm(dim=1)[:, 0], torch.atan2(coefficients[:, 1], coefficients[:, 0])[:, 0], error
 
 
-def test_support_and_query_of_a_task_lie_on_one_sinusoid():
+def test_support_and_query_of_a_task_are_on_the_same_sinusoid():
     tasks = Sinusoid().sample(50, seeded()).without_split()
     *_, error = fit_sinusoid(tasks.support_x, tasks.support_y)
     assert error < 1e-4
@@ -44,7 +44,7 @@ def test_quadratic_inputs_have_norm_root_d():
     torch.testing.assert_close(tasks.query_x.norm(dim=-1), torch.full((20, 10), math.sqrt(7)))
 
 
-def test_quadratic_targets_follow_the_scaled_chi_squared_law():
+def test_quadratic_targets_have_the_scaled_chi_squared_distribution():
     """y = ν‖x − μ‖² with x − μ ~ N(0, ν²I) is ν³ times a χ² of d degrees."""
     y = Quadratic(shots=50, queries=50).sample(4000, seeded()).without_split().support_y.double().squeeze(-1)
     cubes = y.mean(dim=1) / 10
@@ -58,7 +58,7 @@ def test_quadratic_targets_follow_the_scaled_chi_squared_law():
     assert high - 0.06 < widths.quantile(0.95) < high
 
 
-def test_quadratic_targets_are_nu_times_the_squared_distance_of_the_inputs_as_drawn():
+def test_quadratic_targets_are_computed_before_inputs_are_normalised():
     """Undone by hand: the inputs' directions and one unknown length each reproduce the targets."""
     generator = seeded(3)
     centre = torch.randn(6, 1, 10, generator=generator)
@@ -95,7 +95,7 @@ def test_tasks_are_regressions_with_one_output_and_no_persistent_classes(environ
         (lambda: Sinusoid().sample(0, seeded()), "tasks is 0, but must be"),
     ],
 )
-def test_a_count_below_one_is_refused_by_name(make, sentence):
+def test_a_count_below_one_is_refused(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)

@@ -17,12 +17,12 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def slopes_of(world: SharedRepresentation, tasks: int) -> torch.Tensor:
-    """The regression vectors, which a noiseless task of enough points gives away."""
+    """Return the regression vectors, computed from noise-free tasks with enough points."""
     drawn = world.sample(tasks, seeded())
     return torch.linalg.lstsq(drawn.support_x.double(), drawn.support_y.double()).solution[..., 0]
 
 
-def test_slopes_lie_in_the_representation_with_the_mean_and_variances_asked_for():
+def test_task_parameters_lie_in_the_representation_with_the_given_mean_and_variances():
     world = SharedRepresentation(8, (0.5, 2.0), mean=(1.0, -3.0), noise=0.0, shots=20, queries=1)
     slopes = slopes_of(world, 4000)
     basis = world.representation
@@ -35,7 +35,7 @@ def test_slopes_lie_in_the_representation_with_the_mean_and_variances_asked_for(
     assert torch.corrcoef(weights.mT)[0, 1].abs() < 0.07
 
 
-def test_targets_differ_from_the_linear_function_by_noise_of_the_variance_asked_for():
+def test_target_noise_has_the_given_variance():
     world = SharedRepresentation(4, (1.0,), noise=2.5, pool=2000)
     tasks = world.tasks.without_split()
     noise = tasks.support_y[..., 0] - (tasks.support_x @ world.task_parameters[..., None])[..., 0]
@@ -49,7 +49,7 @@ def test_the_default_variances_are_those_of_the_paper():
     assert [value / world.variances[0] for value in world.variances] == pytest.approx([1, 2, 3, 4, 5])
 
 
-def test_tasks_of_a_pool_stay_the_same_and_name_their_heads():
+def test_tasks_of_a_pool_are_fixed_and_have_heads():
     world = SharedRepresentation(6, (1.0, 1.0), pool=10, seed=3)
     drawn = world.sample(4, seeded())
     assert len(set(drawn.classes.flatten().tolist())) == 4
@@ -68,8 +68,8 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others():
     assert not torch.equal(world.representation, there.representation)
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"metaoptnet", "rfs"}))  # which tell classes apart
-def test_every_learner_of_values_takes_the_tasks(name):
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"metaoptnet", "rfs"}))  # which need class labels
+def test_every_regression_method_trains_on_the_tasks(name):
     world = SharedRepresentation(6, (1.0, 1.0), pool=8)
     net = mlp(6, 1, width=5, depth=1, activation="linear", bias=False)
     chosen = method(name)
@@ -90,7 +90,10 @@ def test_training_on_a_pool_lowers_the_loss():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: SharedRepresentation(variances=(1.0, 0.0)), "variances is (1.0, 0.0), but Σ* must not be singular"),
+        (
+            lambda: SharedRepresentation(variances=(1.0, 0.0)),
+            "variances is (1.0, 0.0), but all variances must be positive",
+        ),
         (lambda: SharedRepresentation(3, (1.0,) * 4), "variances has 4 entries, but dimension is 3."),
         (lambda: SharedRepresentation(variances=()), "variances has 0 entries"),
         (lambda: SharedRepresentation(noise=-1.0), "noise is -1.0, but must be a finite number"),
@@ -98,11 +101,11 @@ def test_training_on_a_pool_lowers_the_loss():
         (lambda: SharedRepresentation(shots=0), "shots is 0, but must be"),
         (lambda: SharedRepresentation(pool=0), "pool is 0, but must be"),
         (lambda: SharedRepresentation(pool=3).sample(4, seeded()), "tasks is 4, but the pool has 3."),
-        (lambda: SharedRepresentation().tasks, "there is no end of tasks without a pool."),
-        (lambda: SharedRepresentation().task_parameters, "the slopes of tasks are known only in a pool."),
+        (lambda: SharedRepresentation().tasks, "pool is None, so there is no fixed set of tasks."),
+        (lambda: SharedRepresentation().task_parameters, "pool is None, so there is no fixed set of tasks."),
     ],
 )
-def test_impossible_worlds_are_refused_in_a_sentence(make, sentence):
+def test_invalid_arguments_are_refused(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)

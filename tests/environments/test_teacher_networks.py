@@ -19,8 +19,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_student_with_the_teachers_neurons_and_a_head_of_ones_makes_no_error(activation):
-    """The student is the library's own network, so that the activations mean the same in both."""
+def test_a_network_with_the_neurons_of_the_teacher_has_zero_error(activation):
+    """The network is built with metabridge.models, so this also checks that both use the same activations."""
     tasks = TeacherTasks(FixedNeurons(NEURONS[:1]), activation, covariance=0.5).sample(3, seeded()).without_split()
     net = mlp(2, 1, width=2, depth=1, activation=activation, bias=False).double()
     with torch.no_grad():
@@ -29,7 +29,7 @@ def test_a_student_with_the_teachers_neurons_and_a_head_of_ones_makes_no_error(a
     torch.testing.assert_close(net(tasks.support_x.flatten(0, 1)), tasks.support_y.flatten(0, 1))
 
 
-def test_each_task_has_one_of_the_given_teachers_and_all_are_as_frequent():
+def test_fixed_teachers_are_equally_frequent():
     tasks = TeacherTasks(FixedNeurons(NEURONS), "tanh").sample(2000, seeded()).without_split()
     answers = torch.stack([neuron_sum("tanh", own, tasks.support_x) for own in NEURONS])
     matches = (answers - tasks.support_y).abs().amax((-2, -1)) < 1e-12
@@ -37,7 +37,7 @@ def test_each_task_has_one_of_the_given_teachers_and_all_are_as_frequent():
     assert abs(int(matches[0].sum()) - 1000) < 4 * math.sqrt(500)
 
 
-def test_inputs_and_noise_have_their_variances():
+def test_inputs_and_noise_have_the_given_variances():
     quiet, noisy = (TeacherTasks(FixedNeurons(NEURONS[:1]), covariance=0.5, noise=noise) for noise in (0.0, 0.09))
     tasks = noisy.sample(4000, seeded())
     inputs = tasks.support_x.flatten(0, 1)
@@ -48,7 +48,7 @@ def test_inputs_and_noise_have_their_variances():
     assert torch.equal(quiet.sample(5, seeded()).support_x, noisy.sample(5, seeded()).support_x)
 
 
-def test_neurons_of_a_law_have_its_mean_and_variance():
+def test_gaussian_neurons_have_the_given_mean_and_variance():
     drawn = GaussianNeurons(dimension=3, width=2, mean=2.0, variance=0.25).sample(20_000, seeded())
     assert drawn.shape == (20_000, 2, 3)
     torch.testing.assert_close(drawn.mean(0), torch.full((2, 3), 2.0), atol=0.02, rtol=0)
@@ -64,7 +64,7 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(neurons):
 
 
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "minibatch-prox", "r2d2", "nal"])
-def test_every_learner_of_values_trains_on_hard_and_easy_teachers(name):
+def test_every_regression_method_trains_on_hard_and_easy_teachers(name):
     easy, hard = TeacherTasks(GaussianNeurons(2)), TeacherTasks(GaussianNeurons(2, mean=2.0), covariance=0.5)
     environment = Mixture((easy, hard), (0.5, 0.5))
     chosen, net = method(name), mlp(2, environment.outputs, width=8)
@@ -74,7 +74,7 @@ def test_every_learner_of_values_trains_on_hard_and_easy_teachers(name):
     assert all(slope.isfinite().all() for slope in gradients.values())
 
 
-def test_training_on_teachers_helps_with_new_ones():
+def test_training_on_teachers_improves_new_tasks():
     environment = TeacherTasks(GaussianNeurons(2, mean=1.0, variance=0.2), "tanh")
     maml, net = method("maml", steps=1, lr=0.1), mlp(2, 1, width=16, depth=1, activation="tanh")
     before, after = (
@@ -101,7 +101,12 @@ def test_training_on_teachers_helps_with_new_ones():
         (lambda: FixedNeurons(torch.ones(0, 1, 2)), "neurons is float32 of shape (0, 1, 2), but must be"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(make, sentence):
+def test_invalid_arguments_are_refused(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)
+
+
+def test_repr_shows_the_shape_of_fixed_neurons_and_not_their_values():
+    assert repr(FixedNeurons(torch.ones(4, 3, 2))) == "FixedNeurons(4 teachers, width=3, dimension=2)"
+    assert len(repr(TeacherTasks(FixedNeurons(torch.ones(4, 3, 2))))) < 200

@@ -1,4 +1,4 @@
-"""Where tasks come from."""
+"""Task environments: distributions from which tasks are sampled."""
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import ImageBatches, ImageTasks, LabelledImages

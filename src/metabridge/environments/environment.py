@@ -1,4 +1,4 @@
-"""What every source of tasks offers, and the checks they share."""
+"""The interface of task environments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from metabridge.episodes import Episodes
 
 
 class Environment(Protocol):
-    """A source of tasks: all that a trainer needs to know of it.
+    """A distribution of tasks that can be sampled; any object with these two members can be trained on.
 
     >>> from metabridge.environments import Sinusoid
     >>> environment: Environment = Sinusoid()
@@ -20,9 +20,17 @@ class Environment(Protocol):
 
     @property
     def outputs(self) -> int:
-        """How many outputs a network needs for one task."""
+        """The number of outputs that a network needs for one task."""
         ...
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks; the same state of the (CPU) generator gives the same tasks."""
+        """Sample tasks. The same state of the generator gives the same tasks.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The support and query sets of the tasks.
+        """
         ...

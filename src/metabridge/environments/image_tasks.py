@@ -1,4 +1,4 @@
-"""N-way K-shot classification tasks out of a set of labelled images."""
+"""Labelled images, N-way K-shot classification tasks sampled from them, and ordinary batches of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -19,13 +20,21 @@ log = logging.getLogger("metabridge")
 Superclass = Literal["any", "same", "different"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LabelledImages:
-    """Images with a class each, classes with a superclass each, and a split of the classes.
+    """Images with classes, superclasses and splits of the classes. Use `datasets.load` to load them from disk.
 
-    `images` is uint8 of shape `(n, channels, height, width)` and `labels`, int64 of shape `(n,)`,
-    says which of `class_names` each shows. `superclasses`, int64 of shape `(classes,)`, is the index
-    of each class's superclass in `superclass_names`. `splits` gives each split's classes, int64.
+    Args:
+        images: uint8 of shape (n, channels, height, width).
+        labels: The class of each image, as an index in `class_names`, int64 of shape (n,).
+        class_names: The names of the classes.
+        superclasses: The superclass of each class, as an index in `superclass_names`, int64 of shape (classes,).
+        superclass_names: The names of the superclasses.
+        splits: The classes of each split, int64. A class is in at most one split.
+        load_arguments: The arguments with which `datasets.load` returns these images; a saved run stores them.
+
+    Raises:
+        InputError: A shape or dtype is wrong, an index is out of range, or a class is in two splits.
 
     >>> images = LabelledImages(
     ...     images=torch.zeros(8, 1, 28, 28, dtype=torch.uint8),
@@ -35,6 +44,8 @@ class LabelledImages:
     ...     superclass_names=("animals", "trees"),
     ...     splits={"train": torch.tensor([0, 2]), "test": torch.tensor([1, 3])},
     ... )
+    >>> images
+    LabelledImages(8 images of 1×28×28, 2 train / 2 test classes)
     >>> images.tasks("test", ways=2, shots=1, queries=1).class_names
     ('dog', 'elm')
     """
@@ -45,7 +56,7 @@ class LabelledImages:
     superclasses: Tensor
     superclass_names: tuple[str, ...]
     splits: dict[str, Tensor]
-    load_arguments: dict[str, object] | None = None  # what `datasets.load` was given, so that a saved run can find them
+    load_arguments: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
@@ -55,79 +66,145 @@ class LabelledImages:
         classes = len(self.class_names)
         _check_indices("labels", self.labels, len(self.images), classes)
         _check_indices("superclasses", self.superclasses, classes, len(self.superclass_names))
-        owner: dict[int, str] = {}
+        split_of: dict[int, str] = {}
         for split, members in self.splits.items():
             _check_indices(f"splits[{split!r}]", members, None, classes)
             if len(members) == 0:
-                raise InputError(f"split '{split}' has no classes. Give it some or leave it out.")
+                raise InputError(f"split '{split}' has no classes. Add classes, or remove the split.")
             for member in members.tolist():
-                if member in owner:
+                if member in split_of:
+                    where = f"twice in split '{split}'"
+                    if split_of[member] != split:
+                        where = f"in the splits '{split_of[member]}' and '{split}'"
                     raise InputError(
-                        f"class '{self.class_names[member]}' is in split '{owner[member]}' and in '{split}'"
-                        f"{' (twice)' if owner[member] == split else ''}. List every class once, in one split."
+                        f"class '{self.class_names[member]}' is {where}. List every class once, in one split."
                     )
-                owner[member] = split
+                split_of[member] = split
+
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.images.shape[1:]))
+        splits = " / ".join(f"{len(members)} {split}" for split, members in self.splits.items()) or "no"
+        return f"LabelledImages({_data_name(self)}{len(self.images):,} images of {shape}, {splits} classes)"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the splits for notebooks."""
+        counts = torch.bincount(self.labels, minlength=len(self.class_names))
+        rows = "".join(
+            f"<tr><td>{escape(split)}</td><td>{len(members):,}</td><td>{int(counts[members].sum()):,}</td></tr>"
+            for split, members in self.splits.items()
+        )
+        header = "<tr><th>split</th><th>classes</th><th>images</th></tr>"
+        return f"<table><caption>{escape(repr(self))}</caption>{header}{rows}</table>"
 
     def tasks(
         self, split: str, *, ways: int = 5, shots: int = 1, queries: int = 15, superclass: Superclass = "any"
     ) -> ImageTasks:
-        """Return the environment of tasks over the classes of one split."""
+        """Return the environment of tasks with classes of one split.
+
+        Args:
+            split: "train", "validation" or "test", or another key of `splits`.
+            ways: Number of classes per task.
+            shots: Support images per class.
+            queries: Query images per class.
+            superclass: Whether the classes of a task have "any", the "same" or "different" superclasses.
+
+        Returns:
+            The environment.
+
+        Raises:
+            InputError: The split does not exist, or has too few classes or images for the tasks.
+        """
         return ImageTasks(self, split, ways=ways, shots=shots, queries=queries, superclass=superclass)
 
     def batches(self, split: str, *, size: int = 64) -> ImageBatches:
-        """Return the environment of plain batches over all classes of one split."""
+        """Return the environment of ordinary batches, for training one classifier for all classes of a split.
+
+        Args:
+            split: A key of `splits`.
+            size: Number of images per batch.
+
+        Returns:
+            The environment.
+        """
         return ImageBatches(self, split, size=size)
 
     def with_rotations(self, splits: Collection[str] | None = None) -> LabelledImages:
-        """Add every class of the splits, or of all, turned by 90°, 180° and 270° as a class of its own.
+        """Add each class rotated by 90°, 180° and 270° as three further classes.
 
-        A turned class is in the superclass and the split of the one it was made of.
+        The new classes have the superclass and the split of the original class.
+
+        Args:
+            splits: The splits whose classes are rotated. Default: all splits.
+
+        Returns:
+            The original and the new images.
+
+        Raises:
+            InputError: A split does not exist, or the images are not square.
         """
-        names = set(self.splits if splits is None else splits)
-        if not names or not names <= self.splits.keys():
-            raise InputError(f"splits is {_listed(sorted(names))}, but these images have {_listed(self.splits)}.")
+        rotated_splits = set(self.splits if splits is None else splits)
+        if not rotated_splits or not rotated_splits <= self.splits.keys():
+            raise InputError(
+                f"splits is {_quote(sorted(rotated_splits))}, but these images have {_quote(self.splits)}."
+            )
         height, width = self.images.shape[-2:]
         if height != width:
-            raise InputError(f"images are {height}×{width} pixels, but only squares keep their shape when turned.")
-        members = torch.cat([classes for split, classes in self.splits.items() if split in names])
-        place = torch.full((len(self.class_names),), -1)
-        place[members] = torch.arange(len(members))  # where each class is among those that are turned
-        rows = (place[self.labels] >= 0).nonzero().squeeze(1)
-        chosen = self.images[rows.to(self.images.device)]
-        first = len(self.class_names)  # of the turned classes
-        offsets = [first + (quarter - 1) * len(members) for quarter in (1, 2, 3)]
-        old = [self.class_names[index] for index in members.tolist()]
+            raise InputError(f"images are {height}×{width} pixels, but only square images can be rotated by 90°.")
+        members = torch.cat([classes for split, classes in self.splits.items() if split in rotated_splits])
+        position = torch.full((len(self.class_names),), -1)
+        position[members] = torch.arange(len(members))
+        rows = (position[self.labels] >= 0).nonzero().squeeze(1)
+        originals = self.images[rows.to(self.images.device)]
+        offsets = [len(self.class_names) + turn * len(members) for turn in range(3)]
+        names = [self.class_names[index] for index in members.tolist()]
         return replace(
             self,
-            images=torch.cat([self.images, *(torch.rot90(chosen, quarter, (2, 3)) for quarter in (1, 2, 3))]),
-            labels=torch.cat([self.labels, *(place[self.labels[rows]] + offset for offset in offsets)]),
-            class_names=(*self.class_names, *(f"{name}/turned{angle}" for angle in (90, 180, 270) for name in old)),
+            images=torch.cat([self.images, *(torch.rot90(originals, turn, (2, 3)) for turn in (1, 2, 3))]),
+            labels=torch.cat([self.labels, *(position[self.labels[rows]] + offset for offset in offsets)]),
+            # The settings of runs contain these names since version 0.1.0.
+            class_names=(*self.class_names, *(f"{name}/turned{angle}" for angle in (90, 180, 270) for name in names)),
             superclasses=torch.cat([self.superclasses, self.superclasses[members].repeat(3)]),
             splits={
-                split: torch.cat([own, *(place[own] + offset for offset in offsets)]) if split in names else own
-                for split, own in self.splits.items()
+                split: torch.cat([classes, *(position[classes] + offset for offset in offsets)])
+                if split in rotated_splits
+                else classes
+                for split, classes in self.splits.items()
             },
         )
 
     def split_class_names(self, split: str) -> tuple[str, ...]:
-        """Names of a split's classes, in its order."""
+        """Return the names of a split's classes, in the order of `splits[split]`."""
         return tuple(self.class_names[index] for index in self.splits[split].tolist())
 
     def float_images(self, rows: Tensor) -> Tensor:
-        """Return the images at the indices `rows`, of any shape, with values from 0 to 1."""
+        """Return images as floats from 0 to 1.
+
+        Args:
+            rows: Indices of images, int64 of any shape.
+
+        Returns:
+            The images, of shape (*rows.shape, channels, height, width), on the device of `images`.
+        """
         return self.images[copy_to_device(rows, self.images.device)].float() / 255
 
     def to(self, device: torch.device | str) -> LabelledImages:
-        """Put the images on a device if they fit; labels and splits stay on the CPU, where tasks are drawn.
+        """Copy the images to a device, unless they would take more than 70 % of a GPU's free memory.
 
-        Images that would take more than most of a GPU's free memory stay, and go there batch by batch.
+        Labels and splits stay on the CPU, where tasks are sampled. Images that do not fit stay in main memory and
+        are copied batch by batch, with a warning.
+
+        Args:
+            device: A device of PyTorch.
+
+        Returns:
+            The images, on the device if they fit.
         """
         device = torch.device(device)
         if device.type == "cuda" and not self.images.is_cuda:
             free = torch.cuda.mem_get_info(device)[0]
             if self.images.nbytes > 0.7 * free:
                 log.warning(
-                    "%.1f GiB of images stay in memory, as the GPU has %.1f GiB free; training will be slower.",
+                    "%.1f GiB of images stay in main memory, since the GPU has %.1f GiB free. Training will be slower.",
                     self.images.nbytes / 2**30,
                     free / 2**30,
                 )
@@ -135,16 +212,28 @@ class LabelledImages:
         return replace(self, images=self.images.to(device))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImageTasks:
-    """Tasks of `ways` classes with `shots` support and `queries` query images of each.
+    """The environment of N-way K-shot classification tasks.
 
-    With `superclass="same"` the classes of a task share a superclass, which makes it hard; with
-    `"different"` no two of them do, which makes it easy. Tasks are drawn on the CPU and only looked
-    up where the images are, so a seed gives the same tasks on every device.
+    Tasks are sampled on the CPU, so a seed gives the same tasks on every device.
+
+    Args:
+        data: The images.
+        split: A key of `data.splits`.
+        ways: Number of classes per task.
+        shots: Support images per class.
+        queries: Query images per class.
+        superclass: With "same", the classes of a task share a superclass, which makes tasks hard. With "different",
+            they have different superclasses, which makes tasks easy.
+
+    Raises:
+        InputError: The split does not exist, or has too few classes or images for the tasks.
 
     >>> from metabridge.datasets import load
     >>> environment = load("glyphs").tasks("test", ways=5, shots=1, queries=15)
+    >>> environment
+    ImageTasks('glyphs', 'test', 5-way 1-shot, 15 queries per class, 262 classes)
     >>> tasks = environment.sample(8, torch.Generator().manual_seed(0))
     >>> tasks.query_x.shape, tasks.support_y[0].tolist()
     (torch.Size([8, 75, 1, 28, 28]), [0, 1, 2, 3, 4])
@@ -162,89 +251,114 @@ class ImageTasks:
             check_count(name, getattr(self, name))
         if self.split not in self.data.splits:
             if not self.data.splits:
-                raise InputError("no class is left in any split. Lower min_images, or add images.")
-            raise InputError(f"split is '{self.split}', but these images have {_listed(self.data.splits)}. Use one.")
+                raise InputError("no split has any classes. Use a smaller min_images, or add images.")
+            raise InputError(f"split is '{self.split}', but these images have {_quote(self.data.splits)}. Use one.")
         if self.superclass not in get_args(Superclass):
-            raise InputError(f"superclass is '{self.superclass}', but must be one of {_listed(get_args(Superclass))}.")
+            raise InputError(f"superclass is '{self.superclass}', but must be one of {_quote(get_args(Superclass))}.")
         if self.ways > self.classes:
             way_out = f"Use ways={self.classes} or fewer" if self.classes > 1 else "Add classes"
-            has = _count(self.classes, "class", "classes")
-            raise InputError(f"ways is {self.ways}, but split '{self.split}' has {has}. {way_out}.")
+            available = _count(self.classes, "class", "classes")
+            raise InputError(f"ways is {self.ways}, but split '{self.split}' has {available}. {way_out}.")
         self._check_superclasses()
         self._check_image_counts()
 
+    def __repr__(self) -> str:
+        queries, classes = _count(self.queries, "query", "queries"), _count(self.classes, "class", "classes")
+        superclass = "" if self.superclass == "any" else f", superclass={self.superclass!r}"
+        return (
+            f"ImageTasks({_data_name(self.data)}{self.split!r}, {self.ways}-way {self.shots}-shot, "
+            f"{queries} per class, {classes}{superclass})"
+        )
+
     @property
     def outputs(self) -> int:
-        """One output a way."""
+        """One output per way."""
         return self.ways
 
     @property
     def classes(self) -> int:
-        """How many classes the split has."""
+        """The number of classes in the split."""
         return len(self.data.splits[self.split])
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the split's classes, in the order that `Episodes.classes` counts them."""
+        """The names of the split's classes, which `Episodes.classes` indexes."""
         return self.data.split_class_names(self.split)
 
     @property
     def image_indices(self) -> Tensor:
-        """Indices of the split's images, int64."""
-        return self._rows[self._filled]
+        """The indices of the split's images, int64."""
+        return self._rows[self._is_image]
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks with the (CPU) generator; a task's points are ordered class by class."""
+        """Sample tasks. The points of a task are ordered by class.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The tasks, with the images on the device of `data.images`.
+        """
         return self.sample_indices(tasks, generator).to_episodes(self.data.float_images)
 
     def sample_indices(self, tasks: int, generator: torch.Generator) -> TaskIndices:
-        """Draw tasks as `sample` does, but say only which images they are made of."""
+        """Sample tasks as `sample` does, but return the indices of their images instead of the images.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The classes and the images of each task, as indices.
+        """
         check_count("tasks", tasks)
-        classes = self._draw_classes(tasks, generator)
-        places = _draw(self._filled[classes], self.shots + self.queries, generator)
-        rows = self._rows[classes].gather(-1, places)
+        classes = self._sample_classes(tasks, generator)
+        columns = _sample_columns(self._is_image[classes], self.shots + self.queries, generator)
+        rows = self._rows[classes].gather(-1, columns)
         return TaskIndices(classes, rows[..., : self.shots], rows[..., self.shots :])
 
-    def _draw_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
-        """Indices within the split, (tasks, ways), in random order."""
+    def _sample_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
+        """Return indices of classes within the split, (tasks, ways), in random order."""
         members = self._members
         if self.superclass == "any":
-            return _draw(torch.ones(tasks, self.classes, dtype=torch.bool), self.ways, generator)
+            return _sample_columns(torch.ones(tasks, self.classes, dtype=torch.bool), self.ways, generator)
         if self.superclass == "same":
-            chosen = self._large[torch.randint(len(self._large), (tasks,), generator=generator)]
-            return _draw(members[chosen], self.ways, generator)
-        chosen = _draw(torch.ones(tasks, len(members), dtype=torch.bool), self.ways, generator)
-        return _draw(members[chosen], 1, generator).squeeze(-1)
+            large = self._large_superclasses
+            superclasses = large[torch.randint(len(large), (tasks,), generator=generator)]
+            return _sample_columns(members[superclasses], self.ways, generator)
+        superclasses = _sample_columns(torch.ones(tasks, len(members), dtype=torch.bool), self.ways, generator)
+        return _sample_columns(members[superclasses], 1, generator).squeeze(-1)
 
     @cached_property
     def _table(self) -> tuple[Tensor, Tensor]:
-        """Image indices of each class, padded to the largest, and which of them are not padding."""
+        """The image indices of each class, padded to the largest class, and a mask that excludes the padding."""
         split, labels = self.data.splits[self.split], self.data.labels
         by_class = torch.argsort(labels, stable=True)
         counts = torch.bincount(labels, minlength=len(self.data.class_names))
         starts = counts.cumsum(0) - counts
-        places = torch.arange(int(counts[split].max()))
-        filled = places < counts[split][:, None]
-        rows = by_class[torch.where(filled, starts[split][:, None] + places, 0)]
-        return rows, filled
+        columns = torch.arange(int(counts[split].max()))
+        is_image = columns < counts[split][:, None]
+        rows = by_class[torch.where(is_image, starts[split][:, None] + columns, 0)]
+        return rows, is_image
 
     @property
     def _rows(self) -> Tensor:
         return self._table[0]
 
     @property
-    def _filled(self) -> Tensor:
+    def _is_image(self) -> Tensor:
         return self._table[1]
 
     @cached_property
     def _members(self) -> Tensor:
-        """Which of the split's classes (columns) each superclass present in it (rows) holds."""
-        own = self.data.superclasses[self.data.splits[self.split]]
-        members = own == torch.arange(len(self.data.superclass_names))[:, None]
+        """Which classes of the split (columns) are in each superclass that occurs in it (rows)."""
+        superclasses = self.data.superclasses[self.data.splits[self.split]]
+        members = superclasses == torch.arange(len(self.data.superclass_names))[:, None]
         return members[members.any(dim=1)]
 
     @cached_property
-    def _large(self) -> Tensor:
+    def _large_superclasses(self) -> Tensor:
         """The superclasses (rows of `_members`) with enough classes for a task."""
         return (self._members.sum(dim=1) >= self.ways).nonzero().squeeze(1)
 
@@ -262,7 +376,7 @@ class ImageTasks:
             )
 
     def _check_image_counts(self) -> None:
-        counts = self._filled.sum(dim=1)
+        counts = self._is_image.sum(dim=1)
         smallest, needed = int(counts.argmin()), self.shots + self.queries
         fewest = int(counts[smallest])
         if fewest < needed:
@@ -280,31 +394,54 @@ class ImageTasks:
 
 
 class TaskIndices(NamedTuple):
-    """Tasks as indices: the classes of each, counted within the split, and the images of each class."""
+    """Tasks as indices: the classes of each task within the split, and the images of each class.
 
-    classes: Tensor  # (tasks, ways)
-    support: Tensor  # (tasks, ways, shots)
-    query: Tensor  # (tasks, ways, queries)
+    Args:
+        classes: (tasks, ways).
+        support: (tasks, ways, shots).
+        query: (tasks, ways, queries).
+    """
 
-    def to_episodes(self, float_images: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the tasks with what `float_images` finds at the images' indices, (points,) -> (points, ...)."""
+    classes: Tensor
+    support: Tensor
+    query: Tensor
+
+    def to_episodes(self, load_images: Callable[[Tensor], Tensor]) -> Episodes:
+        """Return the tasks with their images.
+
+        Args:
+            load_images: Maps indices of images, (points,), to images or features, (points, ...).
+
+        Returns:
+            The tasks.
+        """
         tasks, ways = self.classes.shape
         sets = (self.support, self.query)
-        found = float_images(torch.cat([rows.flatten() for rows in sets]))  # one copy to a GPU instead of two
-        support_x, query_x = (each.unflatten(0, (tasks, -1)) for each in found.split([rows.numel() for rows in sets]))
-        own = torch.arange(ways, device=found.device)
-        support_y, query_y = (own.repeat_interleave(rows.shape[-1]).expand(tasks, -1).clone() for rows in sets)
-        return Episodes(support_x, support_y, query_x, query_y, copy_to_device(self.classes, found.device))
+        images = load_images(torch.cat([rows.flatten() for rows in sets]))  # one copy to a GPU instead of two
+        support_x, query_x = (x.unflatten(0, (tasks, -1)) for x in images.split([rows.numel() for rows in sets]))
+        labels = torch.arange(ways, device=images.device)
+        support_y, query_y = (labels.repeat_interleave(rows.shape[-1]).expand(tasks, -1).clone() for rows in sets)
+        return Episodes(support_x, support_y, query_x, query_y, copy_to_device(self.classes, images.device))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImageBatches:
-    """Batches of `size` images out of a whole split, for training one classifier over all of its classes.
+    """The environment of ordinary batches of images, for training one classifier for all classes of a split.
 
-    Each batch is a task of one set whose ways are all the classes.
+    Each batch is a task whose ways are all classes and whose support and query set are the same images.
+
+    Args:
+        data: The images.
+        split: A key of `data.splits`.
+        size: Number of images per batch.
+
+    Raises:
+        InputError: The split does not exist, or a class has no images.
 
     >>> from metabridge.datasets import load
     >>> batches = load("glyphs").batches("train", size=64)
+    >>> batches
+    ImageBatches('glyphs', 'train', 64 images per batch, 709 classes)
     >>> batches.sample(1, torch.Generator().manual_seed(0)).support_x.shape
     torch.Size([1, 64, 1, 28, 28])
     """
@@ -315,51 +452,65 @@ class ImageBatches:
 
     def __post_init__(self) -> None:
         check_count("size", self.size)
-        ImageTasks(self.data, self.split, ways=1, shots=1, queries=1)  # the same checks of the split
+        ImageTasks(self.data, self.split, ways=1, shots=1, queries=1)  # checks the split
+
+    def __repr__(self) -> str:
+        return (
+            f"ImageBatches({_data_name(self.data)}{self.split!r}, {_count(self.size, 'image')} per batch, "
+            f"{_count(self.classes, 'class', 'classes')})"
+        )
 
     @property
     def outputs(self) -> int:
-        """One output a class."""
+        """One output per class."""
         return self.classes
 
     @property
     def classes(self) -> int:
-        """How many classes the split has."""
+        """The number of classes in the split."""
         return len(self.data.splits[self.split])
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the split's classes, in the order of the outputs."""
+        """The names of the split's classes, in the order of the outputs."""
         return self.data.split_class_names(self.split)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw batches with the (CPU) generator, each image as likely as any other."""
+        """Sample batches uniformly from the images of the split, with replacement.
+
+        Args:
+            tasks: Number of batches.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The batches, each as a task.
+        """
         check_count("tasks", tasks)
-        rows, labels = self._members
-        chosen = torch.randint(len(rows), (tasks, self.size), generator=generator)
-        x = self.data.float_images(rows[chosen])
-        y = copy_to_device(labels[chosen], x.device)
+        rows, labels = self._images
+        sampled = torch.randint(len(rows), (tasks, self.size), generator=generator)
+        x = self.data.float_images(rows[sampled])
+        y = copy_to_device(labels[sampled], x.device)
         return Episodes(x, y, x, y, torch.arange(self.classes, device=x.device).expand(tasks, -1))
 
     @cached_property
-    def _members(self) -> tuple[Tensor, Tensor]:
-        """Indices of the split's images, and the class of each, counted within the split."""
-        place = torch.full((len(self.data.class_names),), -1)
-        place[self.data.splits[self.split]] = torch.arange(self.classes)
-        labels = place[self.data.labels]
+    def _images(self) -> tuple[Tensor, Tensor]:
+        """The indices of the split's images, and the class of each within the split."""
+        position = torch.full((len(self.data.class_names),), -1)
+        position[self.data.splits[self.split]] = torch.arange(self.classes)
+        labels = position[self.data.labels]
         rows = (labels >= 0).nonzero().squeeze(1)
         return rows, labels[rows]
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor's copy on `device`, without waiting for what a GPU still has to do."""
+    """Copy a CPU tensor to a device; the copy to a GPU runs asynchronously, after earlier work of the GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _draw(allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Choose `count` of the allowed places of each row, (..., places) -> (..., count), without replacement.
+def _sample_columns(allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Sample `count` true columns of each row without replacement, (..., columns) -> (..., count).
 
-    The places with the highest random scores are a uniform choice in uniform order.
+    The columns with the highest random scores are a uniform sample in uniform order.
     """
     scores = torch.rand(allowed.shape, generator=generator).masked_fill(~allowed, -1)
     return scores.topk(count, dim=-1).indices
@@ -371,14 +522,18 @@ def _check_indices(name: str, indices: Tensor, length: int | None, bound: int) -
         raise InputError(f"{name} is {describe(indices)}, but must be int64 of shape {shape}.")
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < bound:
         raise InputError(
-            f"{name} holds indices from {int(indices.min())} to {int(indices.max())}, "
-            f"but there are {bound} names to point to. Use indices from 0 to {bound - 1}."
+            f"{name} has indices from {int(indices.min())} to {int(indices.max())}, "
+            f"but there are {bound} names. Use indices from 0 to {bound - 1}."
         )
+
+
+def _data_name(data: LabelledImages) -> str:
+    return f"{str(data.load_arguments['name'])!r}, " if data.load_arguments else ""
 
 
 def _count(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quote(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)

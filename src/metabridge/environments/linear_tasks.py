@@ -1,4 +1,4 @@
-"""Linear regression and logistic regression on groups of tasks, such as hard ones and easy ones (C §3)."""
+"""Linear and logistic regression on groups of tasks, such as hard and easy tasks (Collins et al. 2022, §3)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from metabridge.errors import InputError, check_count, check_not_negative, check
 
 @dataclass(frozen=True, eq=False)
 class TaskGroup:
-    """Tasks of one kind: inputs x ~ N(0, Σ), of which each task's own w* ~ N(centre, spread) makes the targets.
+    """A group of similar tasks: inputs are x ~ N(0, Σ), and each task has a solution w* ~ N(centre, spread).
 
-    - `covariance`: Σ, or a number ρ for ρI. The smaller it is, the slower gradient descent is on the task.
-    - `centre`: the mean of w*, or a number for the same in every coordinate.
-    - `spread`: the covariance of w*, or a number r for rI; 0 makes all tasks of the group the same.
-    - `noise`: the variance σ² of what is added to the targets of a regression.
-    - `probability`: the share of this group among the tasks.
+    Args:
+        covariance: The covariance Σ of the inputs, or a number ρ for ρI. The smaller it is, the slower gradient descent
+            on the tasks.
+        centre: The mean of w*, or a number for all its coordinates.
+        spread: The covariance of w*, or a number r for rI. With 0, all tasks of the group have the same solution.
+        noise: The variance σ² of the noise on the targets of a regression.
+        probability: The probability of this group.
+
+    >>> TaskGroup(covariance=0.1, centre=2.0, probability=0.25).noise
+    0.0
     """
 
     covariance: Tensor | float
@@ -31,20 +36,32 @@ class TaskGroup:
     noise: float = 0.0
     probability: float = 1.0
 
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in ("covariance", "centre", "spread", "noise", "probability")}
+        short = {name: describe(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        return f"TaskGroup({', '.join(f'{name}={value}' for name, value in short.items())})"
+
 
 class TaskDistribution(NamedTuple):
-    """What tasks are drawn from, in float64, a row for each group."""
+    """The fields of all groups of a landscape as tensors in float64, with a row for each group."""
 
-    probability: Tensor
-    covariance: Tensor
-    centre: Tensor
-    spread: Tensor
-    noise: Tensor
+    probability: Tensor  # (groups,)
+    covariance: Tensor  # (groups, dimension, dimension)
+    centre: Tensor  # (groups, dimension)
+    spread: Tensor  # (groups, dimension, dimension)
+    noise: Tensor  # (groups,)
 
 
 @dataclass(frozen=True, eq=False)
 class Landscape:
-    """Groups of tasks in one space, each drawn with its probability. `HardEasy` is the shortest way to make one.
+    """A task landscape: groups of tasks, each with its probability. `HardEasy` builds the most common one.
+
+    Args:
+        groups: The groups, whose probabilities add up to 1.
+        dimension: The dimension of the inputs and of w*.
+
+    Raises:
+        InputError: A field of a group is invalid, or the probabilities do not add up to 1.
 
     >>> groups = TaskGroup(1.0, probability=0.75), TaskGroup(torch.eye(3), 2.0, probability=0.25)
     >>> Landscape(groups, dimension=3).distribution.probability
@@ -58,15 +75,18 @@ class Landscape:
         check_count("dimension", self.dimension)
         if not self.groups:
             raise InputError("groups is empty, but there must be at least one group of tasks.")
-        for place, group in enumerate(self.groups):
-            _check_group(place, group, self.dimension)
+        for index, group in enumerate(self.groups):
+            _check_group(index, group, self.dimension)
         total = math.fsum(group.probability for group in self.groups)
         if abs(total - 1) > 1e-9:
             raise InputError(f"the probabilities of the groups add up to {total:g}, but must add up to 1.")
 
+    def __repr__(self) -> str:
+        return f"Landscape({len(self.groups)} groups, dimension={self.dimension})"
+
     @cached_property
     def distribution(self) -> TaskDistribution:
-        """The groups as tensors."""
+        """The fields of all groups as tensors."""
         identity = torch.eye(self.dimension, dtype=torch.float64)
         return TaskDistribution(
             torch.tensor([group.probability for group in self.groups], dtype=torch.float64),
@@ -77,34 +97,41 @@ class Landscape:
         )
 
     def sample_finite(self, tasks: int, generator: torch.Generator) -> Landscape:
-        """Return so many tasks of this landscape as one of their own, each a group with a fixed w*.
+        """Return a landscape of finitely many tasks, sampled from this one; each is a group with a fixed w*.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The landscape, in which all tasks are equally likely.
 
         >>> few = HardEasy(rho_hard=0.1, rho_easy=1.0).landscape.sample_finite(4, torch.Generator().manual_seed(0))
         >>> len(few.groups), float(few.distribution.spread.abs().max())
         (4, 0.0)
         """
         check_count("tasks", tasks)
-        kinds, w = self._tasks(tasks, generator)
-        law = self.distribution
+        group_of, w = self._tasks(tasks, generator)
+        distribution = self.distribution
         groups = (
-            TaskGroup(law.covariance[kind], centre, 0.0, float(law.noise[kind]), 1 / tasks)
-            for kind, centre in zip(kinds, w)
+            TaskGroup(distribution.covariance[group], centre, 0.0, float(distribution.noise[group]), 1 / tasks)
+            for group, centre in zip(group_of, w)
         )
         return Landscape(tuple(groups), self.dimension)
 
     def _tasks(self, tasks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw the groups of tasks and their w*."""
-        kinds = torch.multinomial(self.distribution.probability, tasks, replacement=True, generator=generator)
-        return kinds, self._solutions(kinds, generator)
+        """Sample the group and the w* of each task."""
+        group_of = torch.multinomial(self.distribution.probability, tasks, replacement=True, generator=generator)
+        return group_of, self._solutions(group_of, generator)
 
-    def _solutions(self, kinds: Tensor, generator: torch.Generator) -> Tensor:
-        normal = torch.randn(len(kinds), self.dimension, generator=generator)
-        return self.distribution.centre[kinds] + (self._spreads[kinds] @ normal.double()[..., None]).squeeze(-1)
+    def _solutions(self, group_of: Tensor, generator: torch.Generator) -> Tensor:
+        normal = torch.randn(len(group_of), self.dimension, generator=generator)
+        return self.distribution.centre[group_of] + (self._spreads[group_of] @ normal.double()[..., None]).squeeze(-1)
 
-    def _points(self, kinds: Tensor, w: Tensor, points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw the inputs of tasks of these groups, with ⟨w*, x⟩."""
-        normal = torch.randn(len(kinds), points, self.dimension, generator=generator)
-        x = normal @ self._roots.to(normal.dtype)[kinds]
+    def _points(self, group_of: Tensor, w: Tensor, points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Sample the inputs x of tasks in the given groups, and return them with ⟨w*, x⟩."""
+        normal = torch.randn(len(group_of), points, self.dimension, generator=generator)
+        x = normal @ self._roots.to(normal.dtype)[group_of]
         return x, x @ w.to(x.dtype)[..., None]
 
     @cached_property
@@ -118,9 +145,25 @@ class Landscape:
 
 @dataclass(frozen=True)
 class HardEasy:
-    """Hard and easy tasks in equal parts (C §3.2).
+    """Hard and easy tasks with probability ½ each (Collins et al. 2022, §3.2).
 
-    Σ = ρ_H·I and w* ~ N(R·1, r_H·I) for a hard task, Σ = ρ_E·I and w* ~ N(0, r_E·I) for an easy one.
+    Hard tasks have Σ = ρ_H·I and w* ~ N(R·1, r_H·I); easy tasks have Σ = ρ_E·I and w* ~ N(0, r_E·I).
+
+    Args:
+        rho_hard: The input variance ρ_H of hard tasks.
+        rho_easy: The input variance ρ_E of easy tasks.
+        R: The mean of the coordinates of w* for hard tasks.
+        r_hard: The variance r_H of the coordinates of w* for hard tasks.
+        r_easy: The variance r_E of the coordinates of w* for easy tasks.
+        dimension: The dimension of the inputs.
+        noise: The noise variance σ² of the targets.
+
+    Raises:
+        InputError: A number is out of range.
+
+    >>> HardEasy(rho_hard=0.1, rho_easy=1.0, dimension=2).landscape.distribution.centre
+    tensor([[1., 1.],
+            [0., 0.]], dtype=torch.float64)
     """
 
     rho_hard: float
@@ -141,7 +184,7 @@ class HardEasy:
 
     @cached_property
     def landscape(self) -> Landscape:
-        """The two groups, the hard tasks first."""
+        """The landscape of the two groups, hard tasks first."""
         hard = TaskGroup(self.rho_hard, self.R, self.r_hard, self.noise, 0.5)
         easy = TaskGroup(self.rho_easy, 0.0, self.r_easy, self.noise, 0.5)
         return Landscape((hard, easy), self.dimension)
@@ -149,9 +192,18 @@ class HardEasy:
 
 @dataclass(frozen=True, eq=False)
 class LinearTasks:
-    """y = ⟨w*, x⟩ + z with x ~ N(0, Σ) and z ~ N(0, σ²) (C §3); Σ, σ² and the law of w* are those of the task's group.
+    """Linear regression tasks y = ⟨w*, x⟩ + z on a landscape (Collins et al. 2022, §3).
 
-    A method with persistent heads has one for every group.
+    Inputs are x ~ N(0, Σ) and noise is z ~ N(0, σ²); Σ, σ² and the distribution of w* are those of the task's group.
+    Methods with persistent heads have one head for each group.
+
+    Args:
+        landscape: The groups of tasks.
+        shots: Support points per task.
+        queries: Query points per task.
+
+    Raises:
+        InputError: A count is not a whole number of at least 1.
 
     >>> tasks = LinearTasks(HardEasy(rho_hard=0.1, rho_easy=1.0).landscape, shots=25, queries=10)
     >>> tasks.sample(4, torch.Generator().manual_seed(0)).query_x.shape
@@ -168,39 +220,66 @@ class LinearTasks:
 
     @property
     def outputs(self) -> int:
-        """One value at each point."""
+        """One output: the function value."""
         return 1
 
     @property
     def classes(self) -> int:
-        """A persistent head for each group."""
+        """The number of persistent heads: one for each group."""
         return len(self.landscape.groups)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks with the (CPU) generator; `classes` says of which group each one is."""
+        """Sample tasks. The `classes` of the episodes are the groups of the tasks.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The tasks.
+        """
         check_count("tasks", tasks)
         return self._episodes(*self.landscape._tasks(tasks, generator), generator)
 
     def sample_every_group(self, episodes: int, generator: torch.Generator) -> Episodes:
-        """Draw one task of every group, whatever its probability, and so many episodes of it, side by side.
+        """Sample one task of every group, whatever its probability, with several episodes of each task.
 
-        Of a landscape that `Landscape.sample_finite` made, these are τ episodes of each of T given tasks (C eq. 4).
+        On a landscape from `Landscape.sample_finite`, these are τ episodes of each of T fixed tasks (Collins et al.
+        2022, eq. 4).
+
+        Args:
+            episodes: The number of episodes τ of each task, which have different points.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The episodes, ordered by group.
         """
         check_count("episodes", episodes)
-        kinds = torch.arange(self.classes)
-        w = self.landscape._solutions(kinds, generator)
-        return self._episodes(kinds.repeat_interleave(episodes), w.repeat_interleave(episodes, 0), generator)
+        group_of = torch.arange(self.classes)
+        w = self.landscape._solutions(group_of, generator)
+        return self._episodes(group_of.repeat_interleave(episodes), w.repeat_interleave(episodes, 0), generator)
 
-    def _episodes(self, kinds: Tensor, w: Tensor, generator: torch.Generator) -> Episodes:
-        x, y = self.landscape._points(kinds, w, self.shots + self.queries, generator)
-        deviation = self.landscape.distribution.noise.sqrt().to(y.dtype)[kinds, None, None]
+    def _episodes(self, group_of: Tensor, w: Tensor, generator: torch.Generator) -> Episodes:
+        x, y = self.landscape._points(group_of, w, self.shots + self.queries, generator)
+        deviation = self.landscape.distribution.noise.sqrt().to(y.dtype)[group_of, None, None]
         y = y + deviation * torch.randn(y.shape, generator=generator)
-        return Episodes.split(x, y, self.shots, kinds[:, None])
+        return Episodes.split(x, y, self.shots, group_of[:, None])
 
 
 @dataclass(frozen=True, eq=False)
 class LogisticTasks:
-    """Labels 1 with probability 1/(1 + e^{−⟨w*, x⟩}) and 0 otherwise (C fig. 7); x and w* as in `LinearTasks`.
+    """Logistic regression tasks on a landscape (Collins et al. 2022, fig. 7).
+
+    The label of a point is 1 with probability 1/(1 + e^{−⟨w*, x⟩}), and 0 otherwise; x and w* are as in `LinearTasks`.
+    Methods with persistent heads have two rows for each group.
+
+    Args:
+        landscape: The groups of tasks, whose `noise` must be 0.
+        shots: Support points per task.
+        queries: Query points per task.
+
+    Raises:
+        InputError: A count is not a whole number of at least 1, or a group has noise.
 
     >>> tasks = LogisticTasks(HardEasy(rho_hard=0.1, rho_easy=1.0).landscape)
     >>> tasks.sample(4, torch.Generator().manual_seed(0)).query_y.shape, tasks.outputs
@@ -216,25 +295,35 @@ class LogisticTasks:
         check_count("queries", self.queries)
         noisy = [group.noise for group in self.landscape.groups if group.noise]
         if noisy:
-            raise InputError(f"noise is {noisy[0]}, but labels are random by themselves. Use groups with noise=0.")
+            raise InputError(
+                f"noise is {noisy[0]}, but labels of logistic regression take no noise. Use groups with noise=0."
+            )
 
     @property
     def outputs(self) -> int:
-        """Two classes; the second's output less the first's is the logit."""
+        """Two outputs; the second minus the first is the logit."""
         return 2
 
     @property
     def classes(self) -> int:
-        """Two persistent rows for each group."""
+        """The number of persistent head rows: two for each group."""
         return 2 * len(self.landscape.groups)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks with the (CPU) generator; `classes` says of which group each one is."""
+        """Sample tasks. The `classes` of the episodes are the groups of the tasks.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The tasks.
+        """
         check_count("tasks", tasks)
-        kinds, w = self.landscape._tasks(tasks, generator)
-        x, logit = self.landscape._points(kinds, w, self.shots + self.queries, generator)
+        group_of, w = self.landscape._tasks(tasks, generator)
+        x, logit = self.landscape._points(group_of, w, self.shots + self.queries, generator)
         labels = torch.rand(logit.shape, generator=generator) < logit.sigmoid()
-        return Episodes.split(x, labels.squeeze(-1).long(), self.shots, 2 * kinds[:, None] + torch.arange(2))
+        return Episodes.split(x, labels.squeeze(-1).long(), self.shots, 2 * group_of[:, None] + torch.arange(2))
 
 
 def _as_double(value: Tensor | float) -> Tensor:
@@ -247,47 +336,48 @@ def _matrix(value: Tensor | float, identity: Tensor) -> Tensor:
 
 
 def _root(matrices: Tensor) -> Tensor:
-    """The symmetric square roots of positive semi-definite matrices."""
+    """Return the symmetric square roots of positive semi-definite matrices."""
     values, vectors = torch.linalg.eigh(matrices)
     root: Tensor = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
     return root
 
 
-def _check_group(place: int, group: TaskGroup, dimension: int) -> None:
-    _check_shape(f"covariance of group {place}", group.covariance, (dimension, dimension))
-    _check_shape(f"centre of group {place}", group.centre, (dimension,))
-    _check_shape(f"spread of group {place}", group.spread, (dimension, dimension))
-    check_not_negative(f"noise of group {place}", group.noise)
+def _check_group(index: int, group: TaskGroup, dimension: int) -> None:
+    _check_shape(f"covariance of group {index}", group.covariance, (dimension, dimension))
+    _check_shape(f"centre of group {index}", group.centre, (dimension,))
+    _check_shape(f"spread of group {index}", group.spread, (dimension, dimension))
+    check_not_negative(f"noise of group {index}", group.noise)
     if not 0 <= group.probability <= 1:
-        raise InputError(f"probability of group {place} is {group.probability}, but must be between 0 and 1.")
-    least, most = _modes(f"covariance of group {place}", group.covariance)
-    if least <= 1e-12 * most or most <= 0:
+        raise InputError(f"probability of group {index} is {group.probability}, but must be between 0 and 1.")
+    smallest, largest = _extreme_eigenvalues(f"covariance of group {index}", group.covariance)
+    if smallest <= 1e-12 * largest or largest <= 0:
         raise InputError(
-            f"covariance of group {place} has the eigenvalue {least:.3g}, but inputs must vary in every direction: "
-            "all eigenvalues must be positive."
+            f"covariance of group {index} has the eigenvalue {smallest:.3g}, but all eigenvalues must be positive."
         )
-    least, most = _modes(f"spread of group {place}", group.spread)
-    if least < -1e-12 * abs(most):
-        raise InputError(f"spread of group {place} has the eigenvalue {least:.3g}, but a variance is not negative.")
+    smallest, largest = _extreme_eigenvalues(f"spread of group {index}", group.spread)
+    if smallest < -1e-12 * abs(largest):
+        raise InputError(
+            f"spread of group {index} has the eigenvalue {smallest:.3g}, but eigenvalues must not be negative."
+        )
 
 
 def _check_shape(name: str, value: Tensor | float, shape: tuple[int, ...]) -> None:
-    given = torch.as_tensor(value)
-    if given.ndim and given.shape != shape:
-        raise InputError(f"{name} is {describe(given)}, but must be a number or of shape {shape}.")
-    if not given.isfinite().all():
-        raise InputError(f"{name} holds infinite or undefined numbers, but must be finite.")
+    tensor = torch.as_tensor(value)
+    if tensor.ndim and tensor.shape != shape:
+        raise InputError(f"{name} is {describe(tensor)}, but must be a number or of shape {shape}.")
+    if not tensor.isfinite().all():
+        raise InputError(f"{name} has infinite or NaN values, but must be finite.")
 
 
-def _modes(name: str, value: Tensor | float) -> tuple[float, float]:
-    """The least and the largest eigenvalue of what must be symmetric."""
+def _extreme_eigenvalues(name: str, value: Tensor | float) -> tuple[float, float]:
+    """Return the smallest and the largest eigenvalue; raise `InputError` if a matrix is not symmetric."""
     matrix = _as_double(value)
     if not matrix.ndim:
         return float(matrix), float(matrix)
     if not torch.allclose(matrix, matrix.mT, rtol=1e-6, atol=1e-9 * float(matrix.abs().max())):
         raise InputError(
-            f"{name} is not symmetric: entries differ from their mirror images by up to "
-            f"{float((matrix - matrix.mT).abs().max()):.3g}. Use (M + Mᵀ)/2 if that is what is meant."
+            f"{name} is not symmetric: it differs from its transpose by up to "
+            f"{float((matrix - matrix.mT).abs().max()):.3g}. Use (M + Mᵀ)/2 to make it symmetric."
         )
     values = torch.linalg.eigvalsh(matrix)
     return float(values[0]), float(values[-1])

@@ -1,4 +1,4 @@
-"""Regression tasks drawn from families of functions."""
+"""Regression tasks from families of functions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ from metabridge.errors import check_count
 
 @dataclass(frozen=True)
 class Sinusoid:
-    """y = A sin(x + φ) with A ~ U(0.1, 5) and φ ~ U(0, π) for each task, x ~ U(−5, 5).
+    """Sinusoids y = A sin(x + φ), the regression tasks of MAML (Finn et al. 2017).
 
-    The family on which MAML was first shown.
+    Each task has its own amplitude A ~ U(0.1, 5) and phase φ ~ U(0, π). Inputs are x ~ U(−5, 5).
+
+    Args:
+        shots: Support points per task.
+        queries: Query points per task.
+
+    Raises:
+        InputError: A count is not a whole number of at least 1.
 
     >>> tasks = Sinusoid(shots=10, queries=15).sample(4, torch.Generator().manual_seed(0))
     >>> tasks.support_x.shape, tasks.query_y.shape
@@ -32,11 +39,19 @@ class Sinusoid:
 
     @property
     def outputs(self) -> int:
-        """A sinusoid has one value at each point."""
+        """One output: the function value."""
         return 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks with the (CPU) generator."""
+        """Sample tasks.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The tasks.
+        """
         check_count("tasks", tasks)
         amplitude = _uniform(0.1, 5.0, (tasks, 1, 1), generator)
         phase = _uniform(0.0, math.pi, (tasks, 1, 1), generator)
@@ -46,9 +61,18 @@ class Sinusoid:
 
 @dataclass(frozen=True)
 class Quadratic:
-    """y = ν‖x − μ‖² with μ ~ N(0, I) and ν ~ U(1.3, 1.6) for each task, x ~ N(μ, ν²I) (A §5.1).
+    """Quadratic functions y = ν‖x − μ‖² (Wang et al. 2021, §5.1).
 
-    The targets belong to x as drawn; the inputs a learner sees are then normalised to norm √d.
+    Each task has its own centre μ ~ N(0, I) and width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). After computing the
+    targets, the inputs are normalised to norm √d.
+
+    Args:
+        dimension: The dimension d of the inputs.
+        shots: Support points per task.
+        queries: Query points per task.
+
+    Raises:
+        InputError: A count is not a whole number of at least 1.
 
     >>> tasks = Quadratic(dimension=10).sample(4, torch.Generator().manual_seed(0))
     >>> tasks.support_x.shape, tasks.query_x.shape
@@ -68,11 +92,19 @@ class Quadratic:
 
     @property
     def outputs(self) -> int:
-        """A quadratic has one value at each point."""
+        """One output: the function value."""
         return 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks with the (CPU) generator."""
+        """Sample tasks.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The tasks.
+        """
         check_count("tasks", tasks)
         centre = torch.randn(tasks, 1, self.dimension, generator=generator)
         width = _uniform(1.3, 1.6, (tasks, 1, 1), generator)

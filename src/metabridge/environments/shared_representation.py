@@ -1,4 +1,4 @@
-"""Linear regression tasks that share a low-dimensional representation (D §2.1)."""
+"""Linear regression tasks that share a low-dimensional representation (Yüksel et al. 2023, §2.1)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,30 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count, check_not_negative
 
-# Proportional to 1, …, 5 and of Frobenius norm √5, like the identity's (D §5).
+# Proportional to 1, …, 5, scaled so that the diagonal matrix has Frobenius norm √5 (Yüksel et al. 2023, §5).
 VARIANCES = tuple(index / math.sqrt(11) for index in range(1, 6))
 
 
 @dataclass(frozen=True)
 class SharedRepresentation:
-    """y = ⟨B*w*, x⟩ + z with x ~ N(0, I_d), w* ~ N(μ*, Σ*) for each task and z ~ N(0, σ²) (D ass. 1).
+    """Linear tasks y = ⟨B*w*, x⟩ + z with a common representation B* (Yüksel et al. 2023, assumption 1).
 
-    B* is d × k with orthonormal columns and is drawn from `seed`; Σ* is diagonal, which a choice of B* always makes
-    it. `variances` are its k entries, `mean` is μ* (zero if it is not given), and `noise` is σ².
+    Inputs are x ~ N(0, I_d), task parameters w* ~ N(μ*, Σ*), and noise z ~ N(0, σ²). B* is a random d × k matrix with
+    orthonormal columns. Σ* is diagonal, which is no restriction: B* can be chosen so.
 
-    With `pool`, there are only so many tasks, whose points are drawn from `seed` once and for all, the first `shots`
-    of them for adaptation; each then has a head of its own in methods that keep one for every task.
+    Args:
+        dimension: The dimension d of the inputs.
+        variances: The k diagonal entries of Σ*.
+        mean: The k entries of μ*. Default: zero.
+        noise: The noise variance σ².
+        shots: Support points per task.
+        queries: Query points per task.
+        pool: The number of tasks. They are generated once from `seed`, with fixed points, and methods with persistent
+            heads have one head for each task. Default: new tasks for every sample.
+        seed: The seed of B*, and of the tasks in a pool.
+
+    Raises:
+        InputError: A count, a variance or the length of `mean` is invalid.
 
     >>> world = SharedRepresentation(dimension=20, pool=100)
     >>> tasks = world.sample(4, torch.Generator().manual_seed(0))
@@ -50,27 +61,26 @@ class SharedRepresentation:
             check_count("pool", self.pool)
         if not 0 < self.rank <= self.dimension:
             raise InputError(
-                f"variances has {self.rank} entries, but dimension is {self.dimension}. Give at least one, and no more."
+                f"variances has {self.rank} entries, but dimension is {self.dimension}. "
+                f"Use 1 to {self.dimension} entries."
             )
         if not all(math.isfinite(value) and value > 0 for value in self.variances):
             raise InputError(
-                f"variances is {self.variances}, but Σ* must not be singular: give positive numbers, "
-                "and leave out directions in which tasks do not differ."
+                f"variances is {self.variances}, but all variances must be positive and finite. "
+                "Leave out directions in which tasks do not differ."
             )
         check_not_negative("noise", self.noise)
         if self.mean is not None and len(self.mean) != self.rank:
-            raise InputError(
-                f"mean has {len(self.mean)} entries, but variances has {self.rank}. Give one for each direction."
-            )
+            raise InputError(f"mean has {len(self.mean)} entries, but variances has {self.rank}. Use as many.")
 
     @property
     def outputs(self) -> int:
-        """A linear function has one value at each point."""
+        """One output: the function value."""
         return 1
 
     @property
     def classes(self) -> int | None:
-        """How many tasks have a head of their own."""
+        """The number of persistent heads: one for each task of a pool, or None without a pool."""
         return self.pool
 
     @property
@@ -80,47 +90,60 @@ class SharedRepresentation:
 
     @cached_property
     def representation(self) -> Tensor:
-        """B*, in float64."""
-        drawn = torch.randn(self.dimension, self.rank, generator=self._generator(), dtype=torch.float64)
-        basis: Tensor = torch.linalg.qr(drawn).Q
+        """The matrix B*, (dimension, rank), in float64."""
+        normal = torch.randn(self.dimension, self.rank, generator=self._generator(), dtype=torch.float64)
+        basis: Tensor = torch.linalg.qr(normal).Q
         return basis
 
     @cached_property
     def tasks(self) -> Episodes:
-        """All the tasks of the pool, in order."""
+        """All tasks of the pool, in order."""
         if self.pool is None:
-            raise InputError("there is no end of tasks without a pool. Use pool=5000, or sample some.")
-        return replace(self._draw(self.pool, self._generator(1)), classes=torch.arange(self.pool)[:, None])
+            raise InputError(
+                "pool is None, so there is no fixed set of tasks. Set a pool, such as pool=5000, or call sample."
+            )
+        return replace(self._sample_tasks(self.pool, self._generator(1)), classes=torch.arange(self.pool)[:, None])
 
     @cached_property
     def task_parameters(self) -> Tensor:
-        """θ = B*w* of every task of the pool, (tasks, dimension)."""
+        """The regression vectors θ = B*w* of all tasks of the pool, (tasks, dimension)."""
         if self.pool is None:
-            raise InputError("the slopes of tasks are known only in a pool. Use pool=5000.")
-        return self._slopes(self.pool, self._generator(1))
+            raise InputError("pool is None, so there is no fixed set of tasks. Set a pool, such as pool=5000.")
+        return self._sample_parameters(self.pool, self._generator(1))
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks with the (CPU) generator; those of a pool without repeating one."""
+        """Sample tasks; from a pool, without replacement.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The tasks.
+
+        Raises:
+            InputError: `tasks` is larger than the pool.
+        """
         check_count("tasks", tasks)
         if self.pool is None:
-            return self._draw(tasks, generator)
+            return self._sample_tasks(tasks, generator)
         if tasks > self.pool:
             raise InputError(f"tasks is {tasks}, but the pool has {self.pool}. Use a larger pool or fewer tasks.")
-        chosen = torch.randperm(self.pool, generator=generator)[:tasks]
-        return Episodes(*(tensor[chosen] for tensor in self.tasks.tensors()))
+        indices = torch.randperm(self.pool, generator=generator)[:tasks]
+        return Episodes(*(tensor[indices] for tensor in self.tasks.tensors()))
 
     def _generator(self, stream: int = 0) -> torch.Generator:
         return torch.Generator().manual_seed(2 * self.seed + stream)
 
-    def _slopes(self, tasks: int, generator: torch.Generator) -> Tensor:
+    def _sample_parameters(self, tasks: int, generator: torch.Generator) -> Tensor:
         weights = torch.tensor(self.variances).sqrt() * torch.randn(tasks, self.rank, generator=generator)
         if self.mean is not None:
             weights = weights + torch.tensor(self.mean)
         return weights @ self.representation.mT.to(weights)
 
-    def _draw(self, tasks: int, generator: torch.Generator) -> Episodes:
-        slopes = self._slopes(tasks, generator)
+    def _sample_tasks(self, tasks: int, generator: torch.Generator) -> Episodes:
+        parameters = self._sample_parameters(tasks, generator)
         x = torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         noise = math.sqrt(self.noise) * torch.randn(tasks, self.shots + self.queries, 1, generator=generator)
-        y = x @ slopes[:, :, None] + noise
+        y = x @ parameters[:, :, None] + noise
         return Episodes.split(x, y, self.shots)

@@ -1,4 +1,4 @@
-"""Regression tasks whose targets come from teachers: nets of one hidden layer with a fixed sum above it."""
+"""Regression tasks with targets from teacher networks: one hidden layer, whose neurons are summed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
-    """h(x) = Σ_k σ(⟨w^k, x⟩) for points x (..., points, d) and neurons w (..., M, d), as (..., points, 1) (C §4).
+    """Return the output h(x) = Σ_k σ(⟨w^k, x⟩) of a teacher, (..., points, 1) (Collins et al. 2022, §4).
+
+    Args:
+        activation: The activation σ, a key of `ACTIVATIONS`.
+        neurons: The weights w of the M neurons, (..., M, d).
+        x: The points, (..., points, d).
 
     >>> neuron_sum("relu", torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, -3.0], [1.0, 4.0]]))
     tensor([[2.],
@@ -36,9 +41,22 @@ def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GaussianNeurons:
-    """Teachers of `width` neurons, each drawn from N(mean·1, variance·I) for every task."""
+    """A distribution of teachers whose neurons are drawn from N(mean·1, variance·I).
 
-    stored_name: ClassVar[str] = "GaussianNeurons"  # in the settings of runs since version 0.1.0
+    Args:
+        dimension: The dimension of the inputs.
+        width: The number of neurons of each teacher.
+        mean: The mean of each weight.
+        variance: The variance of each weight.
+
+    Raises:
+        InputError: A count is below 1 or the variance is negative.
+
+    >>> GaussianNeurons(dimension=2, width=3).sample(4, torch.Generator().manual_seed(0)).shape
+    torch.Size([4, 3, 2])
+    """
+
+    stored_name: ClassVar[str] = "GaussianNeurons"  # the name in the settings of runs since version 0.1.0
 
     dimension: int
     width: int = 1
@@ -51,16 +69,34 @@ class GaussianNeurons:
         check_not_negative("variance", self.variance)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Tensor:
-        """Return the neurons of every task, (tasks, width, dimension)."""
+        """Sample the teacher of each task.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The neurons, (tasks, width, dimension).
+        """
         normal = torch.randn(tasks, self.width, self.dimension, generator=generator)
         return self.mean + math.sqrt(self.variance) * normal
 
 
 @dataclass(frozen=True, eq=False)
 class FixedNeurons:
-    """Given teachers (teachers, width, dimension); every task has one of them, each with the same probability."""
+    """The uniform distribution on a fixed set of teachers.
 
-    stored_name: ClassVar[str] = "FixedNeurons"  # in the settings of runs since version 0.1.0
+    Args:
+        neurons: The weights of the neurons, floating point of shape (teachers, width, dimension).
+
+    Raises:
+        InputError: The shape or dtype is wrong.
+
+    >>> FixedNeurons(torch.ones(1, 3, 2)).sample(4, torch.Generator().manual_seed(0)).shape
+    torch.Size([4, 3, 2])
+    """
+
+    stored_name: ClassVar[str] = "FixedNeurons"  # the name in the settings of runs since version 0.1.0
 
     neurons: Tensor
 
@@ -71,17 +107,40 @@ class FixedNeurons:
                 "(teachers, width, dimension). For a single teacher of one neuron use neurons[None, None]."
             )
 
+    def __repr__(self) -> str:
+        teachers, width, dimension = self.neurons.shape
+        return f"FixedNeurons({teachers} teachers, width={width}, dimension={dimension})"
+
     def sample(self, tasks: int, generator: torch.Generator) -> Tensor:
-        """Return the neurons of every task, (tasks, width, dimension)."""
+        """Sample the teacher of each task.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The neurons, (tasks, width, dimension).
+        """
         return self.neurons[torch.randint(len(self.neurons), (tasks,), generator=generator)]
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherTasks:
-    """y = Σ_k σ(⟨w^k, x⟩) + z with x ~ N(0, ρI), z ~ N(0, σ²) and neurons w of a teacher for each task (C §4).
+    """Regression tasks y = Σ_k σ(⟨w^k, x⟩) + z with a teacher network for each task (Collins et al. 2022, §4).
 
-    `covariance` is ρ and `noise` is σ². The smaller ρ is, the slower gradient descent is on the task: easy and
-    hard tasks differ in it, and a `Mixture` has both.
+    Inputs are x ~ N(0, ρI) and noise is z ~ N(0, σ²). The smaller ρ is, the slower gradient descent on the task, so
+    hard tasks have a small ρ. Combine easy and hard tasks with a `Mixture`.
+
+    Args:
+        neurons: The distribution of the teachers.
+        activation: The activation σ.
+        covariance: The input variance ρ.
+        noise: The noise variance σ².
+        shots: Support points per task.
+        queries: Query points per task.
+
+    Raises:
+        InputError: The activation is unknown, or a number is out of range.
 
     >>> from metabridge.environments import Mixture
     >>> easy = TeacherTasks(GaussianNeurons(dimension=2))
@@ -91,7 +150,7 @@ class TeacherTasks:
     (torch.Size([6, 10, 2]), torch.Size([6, 10, 1]))
     """
 
-    stored_name: ClassVar[str] = "TeacherTasks"  # in the settings of runs since version 0.1.0
+    stored_name: ClassVar[str] = "TeacherTasks"  # the name in the settings of runs since version 0.1.0
 
     neurons: GaussianNeurons | FixedNeurons
     activation: Activation = "softplus"
@@ -110,11 +169,19 @@ class TeacherTasks:
 
     @property
     def outputs(self) -> int:
-        """A teacher has one value at each point."""
+        """One output: the function value."""
         return 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw tasks with the (CPU) generator, in the precision of the neurons."""
+        """Sample tasks, with the dtype of the neurons.
+
+        Args:
+            tasks: Number of tasks.
+            generator: A random generator on the CPU.
+
+        Returns:
+            The tasks.
+        """
         check_count("tasks", tasks)
         neurons = self.neurons.sample(tasks, generator)
         shape = (tasks, self.shots + self.queries, neurons.shape[-1])
