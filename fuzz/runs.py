@@ -36,13 +36,12 @@ from metabridge.nas.pruning import CandidateScores, SearchLog
 from metabridge.report.results import Machine, Result, Row
 from metabridge.training import checkpoint, fit, load
 from metabridge.training.checkpoint import write_method
-from metabridge.training.config import Plan
-from metabridge.training.fitting import Fitting
-from metabridge.training.loop import Settings
+from metabridge.training.config import ImageTrainingConfig, TrainingConfig
+from metabridge.training.trainer import Trainer
 from metabridge.use import FewShotClassifier
 
 RUN = ("settings.json", "weights.safetensors", "state.safetensors", "metrics.jsonl")
-SETTINGS = Settings(iterations=4, tasks=2, validate_every=2, validate_tasks=2)
+SETTINGS = TrainingConfig(iterations=4, batch_size=2, validate_every=2, validate_tasks=2)
 
 
 @contextmanager
@@ -64,17 +63,17 @@ def _ordered(file: Path) -> bytes:
     """Return a file of tensors with its notes in order, which safetensors writes in any, so that cases repeat."""
     header, values = checkpoint._split(file.read_bytes())
     held = json.loads(header[8:])
-    held["__metadata__"] = dict(sorted(held["__metadata__"].items())) | {checkpoint.CHECKSUM: checkpoint._NONE}
+    held["__metadata__"] = dict(sorted(held["__metadata__"].items())) | {checkpoint.CHECKSUM: checkpoint._NO_CHECKSUM}
     text = json.dumps(held, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    sum_of = checkpoint._checksum(header, values, checkpoint._NONE)
-    return header.replace(checkpoint._mark(checkpoint._NONE), checkpoint._mark(sum_of), 1) + values
+    sum_of = checkpoint._checksum(header, values, checkpoint._NO_CHECKSUM)
+    return header.replace(checkpoint._mark(checkpoint._NO_CHECKSUM), checkpoint._mark(sum_of), 1) + values
 
 
-def _sinusoids(folder: Path) -> Fitting:
+def _sinusoids(folder: Path) -> Trainer:
     net = mlp(1, 1, width=4)
-    return Fitting(
+    return Trainer(
         net, method("maml", steps=1), Sinusoid(), SETTINGS, validate=Sinusoid(), mode="loop", out=folder / "run"
     )
 
@@ -93,7 +92,7 @@ def _pictures() -> LabelledImages:
 def _image_run(folder: Path) -> None:
     tasks = _pictures().tasks("train", ways=2, shots=1, queries=1)
     net = conv4(1, 16, 2, filters=2, statistics="running")
-    fit(net, method("mtl"), tasks, iterations=2, tasks=2, out=folder / "run", progress=False)
+    fit(net, method("mtl"), tasks, iterations=2, batch_size=2, out=folder / "run", progress=False)
 
 
 def _runs(folder: Path) -> list[Files]:
@@ -102,12 +101,12 @@ def _runs(folder: Path) -> list[Files]:
     for steps in (4, 2):
         lay_out(folder, {})
         with _steady():
-            fitting = _sinusoids(folder)
+            trainer = _sinusoids(folder)
             for _ in range(steps):
-                fitting.step()
-            fitting.save()
+                trainer.step()
+            trainer.save()
         found.append(_read_back(folder))
-        fitting.close()
+        trainer.close()
     return found
 
 
@@ -119,14 +118,14 @@ def read_run(folder: Path) -> object:
 
 def resume_run(folder: Path) -> object:
     """Go on with a run of sinusoids, without a step."""
-    fitting = _sinusoids(folder)
+    trainer = _sinusoids(folder)
     try:
-        loop = fitting.loop
-        moments = loop.optimizer.state_dict()["state"]
-        random_states = {name: generator.get_state() for name, generator in loop.generators.items()}
-        return loop.params, moments, random_states, loop.total, loop.iteration, loop.seconds, loop.curve, loop.kept
+        moments = trainer.optimizer.state_dict()["state"]
+        random_states = {name: generator.get_state() for name, generator in trainer.generators.items()}
+        progress = trainer.iteration, trainer.seconds, trainer.curve
+        return trainer.params, moments, random_states, trainer.loss_sum, progress, trainer.best_weights
     finally:
-        fitting.close()
+        trainer.close()
 
 
 def _damaged_run(name: str) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
@@ -244,7 +243,8 @@ def _methods(folder: Path) -> list[Files]:
     for name in PRESETS:
         lay_out(folder, {})
         with _steady(), suppress(InputError):  # it takes classes alone
-            fit(mlp(1, 1, width=4), method(name), Sinusoid(), iterations=1, tasks=1, out=folder / "run", progress=False)
+            net, tasks = mlp(1, 1, width=4), Sinusoid()
+            fit(net, method(name), tasks, iterations=1, batch_size=1, out=folder / "run", progress=False)
             found.append(_read_back(folder))
     return found
 
@@ -379,7 +379,7 @@ def use_architecture(folder: Path) -> object:
 
 
 MACHINE = Machine("abacus", "0", "0", None)
-PLAN = plan_dict(Plan("mtl"))
+PLAN = plan_dict(ImageTrainingConfig("mtl"))
 
 
 def read_record(folder: Path) -> object:
@@ -416,7 +416,8 @@ COMMAND = ("train", "--data", "nowhere", "--out", "run", "--method", "maml")
 WORDS = (
     *(["--option", option] for option in ("steps=5", "lr=0.1", "rates=fixed", "outer=exact", "adapts=all")),
     *(["--model-option", option] for option in ("filters=4", "outputs=5", "size=8")),
-    *(["--ways", "5"], ["--shots", "1"], ["--queries", "1"], ["--batch", "1"], ["--iterations", "1"], ["--lr", "0.1"]),
+    *(["--ways", "5"], ["--shots", "1"], ["--queries", "1"], ["--batch-size", "1"], ["--iterations", "1"]),
+    ["--lr", "0.1"],
     *(
         ["--seed", "1"],
         ["--size", "28"],

@@ -12,7 +12,7 @@ from metabridge.models import mlp, resnet12
 from metabridge.training import Augment, Run
 
 TRAIN = ("train", "--device", "cpu", "--iterations", 4, "--validate-every", 2, "--validate-tasks", 4, "--queries", 2)
-TRAIN += ("--batch", 2, "--model-option", "filters=6")
+TRAIN += ("--batch-size", 2, "--model-option", "filters=6")
 EVALUATE = ("--tasks", 10, "--queries", 4, "--device", "cpu")
 
 
@@ -47,7 +47,14 @@ def colours() -> LabelledImages:
     )
 
 
-SINUSOIDS = {"iterations": 13, "validate_every": 4, "validate_tasks": 6, "tasks": 2, "mode": "loop", "progress": False}
+SINUSOIDS = {
+    "iterations": 13,
+    "validate_every": 4,
+    "validate_tasks": 6,
+    "batch_size": 2,
+    "mode": "loop",
+    "progress": False,
+}
 PHOTOGRAPHS = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progress": False}
 PHOTOGRAPHS["augment"] = Augment(padding=2, growth=(16, 0.4))
 
@@ -63,5 +70,12 @@ def on_colours(name: str, out: Path | None, told=lambda count: None, **options) 
     net = resnet12(3, 18, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
     train = data.batches("train", size=24) if name == "rfs" else data.tasks("train", ways=3, shots=2, queries=2)
     validate = data.tasks("validation", ways=3, shots=1, queries=5)
-    tasks = 1 if name == "rfs" else 2
-    return fit(net, chosen, Watched(train, told), validate=validate, out=out, tasks=tasks, **PHOTOGRAPHS | options)
+    return fit(
+        net,
+        chosen,
+        Watched(train, told),
+        validate=validate,
+        out=out,
+        batch_size=1 if name == "rfs" else 2,
+        **PHOTOGRAPHS | options,
+    )

@@ -40,7 +40,7 @@ def small_images(images: LabelledImages) -> LabelledImages:
 def small_scale() -> Scale:
     """Return a scale with searches of 19 networks and trainings of one step, or ten steps for the longer ones."""
     quick = nas_trainings.SCALES["quick"]
-    plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch=8)
+    plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch_size=8)
     plan = replace(plan, model_options={**plan.model_options, "widths": [4, 4, 8, 8]})
     return replace(quick, search=SEARCH, plan=plan, longer=10, tasks=2, looks=())
 

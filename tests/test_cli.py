@@ -177,7 +177,7 @@ def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_pat
 
 
 def test_an_interrupted_training_says_that_it_can_go_on(metabridge, monkeypatch):
-    monkeypatch.setattr("metabridge.training.config.Plan.train", lambda *_, **__: _interrupt())
+    monkeypatch.setattr("metabridge.training.image_training.image_trainer", lambda *_, **__: _interrupt())
     assert metabridge("train")[2].endswith("metabridge train: interrupted. The same command goes on from there.\n")
 
 
@@ -198,7 +198,10 @@ def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge,
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        (["train"], "ways shots queries batch iterations seed size min-images validate-every validate-tasks patience"),
+        (
+            ["train"],
+            "ways shots queries batch-size iterations seed size min-images validate-every validate-tasks patience",
+        ),
         (["evaluate", "run"], "ways queries tasks copies seed min-images"),
         (["diagnose"], "ways shots queries tasks size seed"),
         (["search"], "cells channels tasks ways shots queries repeats inputs size"),
@@ -215,7 +218,7 @@ def test_whole_numbers_have_an_upper_bound(metabridge, command, options):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--batch", 900_000], "batch is 900000, but the images of such a step take"),
+        (["--batch-size", 900_000], "batch_size is 900000, but the images of such a step take"),
         (["--method", "rfs", "--ways", 10**6, "--model-option", "filters=100000"], "the network has more than"),
         (["--ways", 10**6], "ways is 1000000, but split 'train' has"),
         (["--shots", 10**6], "class '"),

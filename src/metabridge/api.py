@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from metabridge import datasets, heads, kernels, models, nas, solvers, theory
+from metabridge import datasets, heads, kernels, models, nas, schedules, solvers, theory
 from metabridge.diagnosis import Diagnosis, diagnose
 from metabridge.environments import (
     FixedNeurons,
@@ -38,7 +38,20 @@ from metabridge.learners import (
 )
 from metabridge.nas import Architecture, SearchConfig, search
 from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, SVMSolver, task_loss
-from metabridge.training import Augment, Constant, Cosine, Model, Plateau, Run, Score, Step, Views, evaluate, fit, load
+from metabridge.training import (
+    Augment,
+    ImageTrainingConfig,
+    Model,
+    Run,
+    Score,
+    SoftTargets,
+    TestTimeAugmentation,
+    TrainingConfig,
+    evaluate,
+    fit,
+    load,
+    train_on_images,
+)
 
 if TYPE_CHECKING:
     from metabridge.use import FewShotClassifier
@@ -49,8 +62,6 @@ __all__ = [
     "Adapted",
     "Architecture",
     "Augment",
-    "Constant",
-    "Cosine",
     "Diagnosis",
     "Engine",
     "Episodes",
@@ -61,6 +72,7 @@ __all__ = [
     "HardEasy",
     "ImageBatches",
     "ImageTasks",
+    "ImageTrainingConfig",
     "InputError",
     "LabelledImages",
     "Landscape",
@@ -72,7 +84,6 @@ __all__ = [
     "Mixture",
     "Model",
     "NearestCentroid",
-    "Plateau",
     "Proximal",
     "Quadratic",
     "RidgeClassifier",
@@ -83,10 +94,11 @@ __all__ = [
     "SearchConfig",
     "SharedRepresentation",
     "Sinusoid",
-    "Step",
+    "SoftTargets",
     "TaskGroup",
     "TeacherTasks",
-    "Views",
+    "TestTimeAugmentation",
+    "TrainingConfig",
     "adapt",
     "datasets",
     "diagnose",
@@ -101,10 +113,12 @@ __all__ = [
     "nas",
     "parameters",
     "predict",
+    "schedules",
     "search",
     "solvers",
     "task_loss",
     "theory",
+    "train_on_images",
 ]
 
 

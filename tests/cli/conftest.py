@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,14 @@ from PIL import Image
 def runs(glyphs, tmp_path_factory) -> dict[str, Path]:
     """Finished runs on the glyphs."""
     from metabridge.datasets import load as load_images
-    from metabridge.training.config import PLANS
+    from metabridge.training.config import default_config
+    from metabridge.training.image_training import train_on_images
 
     root, made = tmp_path_factory.mktemp("runs"), {}
     for name in ("mtl", "anil"):
-        short = {"iterations": 4, "validate_every": 2, "validate_tasks": 4, "queries": 2, "batch": 2}
-        plan = type(PLANS[name])(**vars(PLANS[name]) | short | {"model_options": {"filters": 6}})
-        plan.train(load_images("glyphs"), out=root / name, progress=False)
+        short = {"iterations": 4, "validate_every": 2, "validate_tasks": 4, "queries": 2, "batch_size": 2}
+        config = replace(default_config(name), **short, model_options={"filters": 6})
+        train_on_images(config, load_images("glyphs"), out=root / name, progress=False)
         made[name] = root / name
     return made
 

@@ -33,7 +33,7 @@ def test_evaluation_of_two_runs_tells_classes_calibration_and_paired_differences
             gap = each["accuracy"] - report["mtl", shots]["accuracy"]
             assert each["difference"]["mean"] == pytest.approx(gap)
             assert f"{100 * gap:.1f} ±" in row
-    assert printed.splitlines()[-1] == f"Every class is in {file}"
+    assert printed.splitlines()[-1] == f"The accuracy on every class is in {file}"
 
 
 def test_a_run_against_itself_differs_by_nothing_in_every_task(metabridge, runs, tmp_path):
@@ -47,7 +47,7 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
     asked, original = [], module.assess
 
     def noted(run, environment, **options):
-        asked.append((run.method.test, options["views"].copies, options["views"].mirrored))
+        asked.append((run.method.test, options["augmentation"].copies, options["augmentation"].mirrored))
         return original(run, environment, **options)
 
     monkeypatch.setattr(module, "assess", noted)
@@ -59,17 +59,17 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--shots", "one"], "shots is 'one', but must be whole numbers with commas between, such as 1,5."),
+        (["--shots", "one"], "shots is 'one', but must be whole numbers separated by commas, such as 1,5."),
         (["--shots", "0"], "shots is 0, but must be a whole number of at least 1."),
         (["--shots", "1,100000000000000000000"], "shots is 100000000000000000000, but must be 1000000 or less."),
-        (["--penalty", "0.1"], "penalty is given without the head that it is of. Name it with --head."),
+        (["--penalty", "0.1"], "--penalty is given without a head. Name one with --head."),
         (["--head", "centroid", "--penalty", "1"], "penalty is 1.0, but the head 'centroid' has no penalty"),
         (["--head", "svm", "--penalty", "0"], "penalty is 0.0, but must be a positive number."),
         (["--head", "forest"], "head is 'forest', but must be one of centroid, logistic, ridge, svm."),
         (["--split", "dev"], "split is 'dev', but these images have 'train'"),
         (["--queries", "100"], "class '"),
         (["--ways", "6"], "A label is 5, but the head has 5 outputs"),
-        (["--copies", "1"], "views asks for 1 copies, but this model's features change with the task"),
+        (["--copies", "1"], "augmentation is 1 copies, but this model's features change with the task"),
     ],
 )
 def test_what_cannot_be_evaluated_is_named_in_one_line_with_status_2(metabridge, runs, arguments, complaint):
@@ -96,7 +96,7 @@ def test_a_run_that_names_no_data_asks_for_some(metabridge, runs, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     status, _, complained = metabridge("evaluate", tmp_path, *EVALUATE)
     assert status == 2
-    assert "does not say what data it was trained on. Name some with --data." in complained
+    assert "do not name its data. Name a data set with --data." in complained
     assert metabridge("evaluate", tmp_path, *EVALUATE, "--shots", 1, "--data", "glyphs")[0] == 0
 
 

@@ -33,10 +33,10 @@ def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_tra
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["iteration"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [2, 4]
     best = load(out).best
-    assert f"Best on 4 5-way validation tasks: {best.told()}" in printed
+    assert f"Best score on 4 5-way validation tasks: {best!s}" in printed
     assert f"The run is in {out}. Next: metabridge evaluate {out} --ways 5 --shots 1,5" in printed
     before = (out / "weights.safetensors").read_bytes()
-    monkeypatch.setattr("metabridge.training.loop.Loop.step", lambda self: pytest.fail("trained again"))
+    monkeypatch.setattr("metabridge.training.trainer.Trainer.step", lambda self: pytest.fail("trained again"))
     status, again, _ = metabridge(*TRAIN, "--method", "mtl", "--out", out)
     assert status == 0
     assert again.splitlines()[-2:] == printed.splitlines()[-2:]
@@ -48,7 +48,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_pa
     status, printed, complained = metabridge(*command, "--minutes", 0)
     assert status == 0
     assert "metabridge train:" not in complained
-    assert printed.splitlines()[-1] == "Stopped after 0 minutes. The same command goes on from there."
+    assert printed.splitlines()[-1] == "Stopped after 0 minutes. The same command continues from there."
     assert not (tmp_path / "run" / "weights.safetensors").exists()
     assert metabridge(*command)[0] == 0
     assert load(tmp_path / "run").finished
@@ -74,7 +74,7 @@ DAMAGES = {
     "data": (lambda s: s["tasks"].update(data=5), "its tasks have the data 5"),
     "source": (lambda s: s["tasks"]["data"].update(colour="red"), "its data {'name': 'glyphs'"),
     "names": (lambda s: s["tasks"].update(class_names=7), "its tasks have the class_names 7"),
-    "outputs": (lambda s: s["model"].update(outputs="x"), "its outputs are 'x'"),
+    "outputs": (lambda s: s["model"].update(outputs="x"), "its settings cannot be read"),
     "depth": (lambda s: s["model"].update(filters=10**9), "too large to build"),
 }
 
@@ -102,7 +102,7 @@ def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own
     command = (*TRAIN, "--data", tmp_path / "photos", "--size", 16, "--ways", 2, "--out", tmp_path / "run")
     status, printed, complained = metabridge(*command, "--method", "anil")
     assert status == 0
-    assert "There are no two classes to validate on, so the last weights are kept." in complained
+    assert "Fewer than two validation classes: keeping the last weights instead of the best." in complained
     assert f"Next: metabridge evaluate {tmp_path / 'run'} --ways 2" in printed
     status, printed, _ = metabridge("evaluate", tmp_path / "run", "--shots", 1, *EVALUATE)
     assert status == 0
@@ -131,7 +131,9 @@ def test_options_reach_the_method_the_model_and_the_training(metabridge, tmp_pat
 
 
 def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge, tmp_path):
-    metabridge("train", "--method", "rfs", "--iterations", 1, "--batch", 2, "--minutes", 0, "--out", tmp_path / "run")
+    metabridge(
+        "train", "--method", "rfs", "--iterations", 1, "--batch-size", 2, "--minutes", 0, "--out", tmp_path / "run"
+    )
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
     assert settings["tasks"]["environment"] == "ImageBatches"
     assert settings["model"]["statistics"] == "running"
@@ -163,7 +165,7 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "anil", "--model-option", "filters=many"], "filters is 'many', but must be a whole number"),
         (["--schedule", "linear"], "schedule is 'linear', but must be one of constant, step, cosine, plateau."),
         (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
-        (["--precision", "float8"], "precision is 'float8', but must be 'float32' or 'bfloat16'."),
+        (["--precision", "float8"], "precision is 'float8', but must be one of float32, bfloat16."),
         (["--lr", "-1"], "lr is -1.0, but must be a positive number."),
         (["--data", "nowhere"], "the data set is 'nowhere', but the known ones are"),
         (["--size", "32"], "size is 32, but 'glyphs' does not take it."),
@@ -216,7 +218,7 @@ def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, p
 
 @pytest.mark.parametrize(
     ("left", "hint"),
-    [(3, "Next: metabridge evaluate {out} --ways 3 "), (1, "There is no second class left to test on")],
+    [(3, "Next: metabridge evaluate {out} --ways 3 "), (1, "Fewer than two test classes: to evaluate the run")],
 )
 def test_what_to_do_next_can_be_done_with_the_classes_that_are_left(metabridge, photographs, tmp_path, left, hint):
     for label in range(left, 3):
@@ -242,8 +244,8 @@ def test_what_to_do_next_can_be_pasted_though_a_path_has_blanks(metabridge, phot
     tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
     _, printed, complained = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
     assert shlex.split(printed.partition("Next: metabridge ")[2])[:2] == ["evaluate", str(out)]
-    assert "There are 3 classes to validate on, so tasks of validation have 3 ways." in complained
-    assert "Best on 4 3-way validation tasks" in printed
+    assert "Only 3 validation classes: validation tasks have 3 ways." in complained
+    assert "Best score on 4 3-way validation tasks" in printed
 
 
 def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, photographs, tmp_path):
@@ -258,7 +260,7 @@ def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, phot
 def test_a_search_does_not_go_into_the_folder_of_a_run(metabridge, runs):
     status, _, complained = metabridge("search", "--out", runs["mtl"], "--device", "cpu")
     assert status == 2
-    assert f"--out is {runs['mtl']}, which holds a run. Name another folder." in complained
+    assert f"--out is {runs['mtl']}, which has a training run. Choose another folder." in complained
 
 
 def test_a_command_that_failed_before_its_first_step_does_not_keep_its_folder(metabridge, tmp_path, monkeypatch):
@@ -276,12 +278,12 @@ def _fail() -> None:
 
 def test_one_classifier_can_learn_from_soft_targets_and_from_a_run(metabridge, tmp_path):
     assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "teacher")[0] == 0
-    options = ("--smoothing", 0.1, "--mixup", 0.2, "--average", 0.9, "--optimizer", "muon")
+    options = ("--smoothing", 0.1, "--mixup", 0.2, "--ema-decay", 0.9, "--optimizer", "muon")
     student = (*TRAIN, "--method", "mtl", *options, "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
     assert metabridge(*student)[0] == 0
     training = json.loads((tmp_path / "student" / "settings.json").read_text())["training"]
     assert training["soft_targets"] == {"smoothing": 0.1, "mixup": 0.2, "distillation": 0.5, "temperature": 1.0}
-    assert (training["average"], training["optimizer"]) == (0.9, "muon")
+    assert (training["ema_decay"], training["optimizer"]) == (0.9, "muon")
     status, _, complained = metabridge(*TRAIN, "--method", "anil", "--smoothing", 0.1, "--out", tmp_path / "other")
     assert status == 2
     assert "soft targets are for methods that train one classifier, such as mtl and rfs" in complained

@@ -118,7 +118,7 @@ def test_a_network_trains_on_tasks_of_two_shapes(different_shapes, name):
     mixture = Mixture(different_shapes, (0.5, 0.5))
     assert mixture.outputs == 5
     net = conv4(channels=1, size=28, outputs=mixture.outputs, filters=4)
-    run = fit(net, method(name, steps=1, lr=0.1), mixture, iterations=8, tasks=2, progress=False)
+    run = fit(net, method(name, steps=1, lr=0.1), mixture, iterations=8, batch_size=2, progress=False)
     assert math.isfinite(run.curve[-1].loss)
 
 

@@ -78,7 +78,9 @@ def test_training_on_teachers_improves_new_tasks():
     environment = TeacherTasks(GaussianNeurons(2, mean=1.0, variance=0.2), "tanh")
     maml, net = method("maml", steps=1, lr=0.1), mlp(2, 1, width=16, depth=1, activation="tanh")
     before, after = (
-        evaluate(fit(net, maml, environment, iterations=count, tasks=4, lr=3e-2, progress=False), environment, tasks=30)
+        evaluate(
+            fit(net, maml, environment, iterations=count, batch_size=4, lr=3e-2, progress=False), environment, tasks=30
+        )
         for count in (1, 40)
     )
     assert after.mean < before.mean / 2

@@ -19,8 +19,8 @@ from metabridge.experiments import (
 from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, VIEWS
 from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, plan_dict
 from metabridge.report.results import Machine, Result
-from metabridge.training import Views
-from metabridge.training.config import Plan
+from metabridge.training import TestTimeAugmentation
+from metabridge.training.config import ImageTrainingConfig
 
 NAMES = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 
@@ -30,11 +30,11 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
     plans = mini_imagenet_trainings.plans
 
-    def short(scale: str) -> dict[str, Plan]:
+    def short(scale: str) -> dict[str, ImageTrainingConfig]:
         small = {}
         for name, plan in plans(scale).items():
             options = {"filters": 4} if plan.model == "conv4" else {"widths": [4, 4, 8, 8]}
-            plan = replace(plan, iterations=2, validate_every=1, validate_tasks=2, batch=2, training_ways=None)
+            plan = replace(plan, iterations=2, validate_every=1, validate_tasks=2, batch_size=2, training_ways=None)
             small[name] = replace(plan, model_options={**plan.model_options, **options})
         return small
 
@@ -61,7 +61,9 @@ def out(glyphs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def untrainable(monkeypatch) -> None:
-    monkeypatch.setattr(Plan, "train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(
+        "metabridge.experiments.training_records.train_on_images", lambda *_, **__: pytest.fail("trained")
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,12 +196,12 @@ def test_the_ratio_of_hours_is_that_of_the_times_to_the_best_accuracy_that_both_
 def test_the_test_score_is_that_of_the_head_with_the_best_validation_score():
     scores = (
         SplitAccuracy("validation", 5, 0.70, 0.01, 10, 0.1),
-        SplitAccuracy("validation", 5, 0.75, 0.01, 10, 0.1, Views(5)),
-        SplitAccuracy("validation", 5, 0.72, 0.01, 10, 1.0, Views(5, True)),
-        SplitAccuracy("validation", 1, 0.99, 0.01, 10, 1.0, Views(5, True)),
+        SplitAccuracy("validation", 5, 0.75, 0.01, 10, 0.1, TestTimeAugmentation(5)),
+        SplitAccuracy("validation", 5, 0.72, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),
+        SplitAccuracy("validation", 1, 0.99, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),
         SplitAccuracy("test", 5, 0.60, 0.01, 10, 0.1),
-        SplitAccuracy("test", 5, 0.61, 0.01, 10, 0.1, Views(5)),
-        SplitAccuracy("test", 5, 0.69, 0.01, 10, 1.0, Views(5, True)),
+        SplitAccuracy("test", 5, 0.61, 0.01, 10, 0.1, TestTimeAugmentation(5)),
+        SplitAccuracy("test", 5, 0.69, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),
     )
     trained = record("mtl", [(1, 0.5)], scores)
     assert trained.selected(5).mean == 0.61

@@ -32,7 +32,7 @@ from metabridge.experiments.landscape_trainings import (
     train_all,
 )
 from metabridge.report.results import Machine
-from metabridge.training import Fitting, fitting
+from metabridge.training import Trainer, interleaved
 from metabridge.training.checkpoint import RunFolder
 
 TABLES = (landscape_table1, landscape_table2)
@@ -76,7 +76,7 @@ def test_numbers_on_other_data_are_not_compared_with_the_paper(table, finished):
 @pytest.mark.parametrize("table", TABLES)
 def test_a_second_run_reads_the_records_and_trains_nothing(table, finished, monkeypatch):
     options, outcome = finished[table]
-    monkeypatch.setattr(landscape_trainings, "Fitting", None)
+    monkeypatch.setattr(landscape_trainings, "Trainer", None)
     assert table.EXPERIMENT.run(options) == outcome
     assert table.EXPERIMENT.run(replace(options, only=tuple(table.PUBLISHED)[:1])) == outcome
 
@@ -107,7 +107,7 @@ def test_a_stopped_training_resumes_and_ends_with_the_same_numbers(finished, tmp
 @pytest.fixture
 def two_at_once(monkeypatch) -> None:
     """Let a CPU train two networks in turns."""
-    monkeypatch.setitem(fitting.AT_ONCE, "cpu", 2)
+    monkeypatch.setitem(interleaved.CONCURRENT_TRAININGS, "cpu", 2)
 
 
 def two_trainings(glyphs, iterations: int) -> list[PlannedTraining]:
@@ -134,13 +134,13 @@ def weights(options: ExperimentOptions) -> dict[str, torch.Tensor]:
 def test_trainings_in_turns_give_the_same_numbers_as_one_after_another(
     glyphs, two_at_once, monkeypatch, tmp_path, capsys
 ):
-    seeds, step = [], Fitting.step
+    seeds, step = [], Trainer.step
 
-    def note_seed(training: Fitting) -> bool:
-        seeds.append(training.loop.settings.seed)
+    def note_seed(training: Trainer) -> bool:
+        seeds.append(training.config.seed)
         return step(training)
 
-    monkeypatch.setattr(Fitting, "step", note_seed)
+    monkeypatch.setattr(Trainer, "step", note_seed)
     planned = two_trainings(glyphs, iterations=6)
     in_turns = ExperimentOptions("quick", out=tmp_path / "in-turns")
     assert train_all(replace(in_turns, minutes=0.0), "table", glyphs, planned) == [None, None]
@@ -149,7 +149,7 @@ def test_trainings_in_turns_give_the_same_numbers_as_one_after_another(
     printed = capsys.readouterr().err
     assert all(f"{training.label} 6/6: loss" in printed for training in planned)
 
-    monkeypatch.delitem(fitting.AT_ONCE, "cpu")
+    monkeypatch.delitem(interleaved.CONCURRENT_TRAININGS, "cpu")
     seeds.clear()
     in_sequence = ExperimentOptions("quick", out=tmp_path / "in-sequence", progress=False)
     expected = train_all(in_sequence, "table", glyphs, planned)
@@ -162,14 +162,14 @@ def test_trainings_in_turns_give_the_same_numbers_as_one_after_another(
 
 
 def test_if_one_training_fails_its_error_is_raised_and_the_others_are_saved(glyphs, two_at_once, monkeypatch, tmp_path):
-    step = Fitting.step
+    step = Trainer.step
 
-    def fail(training: Fitting) -> bool:
-        if training.loop.settings.seed == 1 and training.loop.iteration == 3:
+    def fail(training: Trainer) -> bool:
+        if training.config.seed == 1 and training.iteration == 3:
             raise InputError("this one fails.")
         return step(training)
 
-    monkeypatch.setattr(Fitting, "step", fail)
+    monkeypatch.setattr(Trainer, "step", fail)
     options = ExperimentOptions("quick", out=tmp_path, progress=False)
     with pytest.raises(InputError, match="this one fails"):
         train_all(options, "table", glyphs, two_trainings(glyphs, 1000))

@@ -24,7 +24,6 @@ from metabridge.experiments.nas_trainings import METANTK, RANDOM, REGIONS
 from metabridge.experiments.result import Result
 from metabridge.nas import OPERATORS, random_architecture
 from metabridge.nas.architecture_search import ProxyEvaluator, SearchConfig
-from metabridge.training.config import Plan
 from small_searches import SEARCH, make_record, shrink_experiments, small_images, small_scale
 
 NAMES = ("nas-table1", "nas-table2", "nas-fig2")
@@ -208,7 +207,7 @@ def test_eight_cells_go_by_their_own_kernel():
 
 @pytest.fixture
 def ranking(monkeypatch, glyphs) -> None:
-    plan = replace(nas_ranks.SCALES["quick"].plan, iterations=2, validate_every=2, validate_tasks=2, batch=8)
+    plan = replace(nas_ranks.SCALES["quick"].plan, iterations=2, validate_every=2, validate_tasks=2, batch_size=8)
     scale = nas_ranks.Scale(4, replace(SEARCH, cells=3), plan, test_tasks=4, resamples=20)
     monkeypatch.setitem(nas_ranks.SCALES, "quick", scale)
     monkeypatch.setattr(nas_ranks, "load", lambda name: small_images(glyphs))
@@ -226,7 +225,7 @@ def test_every_proxy_is_correlated_and_what_was_judged_is_kept(ranking, monkeypa
     assert len({one.architecture for one in whole.judged}) == 4
     nas_ranks.figure(whole, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(Plan, "begin", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("metabridge.experiments.nas_ranks.image_trainer", lambda *_, **__: pytest.fail("trained"))
     assert nas_ranks.run(work).result == whole.result
     shorter = replace(nas_ranks.SCALES["quick"], architectures=3)
     monkeypatch.setitem(nas_ranks.SCALES, "quick", shorter)

@@ -13,7 +13,6 @@ from metabridge.experiments import (
     recipe,
 )
 from metabridge.report.results import Result
-from metabridge.training.config import Plan
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 FEW = ("muon", "distilled", "mixup")
@@ -23,7 +22,7 @@ FEW = ("muon", "distilled", "mixup")
 def small(monkeypatch, glyphs) -> None:
     """Make every training four steps long on few classes, and evaluate it on four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
-    net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch": 4, "validate_tasks": 2}
+    net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch_size": 4, "validate_tasks": 2}
     plans = {
         scale: {"rfs": replace(mini_imagenet_trainings.plans(scale)["rfs"], **net)} for scale in ("quick", "paper")
     }
@@ -52,6 +51,8 @@ def test_a_student_without_its_teacher_is_refused(small, tmp_path):
 
 
 def test_the_committed_result_follows_from_its_records(monkeypatch):
-    monkeypatch.setattr(Plan, "train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(
+        "metabridge.experiments.training_records.train_on_images", lambda *_, **__: pytest.fail("trained")
+    )
     outcome = load_experiment("recipe").run(ExperimentOptions("paper", out=RESULTS, only=("muon",), progress=False))
     assert outcome.result.rows == Result.read(RESULTS / "recipe.json").rows

@@ -23,11 +23,11 @@ from metabridge.experiments.nas_trainings import DEEP, METANTK, Finding
 from metabridge.nas import random_architecture, score_model
 from metabridge.training import evaluate, load
 from metabridge.training.checkpoint import RunFolder
-from metabridge.training.config import Plan
-from metabridge.training.evaluate import Score
+from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.evaluation import Score
 from small_searches import MACHINE, SEARCH, make_record, shrink_experiments, small_images
 
-BRIEF = Plan("mtl", batch=1, iterations=1, validate_every=1, validate_tasks=2)
+BRIEF = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
 DRAWN = random_architecture(torch.Generator().manual_seed(0))
 FOUND = Finding("", {}, MACHINE, 90.0, DRAWN, 2_000_000, 5, 0)
 
@@ -176,7 +176,7 @@ def test_every_score_is_of_its_split_shots_penalty_and_seed(glyphs, monkeypatch,
 def test_trainings_have_the_seed_of_the_options(monkeypatch, tmp_path):
     seeds = {}
 
-    def note_seed(options: ExperimentOptions, training: str, name: str, plan: Plan, *_) -> None:
+    def note_seed(options: ExperimentOptions, training: str, name: str, plan: ImageTrainingConfig, *_) -> None:
         seeds[name] = plan.seed
 
     monkeypatch.setattr(mini_imagenet_trainings, "train_or_load", note_seed)
@@ -190,6 +190,6 @@ def test_a_planned_training_is_run_with_its_settings(glyphs, tmp_path):
     train_all(ExperimentOptions("quick", out=tmp_path, progress=False), "table", glyphs, [planned])
     (folder,) = (tmp_path / "runs").iterdir()
     settings = RunFolder(folder).settings()
-    assert [settings["training"][key] for key in ("iterations", "tasks", "lr", "seed")] == [2, 3, 0.02, 5]
+    assert [settings["training"][key] for key in ("iterations", "batch_size", "lr", "seed")] == [2, 3, 0.02, 5]
     assert (settings["method"]["inner"]["steps"], settings["method"]["inner"]["lr"]) == (2, 0.3)
     assert (settings["model"]["filters"], settings["model"]["seed"]) == (4, 5)

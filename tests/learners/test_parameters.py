@@ -64,7 +64,7 @@ def test_training_leaves_what_is_frozen_as_it_is_bit_for_bit(name: str) -> None:
     net = mlp(1, 1, width=8)
     net.features[1].requires_grad_(False)
     before = {key: value.detach().clone() for key, value in net.named_parameters()}
-    run = fit(net, method(name), Sinusoid(), iterations=3, lr=0.01, weight_decay=0.1, tasks=2, progress=False)
+    run = fit(net, method(name), Sinusoid(), iterations=3, lr=0.01, weight_decay=0.1, batch_size=2, progress=False)
     for values in (run.params, dict(net.named_parameters())):
         kept = {key for key, value in before.items() if torch.equal(values[key], value)}
         assert kept == {"features.1.weight", "features.1.bias"} | (

@@ -279,7 +279,7 @@ def test_a_path_builds_the_network_of_the_architecture_there(tmp_path):
 
 def test_an_architecture_is_trained_and_loaded_by_the_command_line(metabridge, tmp_path):
     file, out = ARCHITECTURE.save(tmp_path / "found.json"), tmp_path / "run"
-    options = ["--iterations", 2, "--batch", 4, "--validate-every", 2, "--validate-tasks", 2, "--device", "cpu"]
+    options = ["--iterations", 2, "--batch-size", 4, "--validate-every", 2, "--validate-tasks", 2, "--device", "cpu"]
     options += ["--model-option", "channels=4", "--model-option", "cells=3", "--out", out]
     status, _, complained = metabridge("train", "--method", "rfs", "--model", file, *options)
     assert status == 0, complained

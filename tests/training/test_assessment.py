@@ -9,7 +9,7 @@ from metabridge.environments import LabelledImages
 from metabridge.models import mlp
 from metabridge.training import Model
 from metabridge.training.assessment import Assessment, assess
-from metabridge.training.evaluate import outcomes
+from metabridge.training.evaluation import predictions
 
 CLASSES = ("ash", "birch", "cedar", "elm", "fir", "oak")
 
@@ -50,7 +50,7 @@ def test_classes_and_calibration_are_what_a_count_by_hand_gives(model, tasks):
     found = assess(model, tasks, tasks=50, seed=7)
     hits: dict[str, list[bool]] = {}
     confidences, rights = [], []
-    for outputs, episodes in outcomes(model, tasks, tasks=50, seed=7):
+    for outputs, episodes in predictions(model, tasks, tasks=50, seed=7):
         logits = outputs.double().numpy()
         chances = np.exp(logits - logits.max(-1, keepdims=True))
         chances /= chances.sum(-1, keepdims=True)
@@ -110,7 +110,7 @@ def test_queries_of_a_diverged_task_are_wrong_and_without_a_confidence(model, ta
     plain, found = assess(model, tasks, tasks=16), assess(OneDiverging(model, 12), tasks, tasks=16)
     assert found.score.diverged == 1
     assert found.score.values.tolist() == [0.0, *plain.score.values.tolist()[1:]]
-    _, episodes = next(iter(outcomes(model, tasks, tasks=16)))
+    _, episodes = next(iter(predictions(model, tasks, tasks=16)))
     names = [tasks.class_names[int(episodes.classes[0, label])] for label in episodes.query_y[0]]
     assert all(found.classes[name] <= plain.classes[name] for name in names)
     assert {name: value for name, value in plain.classes.items() if name not in names} == {

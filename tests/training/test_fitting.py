@@ -1,228 +1,374 @@
 from __future__ import annotations
 
-import contextlib
-import re
-import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from metabridge import InputError, Sinusoid, method
-from metabridge.models import mlp
-from metabridge.training import Fitting, Settings, in_turns, load
-from metabridge.training.fitting import alone, unbroken
-from small_runs import on_colours, on_sinusoids
+from cases import flattened
+from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
+from metabridge.environments import SharedRepresentation
+from metabridge.models import Network, conv4, mlp, resnet12
+from metabridge.training import Model, load, trainer
+from metabridge.training.checkpoint import RunFolder
+
+
+@pytest.fixture(scope="module")
+def tasks(glyphs):
+    return {
+        split: glyphs.tasks(split, queries=5, superclass="different" if split == "test" else "any")
+        for split in ("train", "validation", "test")
+    }
+
+
+def test_training_on_sinusoids_beats_the_untrained_net():
+    chosen, net = method("maml", steps=3, lr=0.02), mlp(1, 1)
+    before = evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=100)
+    run = fit(net, chosen, Sinusoid(), iterations=150, batch_size=8, lr=5e-3, progress=False)
+    after = evaluate(run, Sinusoid(), tasks=100)
+    assert after.metric == "squared error"
+    assert after.beats(before)
+    assert after.mean + after.ci95 < before.mean - before.ci95
+
+
+@pytest.mark.parametrize(
+    ("name", "iterations", "batch", "options"),
+    [("anil", 60, 4, {"lr": 0.1}), ("r2d2", 40, 4, {}), ("rfs", 100, 1, {})],
+)
+def test_training_on_glyphs_beats_the_untrained_net(glyphs, tasks, name, iterations, batch, options):
+    chosen, net = method(name, **options), conv4(1, 28)
+    train = glyphs.batches("train", size=128) if name == "rfs" else tasks["train"]
+    untrained = Model(chosen, net, parameters(chosen, net, classes=train.classes))
+    before = evaluate(untrained, tasks["test"], tasks=100)
+    run = fit(net, chosen, train, iterations=iterations, batch_size=batch, lr=3e-3, progress=False)
+    after = evaluate(run, tasks["test"], tasks=100)
+    assert after.mean - after.ci95 > before.mean + before.ci95
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
+    def weights(seed):
+        run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=5, seed=seed, progress=False, mode="loop")
+        return run.params["head.weight"]
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
+@pytest.mark.parametrize("dropped", [{"drop_rate": 0.3}, {"drop_rate": 0.0, "dropout": 0.3}])
+def test_the_same_seed_gives_the_same_weights_where_features_are_dropped_and_threads_are_many(monkeypatch, dropped):
+    monkeypatch.setattr(
+        "metabridge.training.trainer.DROP_RATE_STEPS", 1
+    )  # so that the rate of DropBlock rises from the start
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    x = torch.randn(8, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    class Noise:
+        outputs = 3
+
+        def sample(self, tasks, generator):
+            labels = torch.arange(3).expand(tasks, 3)
+            return Episodes(x[:tasks], labels, x[:tasks].flip(0), labels)
+
+    def weights():
+        net = resnet12(1, 16, 3, widths=(4, 4, 4, 4), statistics="batch", **dropped)
+        return flattened(fit(net, method("anil"), Noise(), iterations=3, batch_size=8, progress=False).params)
+
+    try:
+        first = weights()
+        assert all(torch.equal(weights(), first) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_parameters_of_the_best_validation_are_kept_and_written_into_the_network():
+    """A rate so large that training only harms: the first validation is then the best."""
+    net = mlp(1, 1)
+    run = fit(
+        net,
+        method("maml", steps=1, lr=1e-3),
+        Sinusoid(),
+        validate=Sinusoid(),
+        iterations=20,
+        lr=3.0,
+        validate_every=1,
+        validate_tasks=50,
+        progress=False,
+    )
+    scores = [point.score.mean for point in run.curve]
+    assert scores.index(min(scores)) < len(scores) - 1
+    assert evaluate(run, Sinusoid(), tasks=50).mean == pytest.approx(min(scores), rel=1e-5)
+    assert all(torch.equal(value, run.params[name]) for name, value in net.named_parameters())
+
+
+def test_running_statistics_are_estimated_before_evaluation(tasks):
+    net = conv4(1, 28, statistics="running")
+    chosen = method("r2d2")
+    with pytest.raises(InputError, match="were never estimated"):
+        evaluate(Model(chosen, net, parameters(chosen, net)), tasks["test"], tasks=2)
+    run = fit(net, chosen, tasks["train"], iterations=20, batch_size=2, progress=False)
+    assert evaluate(run, tasks["test"], tasks=50).mean > 0.4
+    episodes = tasks["test"].sample(1, torch.Generator().manual_seed(0))
+    alone = run.predict(episodes)[0, :1]
+    fewer = type(episodes)(episodes.support_x, episodes.support_y, episodes.query_x[:, :1], episodes.query_y[:, :1])
+    assert torch.allclose(run.predict(fewer)[0], alone, atol=1e-4)  # inductive: a query by itself
+
+
+def test_a_loss_that_is_not_finite_ends_training_with_a_sentence():
+    with pytest.raises(InputError, match=r"The loss became (nan|inf) at iteration \d+. Lower lr \(now 1e\+20\)"):
+        fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=20, lr=1e20, progress=False)
+
+
+def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
+    environment, drawn = Sinusoid(), []
+    sample = Sinusoid.sample
+
+    def counted(self, tasks, generator):
+        drawn.append(tasks)
+        if len(drawn) == 4:
+            raise KeyboardInterrupt
+        return sample(self, tasks, generator)
+
+    monkeypatch.setattr(Sinusoid, "sample", counted)
+    for seconds, done in ((1e9, None), (0.0, 3)):
+        monkeypatch.setattr(trainer, "SAVE_SECONDS", seconds)
+        drawn.clear()
+        with pytest.raises(KeyboardInterrupt):
+            fit(mlp(1, 1), method("maml"), environment, iterations=100, out=tmp_path / f"{done}", progress=False)
+        state = RunFolder(tmp_path / f"{done}").read("state")
+        assert (None if state is None else state[1]["iteration"]) == done
+
+
+def test_without_a_terminal_every_validation_is_told_on_a_line_of_stderr(capsys):
+    options = {"validate": Sinusoid(), "iterations": 4, "validate_every": 2, "validate_tasks": 2}
+    fit(mlp(1, 1), method("maml"), Sinusoid(), **options, name="training")
+    printed, told = capsys.readouterr()
+    assert printed == ""
+    assert [line.split(":")[0] for line in told.splitlines() if "validation" in line][:2] == [
+        "training 2/4",
+        "training 4/4",
+    ]
+
+
+def test_points_of_another_shape_than_the_networks_are_refused_with_the_way_out(tasks):
+    with pytest.raises(InputError, match=r"of shape \(1,\), but the network was made with inputs=2."):
+        fit(mlp(2, 1), method("maml"), Sinusoid(), progress=False)
+    with pytest.raises(InputError, match=r"of shape \(1, 28, 28\), but the network was made with channels=3."):
+        fit(conv4(3, 28), method("anil"), tasks["train"], progress=False)
+
+
+def test_a_method_is_not_its_name():
+    with pytest.raises(InputError, match=r"method is 'anil', but must be a Method. Use metabridge.method\('anil'\)."):
+        fit(mlp(1, 1), "anil", Sinusoid())
+
+
+def test_impossible_counts_are_refused():
+    with pytest.raises(InputError, match="iterations is 0"):
+        fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=0)
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, progress=False)
+    with pytest.raises(InputError, match="an interval needs at least 2"):
+        evaluate(run, Sinusoid(), tasks=1)
 
 
 @pytest.fixture
-def interruptible():
-    """Let Ctrl-C interrupt, whatever was inherited: a shell starts what it runs in the background without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def scored(monkeypatch):
+    """Give validations made-up scores, and keep the head that each of them judged."""
+
+    def call(means: list[float], metric: str = "accuracy") -> list[torch.Tensor]:
+        judged: list[torch.Tensor] = []
+
+        def made_up(model, *_, **__) -> Score:
+            judged.append(model.params["head.weight"].detach().clone())
+            return Score(means[len(judged) - 1], 0.01, 10, torch.empty(0), metric)
+
+        monkeypatch.setattr("metabridge.training.trainer.evaluate", made_up)
+        return judged
+
+    return call
 
 
-def begin(seed: int, iterations: int = 3, drop: float = 0.0) -> Fitting:
-    net = mlp(1, 1, seed=seed)
-    net.features = nn.Sequential(net.features, nn.Dropout(drop))
-    return Fitting(net, method("maml"), Sinusoid(), Settings(iterations=iterations, seed=seed), mode="loop")
+@pytest.mark.parametrize(
+    ("means", "metric", "patience", "validations", "best"),
+    [
+        ([0.5, 0.6, 0.6, 0.55, 0.9, 0.9], "accuracy", 1, 4, 1),  # as good as the best is no new best
+        ([0.5, 0.6, 0.55, 0.7, 0.6, 0.6], "accuracy", 1, 6, 3),
+        ([0.5, 0.4, 0.9, 0.9, 0.9, 0.9], "accuracy", 0, 2, 0),
+        ([0.5, 0.4, 0.3, 0.2, 0.1, 0.0], "accuracy", None, 6, 0),
+        ([5.0, 4.0, 4.5, 4.2, 1.0, 1.0], "squared error", 1, 4, 1),
+    ],
+)
+def test_training_ends_after_more_than_patience_validations_without_a_new_best_and_keeps_the_best(
+    scored, means, metric, patience, validations, best
+):
+    judged = scored(means, metric)
+    options = {"iterations": 12, "validate_every": 2, "patience": patience, "progress": False}
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), validate=Sinusoid(), **options)
+    assert [point.iteration for point in run.curve] == list(range(2, 2 * validations + 1, 2))
+    assert run.finished
+    assert run.best.mean == means[best]
+    assert torch.equal(run.params["head.weight"], judged[best])
+    assert not torch.equal(judged[best], judged[best - 1])
 
 
-def test_trainings_end_in_the_order_of_their_lengths_and_others_take_their_turns():
-    lengths = {"long": 5, "short": 2, "waiting": 2}
-    ends = [
-        (name, run.curve[-1].iteration)
-        for name, run in in_turns(
-            {name: lambda length=length: begin(0, length) for name, length in lengths.items()},
-            at_once=2,
-            progress=False,
-        )
-    ]
-    assert ends == [("short", 2), ("long", 5), ("waiting", 2)]
+def test_the_learning_curve_has_the_mean_loss_since_the_point_before(monkeypatch):
+    losses = []
+
+    class Noted(Engine):
+        def __call__(self, params, episodes):
+            result = super().__call__(params, episodes)
+            losses.append(float(result.loss))
+            return result
+
+    monkeypatch.setattr("metabridge.training.trainer.Engine", Noted)
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=7, validate_every=3, progress=False)
+    means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
+    assert [point.loss for point in run.curve] == pytest.approx(means, rel=1e-5)
+    assert [point.iteration for point in run.curve] == [3, 6, 7]
 
 
-def test_when_the_time_is_up_those_under_way_end_and_those_waiting_do_not_begin():
-    begun = []
-
-    def noted(seed: int) -> Fitting:
-        begun.append(seed)
-        return begin(seed)
-
-    runs = dict(in_turns({str(seed): lambda seed=seed: noted(seed) for seed in range(5)}, at_once=2, minutes=0.0))
-    assert begun == [0, 1]
-    assert [run.finished for run in runs.values()] == [False, False]
-
-
-def test_what_would_not_be_the_same_beside_others_is_refused():
-    with pytest.raises(InputError, match=r"one drops at random, .* Use at_once=1"):
-        list(in_turns({"one": lambda: begin(0, drop=0.5), "two": lambda: begin(1)}, at_once=2))
-    assert len(list(in_turns({"one": lambda: begin(0, drop=0.5)}, progress=False))) == 1
-    with pytest.raises(InputError, match="at_once is 0"):
-        list(in_turns({}, at_once=0))
+@pytest.mark.parametrize("name", ["maml", "anil", "mtl", "r2d2"])
+def test_a_step_in_bfloat16_has_nearly_the_loss_and_the_direction_of_one_in_float32(tasks, name):
+    chosen = method("maml", steps=1) if name == "maml" else method(name)
+    net = conv4(1, 28, statistics="batch" if name == "maml" else "running")
+    params = parameters(chosen, net, classes=tasks["train"].classes)
+    episodes = tasks["train"].sample(2, torch.Generator().manual_seed(0))
+    for mode in ("loop", "vectorised"):
+        exact, low = (Engine(chosen, net, mode=mode, dtype=dtype)(params, episodes) for dtype in (None, torch.bfloat16))
+        assert float(low.loss) == pytest.approx(float(exact.loss), rel=0.02)
+        assert float(low.loss) != float(exact.loss)
+        assert all(value.dtype == torch.float32 for value in low.gradients.values())
+        assert torch.cosine_similarity(flattened(low.gradients), flattened(exact.gradients), dim=0) > 0.97
 
 
-def test_an_interrupt_waits_for_the_step_which_is_then_saved(tmp_path, monkeypatch, interruptible):
-    def interrupted(self: Fitting) -> bool:
-        signal.raise_signal(signal.SIGINT)
-        return step(self)
+def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks):
+    def first_loss(precision):
+        options = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "batch_size": 2, "progress": False}
+        net = conv4(1, 28, filters=8)
+        return fit(net, method("maml"), tasks["train"], precision=precision, **options).curve[0].loss
 
-    step = Fitting.step
-    fitting = Fitting(mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=3), mode="loop", out=tmp_path)
-    monkeypatch.setattr(Fitting, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        alone(fitting, "maml", progress=False)
-    monkeypatch.undo()
-    again = Fitting(mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=3), mode="loop", out=tmp_path)
-    assert again.loop.iteration == 1
+    assert first_loss("bfloat16") == pytest.approx(first_loss("float32"), rel=0.02)
 
 
-def test_a_second_interrupt_does_not_wait(interruptible):
-    reached = []
-    with contextlib.suppress(KeyboardInterrupt), unbroken():
-        for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
-            reached.append(True)
-    assert len(reached) == 1
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lr": -1.0}, "lr is -1.0, but must be a positive number."),
+        ({"lr": float("nan")}, "lr is nan, but must be a positive number."),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be a finite number, 0 or more."),
+        ({"patience": -1}, "patience is -1, but must be a whole number of at least 0. Use patience=0 or more."),
+        (
+            {"validate_every": 0},
+            "validate_every is 0, but must be a whole number of at least 1. Use validate_every=1 or more.",
+        ),
+        (
+            {"validate_tasks": 1},
+            "validate_tasks is 1, but must be a whole number of at least 2. Use validate_tasks=2 or more.",
+        ),
+        ({"optimizer": "lion"}, "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
+        ({"precision": "float16"}, "precision is 'float16', but must be one of float32, bfloat16."),
+        ({"seed": None}, "seed is None, but must be a whole number of 64 bits. Use seed=0."),
+        ({"minutes": "x"}, "minutes is 'x', but must be a finite number, 0 or more."),
+        ({"minutes": math.nan}, "minutes is nan, but must be a finite number, 0 or more."),
+        ({"seed": True}, "seed is True, but must be a whole number of 64 bits. Use seed=0."),
+        ({"seed": 0.5}, "seed is 0.5, but must be a whole number of 64 bits. Use seed=0."),
+        ({"seed": 2**64}, f"seed is {2**64}, but must be a whole number of 64 bits. Use seed=0."),
+        (
+            {"validate_every": 2.5},
+            "validate_every is 2.5, but must be a whole number of at least 1. Use validate_every=1 or more.",
+        ),
+        ({"patience": "long"}, "patience is 'long', but must be a whole number of at least 0. Use patience=0 or more."),
+        (
+            {"device": "gpu"},
+            "device is 'gpu', but must be a device of PyTorch. Use device='cuda' or device='cpu'.",
+        ),
+        ({"device": "meta"}, "device is 'meta', but must be a device of PyTorch. Use device='cuda' or device='cpu'."),
+        ({"device": None}, "device is None, but must be a device of PyTorch. Use device='cuda' or device='cpu'."),
+    ],
+)
+def test_impossible_settings_are_refused_before_training(options, sentence):
+    with pytest.raises(InputError) as caught:
+        fit(mlp(1, 1), method("maml"), Sinusoid(), progress=False, **options)
+    assert str(caught.value) == sentence
 
 
-def test_where_interrupts_are_ignored_they_stay_ignored(interruptible):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with unbroken():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+def test_a_run_in_low_precision_is_loaded_on_a_cpu_in_full(tmp_path):
+    fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, precision="bfloat16", out=tmp_path, progress=False)
+    assert load(tmp_path).dtype is None
 
 
-TRAINED = """
-import sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from small_runs import on_sinusoids
-
-def told(count):
-    if count == 6:
-        print("training", flush=True)
-        sys.stdin.read()
-
-on_sinusoids(Path(sys.argv[1]), told)
-"""
+def test_a_validation_that_is_nan_is_said_and_does_not_stay_the_best(monkeypatch, caplog):
+    scores = iter([math.nan, 1.0, 0.5, math.nan, 0.2])
+    monkeypatch.setattr(
+        "metabridge.training.trainer.evaluate",
+        lambda *_, **__: Score.of(torch.full((2,), next(scores)), "squared error"),
+    )
+    run = fit(mlp(1, 1), method("nal"), Sinusoid(), validate=Sinusoid(), iterations=5, validate_every=1, progress=False)
+    assert [point.best for point in run.curve] == [True, True, True, False, True]
+    assert run.best.mean == pytest.approx(0.2)
+    assert "the validation at iteration 4 is nan" in caplog.text
 
 
-@pytest.mark.parametrize("end", ["close", "kill"])
-def test_a_folder_in_training_is_loaded_but_not_trained_into_by_another_process(tmp_path, end):
-    out, expected = tmp_path / "run", on_sinusoids(tmp_path / "once")
-    program = TRAINED.format(tests=str(Path(__file__).parent.parent))
-    words = [sys.executable, "-c", program, str(out)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "training\n"
-        before = {file.name: file.read_bytes() for file in out.iterdir()}
-        with pytest.raises(
-            InputError, match=rf"{re.escape(str(out))} is in use by process {other.pid} on .* since .* "
-        ):
-            on_sinusoids(out, lr=0.5)
-        assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-        assert [point.iteration for point in load(out).curve] == [4]
-        other.stdin.close() if end == "close" else other.kill()
-        assert other.wait() == (0 if end == "close" else -signal.SIGKILL)
-    found = on_sinusoids(out)
-    assert found.finished
-    assert all(torch.equal(value, expected.params[name]) for name, value in found.params.items())
-    assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "once").iterdir()}
+def test_numbers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
+    numbers = {"iterations": np.int64(2), "batch_size": np.int32(2), "seed": np.uint8(3), "patience": np.int16(1)}
+    numbers |= {"lr": np.float32(0.01), "weight_decay": np.float64(0.5), "validate_every": torch.tensor(1)}
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), **numbers, out=tmp_path, progress=False)
+    kept = load(tmp_path).settings["training"]
+    assert {name: kept[name] for name in numbers} == {name: value.item() for name, value in numbers.items()}
+    plain = {name: value.item() for name, value in numbers.items()}
+    again = fit(mlp(1, 1), method("maml"), Sinusoid(), **plain, out=tmp_path, progress=False)
+    assert torch.equal(again.params["head.weight"], run.params["head.weight"])
 
 
-def test_one_of_several_threads_trains_into_a_folder_and_the_others_are_refused(tmp_path):
-    under_way, refused = threading.Event(), threading.Event()
-
-    def first(count: int) -> None:
-        under_way.set()
-        assert refused.wait(600)
-
-    thread = threading.Thread(target=on_sinusoids, args=(tmp_path, first))
-    thread.start()
-    assert under_way.wait(600)
-    try:
-        with pytest.raises(InputError, match="is in use by process"):
-            on_sinusoids(tmp_path)
-    finally:
-        refused.set()
-        thread.join()
-    assert on_sinusoids(tmp_path, lambda count: pytest.fail("trained on")).finished
+@pytest.mark.parametrize("lr", [np.float32(0.01), torch.tensor(0.01), {"features": np.float32(0.01), "head": 0.5}])
+def test_numbers_of_numpy_in_a_method_and_in_tasks_are_kept_as_plain_ones(tmp_path, lr):
+    tasks = SharedRepresentation(dimension=2, variances=(1.0,), noise=np.float32(0.5))
+    fit(mlp(2, 1), method("maml", lr=lr), tasks, iterations=1, out=tmp_path, progress=False)
+    kept = load(tmp_path)
+    assert kept.method.inner == method("maml", lr=lr).inner
+    assert kept.settings["tasks"]["noise"] == 0.5
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="an open file keeps its folder there")
-def test_a_training_whose_folder_was_moved_does_not_write_into_the_one_in_its_place(tmp_path):
-    def fitting(lr: float) -> Fitting:
-        return Fitting(
-            mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=2, lr=lr), mode="loop", out=tmp_path / "run"
-        )
-
-    first = fitting(0.1)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    second = fitting(0.2)
-    second.step()
-    second.save()
-    before = (tmp_path / "run" / "state.safetensors").read_bytes()
-    with pytest.raises(InputError, match="is not the one that was locked"):
-        first.step()
-    first.close()
-    assert (tmp_path / "run" / "state.safetensors").read_bytes() == before
-    second.close()
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match=r"device is 'cuda', but PyTorch finds no GPU here\. Use device='cpu'\."):
+        fit(mlp(1, 1), method("maml"), Sinusoid(), device="cuda", out=tmp_path / "run")
+    with pytest.raises(InputError, match="device is 'gpu'"):
+        load(tmp_path, device="gpu")
 
 
-def test_a_training_that_cannot_begin_or_was_closed_leaves_its_folder_to_others(tmp_path):
-    def fitting(**options) -> Fitting:
-        return Fitting(
-            mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=2, **options), mode="loop", out=tmp_path
-        )
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "radam", "sgd"])
+@pytest.mark.parametrize(("name", "options"), [("maml", {"rates": "per-tensor", "steps": 1}), ("r2d2", {})])
+def test_weight_decay_pulls_at_the_weights_and_not_at_what_the_solver_learns(optimizer, name, options):
+    def step(decay: float) -> dict[str, torch.Tensor]:
+        settings = {"iterations": 1, "optimizer": optimizer, "weight_decay": decay, "mode": "loop", "progress": False}
+        return fit(mlp(1, 1), method(name, **options), Sinusoid(), **settings).params
 
-    first = fitting()
-    first.step()
-    with pytest.raises(InputError, match="is in use by"):
-        fitting()
-    first.close()
-    with pytest.raises(InputError, match="holds a run with other settings"):
-        fitting(lr=0.5)
-    second = fitting()
-    with pytest.raises(InputError, match=r"was closed\. Begin it again to go on\."):
-        first.save()
-    assert alone(second, "maml", progress=False).finished
+    free, decayed = step(0.0), step(10.0)
+    learned = [key for key in free if key.startswith(("rates.", "solver."))]
+    assert learned == list(free)[-len(learned) :]  # so that the optimizer's state has the order of earlier versions
+    assert all(torch.equal(free[key], decayed[key]) for key in learned)
+    assert not torch.equal(free["features.1.weight"], decayed["features.1.weight"])
 
 
-@pytest.mark.parametrize("name", ["mtl", "rfs"])
-def test_training_leaves_the_random_numbers_of_the_caller_alone_and_is_not_changed_by_them(tmp_path, name):
-    def train(out: Path | None, told=lambda count: None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        torch.manual_seed(7)
-        expected = torch.rand(3)
-        torch.manual_seed(7)
-        params = on_colours(name, out, told, iterations=3).params
-        assert torch.equal(torch.rand(3), expected)
-        return params, expected
+def test_trainings_that_drop_in_two_threads_end_as_one_by_one_and_leave_the_random_state_alone():
+    class Shared(Sinusoid):
+        def sample(self, tasks, generator):
+            time.sleep(0.001)  # lets another thread go on, if any may
+            return super().sample(tasks, generator)
 
-    def stop(count: int) -> None:
-        if count == 2:
-            raise KeyboardInterrupt
+    def weights(seed, net):
+        run = fit(net, method("maml"), Shared(), iterations=20, seed=seed, progress=False)
+        return run.params["head.weight"]
 
-    once, _ = train(None)
-    torch.manual_seed(7)
-    with pytest.raises(KeyboardInterrupt):
-        on_colours(name, tmp_path / "run", stop, iterations=3)
-    resumed, _ = train(tmp_path / "run")
-    assert all(torch.equal(value, resumed[key]) for key, value in once.items())
-
-
-def test_trainings_in_turns_do_not_share_random_numbers():
-    def one(seed: int) -> Fitting:
-        return begin(seed, drop=0.5)
-
-    expected = [alone(one(seed), "", progress=False).params for seed in (0, 1)]
-    first, second = one(0), one(1)
-    for _ in range(3):
-        first.step()
-        torch.rand(5)
-        second.step()
-    for fitting, params in zip((first, second), expected):
-        assert all(torch.equal(value, params[name]) for name, value in fitting.run().params.items())
+    features = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5))
+    nets = [Network.around(features, torch.zeros(2, 1), 1) for _ in range(4)]
+    expected = [weights(1, nets[0]), weights(2, nets[1])]
+    state = torch.get_rng_state()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(weights, [1, 2], nets[2:]))
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(torch.get_rng_state(), state)

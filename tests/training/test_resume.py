@@ -19,7 +19,8 @@ from metabridge import InputError, Sinusoid, fit, method
 from metabridge.environments import HardEasy, LinearTasks, Mixture, SharedRepresentation
 from metabridge.learners.adapt import predict
 from metabridge.models import DropBlock, Network, mlp, resnet12
-from metabridge.training import Augment, Constant, Cosine, Plateau, Run, Settings, Step, fitting, load
+from metabridge.schedules import Constant, Cosine, Plateau, Step
+from metabridge.training import Augment, Run, Trainer, TrainingConfig, fitting, load
 from metabridge.training.checkpoint import RunFolder
 from small_runs import SINUSOIDS, Watched, colours, on_colours, on_sinusoids
 
@@ -101,14 +102,14 @@ def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp
 @pytest.mark.parametrize("way", ["interrupt", "minutes"])
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_interruption_leaves_no_trace_with_drop_block_and_augmentation(tmp_path, interrupted, monkeypatch, name, way):
-    monkeypatch.setattr("metabridge.training.loop.PACE", 3)
+    monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 3)
     expected = on_colours(name, tmp_path / "once")
     found = interrupted(lambda *told, **more: on_colours(name, tmp_path / "twice", *told, **more), way, (2, 4))
     assert_same_run(found, tmp_path / "twice", expected, tmp_path / "once")
 
 
 def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr("metabridge.training.loop.PACE", 4)
+    monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 4)
     tasks = colours().batches("train", size=8)
     rates: list[float] = []
 
@@ -122,7 +123,15 @@ def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_pat
         monkeypatch.setattr(fitting, "time", clock := Clock())
         told = Watched(tasks, lambda count, stop=stop, clock=clock: setattr(clock, "now", 60.0 * (count >= stop)))
         fit(
-            net, method("rfs"), told, tasks=1, iterations=10, validate_every=10, out=tmp_path, minutes=1, progress=False
+            net,
+            method("rfs"),
+            told,
+            batch_size=1,
+            iterations=10,
+            validate_every=10,
+            out=tmp_path,
+            minutes=1,
+            progress=False,
         )
     assert rates == pytest.approx([0.3 * (iteration // 4 * 4) / 10 for iteration in range(10)])
 
@@ -230,7 +239,7 @@ def test_a_write_that_fails_leaves_the_old_files_whole_and_the_run_can_go_on(tmp
     ("change", "named"),
     [
         ({"lr": 0.5}, "training.lr is 0.001 there and 0.5 here"),
-        ({"tasks": 3}, "training.tasks is 2 there and 3 here"),
+        ({"batch_size": 3}, "training.batch_size is 2 there and 3 here"),
         ({"optimizer": "sgd"}, "training.optimizer is adam there and sgd here"),
         ({"weight_decay": 0.1}, "training.weight_decay is 0.0 there and 0.1 here"),
         ({"schedule": Cosine()}, "training.schedule.name is constant there and cosine here"),
@@ -295,7 +304,7 @@ def test_a_run_of_another_kind_of_device_is_not_continued(tmp_path):
     on_sinusoids(tmp_path, minutes=0)
     tensors, notes = RunFolder(tmp_path).read("state")
     RunFolder(tmp_path).write("state", tensors | {"random.cuda": torch.zeros(16, dtype=torch.uint8)}, notes)
-    with pytest.raises(InputError, match=r"was begun on a GPU\. Go on there, or name another folder\."):
+    with pytest.raises(InputError, match=r"was started on a GPU. Continue it there, or name another folder\."):
         on_sinusoids(tmp_path)
 
 
@@ -344,7 +353,7 @@ def test_a_run_of_version_0_1_0_whose_state_has_no_buffers_goes_on(tmp_path, mon
 def with_a_frozen_layer(out: Path, frozen: str, **options) -> Run:
     net = mlp(1, 1, width=8)
     net.get_submodule(frozen).requires_grad_(False)
-    return fit(net, method("maml"), Sinusoid(), out=out, iterations=2, tasks=2, progress=False, **options)
+    return fit(net, method("maml"), Sinusoid(), out=out, iterations=2, batch_size=2, progress=False, **options)
 
 
 def test_a_run_remembers_what_was_frozen_and_goes_on_with_nothing_else(tmp_path):
@@ -374,8 +383,8 @@ def test_a_run_can_be_made_longer_and_no_shorter_than_it_is(tmp_path, optimizer)
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["training"]["iterations"] == 32
     with pytest.raises(InputError, match=r"has done 32 iterations, but iterations is 31\. Use iterations=32 or more"):
         on_sinusoids(tmp_path / "run", iterations=31, **options)
-    with pytest.raises(InputError, match=r"training\.tasks is 2 there and 3 here"):
-        on_sinusoids(tmp_path / "run", iterations=40, tasks=3, **options)
+    with pytest.raises(InputError, match=r"training\.batch_size is 2 there and 3 here"):
+        on_sinusoids(tmp_path / "run", iterations=40, batch_size=3, **options)
     assert on_sinusoids(tmp_path / "run", iterations=32, **options).finished
 
 
@@ -411,9 +420,9 @@ def test_a_run_without_checksums_goes_on(tmp_path):
 
 
 def test_a_run_that_is_shortened_to_where_it_is_ends_with_a_point_there(tmp_path):
-    settings = Settings(iterations=20, validate_every=4, validate_tasks=6, tasks=2)
+    settings = TrainingConfig(iterations=20, validate_every=4, validate_tasks=6, batch_size=2)
     net, chosen, tasks = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02), Watched(Sinusoid())
-    begun = fitting.Fitting(net, chosen, tasks, settings, validate=Sinusoid(), mode="loop", out=tmp_path)
+    begun = Trainer(net, chosen, tasks, settings, validate=Sinusoid(), mode="loop", out=tmp_path)
     for _ in range(6):
         begun.step()
     begun.save()

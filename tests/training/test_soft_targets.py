@@ -9,8 +9,9 @@ from metabridge.datasets import load
 from metabridge.errors import InputError
 from metabridge.learners.method import method
 from metabridge.models.network import apply_features
-from metabridge.training.config import Plan
-from metabridge.training.evaluate import Model
+from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.evaluation import Model
+from metabridge.training.image_training import image_trainer, network_of, train_on_images, training_tasks
 from metabridge.training.soft_targets import Softener, SoftTargets
 
 
@@ -20,15 +21,17 @@ def images():
     return replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
 
 
-def plan(name: str, **options: object) -> Plan:
-    small = Plan(name, batch=8 if name == "rfs" else 1, shots=2, queries=2, iterations=4, validate_every=2)
+def config(name: str, **options: object) -> ImageTrainingConfig:
+    small = ImageTrainingConfig(
+        name, batch_size=8 if name == "rfs" else 1, shots=2, queries=2, iterations=4, validate_every=2
+    )
     return replace(small, model_options={"filters": 4}, statistics="running", validate_tasks=4, **options)
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_smoothing_of_zero_changes_nothing(name: str, images) -> None:
-    plain = plan(name).train(images, progress=False)
-    soft = plan(name, soft_targets=SoftTargets()).train(images, progress=False)
+    plain = train_on_images(config(name), images, progress=False)
+    soft = train_on_images(config(name, soft_targets=SoftTargets()), images, progress=False)
     for key, value in plain.params.items():
         assert torch.allclose(soft.params[key], value, atol=1e-5), key
 
@@ -36,16 +39,16 @@ def test_smoothing_of_zero_changes_nothing(name: str, images) -> None:
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 @pytest.mark.parametrize("options", [{"smoothing": 0.3}, {"mixup": 0.5}, {"distillation": 0.5}])
 def test_soft_targets_train_other_weights(name: str, options: dict[str, float], images) -> None:
-    plain = plan(name).train(images, progress=False)
-    teacher = plan(name, seed=1).train(images, progress=False) if "distillation" in options else None
-    soft = plan(name, soft_targets=SoftTargets(**options)).train(images, progress=False, teacher=teacher)
+    plain = train_on_images(config(name), images, progress=False)
+    teacher = train_on_images(config(name, seed=1), images, progress=False) if "distillation" in options else None
+    soft = train_on_images(config(name, soft_targets=SoftTargets(**options)), images, progress=False, teacher=teacher)
     assert not torch.allclose(soft.params["heads.weight"], plain.params["heads.weight"])
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_a_teachers_targets_are_its_predictions(name: str, images) -> None:
-    teacher = plan(name).train(images, progress=False)
-    episodes = plan(name).training_tasks(images).sample(1, torch.Generator().manual_seed(0))
+    teacher = train_on_images(config(name), images, progress=False)
+    episodes = training_tasks(config(name), images).sample(1, torch.Generator().manual_seed(0))
     soft = Softener(SoftTargets(distillation=1.0, temperature=2.0), teacher.method, teacher)
     targets = soft(episodes, torch.Generator().manual_seed(0)).support_y[0]
     together = episodes.without_split()
@@ -64,25 +67,27 @@ def test_mixed_targets_have_the_weights_of_mixed_images() -> None:
     assert ((mixed_y > 0.01) & (mixed_y < 0.99)).any()
 
 
-@pytest.mark.parametrize("average", [None, 0.5])
-def test_a_resumed_run_ends_in_the_same_weights(average: float | None, images, tmp_path) -> None:
-    options = {"soft_targets": SoftTargets(smoothing=0.1, mixup=0.3), "optimizer": "muon", "average": average}
-    whole = plan("rfs", **options).train(images, progress=False)
-    fitting = plan("rfs", **options).begin(images, out=tmp_path)
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+def test_a_resumed_run_ends_in_the_same_weights(ema_decay: float | None, images, tmp_path) -> None:
+    options = {"soft_targets": SoftTargets(smoothing=0.1, mixup=0.3), "optimizer": "muon", "ema_decay": ema_decay}
+    whole = train_on_images(config("rfs", **options), images, progress=False)
+    fitting = image_trainer(config("rfs", **options), images, out=tmp_path)
     for _ in range(3):
         fitting.step()
     fitting.save()
-    del fitting
-    resumed = plan("rfs", **options).train(images, out=tmp_path, progress=False)
+    fitting.close()
+    resumed = train_on_images(config("rfs", **options), images, out=tmp_path, progress=False)
     assert resumed.params.keys() == whole.params.keys()
     assert all(torch.equal(value, resumed.params[key]) for key, value in whole.params.items())
 
 
 def test_the_average_is_a_mean_of_the_weights(images) -> None:
-    plain, averaged = (plan("rfs", average=each, iterations=1, validate_every=1).begin(images) for each in (None, 0.9))
-    start = averaged.loop.params["heads.weight"].detach().clone()
+    plain, averaged = (
+        image_trainer(config("rfs", ema_decay=each, iterations=1, validate_every=1), images) for each in (None, 0.9)
+    )
+    start = averaged.params["heads.weight"].detach().clone()
     plain.step(), averaged.step()
-    ended = plain.loop.params["heads.weight"]
+    ended = plain.params["heads.weight"]
     kept = averaged.run().params["heads.weight"]
     assert torch.allclose(kept, torch.lerp(start, ended, 1 - 1 / 10), atol=1e-6)
 
@@ -92,7 +97,7 @@ def test_what_cannot_be_softened_is_refused(images) -> None:
         Softener(SoftTargets(smoothing=0.1), method("maml"), None)
     with pytest.raises(InputError, match="there is no teacher"):
         Softener(SoftTargets(distillation=0.1), method("rfs"), None)
-    teacher = Model(method("mtl"), plan("mtl").network(images), {})
+    teacher = Model(method("mtl"), network_of(config("mtl"), images), {})
     with pytest.raises(InputError, match="same method"):
         Softener(SoftTargets(distillation=0.1), method("rfs"), teacher)
     with pytest.raises(InputError, match="smoothing is 2"):
@@ -100,10 +105,10 @@ def test_what_cannot_be_softened_is_refused(images) -> None:
 
 
 def test_a_teacher_whose_network_is_trained_on_answers_as_it_did(images) -> None:
-    run = plan("mtl").train(images, progress=False)
+    run = train_on_images(config("mtl"), images, progress=False)
     run.net.train()
     soft = Softener(SoftTargets(distillation=1.0), run.method, run)
-    episodes = plan("mtl").training_tasks(images).sample(1, torch.Generator().manual_seed(0))
+    episodes = training_tasks(config("mtl"), images).sample(1, torch.Generator().manual_seed(0))
     found = soft(episodes, torch.Generator().manual_seed(0)).support_y
     expected = Softener(SoftTargets(distillation=1.0), run.method, replace(run, net=run.net.eval()))
     assert torch.equal(found, expected(episodes, torch.Generator().manual_seed(0)).support_y)

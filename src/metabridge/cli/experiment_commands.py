@@ -125,7 +125,7 @@ def methods() -> None:
 def _print_scores(comparison: Comparison) -> None:
     rows = []
     for name, scores in comparison.scores.items():
-        percent = [score.told().removesuffix(" %") for score in scores.values()]
+        percent = [str(score).removesuffix(" %") for score in scores.values()]
         rows.append([name, *percent, f"{comparison.runs[name].seconds:.0f} s"])
     columns = ("method", *scores, "training")
     print_table(columns, rows, text=("method",), title="Accuracy on new alphabets in percent, with 95 % intervals")

@@ -115,9 +115,8 @@ def search(
     from metabridge.models.architecture import OPERATORS
     from metabridge.nas import SearchConfig, TimeLimitError
     from metabridge.nas import search as search_architecture
-    from metabridge.training.checkpoint import RunFolder
 
-    if RunFolder(out).started:
+    if (out / "settings.json").exists():
         raise InputError(f"--out is {out}, which has a training run. Choose another folder.")
     options: dict[str, Any] = {
         "kernel": kernel.value,

@@ -1,15 +1,14 @@
-"""Commands that train a model and judge it."""
+"""The commands `train` and `evaluate`."""
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from metabridge.cli.config_options import with_config_options
 from metabridge.cli.options import (
     MOST,
     Device,
@@ -27,153 +26,91 @@ from metabridge.errors import InputError
 
 if TYPE_CHECKING:
     from metabridge.environments import LabelledImages
-    from metabridge.training import Run, SoftTargets
+    from metabridge.training import Run, Score, SoftTargets, Trainer
     from metabridge.training.assessment import Assessment
-    from metabridge.training.config import Plan
-
+    from metabridge.training.config import ImageTrainingConfig
 
 T = TypeVar("T")
 
-
 HeadOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Solve this test-time head instead; `metabridge methods` lists the heads."),
+    typer.Option(
+        metavar="NAME",
+        help="Test-time head to fit on the features; `metabridge methods` lists all. Default: that of the method.",
+    ),
 ]
 DataOption = Annotated[
     str,
     typer.Option(
         "--data",
         metavar="DATA",
-        help="A data set: glyphs (built in), a folder of images, or NAME:PATH such as omniglot:data/omniglot.",
+        help="Data set: glyphs (built in), a folder of images, or NAME:PATH such as omniglot:data/omniglot.",
     ),
 ]
 
 
 @app.command()
+@with_config_options
 def train(
     data: DataOption = "glyphs",
-    method: Annotated[str, typer.Option(help="One of those that `metabridge methods` lists.")] = "mtl",
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="A setting of the method: steps=5.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="conv4, resnet12, mlp, timm:NAME, or an architecture.json.")] = "conv4",
-    model_option: Annotated[
-        list[str] | None, typer.Option("--model-option", metavar="KEY=VALUE", help="Of the model: filters=64.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/run"),
-    ways: Annotated[int, typer.Option(min=2, max=MOST, help="Classes in a task.")] = 5,
-    shots: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Support images of each class, in training.")
-    ] = None,
-    queries: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Query images of each class, in training.")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Tasks in a step; images in a step for rfs.")
-    ] = None,
-    iterations: Annotated[int | None, typer.Option(min=1, max=10**9, help="Steps of training.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adam, adamw, radam, sgd or muon.")] = None,
-    lr: Annotated[float | None, typer.Option(help="The outer learning rate.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(min=0, help="Of the optimizer.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Of the rate: constant, step, cosine or plateau.")] = None,
-    augment: Annotated[
-        bool | None, typer.Option(help="Random crops, colours and flips; on for colour images unless told otherwise.")
-    ] = None,
-    validate_every: Annotated[int | None, typer.Option(min=1, max=MOST, help="Steps between validations.")] = None,
-    validate_tasks: Annotated[
-        int, typer.Option(min=2, max=MOST, help="Tasks of a validation, the same each time.")
-    ] = 200,
-    validate_shots: Annotated[
-        int, typer.Option(min=1, max=MOST, help="Support images of each class, in validation.")
-    ] = 1,
-    patience: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Stop after more than so many validations without a new best.")
-    ] = None,
-    precision: Annotated[str, typer.Option(help="float32, or bfloat16 for the features.")] = "float32",
-    smoothing: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of each label that is spread over all classes (mtl, rfs).")
-    ] = 0.0,
-    mixup: Annotated[
-        float, typer.Option(min=0, max=100, help="Mix pairs of images with weights from Beta(A, A) (mtl, rfs).")
-    ] = 0.0,
-    teacher: Annotated[
-        Path | None, typer.Option(help="Folder of a run whose predictions are learned as well (mtl, rfs).")
-    ] = None,
-    average: Annotated[
-        float | None, typer.Option(help="Keep a moving average of the weights with this decay, such as 0.999.")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to save the run in.")] = Path("runs/run"),
     size: SizeOption = None,
     min_images: MinImagesOption = None,
+    smoothing: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Label smoothing: share of each label spread over all classes (mtl, rfs)."),
+    ] = 0.0,
+    mixup: Annotated[
+        float, typer.Option(min=0, max=100, help="Mixup: mix pairs of images with weights from Beta(A, A) (mtl, rfs).")
+    ] = 0.0,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(help="Distillation: folder of a run whose predictions are half of the target (mtl, rfs)."),
+    ] = None,
     minutes: MinutesOption = None,
-    seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
+    **config: Any,
 ) -> None:
     """Train a few-shot model.
 
-    Settings left out are those that the method is usually trained with. The run's folder holds the
-    settings, the best weights, the learning curve and all that is needed to go on: the same command
-    given again continues a run that was stopped.
+    Options left out have the values that the method is usually trained with. The run's folder holds the settings, the
+    best weights, the learning curve and the training state: the same command given again continues a run that was
+    stopped.
 
     Example: **metabridge train --data photos --method mtl --out runs/photos**
     """
     from dataclasses import replace
 
-    from metabridge.datasets import load
-    from metabridge.learners.method import method as checked
+    from metabridge.datasets import load as load_images
+    from metabridge.learners.method import method
     from metabridge.models import builder
     from metabridge.training import load as load_run
-    from metabridge.training import schedule as named
-    from metabridge.training.config import PLANS
+    from metabridge.training.config import ImageTrainingConfig, default_config
+    from metabridge.training.fitting import run_to_end
+    from metabridge.training.image_training import image_trainer
 
-    checked(method)
-    where = device_name(device)
-    given = {
-        "method_options": _settings(option, "--option"),
-        "model": model,
-        "model_options": _settings(model_option, "--model-option"),
-        "ways": ways,
-        "shots": shots,
-        "queries": queries,
-        "batch": batch,
-        "iterations": iterations,
-        "optimizer": optimizer,
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "schedule": None if schedule is None else named(schedule),
-        "augment": augment,
-        "validate_every": validate_every,
-        "validate_tasks": validate_tasks,
-        "validate_shots": validate_shots,
-        "patience": patience,
-        "precision": precision,
-        "soft_targets": _soft_targets(smoothing, mixup, teacher),
-        "average": average,
-        "seed": seed,
-    }
-    plan = replace(PLANS[method], **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
-    _check_method(plan, option)
-    plan.settings()  # what this and the next refuse is refused before images are read
-    builder(plan.model, **plan.model_options)
+    defaults = default_config(config.pop("method", ImageTrainingConfig.method))
+    method(defaults.method)
+    device_used = device_name(device)
+    options = replace(defaults, **config, soft_targets=_soft_targets(smoothing, mixup, teacher))
+    # what is wrong without regard to the images is refused before they are read
+    _check_method(options)
+    builder(options.model, **options.model_options)
     if out.is_file():
         raise InputError(f"--out is {out}, which is a file. Name a folder.")
-    images = load(data, size=size, min_images=min_images)
-    plan.training_tasks(images)  # what cannot be drawn is refused before anything is said or built
-    _check_memory(plan, images)
-    if len(images.splits.get("validation", ())) < 2:
-        note("There are no two classes to validate on, so the last weights are kept.")
-    else:
-        judged = plan.validation_tasks(images).ways
-        if judged < ways:
-            note(f"There are {judged} classes to validate on, so tasks of validation have {judged} ways.")
-    taught = None if teacher is None else load_run(teacher, device=where)
-    run = plan.train(images, device=where, out=out, minutes=minutes, teacher=taught)
-    _draw_curve(run, out, method)
+    images = load_images(data, size=size, min_images=min_images)
+    teacher_run = None if teacher is None else load_run(teacher, device=device_used)
+    trainer = image_trainer(options, images, device=device_used, out=out, teacher=teacher_run)
+    _note_validation(trainer, options.ways)
+    run = run_to_end(trainer, options.method, minutes=minutes)
+    _draw_curve(run, out, options.method)
     if run.best is not None:
-        say(f"Best on {run.best.tasks} {judged}-way validation tasks: {run.best.told()}")
+        ways = getattr(trainer.validate, "ways", options.ways)
+        say(f"Best score on {run.best.tasks} {ways}-way validation tasks: {run.best}")
     if run.finished:
-        say(f"The run is in {out}. {_next(out, images, plan.ways)}")
+        say(f"The run is in {out}. {_next_step(out, images, options.ways)}")
     else:
-        say(f"Stopped after {minutes:g} minutes. The same command goes on from there.")
+        say(f"Stopped after {minutes:g} minutes. The same command continues from there.")
 
 
 def _soft_targets(smoothing: float, mixup: float, teacher: Path | None) -> SoftTargets | None:
@@ -184,129 +121,269 @@ def _soft_targets(smoothing: float, mixup: float, teacher: Path | None) -> SoftT
     return SoftTargets(smoothing, mixup, 0.5 if teacher else 0.0)
 
 
+def _check_method(config: ImageTrainingConfig) -> None:
+    """Refuse method options that the method cannot take or a run cannot store."""
+    from metabridge.training.checkpoint import write_method
+    from metabridge.training.image_training import method_of
+
+    try:
+        write_method(method_of(config))
+    except InputError:
+        raise
+    except (TypeError, ValueError, KeyError) as error:
+        texts = ", ".join(f"{name}={value}" for name, value in config.method_options.items())
+        raise InputError(f"--option is {texts}, but {config.method} cannot take it ({error}).") from error
+
+
+def _note_validation(trainer: Trainer, ways: int) -> None:
+    """Print a note if validation is not possible, or has fewer classes per task than training."""
+    if trainer.validate is None:
+        note("Fewer than two validation classes: keeping the last weights instead of the best.")
+        return
+    validation_ways = getattr(trainer.validate, "ways", ways)
+    if validation_ways < ways:
+        note(f"Only {validation_ways} validation classes: validation tasks have {validation_ways} ways.")
+
+
+def _next_step(out: Path, images: LabelledImages, ways: int) -> str:
+    """Return the command that evaluates a finished run, with options that the test classes allow."""
+    classes = images.splits.get("test", ())
+    if len(classes) < 2:
+        return "Fewer than two test classes: to evaluate the run, name other data with metabridge evaluate --data."
+    fewest_images = min(int((images.labels == label).sum()) for label in classes)
+    shots, queries = ("1,5", fewest_images - 5) if fewest_images > 5 else ("1", fewest_images - 1)
+    queries_option = f" --queries {queries}" if queries < 15 else ""
+    ways = min(ways, len(classes))
+    return f"Next: metabridge evaluate {shlex.quote(str(out))} --ways {ways} --shots {shots}{queries_option}"
+
+
+def _draw_curve(run: Run, folder: Path, name: str) -> None:
+    """Draw the learning curve, if there was a validation and matplotlib is installed."""
+    from metabridge.files import write_atomically
+
+    if run.best is None:
+        return
+    try:
+        from metabridge.report import figures
+    except ModuleNotFoundError:
+        return
+    picture = figures.png(figures.learning_curves({name: run}, "iterations"))
+    write_atomically(folder / "curves.png", picture, follow=False)
+
+
 @app.command()
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of trained runs.")],
-    shots: Annotated[str, typer.Option(metavar="K,...", help="Support images of each class.")] = "1,5",
-    tasks: Annotated[int, typer.Option(min=2, max=MOST, help="Tasks to judge on.")] = 2000,
+    shots: Annotated[str, typer.Option(metavar="K,...", help="Support images per class.")] = "1,5",
+    tasks: Annotated[int, typer.Option(min=2, max=MOST, help="Number of test tasks.")] = 2000,
     ways: Annotated[
-        int | None, typer.Option(min=2, max=MOST, help="Classes in a task; as in training unless told.")
+        int | None, typer.Option(min=2, max=MOST, help="Number of classes per task. Default: as in training.")
     ] = None,
-    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images of each class.")] = 15,
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
-    data: Annotated[str | None, typer.Option(metavar="DATA", help="Another data set than the run's own.")] = None,
+    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images per class.")] = 15,
+    split: Annotated[str, typer.Option(help="Classes to evaluate on: train, validation or test.")] = "test",
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Data set. Default: the one that the run was trained on.")
+    ] = None,
     trained_classes: Annotated[
-        bool, typer.Option("--trained-classes", help="Allow classes with names that the run was trained on.")
+        bool, typer.Option("--trained-classes", help="Allow classes with the names of training classes.")
     ] = False,
     min_images: MinImagesOption = None,
     head: HeadOption = None,
-    penalty: Annotated[float | None, typer.Option(help="Of the head's weights (1/C for svm).")] = None,
+    penalty: Annotated[float | None, typer.Option(help="L2 penalty of the head (1/C for svm).")] = None,
     copies: Annotated[
-        int, typer.Option(min=0, max=1000, help="Changed copies of each support image to adapt to as well.")
+        int, typer.Option(min=0, max=1000, help="Number of augmented copies of each support image to adapt to as well.")
     ] = 0,
-    mirrored: Annotated[bool, typer.Option("--mirrored", help="Average over each image and its mirror image.")] = False,
-    turned: Annotated[bool, typer.Option("--turned", help="Look at every quarter turn of an image too.")] = False,
-    cropped: Annotated[bool, typer.Option("--cropped", help="Average over each image and five crops of it.")] = False,
+    mirrored: Annotated[
+        bool, typer.Option("--mirrored", help="Average features over each image and its mirror image.")
+    ] = False,
+    rotated: Annotated[
+        bool,
+        typer.Option("--rotated", help="Concatenate the features of each image rotated by 0, 90, 180 and 270 degrees."),
+    ] = False,
+    cropped: Annotated[
+        bool, typer.Option("--cropped", help="Average features over each image and five crops of it.")
+    ] = False,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON there; - is stdout.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write all results as JSON; - is standard output."),
+    ] = None,
 ) -> None:
-    """Judge trained runs on new tasks, with 95 % intervals.
+    """Evaluate trained runs on new tasks, with 95 % confidence intervals.
 
-    Prints the accuracy over tasks, the worst class and how far probabilities can be trusted (the
-    expected calibration error). Every run is judged on the same tasks, so with several runs the
-    differences from the first are given too, task by task, with their own intervals.
+    Prints the accuracy over tasks, the class with the lowest accuracy, and the expected calibration error of the
+    probabilities. All runs are evaluated on the same tasks. With several runs it also prints the difference of each to
+    the first, taken task by task, with its own interval.
 
     Example: **metabridge evaluate runs/mtl runs/maml --shots 1,5 --tasks 2000**
     """
     from dataclasses import replace
 
-    from metabridge.datasets import load as load_images
     from metabridge.files import STDOUT, json_bytes, make_parent_folder, write_output
-    from metabridge.heads import Head, create_head
-    from metabridge.training import Views, load
+    from metabridge.heads import create_head
+    from metabridge.training import TestTimeAugmentation, load
     from metabridge.training.assessment import assess
-    from metabridge.training.checkpoint import damaged
-    from metabridge.use.image_input import image_shape
 
     if penalty is not None and head is None:
-        raise InputError("penalty is given without the head that it is of. Name it with --head.")
+        raise InputError("--penalty is given without a head. Name one with --head.")
     test_head = None if head is None else create_head(head, penalty)
     if json_file is not None:
         make_parent_folder(json_file)
-    ways = ways or _ways(runs[0])
-    where = device_name(device)
+    counts = _counts(shots)
+    augmentation = TestTimeAugmentation(copies, mirrored, rotated, cropped)
+    device_used = device_name(device)
+    models = [load(folder, device=device_used) for folder in runs]
+    ways = ways or _ways(runs[0], models[0])
+    sources = _sources(runs, models) if data is None else [None] * len(runs)
     rows: list[list[str]] = []
     report: list[dict[str, object]] = []
-    counts, views = _counts(shots), Views(copies, mirrored, turned, cropped)
     first: dict[int, Assessment] = {}
-    sources: list[dict[str, Any]] = [{}] * len(runs) if data is not None else _sources(runs)
-    for folder, source in zip(runs, sources):
-        run = load(folder, device=where)
-        if test_head is not None:
-            run = replace(run, method=replace(run.method, test=test_head))
-        if data is not None:
-            images = images_for(run, data, min_images)
-        else:
-            try:
-                images = load_images(**source if min_images is None else source | {"min_images": min_images})
-            except (TypeError, AttributeError) as error:
-                raise damaged(folder / "settings.json", f"its data {source} cannot be read ({error})") from error
-            channels, side = image_shape(run.net)
-            if images.images.shape[1:] != (channels, side, side):
-                raise damaged(folder / "settings.json", f"its data {source} are not images that its network takes")
-        images = images.to(where)
+    for folder, run, source in zip(runs, models, sources):
+        model = run if test_head is None else replace(run, method=replace(run.method, test=test_head))
+        images = _images(folder, run, source, data, min_images).to(device_used)
         if not trained_classes:
-            _check_new(folder, images, split, own=data is None)
+            _check_new_classes(folder, run, images, split, same_data=data is None)
         environments = {
             count: images.tasks(split, ways=ways, shots=count, queries=queries)
-            for count in sorted(counts, reverse=True)  # the most shots need the most images
+            for count in sorted(counts, reverse=True)  # the largest number of shots needs the most images
         }
         for count in counts:
-            found = assess(run, environments[count], tasks=tasks, seed=seed, views=views, progress=True)
+            environment = environments[count]
+            found = assess(model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=True)
             first.setdefault(count, found)
-            gap = None if found is first[count] else found.score.minus(first[count].score)
-            worst, lowest = found.worst
-            told = [found.score.told().removesuffix(" %"), f"{worst} {100 * lowest:.1f} %"]
-            ranked = isinstance(run.method.test, Head) and not run.method.test.calibrated
-            told.append("" if ranked else f"{found.calibration_error:.3f}")
-            told.append("" if gap is None else gap.told().removesuffix(" %"))
-            rows.append([str(folder), str(count), *told])
-            report.append(_reported(folder, count, found, gap, calibrated=not ranked))
-    columns = ("run", "shots", "accuracy, %", "worst class", "calibration error", "against the first, %")
-    title = f"{ways}-way tasks of the {split} split, {tasks} of each kind"
+            difference = None if found is first[count] else found.score.minus(first[count].score)
+            calibrated = _has_probabilities(model)
+            rows.append(_table_row(folder, count, found, difference, calibrated=calibrated))
+            report.append(_json_entry(folder, count, found, difference, calibrated=calibrated))
+    columns = ("run", "shots", "accuracy, %", "worst class", "calibration error", "difference to the first, %")
+    title = f"{ways}-way tasks of the {split} split, {tasks} for each number of shots"
     if str(json_file) != STDOUT:
         print_table(columns, rows, text=("run", "worst class"), title=title)
     if json_file is not None:
         write_output(json_file, json_bytes(report, indent=2))
         if str(json_file) != STDOUT:
-            say(f"Every class is in {json_file}")
+            say(f"The accuracy on every class is in {json_file}")
 
 
-def _check_new(folder: Path, images: LabelledImages, split: str, *, own: bool) -> None:
-    """Refuse classes to test on that a run was trained on; in data other than its own, by their names."""
+def _counts(shots: str) -> list[int]:
+    """Return the numbers of shots, which are separated by commas."""
+    try:
+        counts = [int(part) for part in shots.split(",")]
+    except ValueError:
+        raise InputError(f"shots is {shots!r}, but must be whole numbers separated by commas, such as 1,5.") from None
+    if max(counts) > MOST:
+        raise InputError(f"shots is {max(counts)}, but must be {MOST} or less.")
+    return counts
+
+
+def _has_probabilities(run: Run) -> bool:
+    """Return whether the softmax of the outputs are probabilities; the scores of some heads only rank the classes."""
+    from metabridge.heads import Head
+
+    return not isinstance(run.method.test, Head) or run.method.test.calibrated
+
+
+def _ways(folder: Path, run: Run) -> int:
+    """Return the number of classes per task in training."""
+    from metabridge.training.checkpoint import damaged
+
+    ways = (run.settings["model"] or {}).get("outputs", 5)
+    if not isinstance(ways, int):
+        raise damaged(folder / "settings.json", f"its outputs are {ways!r}")
+    return ways
+
+
+def _of_training_tasks(folder: Path, run: Run, key: str, kind: type[T]) -> T | None:
+    """Return one entry of the description of the training tasks, if there is one."""
+    from metabridge.training.checkpoint import damaged
+
+    value = (run.settings["tasks"] or {}).get(key)
+    if value is not None and not isinstance(value, kind):
+        raise damaged(folder / "settings.json", f"its tasks have the {key} {value!r}")
+    return value
+
+
+def _sources(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]]:
+    """Return how to load the data of each run; they must be the same but for size and channels of the images."""
+    sources, origins = [], []
+    for folder, run in zip(folders, runs):
+        source = _of_training_tasks(folder, run, "data", dict)
+        if source is None:
+            raise InputError(f"the settings of the run in {folder} do not name its data. Name a data set with --data.")
+        sources.append({key: value for key, value in source.items() if source.get("name") != "glyphs" or key != "root"})
+        origins.append({key: value for key, value in source.items() if key not in ("size", "channels")})
+        if origins[-1] != origins[0]:
+            raise InputError(
+                f"the runs in {folders[0]} and {folder} were trained on different data, so they cannot be evaluated on "
+                "the same tasks. Name a data set for both with --data, or evaluate them separately."
+            )
+    return sources
+
+
+def _images(
+    folder: Path, run: Run, source: dict[str, Any] | None, data: str | None, min_images: int | None
+) -> LabelledImages:
+    """Load `data`, or the data that the run was trained on, in the form that its network takes."""
+    from metabridge.datasets import load
+    from metabridge.training.checkpoint import damaged
+    from metabridge.use.image_input import image_shape
+
+    if data is not None:
+        return images_for(run, data, min_images)
+    arguments = (source or {}) if min_images is None else (source or {}) | {"min_images": min_images}
+    try:
+        images = load(**arguments)
+    except (TypeError, AttributeError) as error:
+        raise damaged(folder / "settings.json", f"its data {source} cannot be read ({error})") from error
+    channels, size = image_shape(run.net)
+    if images.images.shape[1:] != (channels, size, size):
+        raise damaged(folder / "settings.json", f"its data {source} are not images that its network takes")
+    return images
+
+
+def _check_new_classes(folder: Path, run: Run, images: LabelledImages, split: str, *, same_data: bool) -> None:
+    """Refuse to evaluate on classes with the names of training classes."""
     if split == "train" or split not in images.splits:
         return
-    trained = _trained_on(folder, "class_names", list) or []
-    members = images.split_class_names(split)
-    known = [name for name in members if name in trained]
+    trained = _of_training_tasks(folder, run, "class_names", list) or []
+    names = images.split_class_names(split)
+    known = [name for name in names if name in trained]
     if not known:
         return
-    if own:
+    if same_data:
         raise InputError(
-            f"class '{known[0]}' is in the {split} split, but the run in {folder} was trained on it: the data, or what "
-            "--min-images leaves of them, have changed since. Restore them, or name new classes with --data."
+            f"class '{known[0]}' is in the {split} split, but the run in {folder} was trained on it: the data, or the "
+            "classes that --min-images leaves out, have changed since. Restore them, or name new classes with --data."
         )
     raise InputError(
-        f"{len(known)} of {len(members)} classes in the {split} split, such as '{known[0]}', have names that the run "
-        f"in {folder} was trained on: its accuracy on them is not that on new classes. Remove them from the data, or "
+        f"{len(known)} of {len(names)} classes in the {split} split, such as '{known[0]}', have names that the run "
+        f"in {folder} was trained on, so its accuracy would not be that on new classes. Remove them from the data, or "
         "add --trained-classes if they only share the names."
     )
 
 
-def _reported(folder: Path, shots: int, found: Assessment, gap: Any, *, calibrated: bool) -> dict[str, object]:
-    score = found.score
-    bins = [dict(zip(("confidence", "accuracy", "share"), bin)) for bin in found.calibration]
+def _table_row(
+    folder: Path, shots: int, assessment: Assessment, difference: Score | None, *, calibrated: bool
+) -> list[str]:
+    """Return the cells of one row of the table."""
+    name, accuracy = assessment.worst
+    return [
+        str(folder),
+        str(shots),
+        str(assessment.score).removesuffix(" %"),
+        f"{name} {100 * accuracy:.1f} %",
+        f"{assessment.calibration_error:.3f}" if calibrated else "",
+        "" if difference is None else str(difference).removesuffix(" %"),
+    ]
+
+
+def _json_entry(
+    folder: Path, shots: int, assessment: Assessment, difference: Score | None, *, calibrated: bool
+) -> dict[str, object]:
+    """Return one entry of the JSON report."""
+    score = assessment.score
+    bins = [dict(zip(("confidence", "accuracy", "share"), values)) for values in assessment.calibration]
     return {
         "run": str(folder),
         "shots": shots,
@@ -314,119 +391,8 @@ def _reported(folder: Path, shots: int, found: Assessment, gap: Any, *, calibrat
         "ci95": score.ci95,
         "tasks": score.tasks,
         "diverged": score.diverged,
-        "difference": None if gap is None else {"mean": gap.mean, "ci95": gap.ci95},
-        "calibration_error": found.calibration_error if calibrated else None,
+        "difference": None if difference is None else {"mean": difference.mean, "ci95": difference.ci95},
+        "calibration_error": assessment.calibration_error if calibrated else None,
         "calibration": bins if calibrated else None,
-        "classes": found.classes,
+        "classes": assessment.classes,
     }
-
-
-def _ways(folder: Path) -> int:
-    """Return how many classes a task had in training."""
-    from metabridge.training.checkpoint import RunFolder, damaged
-
-    ways = (RunFolder(folder).settings()["model"] or {}).get("outputs", 5)
-    if not isinstance(ways, int):
-        raise damaged(folder / "settings.json", f"its outputs are {ways!r}")
-    return ways
-
-
-def _trained_on(folder: Path, key: str, kind: type[T]) -> T | None:
-    """Return what the settings of a run say of its tasks, if anything."""
-    from metabridge.training.checkpoint import RunFolder, damaged
-
-    value = (RunFolder(folder).settings()["tasks"] or {}).get(key)
-    if value is not None and not isinstance(value, kind):
-        raise damaged(folder / "settings.json", f"its tasks have the {key} {value!r}")
-    return value
-
-
-def _counts(shots: str) -> list[int]:
-    try:
-        counts = [int(part) for part in shots.split(",")]
-    except ValueError:
-        raise InputError(f"shots is {shots!r}, but must be whole numbers with commas between, such as 1,5.") from None
-    if max(counts) > MOST:
-        raise InputError(f"shots is {max(counts)}, but must be {MOST} or less.")
-    return counts
-
-
-def _sources(runs: list[Path]) -> list[dict[str, Any]]:
-    """Return what each run was trained on, which must be the same but for how its images are decoded."""
-    found, origins = [], []
-    for folder in runs:
-        source = _trained_on(folder, "data", dict)
-        if source is None:
-            raise InputError(f"the run in {folder} does not say what data it was trained on. Name some with --data.")
-        found.append({key: value for key, value in source.items() if source.get("name") != "glyphs" or key != "root"})
-        origins.append({key: value for key, value in source.items() if key not in ("size", "channels")})
-        if origins[-1] != origins[0]:
-            raise InputError(
-                f"the runs in {runs[0]} and {folder} were trained on different data, of which the same tasks cannot be "
-                "drawn. Name some for both with --data, or evaluate them one by one."
-            )
-    return found
-
-
-def _settings(texts: list[str] | None, flag: str) -> dict[str, Any]:
-    """Read KEY=VALUE pairs; a value is JSON where it can be, and text otherwise."""
-    settings: dict[str, Any] = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise InputError(f"{flag} is {text!r}, but must be KEY=VALUE, such as steps=5.")
-        try:
-            settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = value
-    return settings
-
-
-def _check_method(plan: Plan, texts: list[str] | None) -> None:
-    """Refuse settings of a kind that the method or a saved run cannot take."""
-    from metabridge.training.checkpoint import write_method
-
-    try:
-        write_method(plan.chosen())
-    except InputError:
-        raise
-    except (TypeError, ValueError, KeyError) as error:
-        raise InputError(f"--option is {', '.join(texts or [])}, which {plan.method} cannot take ({error}).") from error
-
-
-def _check_memory(plan: Plan, images: LabelledImages) -> None:
-    """Refuse a step whose images alone are more than the machine's memory."""
-    if not hasattr(os, "sysconf"):
-        return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    alone = plan.chosen().training_head == "all-rows"  # a batch is of images, not of tasks
-    each = 4 * images.images[0].numel() * (1 if alone else plan.ways * (plan.shots + plan.queries))  # in float32
-    if plan.batch * each > memory:
-        raise InputError(
-            f"batch is {plan.batch}, but the images of such a step take {plan.batch * each / 2**30:.0f} GiB, and this "
-            f"machine has {memory / 2**30:.0f} GiB of memory. Use batch={max(1, memory // (8 * each))} or fewer."
-        )
-
-
-def _next(out: Path, images: LabelledImages, ways: int) -> str:
-    """Say how to judge a finished run, with no more classes in a task than are left to test on."""
-    left = len(images.splits.get("test", ()))
-    if left < 2:
-        return "There is no second class left to test on: metabridge evaluate needs --data with more."
-    fewest = min(int((images.labels == member).sum()) for member in images.splits["test"])
-    shots, queries = ("1,5", fewest - 5) if fewest > 5 else ("1", fewest - 1)
-    few = f" --queries {queries}" if queries < 15 else ""
-    return f"Next: metabridge evaluate {shlex.quote(str(out))} --ways {min(ways, left)} --shots {shots}{few}"
-
-
-def _draw_curve(run: Run, folder: Path, name: str) -> None:
-    from metabridge.files import write_atomically
-
-    if run.best is None:
-        return  # there was no validation, or none yet
-    try:
-        from metabridge.report import figures
-    except ModuleNotFoundError:
-        return  # without matplotlib there is no picture, but metrics.jsonl has the numbers
-    picture = figures.png(figures.learning_curves({name: run}, "iterations"))
-    write_atomically(folder / "curves.png", picture, follow=False)

@@ -17,7 +17,7 @@ from metabridge.learners.method import PRESETS, Method
 from metabridge.models.network import Network
 from metabridge.progress import track_progress
 from metabridge.solvers import GradientDescent
-from metabridge.training.evaluate import Score, evaluate
+from metabridge.training.evaluation import Score, evaluate
 
 WORTH = 1.25  # the least ratio of risks for which adaptation in training is recommended
 NOTICEABLE = 0.001  # the least share of the whole loss for which it is

@@ -23,8 +23,9 @@ from metabridge.kernels.kernel import Kernel
 from metabridge.models.batch_norm import estimate_statistics
 from metabridge.models.network import Network
 from metabridge.progress import track_progress
-from metabridge.training.config import Plan
-from metabridge.training.evaluate import Model
+from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.evaluation import Model
+from metabridge.training.image_training import network_of
 
 log = logging.getLogger("metabridge")
 
@@ -256,7 +257,8 @@ def untrained(images: LabelledImages, model: str = "conv4", *, seed: int = 0) ->
     >>> untrained(load("glyphs")).head.in_features
     32
     """
-    net = Plan("nal", model=model, statistics="running", seed=seed).network(images)
+    config = ImageTrainingConfig("nal", model=model, statistics="running", seed=seed)
+    net = network_of(config, images)
     some = torch.randperm(len(images.images), generator=torch.Generator().manual_seed(seed))[:STATISTICS_FROM]
     net = net.to(images.images.device)
     estimate_statistics(net, [images.float_images(some)])

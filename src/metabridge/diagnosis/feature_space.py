@@ -14,7 +14,7 @@ from metabridge.errors import InputError, describe
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
 from metabridge.models.network import Network
-from metabridge.training.evaluate import Model
+from metabridge.training.evaluation import Model
 
 DIRECTIONS = 10  # of features, at most, of which pairs are made: there are half the square of it
 

@@ -120,7 +120,7 @@ def measure(options: ExperimentOptions) -> Comparison:
             validate=glyphs.tasks("validation"),
             validate_tasks=settings.validation_tasks,
             iterations=setting.iterations,
-            tasks=setting.batch_size,
+            batch_size=setting.batch_size,
             lr=setting.lr,
             device=options.device,
             seed=seed,

@@ -37,7 +37,8 @@ from metabridge.kernels import AnalyticKernel, Kernel, KernelLearner, conv4_kern
 from metabridge.kernels.kernel_predictors import FittedKernelLearner, KernelMethod
 from metabridge.report.results import Row
 from metabridge.training import Score, evaluate
-from metabridge.training.config import Plan
+from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.image_training import train_on_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +77,7 @@ class Settings:
     test: PoolSize
     validation_tasks: int
     test_tasks: int
-    plans: tuple[Plan, ...]
+    plans: tuple[ImageTrainingConfig, ...]
 
     def pool(self, images: LabelledImages, kernel: str, seed: int) -> LabelledImages:
         """Return the images for a kernel; the validation and test images are the same for all kernels."""
@@ -89,14 +90,22 @@ class Settings:
         return pool.tasks(split, shots=shots, queries=images - max(self.shots))
 
 
-def network_plans(iterations: int, models: Iterable[str]) -> tuple[Plan, ...]:
+def network_plans(iterations: int, models: Iterable[str]) -> tuple[ImageTrainingConfig, ...]:
     """Return MAML, ANIL and MTL for each network, trained on 1-shot tasks."""
     options: dict[str, dict[str, object]] = {"conv4": {"filters": 32}, "mlp": {"width": 256}}
     plans = []
     for model in models:
-        maml = Plan("maml", {"steps": 3, "lr": 0.2}, model, options[model], queries=5, iterations=iterations, lr=3e-3)
+        maml = ImageTrainingConfig(
+            "maml",
+            method_options={"steps": 3, "lr": 0.2},
+            model=model,
+            model_options=options[model],
+            queries=5,
+            iterations=iterations,
+            lr=3e-3,
+        )
         anil = replace(maml, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=2 * iterations)
-        mtl = replace(maml, method="mtl", method_options={}, batch=16, queries=4, lr=1e-2)
+        mtl = replace(maml, method="mtl", method_options={}, batch_size=16, queries=4, lr=1e-2)
         plans += [replace(plan, validate_tasks=60) for plan in (maml, anil, mtl)]
     return tuple(plans)
 
@@ -276,13 +285,14 @@ def network_trials(
 ) -> Iterator[Trial]:
     """Train every network on new tasks of all training classes, and test it on the tasks of the kernels."""
     for plan in settings.plans:
-        run = replace(plan, seed=options.seed).train(images, device=options.device, progress=options.progress)
+        config = replace(plan, seed=options.seed)
+        run = train_on_images(config, images, device=options.device, progress=options.progress)
         for shots in settings.shots:
             start = time.perf_counter()
             tasks = settings.evaluation_tasks(pool, "test", shots)
             score = evaluate(run, tasks, tasks=settings.test_tasks, seed=options.seed)
             seconds = run.seconds, time.perf_counter() - start
-            note, name = f"{plan.iterations} steps of {plan.batch} 1-shot tasks", f"{plan.model} net"
+            note, name = f"{plan.iterations} steps of {plan.batch_size} 1-shot tasks", f"{plan.model} net"
             yield Trial(dataset, shots, f"{name} {plan.method.upper()}", NEW_TASKS, score, *seconds, note)
 
 

@@ -15,8 +15,8 @@ from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.learners.method import method
 from metabridge.models import conv4
 from metabridge.report.results import Machine, Row
-from metabridge.training import Fitting, Run, Settings, evaluate, in_turns
-from metabridge.training.fitting import several
+from metabridge.training import Run, Trainer, TrainingConfig, evaluate, train_interleaved
+from metabridge.training.interleaved import concurrent_trainings
 
 KINDS = ("easy train", "hard train", "easy test", "hard test")  # of tasks, in the order of the published tables
 
@@ -125,20 +125,22 @@ def train_all(
         if records[training.label] is None and options.includes(training.part)
     }
     start = {label: partial(_start, options, experiment, images, training) for label, training in missing.items()}
-    at_once = several(options.device)
-    for label, run in in_turns(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
+    at_once = concurrent_trainings(options.device)
+    for label, run in train_interleaved(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
         if run.finished:
             records[label] = _test(options, experiment, images, missing[label], run)
     return list(records.values())
 
 
-def _start(options: ExperimentOptions, experiment: str, images: LabelledImages, planned: PlannedTraining) -> Fitting:
+def _start(options: ExperimentOptions, experiment: str, images: LabelledImages, planned: PlannedTraining) -> Trainer:
     training, (channels, size) = planned.training, images.images.shape[1:3]
-    return Fitting(
+    return Trainer(
         conv4(channels, size, planned.tasks.outputs, filters=training.filters, seed=training.seed),
         method(training.method, steps=training.steps, lr=training.inner_lr),
         planned.tasks,
-        Settings(iterations=training.iterations, tasks=training.batch_size, lr=training.lr, seed=training.seed),
+        TrainingConfig(
+            iterations=training.iterations, batch_size=training.batch_size, lr=training.lr, seed=training.seed
+        ),
         device=options.device,
         out=run_folder(options, planned.name(options, experiment), planned.plan(images)),
     )

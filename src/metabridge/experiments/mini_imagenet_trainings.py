@@ -10,22 +10,22 @@ from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.training_records import Evaluation, TrainingRecord, train_or_load
-from metabridge.training import Views
+from metabridge.schedules import Cosine
+from metabridge.training import TestTimeAugmentation
 from metabridge.training.augment import Augment
-from metabridge.training.config import Plan
-from metabridge.training.schedules import Cosine
+from metabridge.training.config import ImageTrainingConfig
 
 SHOTS = (1, 5)
 VIEWS = (
-    Views(copies=5),  # Wang et al. 2022, section 6
-    Views(mirrored=True),
-    Views(mirrored=True, turned=True),
-    Views(mirrored=True, cropped=True),
-    Views(mirrored=True, turned=True, cropped=True),
+    TestTimeAugmentation(copies=5),  # Wang et al. 2022, section 6
+    TestTimeAugmentation(mirrored=True),
+    TestTimeAugmentation(mirrored=True, rotated=True),
+    TestTimeAugmentation(mirrored=True, cropped=True),
+    TestTimeAugmentation(mirrored=True, rotated=True, cropped=True),
 )
 EVALUATIONS = {"quick": Evaluation(SHOTS, 40, VIEWS[:2]), "paper": Evaluation(SHOTS, 2000, VIEWS)}
 
-_RESNET = Plan(
+_RESNET = ImageTrainingConfig(
     "mtl",
     model="resnet12",
     model_options={"dropout": 0.1},
@@ -36,9 +36,9 @@ _RESNET = Plan(
     validate_shots=5,
 )
 # A GPU takes many tasks per step in little more time than few.
-_CONV = Plan(
+_CONV = ImageTrainingConfig(
     "maml",
-    batch=16,
+    batch_size=16,
     queries=10,
     lr=5e-3,
     schedule=Cosine(),
@@ -52,28 +52,35 @@ _CONV = Plan(
 _RFS = replace(
     _RESNET,
     method="rfs",
-    batch=256,
+    batch_size=256,
     iterations=40_000,
     optimizer="sgd",
     lr=0.2,
     weight_decay=5e-4,
     schedule=Cosine(warmup=0.03),
-    turns=True,
+    rotated_classes=True,
     validate_every=4000,
 )
-PAPER: dict[str, Plan] = {
+PAPER: dict[str, ImageTrainingConfig] = {
     "rfs": _RFS,
     # as many images per step as rfs, from a quarter of the classes
-    "mtl": replace(_RFS, method="mtl", training_ways=64, shots=2, queries=2, batch=1, iterations=22_000),
+    "mtl": replace(_RFS, method="mtl", training_ways=64, shots=2, queries=2, batch_size=1, iterations=22_000),
     "r2d2": replace(
-        _RESNET, method="r2d2", shots=5, queries=10, batch=4, iterations=5000, schedule=Cosine(), validate_every=500
+        _RESNET,
+        method="r2d2",
+        shots=5,
+        queries=10,
+        batch_size=4,
+        iterations=5000,
+        schedule=Cosine(),
+        validate_every=500,
     ),
     "metaoptnet": replace(
         _RESNET,
         method="metaoptnet",
         shots=5,
         queries=10,
-        batch=4,
+        batch_size=4,
         iterations=5000,
         schedule=Cosine(),
         validate_every=500,
@@ -94,18 +101,18 @@ PAPER: dict[str, Plan] = {
 }
 
 
-def plans(scale: str) -> dict[str, Plan]:
+def plans(scale: str) -> dict[str, ImageTrainingConfig]:
     """Return the trainings by name; a name that ends in -1 or -5 is trained and evaluated for this number of shots."""
     if scale == "paper":
         return PAPER
-    small: dict[str, Plan] = {}
+    small: dict[str, ImageTrainingConfig] = {}
     for name, plan in PAPER.items():
-        plan = replace(plan, iterations=30, batch=min(plan.batch, 32), validate_tasks=20, validate_every=10)
-        plan = replace(plan, augment=None, turns=False, precision="float32")
+        plan = replace(plan, iterations=30, batch_size=min(plan.batch_size, 32), validate_tasks=20, validate_every=10)
+        plan = replace(plan, augment=None, rotated_classes=False, precision="float32")
         if plan.model == "resnet12":
             plan = replace(plan, model_options={**plan.model_options, "widths": [8, 16, 32, 64]})
         else:
-            plan = replace(plan, batch=2, queries=5)
+            plan = replace(plan, batch_size=2, queries=5)
         small[name] = plan
     return small
 

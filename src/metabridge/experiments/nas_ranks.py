@@ -30,9 +30,11 @@ from metabridge.intervals import percentile_tail
 from metabridge.models.architecture import Architecture, random_architecture
 from metabridge.nas.architecture_search import ProxyEvaluator, SearchConfig, SearchKernel
 from metabridge.nas.proxies import ProxyScore, mean_score
-from metabridge.training import Cosine, Run, evaluate, in_turns
-from metabridge.training.config import Plan
-from metabridge.training.fitting import several
+from metabridge.schedules import Cosine
+from metabridge.training import Run, evaluate, train_interleaved
+from metabridge.training.config import ImageTrainingConfig, former_names_replaced
+from metabridge.training.image_training import image_trainer
+from metabridge.training.interleaved import concurrent_trainings
 
 ID = "nas-ranks"
 CONDITIONS: dict[str, SearchKernel] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}
@@ -49,16 +51,16 @@ class Scale:
 
     architectures: int
     search: SearchConfig
-    plan: Plan
+    plan: ImageTrainingConfig
     test_tasks: int
     resamples: int
 
 
-_PLAN = Plan(
+_PLAN = ImageTrainingConfig(
     "rfs",
     model="network",
     statistics="running",
-    batch=128,
+    batch_size=128,
     iterations=1000,
     optimizer="sgd",
     lr=0.1,
@@ -70,7 +72,7 @@ SCALES = {
     "quick": Scale(
         4,
         SearchConfig(cells=3, channels=4, tasks=2, ways=3, repeats=1, region_inputs=200),
-        replace(_PLAN, batch=32, iterations=10, validate_every=10, validate_tasks=10),
+        replace(_PLAN, batch_size=32, iterations=10, validate_every=10, validate_tasks=10),
         test_tasks=20,
         resamples=100,
     ),
@@ -135,14 +137,16 @@ def run(work: Work) -> Outcome:
     missing = {f"network {place}": one for place, one in enumerate(drawn) if one not in done}
     begin = {
         label: partial(
-            _plan(training, search, one, images).begin,
+            image_trainer,
+            _plan(training, search, one, images),
             images,
             device=work.device,
             out=run_folder(work, f"{name}-{label.replace(' ', '-')}", plan),
         )
         for label, one in missing.items()
     }
-    for label, trained in in_turns(begin, at_once=several(work.device), minutes=work.minutes, progress=work.progress):
+    at_once = concurrent_trainings(work.device)
+    for label, trained in train_interleaved(begin, at_once=at_once, minutes=work.minutes, progress=work.progress):
         if trained.finished:
             one = judge(work, missing[label], search, images, trained, scale.test_tasks)
             record = replace(record, judged=(*record.judged, one))
@@ -157,7 +161,9 @@ def run(work: Work) -> Outcome:
     return Outcome(Result.of(work, ID, tuple(_rows(judged, found)), {name: record}), judged, found["Spearman"])
 
 
-def _plan(training: Plan, search: SearchConfig, architecture: Architecture, images: LabelledImages) -> Plan:
+def _plan(
+    training: ImageTrainingConfig, search: SearchConfig, architecture: Architecture, images: LabelledImages
+) -> ImageTrainingConfig:
     options = {"architecture": asdict(architecture), "cells": search.cells, "channels": search.channels}
     options |= {"image_channels": images.images.shape[1], "drop_rate": 0.0}
     return replace(training, model_options=options)
@@ -235,8 +241,9 @@ def _rows(judged: Sequence[Judged], found: Mapping[str, Mapping[str, Interval]])
 
 
 def _made(held: dict[str, Any]) -> Record:
+    plan = {**held["plan"], "training": former_names_replaced(held["plan"]["training"])}
     judged = (Judged(**{**one, "architecture": Architecture.from_dict(one["architecture"])}) for one in held["judged"])
-    return Record(**{**held, "judged": tuple(judged)})
+    return Record(**{**held, "plan": plan, "judged": tuple(judged)})
 
 
 def figure(outcome: Outcome, file: Path) -> None:

@@ -23,8 +23,8 @@ from metabridge.experiments.training_records import TrainingRecord as Record
 from metabridge.models.architecture import Architecture
 from metabridge.models.cells import cell_network
 from metabridge.nas.architecture_search import SearchConfig, SearchKernel, TimeLimitError, run_search
-from metabridge.training import Views
-from metabridge.training.config import Plan
+from metabridge.training import TestTimeAugmentation
+from metabridge.training.config import ImageTrainingConfig
 
 T = TypeVar("T")
 Accuracies = Mapping[int, tuple[float, float]]  # by shots, in percent, with the standard deviation over searches
@@ -64,12 +64,12 @@ class Scale:
 
     seeds: int
     search: SearchConfig
-    plan: Plan
+    plan: ImageTrainingConfig
     longer: int  # steps, of one training
     lr: float  # for stacks of cells
     drop_rate: float
     tasks: int  # that judge, in validation and in the test
-    looks: tuple[Views, ...]
+    looks: tuple[TestTimeAugmentation, ...]
     data: str
     image_channels: int
 
@@ -197,7 +197,7 @@ def longer(label: str) -> str:
     return f"{label}-longer"
 
 
-def cell_plan(work: Work, finding: Finding) -> Plan:
+def cell_plan(work: Work, finding: Finding) -> ImageTrainingConfig:
     """Return how a network that was found is trained, by the seed that found it."""
     scale, how = SCALES[work.scale], finding.plan
     options = {"architecture": asdict(finding.architecture), "cells": how["cells"], "channels": how["channels"]}
@@ -205,7 +205,7 @@ def cell_plan(work: Work, finding: Finding) -> Plan:
     return replace(scale.plan, model="network", model_options=options, lr=scale.lr, seed=how["seed"])
 
 
-def trainings(work: Work, plans: Mapping[str, Plan]) -> dict[str, Record]:
+def trainings(work: Work, plans: Mapping[str, ImageTrainingConfig]) -> dict[str, Record]:
     """Train, or read what was measured, as far as it is asked for and there is time."""
     scale, found = SCALES[work.scale], {}
     evaluation = Evaluation(SHOTS, scale.tasks, scale.looks)

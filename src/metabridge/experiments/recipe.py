@@ -12,7 +12,7 @@ from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, SHOTS, V
 from metabridge.experiments.training_records import TrainingRecord, best_in_validation, train_or_load
 from metabridge.report.results import Row
 from metabridge.training import Model, load
-from metabridge.training.config import Plan
+from metabridge.training.config import ImageTrainingConfig
 from metabridge.training.soft_targets import SoftTargets
 
 STEPS = {"quick": 20, "paper": 12_000}
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "smoothing": ({"soft_targets": SoftTargets(smoothing=0.1)}, None),
     "mixup": ({"soft_targets": SoftTargets(mixup=0.2)}, None),
     "mixup-strong": ({"soft_targets": SoftTargets(mixup=1.0)}, None),
-    "average": ({"average": 0.999}, None),
+    "average": ({"ema_decay": 0.999}, None),
     "distilled": ({"soft_targets": SoftTargets(distillation=0.5)}, "muon"),
     "distilled-alone": ({"soft_targets": SoftTargets(distillation=1.0)}, "muon"),
     "distilled-twice": ({"soft_targets": SoftTargets(distillation=0.5)}, "distilled"),
@@ -52,7 +52,7 @@ def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
     return records
 
 
-def base_plan(options: ExperimentOptions) -> Plan:
+def base_plan(options: ExperimentOptions) -> ImageTrainingConfig:
     """Return how "muon" is trained."""
     steps = STEPS[options.scale]
     rfs = plans(options.scale)["rfs"]

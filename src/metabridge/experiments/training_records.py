@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from metabridge.environments.image_tasks import LabelledImages
@@ -14,8 +14,9 @@ from metabridge.experiments.records import Record, as_json
 from metabridge.heads import LogisticRegression
 from metabridge.report.results import Machine
 from metabridge.training import Run, evaluate
-from metabridge.training.config import Plan
-from metabridge.training.evaluate import PLAIN, FeatureTable, Model, Views
+from metabridge.training.config import ImageTrainingConfig, former_names_replaced
+from metabridge.training.evaluation import UNCHANGED, FeatureTable, Model, TestTimeAugmentation
+from metabridge.training.image_training import train_on_images
 
 PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)  # Wang et al. 2021, table 5
 
@@ -40,13 +41,13 @@ class SplitAccuracy:
     ci95: float
     tasks: int
     penalty: float | None = None
-    views: Views = PLAIN
+    views: TestTimeAugmentation = UNCHANGED
 
     def __str__(self) -> str:
         """Return how it was measured."""
         if self.penalty is None:
             return f"{self.tasks} test tasks"
-        return f"{self.tasks} test tasks; chosen in validation: penalty {self.penalty:g}, {self.views.told()}"
+        return f"{self.tasks} test tasks; chosen in validation: penalty {self.penalty:g}, {self.views}"
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,17 @@ class TrainingRecord(Record):
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Self:
         """Return the record with these fields."""
-        scores = (SplitAccuracy(**{**score, "views": Views(**score["views"])}) for score in stored["scores"])
-        plan = plan_dict(Plan(stored["plan"]["method"])) | stored["plan"]  # older records lack newer options
+        scores = (
+            SplitAccuracy(**{**score, "views": TestTimeAugmentation(**former_names_replaced(score["views"]))})
+            for score in stored["scores"]
+        )
+        # older records lack newer options
+        plan = plan_dict(ImageTrainingConfig(stored["plan"]["method"])) | former_names_replaced(stored["plan"])
         return cls(**{**stored, "plan": plan, "curve": tuple(stored["curve"]), "scores": tuple(scores)})
 
-    def score(self, split: str, shots: int, penalty: float | None, views: Views = PLAIN) -> SplitAccuracy:
+    def score(
+        self, split: str, shots: int, penalty: float | None, views: TestTimeAugmentation = UNCHANGED
+    ) -> SplitAccuracy:
         """Return the accuracy with this head and augmentation.
 
         Raises:
@@ -108,14 +115,14 @@ class Evaluation:
 
     shots: Sequence[int]
     tasks: int
-    views: Sequence[Views]
+    views: Sequence[TestTimeAugmentation]
 
 
 def train_or_load(
     options: ExperimentOptions,
     training: str,
     name: str,
-    plan: Plan,
+    plan: ImageTrainingConfig,
     load_images: Callable[[], LabelledImages],
     evaluation: Evaluation,
     load_teacher: Callable[[], Model] | None = None,
@@ -139,7 +146,8 @@ def train_or_load(
         return record
     teacher = None if load_teacher is None else load_teacher()
     images = load_images()
-    run = plan.train(
+    run = train_on_images(
+        plan,
         images,
         device=options.device,
         out=options.out / "runs" / name,
@@ -155,7 +163,12 @@ def train_or_load(
 
 
 def record_of(
-    run: Run, name: str, plan: Plan, images: LabelledImages, evaluation: Evaluation, options: ExperimentOptions
+    run: Run,
+    name: str,
+    plan: ImageTrainingConfig,
+    images: LabelledImages,
+    evaluation: Evaluation,
+    options: ExperimentOptions,
 ) -> TrainingRecord:
     """Evaluate a finished run and return its record."""
     source = images.load_arguments["name"] if images.load_arguments else "images"
@@ -202,7 +215,7 @@ def _scores(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation,
         return
 
     def with_head(
-        split: str, all_shots: Sequence[int], penalties: Sequence[float], views: Views
+        split: str, all_shots: Sequence[int], penalties: Sequence[float], views: TestTimeAugmentation
     ) -> Iterator[SplitAccuracy]:
         models = [replace(run, method=replace(run.method, test=replace(head, penalty=value))) for value in penalties]
         table = FeatureTable.of(run, tasks[split, evaluation.shots[0]], views, seed=seed)
@@ -211,14 +224,14 @@ def _scores(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation,
             for penalty, score in zip(penalties, scores):
                 yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks, penalty, views)
 
-    yield from with_head("test", evaluation.shots, PENALTIES, PLAIN)
-    validation = list(with_head("validation", evaluation.shots, PENALTIES, PLAIN))
+    yield from with_head("test", evaluation.shots, PENALTIES, UNCHANGED)
+    validation = list(with_head("validation", evaluation.shots, PENALTIES, UNCHANGED))
     for views in evaluation.views:
         validation += with_head("validation", evaluation.shots, PENALTIES[3:], views)
     yield from validation
     for shots in evaluation.shots:
         best = best_in_validation(validation, shots)
-        if best.views != PLAIN and best.penalty is not None:
+        if best.views != UNCHANGED and best.penalty is not None:
             yield from with_head("test", [shots], [best.penalty], best.views)
 
 
@@ -233,7 +246,6 @@ def _evaluation_seconds(run: Run, images: LabelledImages, ways: int, evaluation:
     return time.perf_counter() - started
 
 
-def plan_dict(plan: Plan) -> dict[str, Any]:
+def plan_dict(plan: ImageTrainingConfig) -> dict[str, Any]:
     """Return a plan as JSON gives it back."""
-    schedule = {"name": type(plan.schedule).__name__.lower(), **asdict(plan.schedule)}
-    return as_json(asdict(plan) | {"schedule": schedule})
+    return as_json(plan.as_dict())

@@ -30,7 +30,8 @@ from metabridge.nas.pruning import CandidateScores, Removal, SearchLog, count_ev
 from metabridge.nas.supernet_ntk import CandidateKernels
 from metabridge.progress import progress_bar
 from metabridge.threads import stream_over_threads
-from metabridge.training.config import Plan
+from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.image_training import network_of
 
 MAX_SEED = 10**12 - 1  # leaves digits for the round and the repeat, see `ProxyEvaluator.__call__`
 FINGERPRINTED_IMAGES = 4096
@@ -445,7 +446,8 @@ def score_model(
         seed = config.seed * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
         tasks = evaluator.environment.sample(config.tasks, generator).to(device)
-        net = with_group_norm(Plan("mtl", model=model, ways=config.ways, seed=seed).network(images)).to(device).eval()
+        training = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)
+        net = with_group_norm(network_of(training, images)).to(device).eval()
         if config.condition_number is not None:
             repeats.append(config.condition_number(net, tasks))
         else:

@@ -81,7 +81,7 @@ def _line(name: str, run: Run, scores: Mapping[str, Score]) -> dict[str, str]:
     description = taxonomy_row(run.method)
     return {
         "method": name,
-        **{kind: score.told().removesuffix(" %") for kind, score in scores.items()},
+        **{kind: str(score).removesuffix(" %") for kind, score in scores.items()},
         "training": f"{run.seconds:.0f} s",
         "iterations": f"{run.curve[-1].iteration}",
         **{heading: description[heading] for heading in ("adapts", "inner solve", "outer gradient")},

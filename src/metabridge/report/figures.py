@@ -20,8 +20,8 @@ from metabridge.figure_theme import DARK as DARK
 from metabridge.figure_theme import LIGHT as LIGHT
 from metabridge.figure_theme import Theme as Theme
 from metabridge.files import write_atomically
-from metabridge.training.evaluate import Score
-from metabridge.training.fitting import Run
+from metabridge.training.evaluation import Score
+from metabridge.training.trainer import Run
 
 LINES = ("-", "--", ":")
 MARKERS = ("o", "x", "v", "^", "s")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metabridge.episodes import Episodes
 from metabridge.report.figures import LIGHT, Theme
-from metabridge.training.evaluate import Model, score_tasks
+from metabridge.training.evaluation import Model, score_tasks
 
 RIGHT, WRONG = "#2a9d4a", "#e0352b"
 FRAME, GAP, TITLE = 3, 6, 18  # pixels around an image, between images, and for the words above a task

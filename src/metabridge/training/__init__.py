@@ -1,34 +1,20 @@
-"""Loops over the learners: training and evaluation."""
+"""Training and evaluation of methods on tasks.
 
-from metabridge.training.augment import Augment
-from metabridge.training.evaluate import Model, Predictor, Score, Views, evaluate
-from metabridge.training.fit import fit, load
-from metabridge.training.fitting import Fitting, Run, in_turns
-from metabridge.training.loop import Point, Settings
-from metabridge.training.muon import Muon
-from metabridge.training.schedules import Constant, Cosine, Plateau, Schedule, Step, schedule
-from metabridge.training.soft_targets import SoftTargets
+`metabridge.training.config` can be imported without PyTorch, which the help of the command line needs; everything else
+is imported on first use.
+"""
 
-__all__ = [
-    "Augment",
-    "Constant",
-    "Cosine",
-    "Fitting",
-    "Model",
-    "Muon",
-    "Plateau",
-    "Point",
-    "Predictor",
-    "Run",
-    "Schedule",
-    "Score",
-    "Settings",
-    "SoftTargets",
-    "Step",
-    "Views",
-    "evaluate",
-    "fit",
-    "in_turns",
-    "load",
-    "schedule",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metabridge.training.exports import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("metabridge.training.exports"), name)
+
+    def __dir__() -> list[str]:
+        return [*globals(), *import_module("metabridge.training.exports").__all__]

@@ -1,4 +1,4 @@
-"""A closer look at a trained classifier: which classes it fails, and how far its probabilities can be trusted."""
+"""A closer look at a classifier: its accuracy on each class, and the calibration of its probabilities."""
 
 from __future__ import annotations
 
@@ -9,27 +9,42 @@ from torch import Tensor
 
 from metabridge.environments.image_tasks import ImageTasks
 from metabridge.errors import InputError
-from metabridge.training.evaluate import PLAIN, Predictor, Score, Views, answered_right, diverged, outcomes, score_tasks
+from metabridge.training.evaluation import (
+    UNCHANGED,
+    Predictor,
+    Score,
+    TestTimeAugmentation,
+    correct,
+    diverged,
+    predictions,
+    score_tasks,
+)
 
 BINS = 10
 
 
 @dataclass(frozen=True, eq=False)
 class Assessment:
-    """The accuracy over tasks, and what lies behind it."""
+    """The accuracy of a classifier over tasks, its accuracy on each class, and its calibration.
+
+    Args:
+        score: Accuracy over all tasks.
+        classes: Accuracy on the queries of each class, over all tasks with this class.
+        calibration: For each bin of confidence the mean confidence, the accuracy and the share of the queries.
+    """
 
     score: Score
-    classes: dict[str, float]  # accuracy on the queries of each class, over all tasks that it was in
-    calibration: tuple[tuple[float, float, float], ...]  # of each bin: confidence, accuracy, share of the queries
+    classes: dict[str, float]
+    calibration: tuple[tuple[float, float, float], ...]
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The class with the lowest accuracy."""
+        """The class with the lowest accuracy, and this accuracy."""
         return min(self.classes.items(), key=lambda item: item[1])
 
     @property
     def calibration_error(self) -> float:
-        """Σ_bins share · |confidence − accuracy|, the expected calibration error."""
+        """The expected calibration error, Σ_bins share · |confidence − accuracy|."""
         return sum(share * abs(confidence - accuracy) for confidence, accuracy, share in self.calibration)
 
 
@@ -39,53 +54,70 @@ def assess(
     *,
     tasks: int = 600,
     seed: int = 0,
-    views: Views = PLAIN,
+    augmentation: TestTimeAugmentation = UNCHANGED,
     progress: bool = False,
 ) -> Assessment:
-    """Evaluate as `evaluate` does, on the same tasks, and keep count of classes and confidences.
+    """Evaluate a classifier as `evaluate` does, on the same tasks, with accuracies of classes and calibration.
 
-    A query whose outputs are not finite is wrong and has no confidence, so calibration leaves it out.
+    A query whose outputs are not finite counts as wrong. It has no confidence, so calibration leaves it out.
+
+    Args:
+        model: Trained model, or a kernel predictor.
+        environment: Tasks over labelled images.
+        tasks: Number of tasks, at least 2.
+        seed: Seed of the tasks.
+        augmentation: Changes of the images at test time.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The assessment.
+
+    Raises:
+        InputError: If the tasks are not over labelled images, or adaptation diverges on all of them.
 
     >>> from metabridge.datasets import load
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import conv4
     >>> from metabridge.training import Model
     >>> test, anil, net = load("glyphs").tasks("test"), method("anil"), conv4(1, 28)
-    >>> found = assess(Model(anil, net, parameters(anil, net)), test, tasks=4)
-    >>> len(found.classes) == test.classes, 0 <= found.calibration_error <= 1
+    >>> assessment = assess(Model(anil, net, parameters(anil, net)), test, tasks=4)
+    >>> len(assessment.classes) == test.classes, 0 <= assessment.calibration_error <= 1
     (False, True)
     """
     if not isinstance(environment, ImageTasks):
         raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks over labelled images.")
-    values, lost, right = [], [], torch.zeros(environment.classes, dtype=torch.float64)
-    seen, bins = right.clone(), torch.zeros(BINS, 3, dtype=torch.float64)
-    given = outcomes(model, environment, tasks=tasks, seed=seed, views=views, progress=progress)
-    for outputs, episodes in given:
+    values, has_diverged = [], []
+    correct_queries, queries = torch.zeros(2, environment.classes, dtype=torch.float64)
+    bins = torch.zeros(BINS, 3, dtype=torch.float64)  # sums of confidence and accuracy, number of queries
+    for outputs, episodes in predictions(
+        model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=progress
+    ):
         values.append(score_tasks(outputs, episodes))
-        lost.append(diverged(outputs))
+        has_diverged.append(diverged(outputs))
         assert episodes.classes is not None
-        hit = answered_right(outputs, episodes).double()
-        _count(right, episodes.classes.gather(1, episodes.query_y), hit)
-        _count(seen, episodes.classes.gather(1, episodes.query_y), torch.ones_like(hit))
+        hits = correct(outputs, episodes).double()
+        _add_at(correct_queries, episodes.classes.gather(1, episodes.query_y), hits)
+        _add_at(queries, episodes.classes.gather(1, episodes.query_y), torch.ones_like(hits))
         finite = outputs.isfinite().all(-1)
-        probability = outputs[finite].softmax(-1).amax(-1).double()
-        place = (probability * BINS).long().clamp_max(BINS - 1)
-        for column, weight in enumerate((probability, hit[finite], torch.ones_like(probability))):
-            _count(bins[:, column], place, weight)
-    score = Score.of(torch.cat(values), diverged=int(torch.cat(lost).sum()))
+        confidence = outputs[finite].softmax(-1).amax(-1).double()
+        bin_index = (confidence * BINS).long().clamp_max(BINS - 1)
+        for column, weights in enumerate((confidence, hits[finite], torch.ones_like(confidence))):
+            _add_at(bins[:, column], bin_index, weights)
+    score = Score.of(torch.cat(values), diverged=int(torch.cat(has_diverged).sum()))
     if score.diverged == tasks:
         raise InputError(
             f"adaptation diverged on all {tasks} tasks: outputs are NaN or infinite. Adapt with a lower rate or fewer "
             "steps, or train again with a lower learning rate."
         )
     names = environment.class_names
-    present = seen.nonzero().squeeze(1).tolist()
+    present = queries.nonzero().squeeze(1).tolist()
     return Assessment(
         score,
-        {names[index]: float(right[index] / seen[index]) for index in present},
+        {names[index]: float(correct_queries[index] / queries[index]) for index in present},
         tuple((float(c / n), float(a / n), float(n / bins[:, 2].sum())) for c, a, n in bins if n > 0),
     )
 
 
-def _count(total: Tensor, places: Tensor, weights: Tensor) -> None:
-    total.index_add_(0, places.flatten().cpu(), weights.flatten().cpu())
+def _add_at(totals: Tensor, indices: Tensor, weights: Tensor) -> None:
+    """Add weights to the totals at these indices."""
+    totals.index_add_(0, indices.flatten().cpu(), weights.flatten().cpu())

@@ -1,24 +1,22 @@
 """Runs on disk. Settings are JSON and tensors are safetensors, so that reading a run never runs code.
 
-A run's folder holds
-- `settings.json`: the model, the method, the data and how it was trained, and which parameters are frozen, if any;
-- `weights.safetensors`: the best parameters so far, and the network's buffers;
-- `state.safetensors`: everything that training needs to go on as if it had never stopped;
-- `metrics.jsonl`: a line for every point of the learning curve, and `curves.png`, its picture.
-Every file is written whole or not at all, by the one process that holds the folder's lock. Files of tensors have a
-checksum.
+The folder of a run holds
+- `settings.json`: model, method, tasks and training options, and which parameters are frozen, if any;
+- `weights.safetensors`: the best weights so far, parameters and buffers;
+- `state.safetensors`: everything that training needs to continue as if it had never stopped;
+- `metrics.jsonl`: one line per point of the learning curve, and `curves.png`, its picture.
+Each file is written whole or not at all, by the process that holds the folder's lock. Files of tensors have a checksum.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import operator
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +28,15 @@ from metabridge.learners.method import Method, balance
 from metabridge.models import BUILDERS, FORMER_NAMES, Network, Params, build
 from metabridge.models.size_limit import SizeLimit
 from metabridge.solvers import Solver, task_loss
+from metabridge.training.config import former_names_replaced, plain_number
 
-KEYS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}  # whether it may be null
-FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # that a run writes, besides its settings
-VERSION = 1  # of the folder's form; raise it when a reader of the old form would misread the new one
+# Sections of settings.json, and whether each may be null.
+SECTIONS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}
+FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # of a run, besides its settings
+VERSION = 2  # of settings.json; increase it when a reader of the old form would misread the new one
 
-CHECKSUM = "crc32"  # of the whole file, where it is eight zeros
-_NONE = "00000000"
+CHECKSUM = "crc32"  # of the whole file, with eight zeros in its place
+_NO_CHECKSUM = "00000000"
 
 
 @dataclass(frozen=True)
@@ -45,39 +45,35 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def started(self) -> bool:
-        """Whether a run has left its settings here."""
-        return (self.path / "settings.json").exists()
-
-    def held(self) -> dict[str, Any] | None:
-        """Return the settings of the run that can be taken up here, if there is one."""
-        settings = self.settings() if self.started else None  # which must be a run's
-        known = [name for name in FILES if (self.path / name).exists()]
-        if settings is None and known:
-            raise InputError(f"{self.path} holds a {known[0]} that is not of a run. Name another folder.")
-        return settings if "state.safetensors" in known else None  # else nothing was trained before it failed
+    def resumable(self) -> dict[str, Any] | None:
+        """Return the settings of the run that can be continued here, if there is one."""
+        settings = self.settings() if (self.path / "settings.json").exists() else None
+        present = [name for name in FILES if (self.path / name).exists()]
+        if settings is None and present:
+            raise InputError(f"{self.path} holds a {present[0]}, but no settings.json of a run. Name another folder.")
+        return settings if "state.safetensors" in present else None  # without a state nothing was trained
 
     def check(self, settings: Mapping[str, Any]) -> bool:
-        """Refuse settings other than those of the run that was begun here, and return whether only its length differs.
+        """Refuse settings that differ from those of the run in the folder, if there is one, in more than its length.
 
-        The length is the number of iterations.
+        Returns:
+            Whether the number of iterations differs.
         """
-        held = self.held()
-        difference = None if held is None else _difference(_without_length(held), _without_length(plain(settings)))
+        stored, settings = self.resumable(), plain(settings)
+        difference = None if stored is None else _difference(_without_length(stored), _without_length(settings))
         if difference:
             raise InputError(
                 f"{self.path} holds a run with other settings ({difference}). "
-                "Name another folder, or give the same settings to go on with that run."
+                "Name another folder, or give the same settings to continue that run."
             )
-        return held is not None and held != plain(settings)
+        return stored is not None and stored != settings
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings."""
+        """Write settings.json."""
         write_atomically(self.path / "settings.json", json_bytes(plain(settings), indent=2), follow=False)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the run."""
+        """Return the settings of the run, in the form of this version."""
         file = self.path / "settings.json"
         if not self.path.is_dir():
             raise InputError(f"there is no run at {self.path}. Name the folder that was given to train as --out.")
@@ -93,30 +89,32 @@ class RunFolder:
         except PARSING_ERRORS as error:
             raise InputError(f"{file} is damaged: it is not JSON ({error}).") from error
         if not isinstance(settings, dict) or "version" not in settings:
-            raise InputError(f"{self.path} is not a run: its {file.name} is not of metabridge. Name another folder.")
-        if settings["version"] != VERSION:
+            raise InputError(
+                f"{self.path} is not a run: metabridge did not write its {file.name}. Name another folder."
+            )
+        if settings["version"] not in (1, VERSION):
             raise InputError(
                 f"{self.path} was written in form {settings['version']}, but this version of metabridge reads form "
                 f"{VERSION}. Train again, or use the version that wrote it."
             )
-        for key, nullable in KEYS.items():
-            if key not in settings:
-                raise InputError(f"{file} is damaged: it does not say the {key}. Restore it from a copy.")
-            if not (isinstance(settings[key], dict) or (nullable and settings[key] is None)):
-                raise damaged(file, f"its {key} is {settings[key]!r}")
-        return settings
+        for section, may_be_null in SECTIONS.items():
+            if section not in settings:
+                raise InputError(f"{file} is damaged: the {section} is missing. Restore it from a copy.")
+            if not (isinstance(settings[section], dict) or (may_be_null and settings[section] is None)):
+                raise damaged(file, f"its {section} is {settings[section]!r}")
+        return settings if settings["version"] == VERSION else from_version_1(settings)
 
     def write(self, name: str, tensors: Mapping[str, Tensor], notes: Mapping[str, object]) -> None:
         """Write tensors with JSON notes as `name`.safetensors."""
         from safetensors.torch import save
 
-        whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        header, values = _split(save(whole, {"metabridge": json.dumps(notes), CHECKSUM: _NONE}))
-        header = header.replace(_mark(_NONE), _mark(_checksum(header, values, _NONE)), 1)
+        contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        header, values = _split(save(contiguous, {"metabridge": json.dumps(notes), CHECKSUM: _NO_CHECKSUM}))
+        header = header.replace(_mark(_NO_CHECKSUM), _mark(_checksum(header, values, _NO_CHECKSUM)), 1)
         write_atomically(self.path / f"{name}.safetensors", b"".join((header, values)), follow=False)
 
     def read(self, name: str) -> tuple[Params, dict[str, Any]] | None:
-        """Return what `write` left as `name`, or None if there is nothing."""
+        """Return the tensors and notes of `name`.safetensors, or None if there is no such file."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
@@ -132,12 +130,12 @@ class RunFolder:
         try:
             header, values = _split(content)
             metadata = json.loads(header[8:])["__metadata__"]
-            sealed = set(metadata) != {"metabridge"}  # version 0.1.0 wrote nothing else, and no checksum
-            if sealed and _checksum(header, values, metadata[CHECKSUM]) != metadata[CHECKSUM]:
-                raise InputError("its checksum is that of another content")
+            has_checksum = set(metadata) != {"metabridge"}  # early files of version 0.1.0 have none
+            if has_checksum and _checksum(header, values, metadata[CHECKSUM]) != metadata[CHECKSUM]:
+                raise InputError("its checksum is wrong")
             notes = json.loads(metadata["metabridge"])
             if not isinstance(notes, dict):
-                raise InputError("its notes are not of a run")
+                raise InputError("its notes are not those of a run")
             return load(content), notes
         except (SafetensorError, *PARSING_ERRORS) as error:
             raise InputError(
@@ -145,28 +143,36 @@ class RunFolder:
             ) from error
 
     def write_metrics(self, lines: list[dict[str, object]]) -> None:
-        """Write the learning curve, a line a point."""
+        """Write the learning curve, one line per point."""
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         write_atomically(self.path / "metrics.jsonl", text.encode(), follow=False)
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they are read back: with their version, and tuples as lists."""
+    """Return settings as they are read back: with the version, and tuples as lists."""
     return json.loads(json.dumps({"version": VERSION} | dict(settings)))  # type: ignore[no-any-return]
 
 
+def from_version_1(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in today's form that version 0.1.0 wrote in form 1.
+
+    The model and the method have the same form in both, so that the fingerprint in old weights is still right.
+    """
+    return settings | {"version": VERSION, "training": former_names_replaced(settings["training"])}
+
+
 def fingerprint(settings: Mapping[str, Any]) -> int:
-    """Tell the model and the method of some settings from others."""
+    """Return a checksum of the model and the method, to detect weights of other settings."""
     return zlib.crc32(json.dumps([settings["model"], settings["method"]], sort_keys=True).encode())
 
 
 def damaged(file: Path, reason: object) -> InputError:
-    """Return the error that says why a file of a run cannot be used."""
+    """Return the error for a file of a run that cannot be used."""
     return InputError(f"{file} is damaged: {reason}. Restore it from a copy, or name another folder.")
 
 
 def write_method(method: Method) -> dict[str, object]:
-    """Return a method as plain data.
+    """Return a method as a dictionary that JSON can store.
 
     >>> from metabridge.learners.method import method
     >>> write_method(method("maml"))["inner"]
@@ -174,12 +180,11 @@ def write_method(method: Method) -> dict[str, object]:
     """
     if method.loss is not task_loss or method.regulariser not in (None, balance):
         raise InputError(
-            "a method with a loss or regulariser of your own cannot be saved. "
-            "Train it without out=, and keep run.params."
+            "a method with a custom loss or regulariser cannot be saved. Train it without out=, and keep run.params."
         )
     solvers = {
-        place: None if (solver := getattr(method, place)) is None else _plain_options(solver.to_dict())
-        for place in ("inner", "test")
+        role: None if (solver := getattr(method, role)) is None else _plain_options(solver.to_dict())
+        for role in ("inner", "test")
     }
     plain = {"adapts": method.adapts, "outer": method.outer, "head": method.training_head, "split": method.split}
     return {**plain, **solvers, "regulariser": None if method.regulariser is None else "balance"}
@@ -203,17 +208,16 @@ def read_method(data: Mapping[str, Any]) -> Method:
 
 
 def read_network(settings: Mapping[str, Any], net: Network | None, stored: Params) -> Network:
-    """Return the run's network, made anew unless it is given, if it is about as large as its `stored` tensors."""
+    """Return the network of a run: `net`, or a new one of about the size of the `stored` tensors."""
     if net is None:
         recipe = dict(settings["model"])
-        if (
-            FORMER_NAMES.get(recipe["model"], recipe["model"]) not in BUILDERS
-        ):  # such as the path of an architecture: a run keeps the architecture itself
+        # anything else, such as a path, is refused: a run stores the architecture itself
+        if FORMER_NAMES.get(recipe["model"], recipe["model"]) not in BUILDERS:
             raise ValueError(f"its model is {recipe['model']!r}")
         if recipe.get("pretrained"):
-            recipe["pretrained"] = False  # the run's own weights come next: nothing to download
+            recipe["pretrained"] = False  # the weights are those of the run: nothing to download
         values = sum(value.numel() for value in stored.values())
-        with SizeLimit(values=4 * values + 2**24, tensors=4 * len(stored) + 2**10):  # more while it is made
+        with SizeLimit(values=4 * values + 2**24, tensors=4 * len(stored) + 2**10):  # building takes some more
             net = build(**recipe)
     frozen = settings.get("frozen", ())
     for name, weight in net.named_parameters():
@@ -222,20 +226,20 @@ def read_network(settings: Mapping[str, Any], net: Network | None, stored: Param
     return net
 
 
-def check_match(wanted: Mapping[str, Tensor], stored: Params, folder: Path) -> None:
-    """Refuse a network whose tensors are not those that a run has stored."""
-    for name, own in wanted.items():
+def check_match(expected: Mapping[str, Tensor], stored: Params, folder: Path) -> None:
+    """Refuse a network whose tensors differ in name, shape or dtype from those stored in a run."""
+    for name, value in expected.items():
         found = stored.get(name)
-        if found is None or found.shape != own.shape:
-            told = "no such tensor" if found is None else f"{tuple(found.shape)}"
+        if found is None or found.shape != value.shape:
+            shape = "no such tensor" if found is None else f"{tuple(found.shape)}"
             raise InputError(
-                f"the network has {name!r} of shape {tuple(own.shape)}, but the run in {folder} has {told}. "
-                "Give the network that was trained, or name another folder."
+                f"the network has {name!r} of shape {tuple(value.shape)}, but the run in {folder} has {shape}. "
+                "Pass the network that was trained, or name another folder."
             )
-        if found.dtype != own.dtype:
+        if found.dtype != value.dtype:
             raise InputError(
-                f"the network has {name!r} in {own.dtype}, but the run in {folder} in {found.dtype}. "
-                "Give the network that was trained, or name another folder."
+                f"the network has {name!r} in {value.dtype}, but the run in {folder} in {found.dtype}. "
+                "Pass the network that was trained, or name another folder."
             )
 
 
@@ -249,7 +253,7 @@ def fill(net: Network, params: Params, buffers: Params) -> None:
 
 
 def merge(**groups: Mapping[str, Tensor]) -> Params:
-    """Put groups of tensors into one, each name after its group's.
+    """Join groups of tensors into one dictionary, with the group in front of each name.
 
     >>> sorted(merge(a={"x": torch.ones(1)}, b={"x": torch.ones(1)}))
     ['a.x', 'b.x']
@@ -258,52 +262,42 @@ def merge(**groups: Mapping[str, Tensor]) -> Params:
 
 
 def part(tensors: Params, group: str) -> Params:
-    """Return one group of what `merge` put together."""
+    """Return one of the groups that `merge` joined."""
     prefix = f"{group}."
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def describe_environment(environment: object) -> dict[str, object]:
-    """Return what is known of a source of tasks: its own settings, and where its images come from."""
+    """Return a description of a source of tasks: its class, its fields and the source of its images."""
     name = getattr(type(environment), "stored_name", type(environment).__name__)
-    known: dict[str, object] = {"environment": name}
+    description: dict[str, object] = {"environment": name}
     if not is_dataclass(environment):
-        return known
+        return description
     for field in fields(environment):
         value = getattr(environment, field.name)
         if field.name == "data":
-            known["data"] = getattr(value, "load_arguments", None)
-            known["classes"] = getattr(environment, "classes", None)  # quarter turns make more of the same source
-            known["class_names"] = list(getattr(environment, "class_names", ()))
+            description["data"] = getattr(value, "load_arguments", None)
+            description["classes"] = getattr(environment, "classes", None)  # differs from the source if rotated
+            description["class_names"] = list(getattr(environment, "class_names", ()))
         else:
-            known[field.name] = describe_value(value)
-    return known
-
-
-def plain_number(value: Any) -> Any:
-    """Return a number of NumPy or of a tensor as Python's own, which JSON can hold; anything else as it is."""
-    if value is None or isinstance(value, int | float | str):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return float(value) if isinstance(value, SupportsFloat) and getattr(value, "ndim", 0) == 0 else value
+            description[field.name] = describe_value(value)
+    return description
 
 
 def describe_value(value: object) -> object:
-    """A setting as JSON can hold it; of a tensor enough to tell it from another."""
+    """Return a setting as JSON can store it; of a tensor its shape and a checksum."""
     value = value if isinstance(value, Tensor) else plain_number(value)
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, Tensor):
         return {"shape": list(value.shape), "crc32": zlib.crc32(value.detach().cpu().contiguous().numpy().tobytes())}
     if isinstance(value, tuple | list):
-        return [describe_value(each) for each in value]
+        return [describe_value(item) for item in value]
     return describe_environment(value)
 
 
 def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a solver with Python's own numbers, also where one is given for each parameter."""
+    """Return the options of a solver with Python numbers, also in a dictionary with one for each parameter."""
     return {
         name: _plain_options(value) if isinstance(value, Mapping) else plain_number(value)
         for name, value in options.items()
@@ -314,34 +308,37 @@ def _split(content: bytes) -> tuple[bytes, memoryview]:
     """Return the header of a safetensors file, with its length, and the values of the tensors."""
     end = 8 + int.from_bytes(content[:8], "little")
     if end > len(content):
-        raise InputError("it is cut off")
+        raise InputError("it is truncated")
     return content[:end], memoryview(content)[end:]
 
 
 def _mark(checksum: str) -> bytes:
-    """Return how the header says a checksum."""
+    """Return the header's entry for a checksum."""
     return f'"{CHECKSUM}":"{checksum}"'.encode()
 
 
 def _checksum(header: bytes, values: memoryview, stored: str) -> str:
-    """Return the checksum of a file, where it says the `stored` one."""
-    return f"{zlib.crc32(values, zlib.crc32(header.replace(_mark(stored), _mark(_NONE), 1))):08x}"
+    """Return the checksum of a file whose header holds the `stored` one."""
+    return f"{zlib.crc32(values, zlib.crc32(header.replace(_mark(stored), _mark(_NO_CHECKSUM), 1))):08x}"
 
 
 def _without_length(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without the number of iterations, which a run can go on to another of."""
+    """Return settings without the number of iterations, which may change when a run is continued."""
     return {**settings, "training": {**settings["training"], "iterations": None}}
 
 
-def _difference(there: object, here: object, name: str = "") -> str | None:
-    """Name the first setting that differs."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            found = _difference(there.get(key), here.get(key), f"{name}.{key}" if name else key)
-            if found:
-                return found
+def _difference(stored: object, new: object, name: str = "") -> str | None:
+    """Return a description of the first setting that differs, or None."""
+    if isinstance(stored, dict) and isinstance(new, dict):
+        for key in {**stored, **new}:
+            difference = _difference(stored.get(key), new.get(key), f"{name}.{key}" if name else key)
+            if difference:
+                return difference
         return None
-    if isinstance(there, list) and isinstance(here, list):
-        pairs = enumerate(itertools.zip_longest(there, here))
-        return next((found for at, pair in pairs if (found := _difference(*pair, f"{name}[{at}]"))), None)
-    return None if there == here else f"{name} is {there} there and {here} here"
+    if isinstance(stored, list) and isinstance(new, list):
+        for index, items in enumerate(itertools.zip_longest(stored, new)):
+            difference = _difference(*items, f"{name}[{index}]")
+            if difference:
+                return difference
+        return None
+    return None if stored == new else f"{name} is {stored} there and {new} here"

@@ -1,159 +1,365 @@
-"""A whole training as data: what the command line fills in, and what experiments are made of."""
+"""The training options. Each option is one dataclass field with its type, default, check and help text.
+
+The command line options of `metabridge train`, the keyword arguments of `fit`, the settings stored with a run and the
+experiments all derive from these fields, so adding an option means adding a field here. The module does not import
+PyTorch, so that `metabridge train --help` starts fast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, MISSING, Field, asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, get_args
 
-from metabridge.environments.environment import Environment
-from metabridge.environments.image_tasks import ImageTasks, LabelledImages
-from metabridge.learners.method import PRESETS, Method, method
-from metabridge.models import ARCHITECTURE, Network, build
-from metabridge.models.batch_norm import Statistics
-from metabridge.training.augment import Augment
-from metabridge.training.evaluate import Model
-from metabridge.training.fitting import Fitting, Run, alone
-from metabridge.training.loop import Precision, Settings
-from metabridge.training.schedules import Constant, Cosine, Plateau, Schedule, Step
-from metabridge.training.soft_targets import SoftTargets
+from metabridge.errors import MAX_COUNT, InputError, check_not_negative, check_positive
+from metabridge.schedules import Constant, Cosine, Plateau, Schedule, Step
+
+if TYPE_CHECKING:
+    from metabridge.models.batch_norm import Statistics
+    from metabridge.training.augment import Augment
+    from metabridge.training.soft_targets import SoftTargets
+
+Check = Callable[[str, Any], None]
+Config = TypeVar("Config")
+OptimizerName = Literal["adam", "adamw", "radam", "sgd", "muon"]
+Precision = Literal["float32", "bfloat16"]
+
+# Names that version 0.1.0 used for options: in settings.json ("tasks"), in the records of experiments ("batch"), and in
+# the test-time augmentations of those ("turned").
+FORMER_NAMES = {
+    "tasks": "batch_size",
+    "batch": "batch_size",
+    "average": "ema_decay",
+    "turns": "rotated_classes",
+    "turned": "rotated",
+}
+
+
+def _field(config: type, name: str) -> Field[Any]:
+    return next(each for each in fields(config) if each.name == name)
+
+
+def _default_text(default: object) -> str:
+    if default in (None, MISSING, False):
+        return ""
+    return type(default).__name__.lower() if isinstance(default, Schedule) else str(default)
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    help: str,
+    check: Check | None = None,
+    flags: tuple[str, ...] = (),
+    default_factory: Any = MISSING,
+) -> Any:
+    """Return a dataclass field that describes one option.
+
+    Args:
+        default: Default value.
+        help: Sentences for `--help` and for the documentation of `fit`, without the default.
+        check: Raises an `InputError` for a wrong value; called with the option's name and the value.
+        flags: Names on the command line, if not `--` and the field's name with hyphens.
+        default_factory: Makes the default value, if it is mutable.
+
+    Returns:
+        The field.
+    """
+    metadata = {"help": help, "check": check, "flags": flags}
+    if default_factory is not MISSING:
+        return field(default_factory=default_factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def inherited_option(base: type, name: str, default: Any = MISSING, **changes: Any) -> Any:
+    """Return the option `name` of `base` with another default, help text or check."""
+    original = _field(base, name)
+    given = {key: value for key, value in original.metadata.items() if key in ("help", "check", "flags")}
+    return option(original.default if default is MISSING else default, **given | changes)
+
+
+def options_of(config: type) -> dict[str, Field[Any]]:
+    """Return the options of a configuration class by name."""
+    return {each.name: each for each in fields(config) if "help" in each.metadata}
+
+
+def former_names_replaced(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stored options with the names that version 0.1.0 used replaced by today's.
+
+    >>> former_names_replaced({"lr": 0.1, "batch": 2})
+    {'lr': 0.1, 'batch_size': 2}
+    """
+    return {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+
+
+def documented(config: type[Config]) -> type[Config]:
+    """Replace `{options}` in a class's docstring by the `Args:` entries of its options."""
+    if config.__doc__ is not None:
+        config.__doc__ = config.__doc__.replace("    {options}", arguments_text(config))
+    return config
+
+
+def arguments_text(config: type) -> str:
+    """Return the options as the entries of a docstring's `Args:` section."""
+    return "\n".join(f"        {name}: {help_text(each)}" for name, each in options_of(config).items())
+
+
+def help_text(option: Field[Any]) -> str:
+    """Return an option's help text with its default."""
+    default = _default_text(option.default)
+    return f"{option.metadata['help']}{f' Default: {default}.' if default else ''}"
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy or PyTorch as a Python number, which JSON can store; anything else unchanged."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, SupportsFloat) and getattr(value, "ndim", 0) == 0 else value
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to train, on tasks of which form, and how.
+class WholeNumber:
+    """Check that an option is a whole number between two bounds, or None if `optional`."""
 
-    `batch` is tasks in a step, or images for a method that trains one classifier over all classes.
-    `statistics` are those of batch norm. Images in colour are augmented unless `augment` says otherwise.
-    With `turns`, quarter turns of each training class are training classes of their own. Training tasks may have
-    more classes than those at test, `training_ways` of them, where the method's head allows it.
+    least: int
+    most: int = MAX_COUNT
+    optional: bool = False
 
-    >>> from metabridge.datasets import load
-    >>> run = Plan("mtl", batch=2, iterations=2, validate_every=2).train(load("glyphs"), progress=False)
-    >>> run.net.head.out_features
-    5
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise an `InputError` for any other value."""
+        if value is None and self.optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < self.least:
+            raise InputError(
+                f"{name} is {value!r}, but must be a whole number of at least {self.least}. "
+                f"Use {name}={self.least} or more."
+            )
+        if value > self.most:
+            raise InputError(f"{name} is {value}, which is too large. Use {name}={self.most} or less.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Check that an option is one of several words."""
+
+    words: tuple[str, ...]
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise an `InputError` for any other value."""
+        if value not in self.words:
+            raise InputError(f"{name} is {value!r}, but must be one of {', '.join(self.words)}.")
+
+
+def _check_seed(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
+        raise InputError(f"{name} is {value!r}, but must be a whole number of 64 bits. Use seed=0.")
+
+
+def _check_decay(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, float) and 0 < value < 1):
+        raise InputError(f"{name} is {value!r}, but must be a decay between 0 and 1, such as 0.999.")
+
+
+def _check_schedule(name: str, value: Any) -> None:
+    if not isinstance(value, Schedule):
+        raise InputError(f"{name} is {value!r}, but must be a schedule such as metabridge.schedules.Cosine().")
+
+
+def _check_augment(name: str, value: Any) -> None:
+    if value is None:
+        return
+    from metabridge.training.augment import Augment
+
+    if not isinstance(value, Augment):
+        raise InputError(f"{name} is {value!r}, but must be an Augment() or None.")
+
+
+def _check_image_augment(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        _check_augment(name, value)
+
+
+def _check_soft_targets(name: str, value: Any) -> None:
+    if value is None:
+        return
+    from metabridge.training.soft_targets import SoftTargets
+
+    if not isinstance(value, SoftTargets):
+        raise InputError(f"{name} is {value!r}, but must be a SoftTargets() or None.")
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How to train, whatever the network, the method and the tasks.
+
+    Args:
+    {options}
+
+    Raises:
+        InputError: If an option has a value that training cannot use.
+
+    >>> TrainingConfig(iterations=2000, lr=0.01).validation_interval
+    200
     """
 
-    method: str
-    method_options: Mapping[str, object] = field(default_factory=dict)
-    model: str = "conv4"
-    model_options: Mapping[str, object] = field(default_factory=dict)
-    statistics: Statistics = "batch"
-    ways: int = 5
-    shots: int = 1
-    queries: int = 15
-    batch: int = 4
-    iterations: int = 10_000
-    optimizer: str = "adam"
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    schedule: Schedule = field(default_factory=Constant)
-    augment: Augment | bool | None = None
-    turns: bool = False
-    training_ways: int | None = None
-    validate_every: int | None = None
-    validate_tasks: int = 200
-    validate_shots: int = 1
-    patience: int | None = None
-    precision: Precision = "float32"
-    soft_targets: SoftTargets | None = None
-    average: float | None = None
-    seed: int = 0
+    iterations: int = option(1000, help="Number of training steps.", check=WholeNumber(1))
+    batch_size: int = option(4, help="Number of tasks per step.", check=WholeNumber(1))
+    optimizer: OptimizerName = option(
+        "adam", help="Optimizer: adam, adamw, radam, sgd or muon.", check=Choice(get_args(OptimizerName))
+    )
+    lr: float = option(1e-3, help="Learning rate of the optimizer (the outer learning rate).", check=check_positive)
+    weight_decay: float = option(0.0, help="Weight decay of the optimizer.", check=check_not_negative)
+    schedule: Schedule = option(
+        Constant(), help="Learning rate schedule: constant, step, cosine or plateau.", check=_check_schedule
+    )
+    augment: Augment | None = option(
+        None, help="Random changes to the training images, an `Augment`; None for no changes.", check=_check_augment
+    )
+    patience: int | None = option(
+        None,
+        help="Stop after more than this number of validations in a row without a new best score.",
+        check=WholeNumber(0, optional=True),
+    )
+    validate_every: int | None = option(
+        None, help="Steps between validations. Default: a tenth of `iterations`.", check=WholeNumber(1, optional=True)
+    )
+    validate_tasks: int = option(
+        100, help="Number of validation tasks, which are the same each time.", check=WholeNumber(2)
+    )
+    precision: Precision = option(
+        "float32", help="Number format of the features: float32 or bfloat16.", check=Choice(get_args(Precision))
+    )
+    soft_targets: SoftTargets | None = option(
+        None,
+        help="Label smoothing, mixup and distillation for methods that train one classifier (mtl, rfs), as a "
+        "`SoftTargets`.",
+        check=_check_soft_targets,
+        flags=("--smoothing", "--mixup", "--teacher"),
+    )
+    ema_decay: float | None = option(
+        None,
+        help="Validate and keep a moving average of the weights with this decay, such as 0.999.",
+        check=_check_decay,
+    )
+    seed: int = option(
+        0, help="Random seed. The same seed gives the same result on the same machine.", check=_check_seed
+    )
 
-    def train(
-        self,
-        images: LabelledImages,
-        *,
-        device: str = "cpu",
-        out: str | Path | None = None,
-        minutes: float | None = None,
-        progress: bool = True,
-        teacher: Model | None = None,
-    ) -> Run:
-        """Train on the images' classes for training, and validate on those for validation if there are two or more."""
-        return alone(
-            self.begin(images, device=device, out=out, teacher=teacher), self.method, minutes=minutes, progress=progress
-        )
+    def __post_init__(self) -> None:
+        for name, each in options_of(type(self)).items():
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+            if each.metadata["check"] is not None:
+                each.metadata["check"](name, getattr(self, name))
 
-    def begin(
-        self,
-        images: LabelledImages,
-        *,
-        device: str = "cpu",
-        out: str | Path | None = None,
-        teacher: Model | None = None,
-    ) -> Fitting:
-        """Begin to train, or go on with what is in the folder, without taking a step yet."""
-        chosen = self.chosen()
-        images = images.to(device)
-        if self.turns:
-            images = images.with_rotations(("train",))
-        validate = self.validation_tasks(images) if len(images.splits.get("validation", ())) > 1 else None
-        net, tasks = self.network(images), self.training_tasks(images)
-        settings = self.settings(self.changes(images))
-        return Fitting(net, chosen, tasks, settings, validate=validate, device=device, out=out, teacher=teacher)
+    @property
+    def validation_interval(self) -> int:
+        """Number of steps between two validations."""
+        return max(1, self.iterations // 10) if self.validate_every is None else self.validate_every
 
-    def settings(self, augment: Augment | None = None) -> Settings:
-        """Return how it is trained, refusing what no training takes."""
-        return Settings(
-            iterations=self.iterations,
-            tasks=1 if self.chosen().training_head == "all-rows" else self.batch,
-            optimizer=self.optimizer,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            schedule=self.schedule,
-            augment=augment,
-            patience=self.patience,
-            validate_every=self.validate_every,
-            validate_tasks=self.validate_tasks,
-            precision=self.precision,
-            soft_targets=self.soft_targets,
-            average=self.average,
-            seed=self.seed,
-        )
-
-    def chosen(self) -> Method:
-        """Return the method."""
-        return method(self.method, **self.method_options)
-
-    def changes(self, images: LabelledImages) -> Augment | None:
-        """Return the random changes to training images, if there are to be any."""
-        if isinstance(self.augment, Augment):
-            return self.augment
-        wanted = images.images.shape[1] == 3 if self.augment is None else self.augment
-        return Augment.for_size(images.images.shape[-1]) if wanted else None
-
-    def network(self, images: LabelledImages) -> Network:
-        """Return the untrained network for such images."""
-        channels, size = images.images.shape[1], images.images.shape[-1]
-        shape: dict[str, object] = {"inputs": channels * size**2}
-        if self.model != "mlp":
-            colours = "image_channels" if self.model.endswith(ARCHITECTURE) else "channels"
-            shape = {colours: channels, "size": size, "statistics": self.statistics}
-        return build(self.model, **{**shape, "outputs": self.ways, "seed": self.seed, **self.model_options})
-
-    def training_tasks(self, images: LabelledImages) -> Environment:
-        """Return the tasks, or the batches over all classes, to train on."""
-        if self.chosen().training_head == "all-rows":
-            return images.batches("train", size=self.batch)
-        return images.tasks("train", ways=self.training_ways or self.ways, shots=self.shots, queries=self.queries)
-
-    def validation_tasks(self, images: LabelledImages) -> ImageTasks:
-        """Return validation tasks, of fewer ways and queries where there are fewer classes or images."""
-        members = images.splits["validation"]
-        fewest = int(images.labels.bincount(minlength=len(images.class_names))[members].min())
-        ways, queries = min(self.ways, len(members)), max(1, min(15, fewest - self.validate_shots))
-        return images.tasks("validation", ways=ways, shots=self.validate_shots, queries=queries)
+    def as_dict(self) -> dict[str, Any]:
+        """Return the options as nested dictionaries that JSON can store."""
+        schedule = {"name": type(self.schedule).__name__.lower()} | asdict(self.schedule)
+        return asdict(self) | {"schedule": schedule}
 
 
-# How each method is usually trained: where the command line starts from when told nothing else. Methods
-# that solve a head on features predict each query by itself, so their batch norms keep fixed statistics.
-PLANS: dict[str, Plan] = {
-    **{name: Plan(name, schedule=Cosine()) for name in PRESETS},
-    "r2d2": Plan("r2d2", statistics="running", queries=10, schedule=Cosine()),
-    "metaoptnet": Plan("metaoptnet", statistics="running", queries=10, schedule=Cosine()),
-    # A §5.2
-    "mtl": Plan("mtl", statistics="running", shots=5, queries=5, batch=2, optimizer="radam", schedule=Plateau()),
-    # B §6
-    "rfs": Plan("rfs", statistics="running", batch=64, optimizer="sgd", lr=0.05, weight_decay=5e-4, schedule=Step()),
+@documented
+@dataclass(frozen=True)
+class ImageTrainingConfig(TrainingConfig):
+    """How to train a method on the classes of an image data set: method, model, tasks and training options.
+
+    `metabridge.training.image_training` builds the network and the tasks from it.
+
+    Args:
+    {options}
+
+    Raises:
+        InputError: If an option has a value that training cannot use.
+
+    >>> ImageTrainingConfig("anil", ways=3, iterations=200).validate_tasks
+    200
+    """
+
+    method: str = option("mtl", help="Name of the method; `metabridge methods` lists all.")
+    _: KW_ONLY
+    method_options: Mapping[str, object] = option(
+        default_factory=dict, help="Options of the method, such as steps=5.", flags=("--option", "-o")
+    )
+    model: str = option("conv4", help="Network: conv4, resnet12, mlp, timm:NAME, or the path of an architecture.json.")
+    model_options: Mapping[str, object] = option(
+        default_factory=dict, help="Options of the network, such as filters=64.", flags=("--model-option",)
+    )
+    statistics: Statistics = option(
+        "batch",
+        help="Statistics of batch norm: batch (of each set of images) or running (fixed after training).",
+        check=Choice(("batch", "running")),
+    )
+    ways: int = option(5, help="Number of classes per task.", check=WholeNumber(2))
+    training_ways: int | None = option(
+        None,
+        help="Number of classes per training task, if not `ways`. Needs a method whose head allows it, such as mtl.",
+        check=WholeNumber(2, optional=True),
+    )
+    shots: int = option(1, help="Support images per class in training.", check=WholeNumber(1))
+    queries: int = option(15, help="Query images per class in training.", check=WholeNumber(1))
+    batch_size: int = inherited_option(
+        TrainingConfig, "batch_size", help="Number of tasks per step; for rfs the number of images per step."
+    )
+    iterations: int = inherited_option(TrainingConfig, "iterations", 10_000)
+    augment: Augment | bool | None = inherited_option(  # type: ignore[assignment]  # wider than in the base
+        TrainingConfig,
+        "augment",
+        help="Random crops, color jitter and flips of the training images. Default: only for color images.",
+        check=_check_image_augment,
+    )
+    rotated_classes: bool = option(
+        False, help="Add each training class rotated by 90, 180 and 270 degrees as further classes."
+    )
+    validate_tasks: int = inherited_option(TrainingConfig, "validate_tasks", 200)
+    validate_shots: int = option(1, help="Support images per class in validation.", check=WholeNumber(1))
+
+
+def training_options(config: TrainingConfig, **changes: Any) -> TrainingConfig:
+    """Return the options of a configuration that every training has, with some changes."""
+    return TrainingConfig(**{name: getattr(config, name) for name in options_of(TrainingConfig)} | changes)
+
+
+# How each method is usually trained, where that differs from ImageTrainingConfig. Methods that solve a head on the
+# features predict each query on its own, so their batch norm uses running statistics.
+METHOD_DEFAULTS: dict[str, ImageTrainingConfig] = {
+    "r2d2": ImageTrainingConfig("r2d2", statistics="running", queries=10, schedule=Cosine()),
+    "metaoptnet": ImageTrainingConfig("metaoptnet", statistics="running", queries=10, schedule=Cosine()),
+    # Wang et al. 2021, section 5.2
+    "mtl": ImageTrainingConfig(
+        "mtl", statistics="running", shots=5, queries=5, batch_size=2, optimizer="radam", schedule=Plateau()
+    ),
+    # Wang et al. 2022, section 6
+    "rfs": ImageTrainingConfig(
+        "rfs",
+        statistics="running",
+        batch_size=64,
+        optimizer="sgd",
+        lr=0.05,
+        weight_decay=5e-4,
+        schedule=Step(),
+    ),
 }
+
+
+def default_config(method: str) -> ImageTrainingConfig:
+    """Return how a method is usually trained on images.
+
+    Args:
+        method: Name of the method.
+
+    Returns:
+        The row of `METHOD_DEFAULTS`, or a cosine schedule for methods without one.
+
+    >>> default_config("rfs").lr, default_config("maml").schedule
+    (0.05, Cosine(warmup=0.0))
+    """
+    return METHOD_DEFAULTS.get(method) or ImageTrainingConfig(method, schedule=Cosine())

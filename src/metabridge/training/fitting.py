@@ -1,245 +1,287 @@
-"""Trainings under way, to be taken on a step at a time: one by itself, or several in turns."""
+"""`fit` trains a network from start to end, and `load` reads what it saved."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from rich.progress import Progress
 
 from metabridge.device import as_device
 from metabridge.environments.environment import Environment
-from metabridge.errors import InputError, check_count
-from metabridge.files import FolderLock
+from metabridge.errors import PARSING_ERRORS, InputError, check_not_negative
 from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
 from metabridge.models.network import Network
 from metabridge.progress import progress_bar
-from metabridge.training.checkpoint import RunFolder, fill
-from metabridge.training.evaluate import Model, Score
-from metabridge.training.loop import Loop, Point, Settings, best_score
+from metabridge.training.checkpoint import (
+    RunFolder,
+    check_match,
+    damaged,
+    fill,
+    fingerprint,
+    part,
+    read_method,
+    read_network,
+)
+from metabridge.training.config import TrainingConfig, arguments_text, option, options_of, training_options
+from metabridge.training.evaluation import Model
+from metabridge.training.learning_curve import point_from_json
+from metabridge.training.trainer import Run, Trainer
 
-SAVED = 60.0  # seconds after which a run is saved, if no validation came before
-AT_ONCE = {"cuda": 8}  # small trainings in turns, by the kind of device; elsewhere one after the other
-
-
-@dataclass(frozen=True)
-class Run(Model):
-    """A trained model and how it got there."""
-
-    curve: tuple[Point, ...] = ()
-    seconds: float = 0.0
-    settings: dict[str, Any] = field(default_factory=dict)
-    finished: bool = True
-
-    @property
-    def best(self) -> Score | None:
-        """The validation score of the parameters that were kept, if there was validation."""
-        return best_score(self.curve)
+Options = ParamSpec("Options")
 
 
-class Fitting:
-    """A training under way, and the folder that it is kept in, if any; see `fit`.
+@dataclass(frozen=True, kw_only=True)
+class FitArguments(TrainingConfig):
+    """The keyword arguments of `fit`: all training options, and where and how long to train."""
 
-    The folder is locked until `close`, so that no other training writes to it.
+    validate: Environment | None = option(
+        None, help="Source of validation tasks. The weights with the best validation score are kept."
+    )
+    teacher: Model | None = option(
+        None, help="Trained model whose predictions are part of the targets; see `SoftTargets.distillation`."
+    )
+    config: TrainingConfig | None = option(
+        None, help="Training options to start from; options given by name replace those in it."
+    )
+    device: torch.device | str = option("cpu", help="Where to compute.")
+    mode: Mode = option("auto", help="How meta-gradients are computed: auto, loop, vectorised, threaded or captured.")
+    out: str | Path | None = option(None, help="Folder to save the run in. None to save nothing.")
+    minutes: float | None = option(
+        None,
+        help="Stop after this number of minutes; call again with the same `out` to continue.",
+        check=lambda name, value: None if value is None else check_not_negative(name, value),
+    )
+    progress: bool = option(True, help="Whether to show a progress bar on standard error.")
+    name: str = option("training", help="Label of the progress bar.")
+
+
+def _takes(
+    arguments: Callable[Options, object],
+) -> Callable[[Callable[..., Run]], Callable[Concatenate[Network, Method, Environment, Options], Run]]:
+    """Give `fit` the fields of a dataclass as keyword arguments: in its signature, its types and its docstring."""
+
+    def decorate(function: Callable[..., Run]) -> Callable[Concatenate[Network, Method, Environment, Options], Run]:
+        signature = inspect.signature(function)
+        keywords = [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if each.default is MISSING else each.default,
+                annotation=each.type,
+            )
+            for each in options_of(arguments).values()  # type: ignore[arg-type]
+        ]
+        positional = [each for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*positional, *keywords])  # type: ignore[attr-defined]
+        if function.__doc__ is not None:
+            text = arguments_text(arguments)  # type: ignore[arg-type]
+            function.__doc__ = function.__doc__.replace("        {options}", text)
+        return function
+
+    return decorate
+
+
+@_takes(FitArguments)
+def fit(net: Network, method: Method, environment: Environment, **arguments: Any) -> Run:
+    """Train a network with a method on the tasks of an environment.
+
+    With `validate`, the weights with the best validation score are kept; each validation uses the same tasks. Without
+    it the last weights are kept. The network itself ends with these weights.
+
+    With `out`, the run is saved in that folder at each validation and at least every minute. Called again with the same
+    settings, `fit` continues where it stopped, and ends in the same weights as if it had not stopped. With more
+    `iterations`, training continues with its schedule stretched to the new length. While it runs, no other training
+    can write to the folder, but the run can be loaded.
+
+    Args:
+        net: Network to train, in place.
+        method: Method to train it with, such as `metabridge.method("maml")`.
+        environment: Source of the training tasks.
+        {options}
+
+    Returns:
+        The run: the trained model with its learning curve.
+
+    Raises:
+        InputError: If an option cannot be used, the method does not fit the network or the tasks, the loss becomes
+            infinite, or `out` holds a run with other settings.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
     >>> from metabridge.models import mlp
-    >>> fitting = Fitting(mlp(1, 1), method("maml"), Sinusoid(), Settings(iterations=2))
-    >>> fitting.step(), fitting.step(), fitting.run().finished
-    (True, True, True)
+    >>> run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=3, progress=False)
+    >>> [point.iteration for point in run.curve]
+    [1, 2, 3]
     """
-
-    def __init__(
-        self,
-        net: Network,
-        method: Method,
-        environment: Environment,
-        settings: Settings,
-        *,
-        validate: Environment | None = None,
-        device: torch.device | str = "cpu",
-        mode: Mode = "auto",
-        out: str | Path | None = None,
-        teacher: Model | None = None,
-    ) -> None:
-        if not isinstance(method, Method):
-            raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
-        device = as_device(device)
-        self._folder = None if out is None else RunFolder(Path(out))
-        if self._folder is not None and settings.validate_every is None and (held := self._folder.held()):
-            settings = replace(settings, validate_every=held["training"].get("validate_every"))
-        self.loop = Loop(net, method, environment, validate, settings, device, mode, teacher)
-        self._described = {} if self._folder is None else self.loop.described()
-        self._lock = None if self._folder is None else FolderLock(self._folder.path)
-        self._saved = time.perf_counter()
-        if self._folder is not None:
-            try:
-                self._begin(self._folder)
-            except BaseException:
-                self.close()
-                raise
-
-    def _begin(self, folder: RunFolder) -> None:
-        """Take up what the folder holds, if it has the same settings but for the number of iterations."""
-        resized = folder.check(self._described)
-        self.loop.restore(folder)
-        if resized:
-            self.loop.end_curve()
-            self.save()  # a run that was finished no longer is, or the other way round
-        if resized or folder.held() is None:
-            folder.write_settings(self._described)
-
-    def step(self) -> bool:
-        """Take one step, and return whether it brought a point of the learning curve."""
-        judged = self.loop.step()
-        if judged or time.perf_counter() > self._saved + SAVED:
-            self.save()
-        return judged
-
-    def save(self) -> None:
-        """Write the folder, unless a step was broken off."""
-        if self._folder is not None and self.loop.intact:
-            if self._lock is None:
-                raise InputError(f"the training in {self._folder.path} was closed. Begin it again to go on.")
-            self._lock.check()
-            self.loop.save(self._folder)
-        self._saved = time.perf_counter()
-
-    def close(self) -> None:
-        """Let others write to the folder. Training goes on only by beginning it again."""
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
-
-    def run(self) -> Run:
-        """Write the best weights so far into the network, and return what there is."""
-        loop = self.loop
-        params, buffers = loop.best()
-        fill(loop.net, params, buffers)
-        dtype, curve = loop.settings.dtype, tuple(loop.curve)
-        return Run(loop.method, loop.net.eval(), params, dtype, curve, loop.seconds, self._described, loop.finished)
+    unknown = arguments.keys() - {each.name for each in fields(FitArguments)}
+    if unknown:
+        raise TypeError(f"fit() got an unexpected keyword argument {min(unknown)!r}")
+    args = FitArguments(**arguments)
+    start = args if args.config is None else training_options(args.config)
+    given = {name: arguments[name] for name in options_of(TrainingConfig) if name in arguments}
+    trainer = Trainer(
+        net,
+        method,
+        environment,
+        training_options(start, **given),
+        validate=args.validate,
+        device=args.device,
+        mode=args.mode,
+        out=args.out,
+        teacher=args.teacher,
+    )
+    return run_to_end(trainer, args.name, minutes=args.minutes, progress=args.progress)
 
 
-def alone(fitting: Fitting, name: str, *, minutes: float | None = None, progress: bool = True) -> Run:
-    """Take one training on to its end, or for so many minutes, and return the run."""
-    ((_, run),) = in_turns({name: lambda: fitting}, minutes=minutes, progress=progress)
-    return run
+def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network | None = None) -> Run:
+    """Load the run that `fit` saved in a folder, with the best weights so far.
 
+    Args:
+        folder: Folder of the run.
+        device: Where to put the weights.
+        net: The network that was trained, needed only if no function of `metabridge.models` built it.
 
-def several(device: str) -> int:
-    """How many small trainings should take turns on a device."""
-    return AT_ONCE.get(torch.device(device).type, 1)
+    Returns:
+        The run.
 
+    Raises:
+        InputError: If there is no run in the folder, it has no weights yet, or a file is damaged.
 
-def in_turns(
-    begin: Mapping[str, Callable[[], Fitting]],
-    *,
-    at_once: int = 1,
-    minutes: float | None = None,
-    progress: bool = True,
-) -> Iterator[tuple[str, Run]]:
-    """Take trainings on by a step each in turn, `at_once` of them, and yield the name and the run of each at its end.
-
-    On a GPU each has a stream of its own, so that small steps, which would leave most of it idle, run at the same
-    time. A training's seconds are its share of the time of all. After so many `minutes` all end, to go on later; those
-    that have not begun by then do not. Networks that drop at random are refused `at_once`: they share a generator.
+    >>> from tempfile import TemporaryDirectory
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.learners import method
+    >>> from metabridge.models import mlp
+    >>> with TemporaryDirectory() as out:
+    ...     run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=3, out=out, progress=False)
+    ...     torch.equal(load(out).params["head.weight"], run.params["head.weight"])
+    True
     """
-    check_count("at_once", at_once)
-    until = math.inf if minutes is None else time.perf_counter() + 60 * minutes
-    waiting, under_way = deque(begin.items()), list[_Turn]()
-    with progress_bar(progress) as bar:
-        try:
-            while waiting or under_way:
-                while waiting and len(under_way) < at_once:
-                    under_way.append(_Turn(*waiting.popleft(), bar, at_once > 1))
-                for turn in list(under_way):
-                    if turn.fitting.loop.finished or time.perf_counter() >= until:
-                        run = turn.end()
-                        under_way.remove(turn)
-                        yield turn.name, run
-                    else:
-                        turn.step()
-                if time.perf_counter() >= until:
-                    waiting.clear()
-        finally:
-            with contextlib.ExitStack() as left:  # all are saved and closed, whatever happens to one
-                for turn in under_way:
-                    left.callback(turn.fitting.close)
-                    left.callback(turn.save)
+    run_folder, device = RunFolder(Path(folder)), as_device(device)
+    settings = run_folder.settings()
+    weights, state = run_folder.read("weights"), run_folder.read("state")
+    if weights is None:
+        raise InputError(
+            f"the run in {folder} has no weights yet: it was stopped before its first validation. "
+            "Give the train command again to continue it."
+        )
+    tensors, notes = weights
+    if net is None and settings["model"] is None:
+        raise InputError(
+            "this run's network was not built by metabridge.models. Build it and pass it: load(folder, net=net)."
+        )
+    try:
+        net, method = read_network(settings, net, tensors), read_method(settings["method"])
+        low_precision = settings["training"]["precision"] == "bfloat16" and device.type != "cpu"
+    except PARSING_ERRORS as error:
+        raise damaged(run_folder.path / "settings.json", f"its settings cannot be read ({error})") from error
+    if notes.get("settings", fingerprint(settings)) != fingerprint(settings):
+        raise damaged(
+            run_folder.path / "settings.json", "its model or method is not what the weights were trained with"
+        )
+    params, buffers = part(tensors, "params"), part(tensors, "buffers")
+    check_match({**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path)
+    fill(net, params, buffers)
+    try:
+        latest = notes if state is None else state[1]
+        curve, seconds = tuple(point_from_json(point) for point in latest["curve"]), float(latest["seconds"])
+        finished = state is not None and bool(latest["finished"])
+    except PARSING_ERRORS as error:
+        name = "weights" if state is None else "state"
+        raise damaged(run_folder.path / f"{name}.safetensors", f"its notes cannot be read ({error!r})") from error
+    return Run(
+        method,
+        net.to(device).eval(),
+        {key: value.to(device) for key, value in params.items()},
+        torch.bfloat16 if low_precision else None,
+        curve,
+        seconds,
+        settings,
+        finished,
+    )
+
+
+def run_to_end(trainer: Trainer, name: str, *, minutes: float | None = None, progress: bool = True) -> Run:
+    """Take all steps of a training, or as many as fit into the time, then close it.
+
+    Args:
+        trainer: The training.
+        name: Label of the progress bar.
+        minutes: Stop after this number of minutes. None for no limit.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The run.
+    """
+    end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    with saved_and_closed(trainer), progress_bar(progress) as bar:
+        line = ProgressLine(bar, name, trainer)
+        while not trainer.finished and time.perf_counter() < end:
+            with uninterrupted():
+                point_added = trainer.step()
+            line.update(point_added)
+    return trainer.run()
+
+
+class ProgressLine:
+    """The line of one training in a progress bar."""
+
+    def __init__(self, bar: Progress, name: str, trainer: Trainer) -> None:
+        self._bar, self._name, self._trainer = bar, name, trainer
+        self._task = bar.add_task(name, total=trainer.config.iterations, completed=trainer.iteration, status="")
+
+    def update(self, point_added: bool) -> None:
+        """Show the number of steps and the last point; print new points as lines if there is no terminal."""
+        trainer, bar = self._trainer, self._bar
+        bar.update(self._task, completed=trainer.iteration)
+        if point_added:
+            text = f"{trainer.curve[-1]}, {trainer.speed()}"
+            bar.update(self._task, status=text)
+            if not bar.disable and not bar.console.is_terminal:
+                bar.console.print(f"{self._name} {trainer.iteration}/{trainer.config.iterations}: {text}", markup=False)
 
 
 @contextlib.contextmanager
-def unbroken() -> Iterator[None]:
-    """Let a first Ctrl-C wait for the end of what is inside; a second one does not wait."""
-    usual = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
-        yield
-        return
-    asked: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    signal.signal(signal.SIGINT, note)
+def saved_and_closed(trainer: Trainer) -> Iterator[None]:
+    """Save the training and unlock its folder at the end, even after an error."""
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
-    if asked:
+        try:
+            trainer.save()
+        finally:
+            trainer.close()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay a first Ctrl-C until the end of the block; a second one interrupts at once."""
+    default = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield
+        return
+    interrupts: list[int] = []
+
+    def record(number: int, frame: FrameType | None) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+        interrupts.append(number)
+
+    signal.signal(signal.SIGINT, record)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if interrupts:
         raise KeyboardInterrupt
-
-
-class _Turn:
-    """One of the trainings, its bar, and its stream where there are several."""
-
-    def __init__(self, name: str, begin: Callable[[], Fitting], bar: Progress, beside: bool) -> None:
-        self.name, self._bar, self._stream = name, bar, None
-        self.fitting = begin()
-        loop = self.fitting.loop
-        if beside and loop.draws:
-            self.fitting.close()
-            raise InputError(
-                f"{name} drops at random, and would draw from the same generator as the others. Use at_once=1."
-            )
-        if beside and loop.device.type == "cuda":
-            self._stream = torch.cuda.Stream(loop.device)
-            self._stream.wait_stream(torch.cuda.current_stream(loop.device))
-        self._shown = bar.add_task(name, total=loop.settings.iterations, completed=loop.iteration, status="")
-
-    def step(self) -> None:
-        with unbroken(), torch.cuda.stream(self._stream):
-            judged = self.fitting.step()
-        loop, bar = self.fitting.loop, self._bar
-        bar.update(self._shown, completed=loop.iteration)
-        if judged:
-            told = f"{loop.curve[-1].told()}, {loop.speed()}"
-            bar.update(self._shown, status=told)
-            if not bar.disable and not bar.console.is_terminal:
-                bar.console.print(f"{self.name} {loop.iteration}/{loop.settings.iterations}: {told}", markup=False)
-
-    def save(self) -> None:
-        with torch.cuda.stream(self._stream):
-            self.fitting.save()
-
-    def end(self) -> Run:
-        self.save()
-        self.fitting.close()
-        with torch.cuda.stream(self._stream):
-            run = self.fitting.run()
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        return run

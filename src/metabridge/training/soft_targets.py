@@ -15,7 +15,7 @@ from metabridge.errors import InputError
 from metabridge.learners.method import ROWS, Method
 from metabridge.learners.parameters import initial_heads
 from metabridge.models.network import apply_features, apply_head
-from metabridge.training.evaluate import Model
+from metabridge.training.evaluation import Model
 
 
 @dataclass(frozen=True)

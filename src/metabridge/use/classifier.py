@@ -25,8 +25,8 @@ from metabridge.heads import FITTED_HEADS, FittedHead, Head, create_head
 from metabridge.learners.adapt import Adapted, adapt
 from metabridge.models.batch_norm import normalises_each_set
 from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, read_network
-from metabridge.training.evaluate import Model, check_finite
-from metabridge.training.fit import load
+from metabridge.training.evaluation import Model, check_finite
+from metabridge.training.fitting import load
 from metabridge.use.image_input import form_of, image_shape, pixels
 
 VERSION = 1  # file format of saved classifiers

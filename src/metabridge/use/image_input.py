@@ -19,7 +19,7 @@ from metabridge.errors import InputError
 from metabridge.models.network import Network
 
 if TYPE_CHECKING:
-    from metabridge.training.evaluate import Model
+    from metabridge.training.evaluation import Model
 
 
 def form_of(model: Model) -> DecodeOptions:

@@ -18,7 +18,7 @@ from metabridge.errors import InputError
 from metabridge.files import json_bytes, make_parent_folder, write_atomically, write_output
 from metabridge.heads import FittedHead, LinearHead
 from metabridge.learners.adapt import Adapted
-from metabridge.training.evaluate import Model, check_finite
+from metabridge.training.evaluation import Model, check_finite
 from metabridge.use.classifier import FewShotClassifier
 from metabridge.use.image_input import image_shape
 

@@ -10,8 +10,8 @@ from metabridge import Episodes, InputError, Score, Sinusoid, evaluate, method, 
 from metabridge.heads import create_head
 from metabridge.learners.adapt import predict_from_features
 from metabridge.models import conv4, estimate_statistics, mlp
-from metabridge.training import Augment, Model, Views
-from metabridge.training.evaluate import FeatureTable, _sampled, outcomes, score_tasks
+from metabridge.training import Augment, Model, TestTimeAugmentation
+from metabridge.training.evaluation import FeatureTable, _sampled, predictions, score_tasks
 
 
 def test_the_interval_covers_the_truth_about_nineteen_times_in_twenty():
@@ -81,7 +81,7 @@ def test_tasks(glyphs):
 @pytest.mark.parametrize("name", ["mtl", "r2d2", "metaoptnet", "anil"])
 def test_features_computed_once_give_the_predictions_of_every_task_by_itself(glyphs, test_tasks, name):
     model = inductive(glyphs, name)
-    outputs, labels, classes = joined(outcomes(model, test_tasks, tasks=20, seed=3))
+    outputs, labels, classes = joined(predictions(model, test_tasks, tasks=20, seed=3))
     generator = torch.Generator().manual_seed(3)
     for first, count in ((0, 16), (16, 4)):
         episodes = test_tasks.sample(count, generator)
@@ -95,7 +95,7 @@ def test_models_of_every_kind_are_judged_on_the_same_tasks(glyphs, test_tasks):
     """One that computes features once, solving heads by the hundred, and one that adapts all layers, few at a time."""
     chosen, net = method("maml", steps=1), conv4(1, 28)
     direct = Model(chosen, net, parameters(chosen, net))
-    one, other = (joined(outcomes(model, test_tasks, tasks=35)) for model in (inductive(glyphs, "mtl"), direct))
+    one, other = (joined(predictions(model, test_tasks, tasks=35)) for model in (inductive(glyphs, "mtl"), direct))
     assert torch.equal(one[1], other[1])
     assert torch.equal(one[2], other[2])
 
@@ -114,7 +114,9 @@ def test_tasks_drawn_in_blocks_and_joined_are_those_of_the_blocks(test_tasks):
 def test_an_unchanged_copy_doubles_every_support_point(glyphs, test_tasks, name):
     model = inductive(glyphs, name)
     same = Augment(padding=0, jitter=0, flip=False)
-    found, _, _ = joined(outcomes(model, test_tasks, tasks=12, seed=1, views=Views(1, augment=same)))
+    found, _, _ = joined(
+        predictions(model, test_tasks, tasks=12, seed=1, augmentation=TestTimeAugmentation(1, augment=same))
+    )
     episodes = test_tasks.sample(12, torch.Generator().manual_seed(1))
     doubled = type(episodes)(
         episodes.support_x.repeat(1, 2, 1, 1, 1),
@@ -131,7 +133,7 @@ def test_an_unchanged_copy_doubles_every_support_point(glyphs, test_tasks, name)
 def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_queries_alone(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     augment = Augment(padding=3)
-    table = FeatureTable.of(model, test_tasks, Views(2, augment=augment), seed=5)
+    table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(2, augment=augment), seed=5)
     tables = (FeatureTable.of(model, test_tasks), table)
     plain, copied = (each.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for each in tables)
     assert torch.equal(plain.query_x, copied.query_x)
@@ -143,7 +145,7 @@ def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_
     generator = torch.Generator().manual_seed(5)
     rows = test_tasks.image_indices[:64]
     expected = model.features(augment(glyphs.float_images(rows), generator))
-    assert torch.allclose(table.features[1, table.places[rows]], expected, atol=1e-4)
+    assert torch.allclose(table.features[1, table.positions[rows]], expected, atol=1e-4)
 
 
 def test_a_table_scores_another_head_on_the_tasks_that_evaluate_draws(glyphs, test_tasks):
@@ -156,25 +158,27 @@ def test_a_table_scores_another_head_on_the_tasks_that_evaluate_draws(glyphs, te
 
 def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
-    table = FeatureTable.of(model, test_tasks, Views(mirrored=True))
+    table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(mirrored=True))
     rows = test_tasks.image_indices[100:130]
     images = glyphs.float_images(rows)
     mean = (model.features(images) + model.features(images.flip(-1))) / 2
-    assert torch.allclose(table.features[0, table.places[rows]], mean, atol=1e-4)
+    assert torch.allclose(table.features[0, table.positions[rows]], mean, atol=1e-4)
     episodes = table.episodes(test_tasks, 16, torch.Generator().manual_seed(2))
     expected = score_tasks(predict_from_features(model.method, model.params, episodes), episodes)
-    assert torch.equal(evaluate(model, test_tasks, tasks=16, seed=2, views=Views(mirrored=True)).values, expected)
+    assert torch.equal(
+        evaluate(model, test_tasks, tasks=16, seed=2, augmentation=TestTimeAugmentation(mirrored=True)).values, expected
+    )
 
 
 def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
-    table = FeatureTable.of(model, test_tasks, Views(turned=True))
+    table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(rotated=True))
     rows = test_tasks.image_indices[5:20]
     images = glyphs.float_images(rows)
     quarter = images.transpose(-2, -1).flip(-2)
     turns = [images, quarter, images.flip(-2, -1), quarter.flip(-2, -1)]
     expected = torch.cat([model.features(turn) for turn in turns], -1)
-    assert torch.allclose(table.features[0, table.places[rows]], expected, atol=1e-4)
+    assert torch.allclose(table.features[0, table.positions[rows]], expected, atol=1e-4)
 
 
 def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_centre(glyphs, test_tasks):
@@ -184,20 +188,24 @@ def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_centre(
     parts = [*corners, images[:, :, 3:24, 3:24]]
     stretched = [torch.nn.functional.interpolate(part, size=28, mode="bilinear") for part in parts]
     expected = torch.stack([model.features(part) for part in (images, *stretched)]).mean(0)
-    assert torch.allclose(Views(cropped=True).features(model, images), expected, atol=1e-5)
+    assert torch.allclose(TestTimeAugmentation(cropped=True).features(model, images), expected, atol=1e-5)
     assert not torch.allclose(expected, model.features(images), atol=1e-2)
 
 
 def test_a_negative_number_of_copies_is_refused():
     with pytest.raises(InputError, match="copies is -1"):
-        Views(copies=-1)
+        TestTimeAugmentation(copies=-1)
 
 
 def test_copies_need_features_that_adaptation_leaves_alone(glyphs, test_tasks):
     chosen, net = method("maml"), conv4(1, 28)
-    for views in (Views(copies=2), Views(mirrored=True), Views(turned=True)):
+    for augmentation in (
+        TestTimeAugmentation(copies=2),
+        TestTimeAugmentation(mirrored=True),
+        TestTimeAugmentation(rotated=True),
+    ):
         with pytest.raises(InputError, match="but this model's features change with the task"):
-            evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, views=views)
+            evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, augmentation=augmentation)
 
 
 def test_a_difference_of_scores_is_taken_task_by_task():
@@ -207,7 +215,7 @@ def test_a_difference_of_scores_is_taken_task_by_task():
     assert gap.mean == pytest.approx(0.1)
     assert gap.ci95 == pytest.approx(stats.t.ppf(0.975, 3) * float((one - other).std()) / 2, rel=1e-5)
     assert gap.ci95 < Score.of(one).ci95
-    with pytest.raises(InputError, match="the scores are of 4 and 3 tasks"):
+    with pytest.raises(InputError, match="the scores are means over 4 and 3 tasks"):
         Score.of(one).minus(Score.of(other[:3]))
 
 
@@ -252,7 +260,7 @@ def test_tasks_on_which_adaptation_diverged_are_wrong_and_counted(test_tasks, ba
     score = evaluate(Given(outputs), test_tasks, tasks=20)
     assert score.values.tolist() == [0.0 if task in (2, 17) else 1.0 for task in range(20)]
     assert score.diverged == 2
-    assert score.told().endswith("(adaptation diverged on 2 of 20 tasks)")
+    assert str(score).endswith("(adaptation diverged on 2 of 20 tasks)")
 
 
 def test_where_adaptation_diverged_on_every_task_there_is_no_accuracy(test_tasks):
@@ -268,7 +276,7 @@ def test_a_squared_error_is_nan_where_adaptation_diverged_and_says_on_how_many_t
     score = evaluate(Given(outputs), Sinusoid(), tasks=20)
     assert math.isnan(score.mean)
     assert score.values.isfinite().sum() == 19
-    assert "diverged on 1 of 20 tasks" in score.told()
+    assert "diverged on 1 of 20 tasks" in str(score)
 
 
 def test_a_diverging_adaptation_is_counted_by_a_table_of_features_too(glyphs, test_tasks):

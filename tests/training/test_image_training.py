@@ -9,7 +9,15 @@ from metabridge.environments import LabelledImages
 from metabridge.environments.image_tasks import ImageBatches
 from metabridge.learners import PRESETS
 from metabridge.training import Augment
-from metabridge.training.config import PLANS, Plan
+from metabridge.training.config import ImageTrainingConfig, default_config
+from metabridge.training.image_training import (
+    augmentation_of,
+    method_of,
+    network_of,
+    train_on_images,
+    training_tasks,
+    validation_tasks,
+)
 
 
 def images(channels: int = 3, size: int = 16, per_class: int = 8, validation: int = 3) -> LabelledImages:
@@ -31,30 +39,30 @@ SHORT = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "queries": 2
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"burer-monteiro"}))
 def test_the_usual_plan_of_every_method_trains_on_images(name):
-    plan = replace(PLANS[name], **SHORT, batch=4 if name == "rfs" else 1, shots=1)
-    run = plan.train(images(), progress=False)
-    assert run.method == plan.chosen()
+    config = replace(default_config(name), **SHORT, batch_size=4 if name == "rfs" else 1, shots=1)
+    run = train_on_images(config, images(), progress=False)
+    assert run.method == method_of(config)
     assert run.best.tasks == 2
     rows = {"mtl": 7, "rfs": 7}.get(name)
     assert (run.params["heads.weight"].shape[0] if rows else None) == rows
 
 
 def test_validation_has_the_ways_and_queries_that_its_classes_and_images_allow():
-    own = Plan("anil", ways=5, validate_shots=2).validation_tasks(images(per_class=6))
+    own = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(per_class=6))
     assert (own.ways, own.shots, own.queries) == (3, 2, 4)
-    large = Plan("anil", ways=2).validation_tasks(images(per_class=30))
+    large = validation_tasks(ImageTrainingConfig("anil", ways=2), images(per_class=30))
     assert (large.ways, large.shots, large.queries) == (2, 1, 15)
 
 
 def test_training_tasks_may_have_more_ways_than_those_at_test():
-    plan = replace(PLANS["mtl"], **SHORT, batch=1, shots=1, ways=3, training_ways=6)
-    assert plan.training_tasks(images()).ways == 6
-    assert plan.validation_tasks(images()).ways == 3
-    assert plan.train(images(), progress=False).best.tasks == 2
+    config = replace(default_config("mtl"), **SHORT, batch_size=1, shots=1, ways=3, training_ways=6)
+    assert training_tasks(config, images()).ways == 6
+    assert validation_tasks(config, images()).ways == 3
+    assert train_on_images(config, images(), progress=False).best.tasks == 2
 
 
 def test_without_validation_classes_there_is_no_validation():
-    run = replace(PLANS["anil"], **SHORT, ways=3).train(images(validation=0), progress=False)
+    run = train_on_images(replace(default_config("anil"), **SHORT, ways=3), images(validation=0), progress=False)
     assert run.best is None
     assert [point.score for point in run.curve] == [None, None]
 
@@ -70,20 +78,20 @@ def test_without_validation_classes_there_is_no_validation():
     ],
 )
 def test_images_in_colour_are_augmented_unless_told_otherwise(given, channels, expected):
-    assert Plan("anil", augment=given).changes(images(channels)) == expected
+    assert augmentation_of(ImageTrainingConfig("anil", augment=given), images(channels)) == expected
 
 
 def test_turns_make_four_training_classes_of_each_and_leave_validation_alone():
-    plan = replace(PLANS["rfs"], **SHORT, batch=4, turns=True, augment=False)
-    run = plan.train(images(), progress=False)
+    config = replace(default_config("rfs"), **SHORT, batch_size=4, rotated_classes=True, augment=False)
+    run = train_on_images(config, images(), progress=False)
     assert run.params["heads.weight"].shape[0] == 28
 
 
 def test_a_classifier_over_all_classes_is_trained_on_batches_and_others_on_tasks():
-    batches = replace(PLANS["rfs"], batch=6).training_tasks(images())
+    batches = training_tasks(replace(default_config("rfs"), batch_size=6), images())
     assert isinstance(batches, ImageBatches)
     assert batches.size == 6
-    tasks = Plan("mtl", ways=4, shots=2, queries=3).training_tasks(images())
+    tasks = training_tasks(ImageTrainingConfig("mtl", ways=4, shots=2, queries=3), images())
     assert (tasks.ways, tasks.shots, tasks.queries) == (4, 2, 3)
 
 
@@ -96,7 +104,7 @@ def test_a_classifier_over_all_classes_is_trained_on_batches_and_others_on_tasks
     ],
 )
 def test_a_model_by_name_is_made_for_the_images_and_the_ways(model, options, features):
-    net = Plan("anil", model=model, model_options=options, ways=3, seed=2).network(images())
+    net = network_of(ImageTrainingConfig("anil", model=model, model_options=options, ways=3, seed=2), images())
     assert (net.head.in_features, net.head.out_features) == (features, 3)
     assert net.recipe["seed"] == 2
     assert net(torch.zeros(2, 3, 16, 16)).shape == (2, 3)

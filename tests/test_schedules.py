@@ -9,9 +9,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
 from metabridge import InputError, Sinusoid, method
 from metabridge.models import mlp
-from metabridge.training import Constant, Cosine, Fitting, Plateau, Schedule, Score, Step, schedule
-from metabridge.training.loop import Settings
-from metabridge.training.schedules import SCHEDULES
+from metabridge.schedules import SCHEDULES, Constant, Cosine, Plateau, Schedule, Step, schedule
+from metabridge.training import Score, Trainer
+from metabridge.training.config import TrainingConfig
 
 ITERATIONS = 40
 
@@ -43,11 +43,11 @@ def test_a_schedule_of_the_iteration_is_pytorchs(ours, theirs):
     assert found == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
 
 
-def stepped(chosen: Schedule, **options) -> Fitting:
+def stepped(chosen: Schedule, **options) -> Trainer:
     """A training whose steps have the rates that are asked for."""
-    settings = Settings(iterations=ITERATIONS, schedule=chosen, lr=1e-6, validate_tasks=2, **options)
+    settings = TrainingConfig(iterations=ITERATIONS, schedule=chosen, lr=1e-6, validate_tasks=2, **options)
     validate = Sinusoid() if options else None
-    return Fitting(
+    return Trainer(
         mlp(1, 1, width=2), method("nal"), Sinusoid(shots=1, queries=1), settings, validate=validate, mode="loop"
     )
 
@@ -60,11 +60,11 @@ def stepped(chosen: Schedule, **options) -> Fitting:
     ],
 )
 def test_each_step_of_a_training_has_the_rate_that_pytorchs_schedule_gives_it(ours, theirs):
-    fitting, used = stepped(ours), []
-    step = fitting.loop.optimizer.step
-    fitting.loop.optimizer.step = lambda: (used.append(fitting.loop.optimizer.param_groups[0]["lr"]), step())
+    trainer, used = stepped(ours), []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (used.append(trainer.optimizer.param_groups[0]["lr"]), step())
     for _ in range(ITERATIONS):
-        fitting.step()
+        trainer.step()
     assert [1e6 * rate for rate in used] == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
 
 
@@ -72,12 +72,12 @@ def test_the_step_after_a_validation_is_the_first_with_the_rate_of_a_plateau(mon
     """The scores fall, so that each validation after the first drops the rate."""
     means = iter(range(100, 0, -1))
     monkeypatch.setattr(
-        "metabridge.training.loop.evaluate", lambda *_, **__: Score(next(means), 0.0, 2, torch.empty(0), "accuracy")
+        "metabridge.training.trainer.evaluate", lambda *_, **__: Score(next(means), 0.0, 2, torch.empty(0), "accuracy")
     )
-    fitting, used = stepped(Plateau(drop=0.5, patience=0), validate_every=3), []
+    trainer, used = stepped(Plateau(drop=0.5, patience=0), validate_every=3), []
     for _ in range(10):
-        fitting.step()
-        used.append(1e6 * fitting.loop.optimizer.param_groups[0]["lr"])
+        trainer.step()
+        used.append(1e6 * trainer.optimizer.param_groups[0]["lr"])
     assert used == pytest.approx([1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25])
 
 
@@ -117,12 +117,12 @@ def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: Step(at=(60, 80)), r"at is \(60, 80\), but must be fractions"),
-        (lambda: Step(at=0.5), "at is 0.5, but must be fractions"),
+        (lambda: Step(at=(60, 80)), r"at is \(60, 80\), but must hold fractions"),
+        (lambda: Step(at=0.5), "at is 0.5, but must hold fractions"),
         (lambda: Step(drop=0), "drop is 0, but must be a positive number"),
         (lambda: Plateau(patience=-1), "patience is -1"),
-        (lambda: Settings(schedule="cosine"), "schedule is 'cosine', but must be one such as"),
-        (lambda: Settings(augment=True), "augment is True, but must be an Augment"),
+        (lambda: TrainingConfig(schedule="cosine"), "schedule is 'cosine', but must be a schedule such as"),
+        (lambda: TrainingConfig(augment=True), "augment is True, but must be an Augment"),
     ],
 )
 def test_schedules_that_would_never_do_anything_are_refused(make, complaint):

@@ -1,0 +1,486 @@
+"""Evaluation: how well a trained model adapts to new tasks, with a confidence interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from metabridge.environments.environment import Environment
+from metabridge.environments.image_tasks import ImageTasks, TaskIndices, copy_to_device
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.intervals import half_width
+from metabridge.learners.adapt import adapts_head_only, predict, predict_from_features
+from metabridge.learners.method import Method
+from metabridge.learners.parameters import check_test_time
+from metabridge.models.batch_norm import normalises_each_set, running_batch_norms
+from metabridge.models.functional_call import shallow_copy
+from metabridge.models.network import Network, Params, apply_features
+from metabridge.progress import track_progress
+from metabridge.training.augment import Augment
+
+Metric = Literal["accuracy", "squared error"]
+# Number of tasks drawn at a time. It is the same for all models and devices, since the tasks of a seed depend on it.
+BLOCK = 16
+
+
+@dataclass(frozen=True, repr=False)
+class Model:
+    """A network with its method and parameters: all that is needed to adapt and predict.
+
+    Args:
+        method: The method that adapts.
+        net: The network.
+        params: All trained parameters: the network's, and what the method learns besides.
+        dtype: Number format of the features, if it differs from that of the parameters.
+
+    >>> from metabridge.learners import method, parameters
+    >>> from metabridge.models import mlp
+    >>> maml, net = method("maml"), mlp(1, 1)
+    >>> Model(maml, net, parameters(maml, net))
+    Model(mlp)
+    """
+
+    method: Method
+    net: Network
+    params: Params
+    dtype: torch.dtype | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.params["head.weight"].device
+
+    @property
+    def model_name(self) -> str:
+        """Name of the function that built the network, or its class if it was built by hand."""
+        return type(self.net).__name__ if self.net.recipe is None else str(self.net.recipe["model"])
+
+    def predict(self, episodes: Episodes) -> Tensor:
+        """Adapt to the support set of each task and predict its queries, in evaluation mode.
+
+        Args:
+            episodes: The tasks.
+
+        Returns:
+            Outputs (tasks, queries, outputs).
+        """
+        return predict(self.method, self._evaluating(), self.params, episodes, dtype=self.dtype)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features of images, in evaluation mode.
+
+        Args:
+            images: Images (n, channels, height, width).
+
+        Returns:
+            Features (n, dimension).
+        """
+        with torch.no_grad():
+            return apply_features(self._evaluating(), self.params, images, self.dtype)
+
+    def _evaluating(self) -> Network:
+        """Return the network in evaluation mode: a copy that shares its tensors, since other threads may use it."""
+        return shallow_copy(self.net).eval() if any(layer.training for layer in self.net.modules()) else self.net
+
+    def __repr__(self) -> str:
+        return f"Model({self.model_name})"
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """Mean score over tasks with its 95 % confidence interval: accuracy, or squared error for regression.
+
+    Args:
+        mean: Mean over the tasks; NaN if adaptation diverged on all of them.
+        ci95: Half-width of the interval.
+        tasks: Number of tasks.
+        values: Score of each task (tasks,).
+        metric: "accuracy" or "squared error".
+        diverged: Number of tasks on which adaptation diverged.
+    """
+
+    mean: float
+    ci95: float
+    tasks: int
+    values: Tensor
+    metric: Metric = "accuracy"
+    diverged: int = 0
+
+    @classmethod
+    def of(cls, values: Tensor, metric: Metric = "accuracy", *, diverged: int = 0) -> Score:
+        """Return the mean of one value per task, with Student's interval.
+
+        Args:
+            values: Score of each task (tasks,).
+            metric: "accuracy" or "squared error".
+            diverged: Number of tasks on which adaptation diverged.
+
+        Returns:
+            The score.
+
+        >>> Score.of(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+        Score(mean=0.750, ci95=0.796, tasks=4)
+        """
+        values = values.double().cpu()
+        if diverged == len(values):
+            values = torch.full_like(values, math.nan)
+        return cls(float(values.mean()), half_width(values), len(values), values, metric, diverged)
+
+    def beats(self, other: Score) -> bool:
+        """Return whether this score is better; any number is better than NaN.
+
+        Args:
+            other: Score to compare with.
+
+        Returns:
+            True if the accuracy is higher, or the squared error lower.
+        """
+        if math.isnan(self.mean) or math.isnan(other.mean):
+            return not math.isnan(self.mean)
+        return self.mean > other.mean if self.metric == "accuracy" else self.mean < other.mean
+
+    def minus(self, other: Score) -> Score:
+        """Return the difference to another score on the same tasks, taken task by task.
+
+        Its interval is narrower than that of the difference of two means on different tasks.
+
+        Args:
+            other: Score of another model on the same tasks.
+
+        Returns:
+            The mean difference with its interval.
+
+        Raises:
+            InputError: If the numbers of tasks differ.
+
+        >>> Score.of(torch.tensor([0.6, 0.8])).minus(Score.of(torch.tensor([0.5, 0.7])))
+        Score(mean=0.100, ci95=0.000, tasks=2)
+        """
+        if self.tasks != other.tasks:
+            raise InputError(
+                f"the scores are means over {self.tasks} and {other.tasks} tasks, but must be over the same tasks. "
+                "Evaluate both with the same number of tasks and the same seed."
+            )
+        return Score.of(self.values - other.values, self.metric)
+
+    def __str__(self) -> str:
+        """Return the mean and the interval, as people read them.
+
+        >>> str(Score.of(torch.tensor([0.0, 1.0, 1.0, 1.0])))
+        '75.0 ± 79.6 %'
+        >>> str(Score.of(torch.tensor([0.0, 1.0, 1.0, 1.0]), diverged=1))
+        '75.0 ± 79.6 % (adaptation diverged on 1 of 4 tasks)'
+        """
+        note = f" (adaptation diverged on {self.diverged} of {self.tasks} tasks)" if self.diverged else ""
+        if self.metric == "accuracy":
+            return f"{100 * self.mean:.1f} ± {100 * self.ci95:.1f} %{note}"
+        return f"{self.mean:.3g} ± {self.ci95:.2g}{note}"
+
+    def __repr__(self) -> str:
+        return f"Score(mean={self.mean:.3f}, ci95={self.ci95:.3f}, tasks={self.tasks})"
+
+
+class Predictor(Protocol):
+    """What `evaluate` can evaluate: a trained `Model`, or a kernel predictor."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the outputs."""
+        ...
+
+    def predict(self, episodes: Episodes) -> Tensor:
+        """Adapt to the support set of each task and predict its queries.
+
+        Args:
+            episodes: The tasks.
+
+        Returns:
+            Outputs (tasks, queries, outputs).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TestTimeAugmentation:
+    """How images are changed at test time, for models that solve a head on fixed features.
+
+    Args:
+        copies: Number of randomly changed copies of each support image to adapt to as well.
+        mirrored: Average the features of each image and its mirror image.
+        rotated: Concatenate the features of the image rotated by 0, 90, 180 and 270 degrees.
+        cropped: Average also over five crops, of the corners and the center, three quarters of the sides long.
+        augment: Random changes of the copies. None for those usual for the image size.
+
+    Raises:
+        InputError: If `copies` is negative.
+
+    >>> str(TestTimeAugmentation(mirrored=True, rotated=True))
+    'mirror images, quarter turns'
+    """
+
+    copies: int = 0
+    mirrored: bool = False
+    rotated: bool = False
+    cropped: bool = False
+    augment: Augment | None = None
+
+    __test__ = False  # for pytest: not a test class
+
+    def __post_init__(self) -> None:
+        if self.copies < 0:
+            raise InputError(f"copies is {self.copies}, but must be 0 or more. Use copies=0.")
+
+    def __str__(self) -> str:
+        parts = {
+            f"{self.copies} copies": self.copies > 0,
+            "mirror images": self.mirrored,
+            "crops": self.cropped,
+            "quarter turns": self.rotated,
+        }
+        return ", ".join(name for name, used in parts.items() if used) or "plain images"
+
+    def features(self, model: Model, images: Tensor) -> Tensor:
+        """Return the features of images, averaged and concatenated over their changed forms.
+
+        Args:
+            model: The model that computes the features.
+            images: Images (n, channels, height, width).
+
+        Returns:
+            Features (n, dimension), four times as long if `rotated`.
+        """
+        views = [images, *_crops(images)] if self.cropped else [images]
+        if self.mirrored:
+            views += [view.flip(-1) for view in views]
+        turns = range(4 if self.rotated else 1)
+        features = [[model.features(view.rot90(turn, (-2, -1))) for view in views] for turn in turns]
+        return torch.cat([torch.stack(of_turn).mean(0) for of_turn in features], -1)
+
+
+UNCHANGED = TestTimeAugmentation()
+
+
+def _crops(images: Tensor) -> list[Tensor]:
+    """Return crops of the corners and the center, three quarters of the sides long, resized to the full size."""
+    height, width = images.shape[-2:]
+    tall, wide = -(-3 * height // 4), -(-3 * width // 4)
+    below, right = height - tall, width - wide
+    corners = [(0, 0), (0, right), (below, 0), (below, right), (below // 2, right // 2)]
+    crops = [images[..., top : top + tall, left : left + wide] for top, left in corners]
+    return [F.interpolate(crop, (height, width), mode="bilinear", align_corners=False) for crop in crops]
+
+
+def evaluate(
+    model: Predictor,
+    environment: Environment,
+    *,
+    tasks: int = 600,
+    seed: int = 0,
+    augmentation: TestTimeAugmentation = UNCHANGED,
+    progress: bool = False,
+) -> Score:
+    """Adapt a model to tasks of an environment and score its predictions of their queries.
+
+    The same seed draws the same tasks for every model, so scores of two models can be compared task by task with
+    `Score.minus`. Outputs that are not finite count as wrong, and the score counts the tasks that have any.
+
+    Args:
+        model: Trained model, or a kernel predictor.
+        environment: Source of the tasks.
+        tasks: Number of tasks, at least 2.
+        seed: Seed of the tasks.
+        augmentation: Changes of the images at test time.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Mean accuracy, or mean squared error for regression, with its 95 % confidence interval.
+
+    Raises:
+        InputError: If there are fewer than 2 tasks, the weights are not finite, or the model cannot be evaluated on
+            these tasks.
+
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.learners import method, parameters
+    >>> from metabridge.models import mlp
+    >>> maml, net = method("maml"), mlp(1, 1)
+    >>> evaluate(Model(maml, net, parameters(maml, net)), Sinusoid(), tasks=20).tasks
+    20
+    """
+    values, has_diverged = [], []
+    for outputs, episodes in predictions(
+        model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=progress
+    ):
+        values.append(score_tasks(outputs, episodes))
+        has_diverged.append(diverged(outputs))
+    metric: Metric = "accuracy" if episodes.is_classification else "squared error"
+    return Score.of(torch.cat(values), metric, diverged=int(torch.cat(has_diverged).sum()))
+
+
+def predictions(
+    model: Predictor,
+    environment: Environment,
+    *,
+    tasks: int,
+    seed: int = 0,
+    augmentation: TestTimeAugmentation = UNCHANGED,
+    progress: bool = False,
+) -> Iterator[tuple[Tensor, Episodes]]:
+    """Draw tasks in batches, adapt to them, and yield the outputs for their queries with the tasks.
+
+    If the features of an image depend on neither the task nor other images, those of each image are computed once.
+    """
+    if tasks < 2:
+        raise InputError(f"tasks is {tasks}, but an interval needs at least 2. Use tasks=2 or more.")
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, Model):
+        check_finite(model.params, dict(model.net.named_buffers()))
+        _check_statistics(model)
+        fixed_features = adapts_head_only(model.method) and not normalises_each_set(model.net)
+        if fixed_features and isinstance(environment, ImageTasks):
+            table = FeatureTable.of(model, environment, augmentation, seed=seed, progress=progress)
+            yield from table.predictions(model, environment, tasks, generator)
+            return
+    if augmentation != UNCHANGED:
+        raise InputError(
+            f"augmentation is {augmentation}, but this model's features change with the task. "
+            "Use a method that solves a head, on a network with running statistics."
+        )
+    for size in _batches(tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK):  # enough to fill a GPU
+        episodes = _sampled(environment, size, generator, model.device)
+        yield model.predict(episodes), episodes
+
+
+def check_finite(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Raise an `InputError` for weights that are NaN or infinite, and buffers that are NaN (masks may be infinite).
+
+    >>> check_finite({"head.bias": torch.tensor([1.0, torch.nan])}, {})
+    Traceback (most recent call last):
+    metabridge.errors.InputError: the weight 'head.bias' holds NaN or infinite values: training diverged. Train again \
+with a lower learning rate, or use an earlier checkpoint.
+    """
+    for name, value in (*params.items(), *buffers.items()):
+        if value.isnan().any() or (name in params and value.isinf().any()):
+            raise InputError(
+                f"the weight {name!r} holds NaN or infinite values: training diverged. "
+                "Train again with a lower learning rate, or use an earlier checkpoint."
+            )
+
+
+def _check_statistics(model: Model) -> None:
+    """Refuse running statistics that still have their initial values."""
+    layers = running_batch_norms(model.net)
+    if any(not layer.mean.any() and (layer.variance == 1).all() for layer in layers):
+        raise InputError(
+            "The network's running statistics were never estimated, so evaluation would not normalise. "
+            "Call estimate_statistics(net, batches) with training images first, or use statistics='batch'."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureTable:
+    """The features of all images of a split, computed once, and of changed copies of the images."""
+
+    features: Tensor  # (1 + copies, images, dimension)
+    positions: Tensor  # position in `features` of each image of the data set, -1 for images of other splits
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        environment: ImageTasks,
+        augmentation: TestTimeAugmentation = UNCHANGED,
+        *,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> FeatureTable:
+        """Compute the features of the environment's split."""
+        rows, device = environment.image_indices, model.device
+        positions = torch.full((len(environment.data.images),), -1)
+        positions[rows] = torch.arange(len(rows))
+        generator = torch.Generator(device).manual_seed(seed)
+        augment = augmentation.augment or Augment.for_size(environment.data.images.shape[-1])
+        chunks = rows.split(64 if device.type == "cpu" else 1000)
+        features: list[list[Tensor]] = [[] for _ in range(1 + augmentation.copies)]
+        for chunk in track_progress(chunks, "features", progress):
+            images = environment.data.float_images(chunk).to(device)
+            for copy, parts in enumerate(features):
+                parts.append(augmentation.features(model, images if copy == 0 else augment(images, generator)))
+        return cls(torch.stack([torch.cat(parts) for parts in features]), positions.to(device))
+
+    def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
+        """Score models that have these features and different heads, on the tasks that `evaluate` draws."""
+        generator = torch.Generator().manual_seed(seed)
+        values: list[list[Tensor]] = [[] for _ in models]
+        has_diverged: list[list[Tensor]] = [[] for _ in models]
+        for size in _batches(tasks, 32 * BLOCK):
+            episodes = self.episodes(environment, size, generator)
+            for index, model in enumerate(models):
+                outputs = predict_from_features(model.method, model.params, episodes)
+                values[index].append(score_tasks(outputs, episodes))
+                has_diverged[index].append(diverged(outputs))
+        return [
+            Score.of(torch.cat(of_model), diverged=int(torch.cat(bad).sum()))
+            for of_model, bad in zip(values, has_diverged)
+        ]
+
+    def predictions(
+        self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, Episodes]]:
+        """Draw tasks, solve their heads in large batches, and yield the outputs with the tasks."""
+        for size in _batches(tasks, 12 * BLOCK):
+            episodes = self.episodes(environment, size, generator)
+            check_test_time(model.method, model.net, model.params, episodes)
+            yield predict_from_features(model.method, model.params, episodes), episodes
+
+    def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
+        """Draw the tasks that the environment would, with features as inputs; copies are added to the support set."""
+        blocks = [environment.sample_indices(size, generator) for size in _batches(tasks, BLOCK)]
+        drawn = TaskIndices(*(torch.cat(parts) for parts in zip(*blocks)))
+        episodes = drawn.to_episodes(lambda rows: self.features[0, self._positions_of(rows)])
+        copies = [features[self._positions_of(drawn.support.flatten(1))] for features in self.features[1:]]
+        return replace(
+            episodes,
+            support_x=torch.cat([episodes.support_x, *copies], dim=1),
+            support_y=episodes.support_y.repeat(1, len(self.features)),
+        )
+
+    def _positions_of(self, rows: Tensor) -> Tensor:
+        return self.positions[copy_to_device(rows, self.positions.device)]
+
+
+def _sampled(environment: Environment, tasks: int, generator: torch.Generator, device: torch.device) -> Episodes:
+    """Draw tasks in blocks, so that a seed draws the same for every batch size."""
+    blocks = [environment.sample(size, generator).to(device) for size in _batches(tasks, BLOCK)]
+    return Episodes.concatenate(blocks)
+
+
+def _batches(tasks: int, size: int) -> list[int]:
+    """Return the sizes of batches of at most `size` that hold `tasks` together."""
+    return [min(size, tasks - first) for first in range(0, tasks, size)]
+
+
+def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
+    """Return each task's accuracy on its queries, or its mean squared error for regression.
+
+    A query whose outputs are not finite is wrong, and the squared error of its task is NaN.
+    """
+    if episodes.is_classification:
+        return correct(outputs, episodes).double().mean(-1)
+    return (outputs - episodes.query_y).masked_fill(~outputs.isfinite(), math.nan).square().sum(-1).mean(-1)
+
+
+def correct(outputs: Tensor, episodes: Episodes) -> Tensor:
+    """Return whether each query is predicted correctly (tasks, queries); not if its outputs are not finite."""
+    return outputs.isfinite().all(-1) & (outputs.argmax(-1) == episodes.query_y)
+
+
+def diverged(outputs: Tensor) -> Tensor:
+    """Return which tasks (tasks,) have outputs (tasks, queries, outputs) that are not finite."""
+    return ~outputs.isfinite().flatten(1).all(1)

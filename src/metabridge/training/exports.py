@@ -1,0 +1,32 @@
+"""All that `metabridge.training` offers; imported on first use, since it needs PyTorch."""
+
+from metabridge.training.augment import Augment
+from metabridge.training.config import ImageTrainingConfig, TrainingConfig
+from metabridge.training.evaluation import Model, Predictor, Score, TestTimeAugmentation, evaluate
+from metabridge.training.fitting import fit, load
+from metabridge.training.image_training import train_on_images
+from metabridge.training.interleaved import train_interleaved
+from metabridge.training.learning_curve import Point
+from metabridge.training.muon import Muon
+from metabridge.training.soft_targets import SoftTargets
+from metabridge.training.trainer import Run, Trainer
+
+__all__ = [
+    "Augment",
+    "ImageTrainingConfig",
+    "Model",
+    "Muon",
+    "Point",
+    "Predictor",
+    "Run",
+    "Score",
+    "SoftTargets",
+    "TestTimeAugmentation",
+    "Trainer",
+    "TrainingConfig",
+    "evaluate",
+    "fit",
+    "load",
+    "train_interleaved",
+    "train_on_images",
+]

@@ -1,0 +1,144 @@
+"""Training on the classes of an image data set: the network and the tasks that an `ImageTrainingConfig` describes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from metabridge.environments.environment import Environment
+from metabridge.environments.image_tasks import ImageTasks, LabelledImages
+from metabridge.errors import InputError
+from metabridge.learners.method import Method, method
+from metabridge.models import ARCHITECTURE, Network, build
+from metabridge.training.augment import Augment
+from metabridge.training.config import ImageTrainingConfig, training_options
+from metabridge.training.evaluation import Model
+from metabridge.training.fitting import run_to_end
+from metabridge.training.trainer import Run, Trainer
+
+
+def train_on_images(
+    config: ImageTrainingConfig,
+    images: LabelledImages,
+    *,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    minutes: float | None = None,
+    progress: bool = True,
+    teacher: Model | None = None,
+) -> Run:
+    """Train on the training classes, and validate on the validation classes if there are at least two.
+
+    Args:
+        config: Method, model, tasks and training options.
+        images: Labelled images with their splits.
+        device: Where to compute.
+        out: Folder to save the run in. None to save nothing.
+        minutes: Stop after this number of minutes; the same call continues.
+        progress: Whether to show a progress bar.
+        teacher: Trained model whose predictions are part of the targets.
+
+    Returns:
+        The run.
+
+    Raises:
+        InputError: If the images have too few classes or images for the tasks, or an option cannot be used.
+
+    >>> from metabridge.datasets import load
+    >>> config = ImageTrainingConfig("mtl", batch_size=2, iterations=2, validate_every=2)
+    >>> train_on_images(config, load("glyphs"), progress=False).net.head.out_features
+    5
+    """
+    trainer = image_trainer(config, images, device=device, out=out, teacher=teacher)
+    return run_to_end(trainer, config.method, minutes=minutes, progress=progress)
+
+
+def image_trainer(
+    config: ImageTrainingConfig,
+    images: LabelledImages,
+    *,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    teacher: Model | None = None,
+) -> Trainer:
+    """Return a trainer on the training classes that has not taken a step yet; see `train_on_images`.
+
+    Args:
+        config: Method, model, tasks and training options.
+        images: Labelled images with their splits.
+        device: Where to compute.
+        out: Folder to save the run in. None to save nothing.
+        teacher: Trained model whose predictions are part of the targets.
+
+    Returns:
+        The trainer.
+    """
+    chosen_method = method_of(config)
+    images = images.to(device)
+    if config.rotated_classes:
+        images = images.with_rotations(("train",))
+    tasks = training_tasks(config, images)
+    _check_memory(config, images)
+    has_validation = len(images.splits.get("validation", ())) > 1
+    validation = validation_tasks(config, images) if has_validation else None
+    options = training_options(
+        config,
+        batch_size=1 if chosen_method.training_head == "all-rows" else config.batch_size,
+        augment=augmentation_of(config, images),
+    )
+    net = network_of(config, images)
+    return Trainer(net, chosen_method, tasks, options, validate=validation, device=device, out=out, teacher=teacher)
+
+
+def method_of(config: ImageTrainingConfig) -> Method:
+    """Return the method of a configuration."""
+    return method(config.method, **config.method_options)
+
+
+def network_of(config: ImageTrainingConfig, images: LabelledImages) -> Network:
+    """Return the untrained network of a configuration, for images of this size and number of channels."""
+    channels, size = images.images.shape[1], images.images.shape[-1]
+    shape: dict[str, object] = {"inputs": channels * size**2}
+    if config.model != "mlp":
+        channels_option = "image_channels" if config.model.endswith(ARCHITECTURE) else "channels"
+        shape = {channels_option: channels, "size": size, "statistics": config.statistics}
+    return build(config.model, **{**shape, "outputs": config.ways, "seed": config.seed, **config.model_options})
+
+
+def training_tasks(config: ImageTrainingConfig, images: LabelledImages) -> Environment:
+    """Return the tasks to train on, or batches over all classes if the method trains one classifier on them."""
+    if method_of(config).training_head == "all-rows":
+        return images.batches("train", size=config.batch_size)
+    ways = config.training_ways or config.ways
+    return images.tasks("train", ways=ways, shots=config.shots, queries=config.queries)
+
+
+def validation_tasks(config: ImageTrainingConfig, images: LabelledImages) -> ImageTasks:
+    """Return validation tasks, with fewer ways and queries if there are fewer classes or images."""
+    classes = images.splits["validation"]
+    fewest_images = int(images.labels.bincount(minlength=len(images.class_names))[classes].min())
+    ways, queries = min(config.ways, len(classes)), max(1, min(15, fewest_images - config.validate_shots))
+    return images.tasks("validation", ways=ways, shots=config.validate_shots, queries=queries)
+
+
+def augmentation_of(config: ImageTrainingConfig, images: LabelledImages) -> Augment | None:
+    """Return the random changes to training images: by default those for color images, and none for gray ones."""
+    if isinstance(config.augment, Augment):
+        return config.augment
+    enabled = images.images.shape[1] == 3 if config.augment is None else config.augment
+    return Augment.for_size(images.images.shape[-1]) if enabled else None
+
+
+def _check_memory(config: ImageTrainingConfig, images: LabelledImages) -> None:
+    """Refuse a step whose images alone need more than the machine's memory."""
+    if not hasattr(os, "sysconf"):
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    task_images = 1 if method_of(config).training_head == "all-rows" else config.ways * (config.shots + config.queries)
+    item_bytes = 4 * images.images[0].numel() * task_images  # in float32
+    if config.batch_size * item_bytes > memory:
+        raise InputError(
+            f"batch_size is {config.batch_size}, but the images of such a step take "
+            f"{config.batch_size * item_bytes / 2**30:.0f} GiB, and this machine has {memory / 2**30:.0f} GiB of "
+            f"memory. Use batch_size={max(1, memory // (8 * item_bytes))} or less."
+        )

@@ -1,0 +1,500 @@
+"""One training, step by step, with everything that is saved and restored."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
+
+from metabridge.device import as_device
+from metabridge.environments.environment import Environment
+from metabridge.environments.image_tasks import ImageBatches
+from metabridge.errors import PARSING_ERRORS, InputError
+from metabridge.files import FolderLock
+from metabridge.learners.engine import Engine, Mode
+from metabridge.learners.method import Method
+from metabridge.learners.parameters import parameters, solver_params
+from metabridge.models.batch_norm import estimate_statistics, running_batch_norms
+from metabridge.models.drop_path import Drop
+from metabridge.models.network import Network, Params, frozen_names
+from metabridge.training import checkpoint
+from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part
+from metabridge.training.config import TrainingConfig
+from metabridge.training.evaluation import Model, Score, evaluate
+from metabridge.training.learning_curve import Point, best_score, point_from_json, point_to_json
+from metabridge.training.muon import Muon
+from metabridge.training.random_state import GlobalRandomState
+from metabridge.training.soft_targets import Softener, soft_cross_entropy
+
+log = logging.getLogger("metabridge")
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": Adam,
+    "adamw": AdamW,
+    "radam": RAdam,
+    "sgd": partial(SGD, momentum=0.9, nesterov=True),
+    "muon": Muon,
+}
+SAVE_SECONDS = 60.0  # seconds between saves if there is no validation
+DROP_RATE_STEPS = 50  # steps between updates of the drop rates
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Model):
+    """A trained model with its learning curve and settings.
+
+    Args:
+        method: The method that it was trained with.
+        net: The network, with the best weights.
+        params: All trained parameters: the network's, and what the method learns besides.
+        dtype: Number format of the features, if it differs from that of the parameters.
+        curve: Points of the learning curve.
+        seconds: Training time, without validation.
+        settings: Model, method, tasks and training options, as stored in settings.json.
+        finished: Whether training reached its end; if not, training again continues it.
+
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.learners import method
+    >>> from metabridge.models import mlp
+    >>> from metabridge.training import fit
+    >>> fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=3, progress=False)
+    Run(mlp, 3 iterations, finished)
+    """
+
+    curve: tuple[Point, ...] = ()
+    seconds: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    finished: bool = True
+
+    @property
+    def best(self) -> Score | None:
+        """Validation score of the weights, if there was a validation."""
+        return best_score(self.curve)
+
+    def __repr__(self) -> str:
+        iterations = self.curve[-1].iteration if self.curve else 0
+        score = "" if self.best is None else f", best validation {self.best}"
+        return (
+            f"Run({self.model_name}, {iterations} iterations{score}, {'finished' if self.finished else 'unfinished'})"
+        )
+
+
+class Trainer:
+    """Train a network step by step; `fit` does all steps.
+
+    With `out`, the training is saved in that folder at each validation and at least every minute, and a new `Trainer`
+    with the same settings continues it from there. The folder is locked until `close`, so no other training writes to
+    it.
+
+    Args:
+        net: Network to train, in place.
+        method: Method to train it with.
+        environment: Source of the training tasks.
+        config: Training options.
+        validate: Source of the validation tasks, if any.
+        device: Where to compute.
+        mode: How the engine computes meta-gradients; see `metabridge.Engine`.
+        out: Folder of the run. None to save nothing.
+        teacher: Trained model whose predictions are part of the targets; see `SoftTargets.distillation`.
+
+    Raises:
+        InputError: If the method does not fit the network or the tasks, or `out` holds a run with other settings.
+
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.learners import method
+    >>> from metabridge.models import mlp
+    >>> trainer = Trainer(mlp(1, 1), method("maml"), Sinusoid(), TrainingConfig(iterations=2))
+    >>> trainer.step(), trainer.step(), trainer.finished
+    (True, True, True)
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        method: Method,
+        environment: Environment,
+        config: TrainingConfig,
+        *,
+        validate: Environment | None = None,
+        device: torch.device | str = "cpu",
+        mode: Mode = "auto",
+        out: str | Path | None = None,
+        teacher: Model | None = None,
+    ) -> None:
+        if not isinstance(method, Method):
+            raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
+        self.device = as_device(device)
+        self._folder = None if out is None else RunFolder(Path(out))
+        if self._folder is not None and config.validate_every is None and (stored := self._folder.resumable()):
+            config = replace(config, validate_every=stored["training"].get("validate_every"))
+        self.method, self.environment, self.validate, self.config = method, environment, validate, config
+        self.dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+        # in low precision convolutions are faster with the channels last, and copies between layouts cost time
+        if self.dtype is not None:
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.net = net.to(self.device).train()
+        self.params = parameters(method, net, classes=getattr(environment, "classes", None), seed=config.seed)
+        self.optimizer = self._make_optimizer()
+        self._drops = [block for block in net.modules() if isinstance(block, Drop)]
+        soft = config.soft_targets
+        self._softener = None if soft is None else Softener(soft, method, teacher)
+        self._engine = Engine(
+            method if soft is None else replace(method, loss=soft_cross_entropy), net, mode=mode, dtype=self.dtype
+        )
+        self._average = None if config.ema_decay is None else _copy(self.params)
+        self.generators = {
+            "tasks": torch.Generator().manual_seed(config.seed),
+            "augment": torch.Generator(self.device).manual_seed(config.seed),
+        }
+        self._global_random = GlobalRandomState(self.device, config.seed)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # shapes do not change, so searching the fastest convolution pays
+        self.best_weights: tuple[Params, Params] | None = None  # parameters and buffers
+        self.curve: list[Point] = []
+        self.loss_sum = torch.zeros((), device=self.device)  # since the last point of the curve
+        self.iteration, self.seconds = 0, 0.0
+        self._in_step = False
+        self._best_is_unsaved = False
+        self._last_saved = time.perf_counter()
+        self._settings = {} if self._folder is None else self._describe()
+        self._lock = None if self._folder is None else FolderLock(self._folder.path)
+        if self._folder is not None:
+            try:
+                self._start_in(self._folder)
+            except BaseException:
+                self.close()
+                raise
+
+    def _make_optimizer(self) -> Optimizer:
+        """Return the optimizer of all parameters that require gradients."""
+        solver = solver_params(self.params)  # without weight decay, which would pull learned rates to zero
+        trained = {name: value for name, value in self.params.items() if value.requires_grad}
+        if not trained:
+            raise InputError(
+                "there is nothing to train: all that this method trains has requires_grad=False. Unfreeze some of it."
+            )
+        groups: list[dict[str, Any]] = [
+            {"params": [value for name, value in trained.items() if name not in solver]},
+            {"params": [value for name, value in trained.items() if name in solver], "weight_decay": 0.0},
+        ]
+        optimizer: Optimizer = OPTIMIZERS[self.config.optimizer](
+            [group for group in groups if group["params"]], lr=self.config.lr, weight_decay=self.config.weight_decay
+        )
+        return optimizer
+
+    def _start_in(self, folder: RunFolder) -> None:
+        """Restore the run in the folder, if there is one; its settings may differ in the number of iterations."""
+        length_differs = folder.check(self._settings)
+        self._restore(folder)
+        if length_differs:
+            self._end_curve()
+            self.save()  # a finished run may now be unfinished, or the other way round
+        if length_differs or folder.resumable() is None:
+            folder.write_settings(self._settings)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or training stopped early."""
+        return self.iteration >= self.config.iterations or self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
+        """Whether more than `patience` validations in a row gave no new best score."""
+        patience = self.config.patience
+        if patience is None or not any(point.best for point in self.curve):
+            return False
+        since_best = next(count for count, point in enumerate(reversed(self.curve)) if point.best)
+        return since_best > patience
+
+    @property
+    def draws_global_random_numbers(self) -> bool:
+        """Whether the network draws from the global random generators in training, as dropout does."""
+        episodes = self.environment.sample(self.config.batch_size, torch.Generator().manual_seed(self.config.seed))
+        return self._engine.behaviour(self.params, episodes.to(self.device)).random
+
+    def step(self) -> bool:
+        """Take one training step, and save the run if it is due.
+
+        Returns:
+            Whether the step added a point to the learning curve.
+
+        Raises:
+            InputError: If the loss is not finite, or the folder cannot be written.
+        """
+        self._in_step = True
+        with self._global_random.active():
+            point_added = self._step()
+        self._in_step = False
+        if point_added or time.perf_counter() > self._last_saved + SAVE_SECONDS:
+            self.save()
+        return point_added
+
+    def _step(self) -> bool:
+        config, started = self.config, time.perf_counter()
+        self._set_rates()
+        episodes = self.environment.sample(config.batch_size, self.generators["tasks"]).to(self.device)
+        progress = self.iteration / config.iterations
+        if config.augment is not None:
+            # a teacher sees the full size
+            size_progress = progress if self._softener is None else 1.0
+            episodes = config.augment.episodes(episodes, self.generators["augment"], size_progress)
+        if self._softener is not None:
+            episodes = self._softener(episodes, self.generators["augment"])
+            if config.augment is not None:
+                episodes = config.augment.shrunk(episodes, progress)
+        result = self._engine(self.params, episodes)
+        result.assign(self.params)
+        self.optimizer.step()
+        if self._average is not None and config.ema_decay is not None:
+            # a smaller decay at first, so that the initial weights are soon forgotten
+            decay = min(config.ema_decay, (1 + self.iteration) / (10 + self.iteration))
+            values = [self.params[name].detach() for name in self._average]
+            torch._foreach_lerp_(list(self._average.values()), values, 1 - decay)
+        self.loss_sum += result.loss
+        self.iteration += 1
+        validation_due = self.iteration % config.validation_interval == 0 or self.iteration == config.iterations
+        if validation_due or self.device.type == "cpu":  # reading the loss makes a GPU wait
+            self._check_finite(float(result.loss))
+        self.seconds += time.perf_counter() - started
+        if validation_due:
+            self._add_point()
+        return validation_due
+
+    def _set_rates(self) -> None:
+        """Set the learning rate, and the drop rates if they are due."""
+        progress = self.iteration / self.config.iterations
+        improved = [point.best for point in self.curve if point.score is not None]
+        factor = self.config.schedule.factor(progress, improved)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * factor
+        if self.iteration % DROP_RATE_STEPS == 0:
+            self._set_drop_rates()
+
+    def _set_drop_rates(self) -> None:
+        """Raise the drop rates linearly from 0 to their full values (Wang et al. 2021, section 5.2)."""
+        progress = self.iteration // DROP_RATE_STEPS * DROP_RATE_STEPS / self.config.iterations
+        for block in self._drops:
+            block.rate.fill_(block.full_rate * progress)
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise InputError(
+                f"The loss became {loss} at iteration {self.iteration}. Lower lr (now {self.config.lr}) or the inner "
+                f"rate (now {self.method.inner or self.method.test}), or look for values in the inputs that are not "
+                "finite."
+            )
+
+    def _end_curve(self) -> None:
+        """Add the last point to the curve of a run that was shortened to the iterations it has done."""
+        last = self.curve[-1].iteration if self.curve else 0
+        if last < self.iteration == self.config.iterations:
+            with self._global_random.active():
+                self._add_point()
+
+    def _add_point(self) -> None:
+        """Validate, add a point to the learning curve, and keep the weights if they are the best."""
+        last = self.curve[-1].iteration if self.curve else 0
+        loss = float(self.loss_sum) / (self.iteration - last)
+        self.loss_sum.zero_()
+        self._update_network()
+        score = None
+        if self.validate is not None:
+            model = Model(self.method, self.net, self._average or self.params, self.dtype)
+            score = evaluate(model, self.validate, tasks=self.config.validate_tasks, seed=self.config.seed)
+            if not math.isfinite(score.mean):
+                log.warning("the validation at iteration %d is %s: adaptation diverged.", self.iteration, score.mean)
+        best = best_score(self.curve)
+        improved = score is not None and (best is None or score.beats(best))
+        if improved or score is None:
+            self.best_weights = self._current_weights()
+            self._best_is_unsaved = True
+        self.curve.append(Point(self.iteration, self.seconds, loss, score, improved))
+
+    def _update_network(self) -> None:
+        """Write the weights into the network, and estimate its running statistics with them."""
+        fill(self.net, self._average or self.params, dict(self.net.named_buffers()))
+        if running_batch_norms(self.net):
+            generator = torch.Generator().manual_seed(0)
+            count = 8 if self.device.type == "cpu" else 40
+            batches = (self.environment.sample(self.config.batch_size, generator).without_split() for _ in range(count))
+            estimate_statistics(self.net.features, (batch.support_x.to(self.device).flatten(0, 1) for batch in batches))
+
+    def _current_weights(self) -> tuple[Params, Params]:
+        """Return copies of the current parameters, averaged if asked for, and buffers."""
+        return _copy(self._average or self.params), _copy(dict(self.net.named_buffers()))
+
+    def speed(self) -> str:
+        """Return how many tasks or images per second training processes."""
+        tasks = self.iteration * self.config.batch_size / max(self.seconds, 1e-9)
+        if isinstance(self.environment, ImageBatches):
+            return f"{tasks * self.environment.size:.3g} images/s"
+        return f"{tasks:.3g} tasks/s"
+
+    def run(self) -> Run:
+        """Write the best weights so far into the network and return the run.
+
+        Returns:
+            The run, with the last weights if there was no validation yet.
+        """
+        params, buffers = self.best_weights or self._current_weights()
+        fill(self.net, params, buffers)
+        net, curve = self.net.eval(), tuple(self.curve)
+        return Run(self.method, net, params, self.dtype, curve, self.seconds, self._settings, self.finished)
+
+    def save(self) -> None:
+        """Write the run to its folder, unless a step was interrupted.
+
+        Raises:
+            InputError: If the trainer was closed, or the folder cannot be written.
+        """
+        if self._folder is not None and not self._in_step:
+            if self._lock is None:
+                raise InputError(
+                    f"the training in {self._folder.path} was closed. Make a new Trainer with the same settings "
+                    "to continue it."
+                )
+            self._lock.check()
+            self._write(self._folder)
+        self._last_saved = time.perf_counter()
+
+    def close(self) -> None:
+        """Unlock the folder, so that another training can write to it."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def _describe(self) -> dict[str, Any]:
+        """Return the settings of the run, as JSON can store them."""
+        fixed = sorted(frozen_names(self.net))
+        teacher = None if self._softener is None else self._softener.teacher
+        options = self.config.as_dict() | {"validate_every": self.config.validation_interval}
+        return {
+            **self._describe_model_and_method(),
+            "tasks": checkpoint.describe_environment(self.environment),
+            "validation": None if self.validate is None else checkpoint.describe_environment(self.validate),
+            "training": options,
+            **({"frozen": fixed} if fixed else {}),
+            **({} if teacher is None else {"teacher": checkpoint.describe_value(teacher.params["heads.weight"])}),
+        }
+
+    def _describe_model_and_method(self) -> dict[str, Any]:
+        return {"model": self.net.recipe, "method": checkpoint.write_method(self.method)}
+
+    def _write(self, folder: RunFolder) -> None:
+        """Write the best weights and the training state."""
+        curve = [point_to_json(point) for point in self.curve]
+        notes = {
+            "iteration": self.iteration,
+            "seconds": self.seconds,
+            "finished": self.finished,
+            "curve": curve,
+            "settings": checkpoint.fingerprint(self._describe_model_and_method()),
+        }
+        if self.best_weights is not None and self._best_is_unsaved:
+            params, buffers = self.best_weights
+            folder.write("weights", merge(params=params, buffers=buffers), notes)
+        moments = {
+            f"{index}.{key}": torch.as_tensor(value)
+            for index, state in self.optimizer.state_dict()["state"].items()
+            for key, value in state.items()
+            if value is not None
+        }
+        tensors = merge(
+            params=self.params,
+            average=self._average or {},
+            buffers=_copy(dict(self.net.named_buffers())),
+            moments=moments,
+            random=self._random_states(),
+            loss={"total": self.loss_sum},
+        )
+        folder.write("state", tensors, notes)
+        self._best_is_unsaved = False
+        folder.write_metrics(curve)
+
+    def _random_states(self) -> Params:
+        return {name: generator.get_state() for name, generator in self.generators.items()} | self._global_random.states
+
+    def _restore(self, folder: RunFolder) -> None:
+        """Restore what `save` wrote, if anything."""
+        state, weights = folder.read("state"), folder.read("weights")
+        if state is None:
+            return
+        try:
+            self._restore_state(folder, *state)
+        except InputError:
+            raise
+        except PARSING_ERRORS as error:
+            raise damaged(folder.path / "state.safetensors", f"its state cannot be read ({error!r})") from error
+        if weights is None and self.curve:
+            raise InputError(
+                f"the run in {folder.path} has lost its best weights: weights.safetensors is missing. "
+                "Restore it from a copy, or name another folder."
+            )
+        if weights is not None:
+            params, buffers = part(weights[0], "params"), part(weights[0], "buffers")
+            check_match(self.params, params, folder.path)
+            check_match(dict(self.net.named_buffers()), buffers, folder.path)
+            self.best_weights = (
+                {key: value.to(self.device) for key, value in params.items()},
+                {key: value.to(self.device) for key, value in buffers.items()},
+            )
+
+    def _restore_state(self, folder: RunFolder, tensors: Params, notes: dict[str, Any]) -> None:
+        states = part(tensors, "random")
+        if states.keys() != self._random_states().keys():
+            kind = "a GPU" if "cuda" in states else "the CPU"
+            raise InputError(
+                f"the run in {folder.path} was started on {kind}. Continue it there, or name another folder."
+            )
+        self.iteration, self.seconds = operator.index(notes["iteration"]), float(notes["seconds"])
+        if self.iteration > self.config.iterations:
+            raise InputError(
+                f"the run in {folder.path} has done {self.iteration} iterations, but iterations is "
+                f"{self.config.iterations}. Use iterations={self.iteration} or more, or name another folder."
+            )
+        values, stored = dict(self.params), part(tensors, "params")
+        if buffers := part(tensors, "buffers"):  # version 0.1.0 wrote none at first
+            values, stored = values | dict(self.net.named_buffers()), stored | buffers
+        check_match(values, stored, folder.path)
+        averages, stored_averages = self._average or {}, part(tensors, "average")
+        check_match(averages, stored_averages, folder.path)
+        with torch.no_grad():
+            for name, value in values.items():
+                value.copy_(stored[name])
+            for name, average in averages.items():
+                average.copy_(stored_averages[name])
+        self._restore_moments(part(tensors, "moments"))
+        for name, generator in self.generators.items():
+            generator.set_state(states[name])
+        self._global_random.states = {name: states[name] for name in self._global_random.states}
+        with self._global_random.active():
+            pass  # raises if a state is not valid
+        self.loss_sum = tensors["loss.total"].to(self.device).reshape(())
+        self.curve = [point_from_json(point) for point in notes["curve"]]
+        self._set_drop_rates()
+
+    def _restore_moments(self, stored: Params) -> None:
+        """Restore the optimizer's state."""
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for name, value in stored.items():
+            index, _, key = name.partition(".")
+            moments.setdefault(int(index), {})[key] = value
+        trained = [value for group in self.optimizer.param_groups for value in group["params"]]
+        for position, values in moments.items():
+            if values.keys() != next(iter(moments.values())).keys():
+                raise ValueError(f"the optimizer's state of parameter {position} is not like that of the others")
+            if any(value.ndim and value.shape != trained[position].shape for value in values.values()):
+                raise ValueError(f"the optimizer's state of parameter {position} has another shape")
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _copy(tensors: Params) -> Params:
+    return {name: value.detach().clone() for name, value in tensors.items()}
