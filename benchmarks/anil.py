@@ -1,9 +1,10 @@
-"""A step of FO-ANIL and FO-MAML on all tasks of all runs at once, against the same work task by task, in one run.
+"""One step of FO-ANIL and FO-MAML for all tasks of all runs together, against a loop over the tasks.
 
     python benchmarks/anil.py --device cpu --json anil.json
 
-The nets are linear and the tasks those of D §5. "Loop" writes the same gradients out for one task after the other;
-"engine" is the library's general meta-gradient of the same learner, one run after the other. All end in the same nets.
+The networks are linear and the tasks those of Yüksel et al. 2023, §5. "loop" computes the same gradients for one task
+at a time; "engine" is the library's general meta-gradient of the same method, for one run at a time. All give the same
+networks.
 """
 
 from __future__ import annotations
@@ -31,33 +32,35 @@ from metabridge.theory.anil import AnilSettings, initial_parameters
 from metabridge.theory.finite_tasks import NetParams, RepeatedStep, TaskPoints, first_order_step
 
 LEARNERS: dict[str, Literal["head", "all"]] = {"fo-anil": "head", "fo-maml": "all"}
-RATES = AnilSettings()
+SETTINGS = AnilSettings()
 REPEATS = 5
 
 
-def looped(B: Tensor, w: Tensor, points: TaskPoints, adapts: Literal["head", "all"]) -> NetParams:
-    """Return the nets after one step, computed task by task."""
+def step_in_loop(B: Tensor, w: Tensor, points: TaskPoints, adapts: Literal["head", "all"]) -> NetParams:
+    """Return the parameters after one step, computed task by task."""
     nets = []
     tasks = points.x_in.shape[1]
     for run in range(len(B)):
-        own, head = B[run], w[run]
-        slopes = torch.zeros_like(own), torch.zeros_like(head)
+        representation, head = B[run], w[run]
+        B_grad, w_grad = torch.zeros_like(representation), torch.zeros_like(head)
         for task in range(tasks):
             x, y = points.x_in[run, task], points.y_in[run, task]
-            inner = x.T @ (x @ (own @ head) - y) / len(x)
-            adapted = head - RATES.alpha * own.T @ inner
-            body = own - RATES.alpha * torch.outer(inner, head) if adapts == "all" else own
+            inner = x.T @ (x @ (representation @ head) - y) / len(x)
+            adapted = head - SETTINGS.alpha * representation.T @ inner
+            body = representation
+            if adapts == "all":
+                body = representation - SETTINGS.alpha * torch.outer(inner, head)
             x, y = points.x_out[run, task], points.y_out[run, task]
             outer = x.T @ (x @ (body @ adapted) - y) / len(x)
-            slopes[0].add_(torch.outer(outer, adapted))
-            slopes[1].add_(body.T @ outer)
-        nets.append((own - RATES.beta * slopes[0] / tasks, head - RATES.beta * slopes[1] / tasks))
-    return torch.stack([own for own, _ in nets]), torch.stack([head for _, head in nets])
+            B_grad.add_(torch.outer(outer, adapted))
+            w_grad.add_(body.T @ outer)
+        nets.append((representation - SETTINGS.beta * B_grad / tasks, head - SETTINGS.beta * w_grad / tasks))
+    return torch.stack([B for B, _ in nets]), torch.stack([w for _, w in nets])
 
 
-def by_engine(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentation]) -> Callable[[], NetParams]:
+def engine_step(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentation]) -> Callable[[], NetParams]:
     """Return a function that takes one step of every run with the library's engine."""
-    learner = method(name, steps=1, lr=RATES.alpha)
+    learner = method(name, steps=1, lr=SETTINGS.alpha)
     net = mlp(B.shape[1], 1, width=B.shape[2], depth=1, activation="linear", bias=False).to(B.device)
     engine = Engine(learner, net, mode="captured" if B.is_cuda else "vectorised")
     episodes = [world.tasks.to(B.device) for world in worlds]
@@ -65,19 +68,19 @@ def by_engine(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentation
 
     def step() -> NetParams:
         nets = []
-        for run, own in enumerate(episodes):
+        for run, run_episodes in enumerate(episodes):
             with torch.no_grad():
                 params["features.1.weight"].copy_(B[run].mT)
                 params["head.weight"].copy_(w[run][None])
-            slopes = engine(params, own).gradients
-            body, head = slopes["features.1.weight"].mT, slopes["head.weight"][0]
-            nets.append((B[run] - RATES.beta * body, w[run] - RATES.beta * head))
-        return torch.stack([own for own, _ in nets]), torch.stack([head for _, head in nets])
+            grads = engine(params, run_episodes).gradients
+            B_grad, w_grad = grads["features.1.weight"].mT, grads["head.weight"][0]
+            nets.append((B[run] - SETTINGS.beta * B_grad, w[run] - SETTINGS.beta * w_grad))
+        return torch.stack([B for B, _ in nets]), torch.stack([w for _, w in nets])
 
     return step
 
 
-def timed(step: Callable[[], object], device: str, repeats: int) -> float:
+def median_seconds(step: Callable[[], object], device: str, repeats: int) -> float:
     """Return the median seconds of a step, after a warm-up."""
     seconds = []
     for _ in range(repeats + 1):
@@ -90,31 +93,31 @@ def timed(step: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def main() -> None:
-    """Run the contests, print the table, and write the JSON."""
+    """Time all three, print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=1000, help="tasks of a run")
-    parser.add_argument("--runs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--tasks", type=int, default=1000, help="number of tasks per run")
+    parser.add_argument("--runs", type=int, default=2, help="number of runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads, of which a loop uses one")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads; a loop uses one")
+    parser.add_argument("--json", type=Path, help="file to which the results are written")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
     worlds = [SharedRepresentation(pool=options.tasks, seed=seed) for seed in range(options.runs)]
     points = TaskPoints.from_episodes([world.tasks for world in worlds]).to(options.device, torch.float32)
-    starts = [initial_parameters(50, 50, RATES.alpha, torch.Generator().manual_seed(world.seed)) for world in worlds]
+    starts = [initial_parameters(50, 50, SETTINGS.alpha, torch.Generator().manual_seed(world.seed)) for world in worlds]
     B, w = (torch.stack(part).to(options.device, torch.float32) for part in zip(*starts))
     rows = []
     for name, adapts in LEARNERS.items():
-        iteration = RepeatedStep(partial(first_order_step, points=points, settings=RATES, adapts=adapts), (B, w))
-        iteration.advance(1)
-        ours = iteration.params[0].clone()
-        engine = by_engine(name, B, w, worlds)
-        for other in (looped(B, w, points, adapts), engine()):
-            torch.testing.assert_close(other[0], ours)
-        seconds = timed(partial(iteration.advance, 10), options.device, REPEATS) / 10
-        general = timed(engine, options.device, REPEATS)
-        loop = timed(partial(looped, B, w, points, adapts), options.device, 1)
+        repeated = RepeatedStep(partial(first_order_step, points=points, settings=SETTINGS, adapts=adapts), (B, w))
+        repeated.advance(1)
+        expected = repeated.params[0].clone()
+        engine = engine_step(name, B, w, worlds)
+        for other in (step_in_loop(B, w, points, adapts), engine()):
+            torch.testing.assert_close(other[0], expected)
+        seconds = median_seconds(partial(repeated.advance, 10), options.device, REPEATS) / 10
+        general = median_seconds(engine, options.device, REPEATS)
+        loop = median_seconds(partial(step_in_loop, B, w, points, adapts), options.device, 1)
         rows.append(
             {
                 "name": name,
@@ -129,7 +132,7 @@ def main() -> None:
         )
 
     table = Table(title=f"One step of {options.runs} runs of {options.tasks} tasks, {options.device}")
-    for heading in ("learner", "ours, ms", "engine, ms", "loop, ms", "engine over ours", "loop over ours"):
+    for heading in ("learner", "together, ms", "engine, ms", "loop, ms", "engine / together", "loop / together"):
         table.add_column(heading, justify="left" if heading == "learner" else "right")
     for row in rows:
         times = [f"{row[key]:.2f}" for key in ("milliseconds", "engine_milliseconds", "loop_milliseconds")]

@@ -1,10 +1,10 @@
-"""Kernel predictions for 1 000 test tasks against 100 training tasks: all at once, and in a loop over the tasks.
+"""Kernel predictions for 1000 test tasks from 100 training tasks: all together, and in a loop over the tasks.
 
     python benchmarks/kernel_predict.py --json kernel-predict.json
 
-Both give the same fitted twin the same tasks, 5 supports and 10 queries of 10 features each, training tasks of 5 and 5.
-They take turns, and the seconds are medians over the turns. `mebibytes` is by how much the process grows
-while it predicts all tasks at once; `difference` is the largest one between the two predictions.
+Both use the same fitted kernel learner. Tasks have 10 features; test tasks have 5 support and 10 query points, training
+tasks 5 and 5. The two run alternately, and the seconds are medians over the turns. `mebibytes` is the growth of the
+process while it predicts all tasks together; `difference` is the largest difference between the two predictions.
 """
 
 from __future__ import annotations
@@ -30,44 +30,47 @@ from metabridge.kernels.kernel_predictors import KernelMethod
 from metabridge.report.results import Machine
 
 TRAINING_TASKS, TEST_TASKS = 100, 1000
-TWINS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
-CASES = tuple((depth, twin) for depth in (3, 10) for twin in TWINS)
+METHODS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
+CASES = tuple((depth, method) for depth in (3, 10) for method in METHODS)
 
 
-def case(depth: int, twin: KernelMethod) -> tuple[FittedKernelLearner, Episodes]:
-    """Return a fitted twin and the test tasks."""
+def fit_case(depth: int, method: KernelMethod) -> tuple[FittedKernelLearner, Episodes]:
+    """Return a fitted kernel learner and the test tasks."""
     generator = torch.Generator().manual_seed(0)
     train = Quadratic(shots=5, queries=5).sample(TRAINING_TASKS, generator)
     test = Quadratic().sample(TEST_TASKS, generator)
-    return KernelLearner(fully_connected_kernel(depth), twin, inner_time=0.3).fit(train), test
+    return KernelLearner(fully_connected_kernel(depth), method, inner_time=0.3).fit(train), test
 
 
-def looped(fitted: FittedKernelLearner, test: Episodes) -> Tensor:
+def predict_in_loop(fitted: FittedKernelLearner, test: Episodes) -> Tensor:
     """Predict task by task."""
     return torch.cat([fitted.predict(test[task]) for task in range(len(test))])
 
 
-def timed(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
+def time_call(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
     """Return the seconds and the result."""
     started = time.perf_counter()
     result = compute()
     return time.perf_counter() - started, result
 
 
-def measure(depth: int, twin: KernelMethod, turns: int) -> dict[str, Any]:
-    """Let both have their turns."""
-    fitted, test = case(depth, twin)
-    looped(fitted, test[:10])  # a rehearsal
+def measure(depth: int, method: KernelMethod, turns: int) -> dict[str, Any]:
+    """Time both ways alternately and return a row of the table."""
+    fitted, test = fit_case(depth, method)
+    predict_in_loop(fitted, test[:10])  # warm-up
     batched: list[float] = []
     loop: list[float] = []
     difference = 0.0
     for _ in range(turns):
-        (first, together), (second, apart) = timed(lambda: fitted.predict(test)), timed(lambda: looped(fitted, test))
-        difference = float((together - apart).abs().max())
+        (first, together), (second, looped) = (
+            time_call(lambda: fitted.predict(test)),
+            time_call(lambda: predict_in_loop(fitted, test)),
+        )
+        difference = float((together - looped).abs().max())
         batched.append(first)
         loop.append(second)
     return {
-        "name": f"{twin.upper()}, {depth} layers",
+        "name": f"{method.upper()}, {depth} layers",
         "training_tasks": TRAINING_TASKS,
         "test_tasks": TEST_TASKS,
         "seconds": statistics.median(batched),
@@ -81,15 +84,15 @@ def measure(depth: int, twin: KernelMethod, turns: int) -> dict[str, Any]:
 def main() -> None:
     """Run every case, print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--turns", type=int, default=3, help="timed runs of each way")
+    parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
+    parser.add_argument("--json", type=Path, help="file to which the results are written")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = [measure(depth, twin, options.turns) for depth, twin in CASES]
-    table = Table(title=f"{TEST_TASKS} test tasks against {TRAINING_TASKS} training tasks, {options.threads} thread(s)")
-    for heading in ("twin", "at once, s", "loop, s", "ratio", "memory, MiB", "difference"):
-        table.add_column(heading, justify="left" if heading == "twin" else "right")
+    rows = [measure(depth, method, options.turns) for depth, method in CASES]
+    table = Table(title=f"{TEST_TASKS} test tasks from {TRAINING_TASKS} training tasks, {options.threads} thread(s)")
+    for heading in ("method", "together, s", "loop, s", "ratio", "memory, MiB", "difference"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
     for row in rows:
         numbers = (f"{row['seconds']:.2f}", f"{row['loop_seconds']:.2f}", f"{row['ratio']:.1f}×")
         table.add_row(row["name"], *numbers, f"{row['mebibytes']:.0f}", f"{row['difference']:.0e}")

@@ -1,12 +1,12 @@
-"""Analytic kernels of a ten-layer ReLU net on 2000 × 2000 points, ours against neural-tangents', in one run.
+"""Analytic kernels of a ten-layer ReLU network on 2000 × 2000 points: metabridge against neural-tangents.
 
     python benchmarks/ntk_analytic.py --peer nt/bin/python --json ntk-analytic.json
 
-Both return Θ and K in float32. neural-tangents, which needs an environment of its own, is compiled by jax.jit, and what
-that takes is not counted. The two run in turns, each in a process of its own, on the same cores; the seconds are
-medians over all turns. `difference` is the largest one between the two Θ, relative to the largest entry. With
-`--device cuda` only ours goes to the GPU, and `mib` is the most memory that PyTorch gives out there, result included;
-without a peer ours there is compared with ours on the CPU.
+Both return Θ and K in float32. neural-tangents needs a separate environment and is compiled by jax.jit; compilation is
+not timed. The two run alternately in separate processes on the same cores, and the seconds are medians over all turns.
+`difference` is the largest difference between the two Θ, relative to the largest entry. With `--device cuda` metabridge
+runs on the GPU, and `mib` is the peak of the memory allocated there, including the result. Without `--peer` it is then
+compared with metabridge on the CPU.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ FEATURES = (10, 784)
 CASES = tuple((features, symmetric) for features in FEATURES for symmetric in (True, False))
 
 
-def inputs(features: int) -> tuple[Any, Any]:
+def make_inputs(features: int) -> tuple[Any, Any]:
     """Return the points of rows and columns."""
     random = np.random.default_rng(0)
     x, z = random.normal(size=(2, POINTS, features)).astype(np.float32)
     return x, z
 
 
-def ours(features: int, symmetric: bool, device: str) -> Callable[[], Any]:
+def metabridge_case(features: int, symmetric: bool, device: str) -> Callable[[], Any]:
     """Return the computation with metabridge."""
     import torch
 
     from metabridge.kernels import fully_connected_kernel
 
-    x, z = (torch.from_numpy(values).to(device) for values in inputs(features))
+    x, z = (torch.from_numpy(values).to(device) for values in make_inputs(features))
     kernel = fully_connected_kernel(DEPTH)
 
     def compute() -> Any:
@@ -59,14 +59,14 @@ def ours(features: int, symmetric: bool, device: str) -> Callable[[], Any]:
     return compute
 
 
-def theirs(features: int, symmetric: bool) -> Callable[[], Any]:
+def neural_tangents_case(features: int, symmetric: bool) -> Callable[[], Any]:
     """Return the computation with neural-tangents."""
     import jax  # type: ignore[import-not-found]
     from neural_tangents import stax  # type: ignore[import-not-found]
 
     dense = stax.Dense(1, W_std=2**0.5, b_std=0.0)
     kernel = jax.jit(stax.serial(dense, *(stax.Relu(), dense) * (DEPTH - 1))[2], static_argnames="get")
-    x, z = (jax.numpy.asarray(values) for values in inputs(features))
+    x, z = (jax.numpy.asarray(values) for values in make_inputs(features))
 
     def compute() -> Any:
         return jax.block_until_ready(kernel(x, None if symmetric else z, get=("ntk", "nngp"))).ntk
@@ -74,8 +74,8 @@ def theirs(features: int, symmetric: bool) -> Callable[[], Any]:
     return compute
 
 
-def peak(compute: Callable[[], Any]) -> float:
-    """Return the MiB that the GPU gives out at most during a computation, beside what it had given out."""
+def gpu_peak_mib(compute: Callable[[], Any]) -> float:
+    """Return the peak of the GPU memory that a computation allocates, in MiB."""
     import torch
 
     before = torch.cuda.memory_allocated()
@@ -84,10 +84,14 @@ def peak(compute: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def turn(results: Path, device: str) -> None:
-    """Time every case a few times, and leave seconds, kernels and a GPU's memory in the folder."""
+def run_turn(results: Path, device: str) -> None:
+    """Time every case a few times, and write seconds, kernels and GPU memory to a folder."""
     for features, symmetric in CASES:
-        compute = theirs(features, symmetric) if find_spec("neural_tangents") else ours(features, symmetric, device)
+        compute = (
+            neural_tangents_case(features, symmetric)
+            if find_spec("neural_tangents")
+            else metabridge_case(features, symmetric, device)
+        )
         kernel = compute()
         seconds = []
         for _ in range(REPEATS):
@@ -95,51 +99,51 @@ def turn(results: Path, device: str) -> None:
             compute()
             seconds.append(time.perf_counter() - start)
         ntk = np.asarray(kernel if device == "cpu" else kernel.cpu())
-        mib = peak(compute) if device == "cuda" else math.nan
+        mib = gpu_peak_mib(compute) if device == "cuda" else math.nan
         np.savez(results / f"{features}-{symmetric}.npz", seconds=seconds, ntk=ntk, mib=mib)
 
 
-def run(
-    python: str, threads: int, device: str, cases: dict[tuple[int, bool], list[float]]
+def run_process(
+    python: str, threads: int, device: str, seconds: dict[tuple[int, bool], list[float]]
 ) -> dict[tuple[int, bool], dict[str, Any]]:
-    """Let one python have its turn, add its seconds to `cases`, and return what else it found."""
+    """Run a turn in a process of an interpreter, add its times to `seconds`, and return its other results."""
     settings = {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
     cores = sorted(os.sched_getaffinity(0))[:threads]
-    bind = functools.partial(os.sched_setaffinity, 0, cores)  # jax takes a thread for each core it sees
-    found = {}
+    bind = functools.partial(os.sched_setaffinity, 0, cores)  # jax starts a thread for every visible core
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, "--turn", folder, "--device", device]
         subprocess.run(command, check=True, env=os.environ | settings, preexec_fn=bind, stderr=subprocess.DEVNULL)
         for case in CASES:
-            found[case] = dict(np.load(Path(folder) / f"{case[0]}-{case[1]}.npz"))
-            cases[case] += found[case].pop("seconds").tolist()
-    return found
+            results[case] = dict(np.load(Path(folder) / f"{case[0]}-{case[1]}.npz"))
+            seconds[case] += results[case].pop("seconds").tolist()
+    return results
 
 
 def main() -> None:
     """Run the turns, print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", help="a python that has neural-tangents")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ours is computed")
-    parser.add_argument("--turns", type=int, help="of each side: 3 unless given, and 1 on a GPU")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # what each of the processes is told
+    parser.add_argument("--peer", help="Python interpreter with neural-tangents")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of metabridge")
+    parser.add_argument("--turns", type=int, help="turns of each library (default: 3, or 1 on a GPU)")
+    parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
+    parser.add_argument("--json", type=Path, help="file to which the results are written")
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # set for the processes
     options = parser.parse_args()
     if options.turn:
-        turn(options.turn, options.device)
+        run_turn(options.turn, options.device)
         return
 
     turns = options.turns or (3 if options.device == "cpu" else 1)
     peer = options.peer or (sys.executable if options.device == "cuda" else None)
-    mine: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
-    peers: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
-    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    own_seconds: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
+    peer_seconds: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
+    results: dict[tuple[int, bool], dict[str, Any]] = {}
     references: dict[tuple[int, bool], dict[str, Any]] = {}
     for _ in range(turns):
-        found = run(sys.executable, options.threads, options.device, mine)
+        results = run_process(sys.executable, options.threads, options.device, own_seconds)
         if peer:
-            references = run(peer, options.threads, "cpu", peers)
+            references = run_process(peer, options.threads, "cpu", peer_seconds)
 
     rows = []
     for case in CASES:
@@ -148,14 +152,14 @@ def main() -> None:
             "name": f"{features} features, {'x with itself' if symmetric else 'x with z'}",
             "points": POINTS,
             "depth": DEPTH,
-            "seconds": statistics.median(mine[case]),
+            "seconds": statistics.median(own_seconds[case]),
         }
         if options.device == "cuda":
-            row["mib"] = float(found[case]["mib"])
+            row["mib"] = float(results[case]["mib"])
         if peer:
-            ntk, exact = found[case]["ntk"], references[case]["ntk"]
-            row["neural_tangents_seconds" if options.peer else "cpu_seconds"] = statistics.median(peers[case])
-            row["ratio"] = statistics.median(peers[case]) / statistics.median(mine[case])
+            ntk, exact = results[case]["ntk"], references[case]["ntk"]
+            row["neural_tangents_seconds" if options.peer else "cpu_seconds"] = statistics.median(peer_seconds[case])
+            row["ratio"] = statistics.median(peer_seconds[case]) / statistics.median(own_seconds[case])
             row["difference"] = float(abs(ntk - exact).max() / abs(exact).max())
         rows.append(row)
     settings = {"threads": options.threads} | (versions(options.peer) if options.peer else {})
@@ -163,15 +167,15 @@ def main() -> None:
 
 
 def versions(python: str) -> dict[str, str]:
-    """Return the versions of what the peer runs."""
+    """Return the versions of neural-tangents and jax in an interpreter."""
     names = ("neural-tangents", "jax")
     code = f"from importlib.metadata import version; print(*map(version, {names}))"
-    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    return dict(zip(names, found))
+    output = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    return dict(zip(names, output))
 
 
 def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, path: Path | None) -> None:
-    """Print the rows, and write them with what computed them."""
+    """Print the rows, and write them with the environment to a file."""
     from rich.console import Console
     from rich.table import Table
 
@@ -180,8 +184,8 @@ def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, pa
     table = Table(
         title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} points, float32, {device}, {settings['threads']} threads"
     )
-    other = "ours on the CPU, s" if "cpu_seconds" in rows[0] else "neural-tangents, s"
-    for heading in ("points", "ours, s", "ours, MiB", other, "ratio", "difference"):
+    reference = "metabridge on the CPU, s" if "cpu_seconds" in rows[0] else "neural-tangents, s"
+    for heading in ("points", "metabridge, s", "metabridge, MiB", reference, "ratio", "difference"):
         table.add_column(heading, justify="left" if heading == "points" else "right")
     for row in rows:
         seconds = row.get("neural_tangents_seconds", row.get("cpu_seconds"))

@@ -1,14 +1,14 @@
-"""The empirical NTK, all outputs, of conv4 with group norm and of an mlp against the plain torch.func recipe.
+"""The empirical NTK of all outputs, for conv4 with group norm and for an MLP: metabridge against torch.func.
 
     python benchmarks/ntk_empirical.py --device cpu --json ntk-empirical.json
 
-The recipe takes `jacrev` of every output under `vmap` over the images, and contracts the Jacobians of every
-parameter with einsum. Each side runs in processes of its own, which take turns, and computes the same kernel, in
-full single precision (no TF32). Our first call for a network looks at it, which is timed by itself; on a GPU the second
-records the computation, and later ones replay it.
+The torch.func recipe takes `jacrev` of every output under `vmap` over the images, and contracts the Jacobians of every
+parameter with einsum. Both compute the same kernel in full single precision (no TF32), alternately in separate
+processes. metabridge's first call measures the network and is timed separately; on a GPU the second call captures the
+computation as a CUDA graph, and later calls replay it.
 
-Where metabridge is used PyTorch asks Linux for huge pages. The recipe is timed as PyTorch is by itself, without them,
-and on a CPU once more with them: the least and the most of its calls, which then differ widely.
+metabridge makes PyTorch use huge pages on Linux. The recipe is timed without them, as in PyTorch alone, and on a CPU
+also with them. As its times with huge pages vary widely, their minimum and maximum are reported.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from metabridge.models.network import with_group_norm
 from metabridge.report.results import Machine
 
 SIDES = ("metabridge", "torch.func")
-RUNS = ((SIDES[0], "1"), (SIDES[1], "0"), (SIDES[1], "1"))  # each with huge pages or without; the last on a CPU only
+RUNS = ((SIDES[0], "1"), (SIDES[1], "0"), (SIDES[1], "1"))  # with huge pages ('1') or without; the last on a CPU only
 NETS = ("conv4", "mlp")
 OUTPUTS, WIDTH = 5, 256
 
 
-def recipe(net: nn.Module, x: Tensor) -> Tensor:
-    """Θ (n, n, k, k) as torch.func's own tutorial computes it."""
+def torch_func_ntk(net: nn.Module, x: Tensor) -> Tensor:
+    """Return Θ, (n, n, k, k), as in the tutorial of torch.func."""
     params = {name: value.detach() for name, value in net.named_parameters()}
 
     def outputs(params: dict[str, Tensor], point: Tensor) -> Tensor:
@@ -56,10 +56,9 @@ def recipe(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
-    """Return the peak memory in MiB, the seconds of every call but the first, and a few entries of the kernel.
+    """Return the seconds of the first and of the later calls, the peak memory in MiB, and some entries of the kernel.
 
-    The first call, for a network not seen before, is by itself. The peak is that of all calls on a GPU, where the
-    second records, and of another first one on a CPU.
+    The peak is that of all calls on a GPU, where the second call captures a graph, and of a first call on a CPU.
     """
     torch.set_num_threads(options.threads)
     torch.backends.cudnn.allow_tf32 = False
@@ -70,67 +69,69 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, object]:
     x = torch.randn(options.images, 3, options.size, options.size, generator=torch.Generator().manual_seed(0))
     x = x.to(options.device)
 
-    def made() -> Callable[[], Tensor]:
+    def make_compute() -> Callable[[], Tensor]:
         if side == SIDES[1]:
-            return lambda: recipe(net, x)
+            return lambda: torch_func_ntk(net, x)
         kernel = EmpiricalKernel(net, outputs="full", memory=options.memory * 2**20)
         return lambda: kernel.ntk(x)
 
     on_gpu = options.device == "cuda"
-    peak = 0.0 if on_gpu else added_peak(made(), times=1)
+    peak = 0.0 if on_gpu else added_peak(make_compute(), times=1)
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    work, seconds = made(), []
+    compute, seconds = make_compute(), []
     for _ in range(1 + options.repeats):
         start = time.perf_counter()
-        found = work()
+        ntk = compute()
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     if on_gpu:
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     first, *later = seconds
-    return {"seconds": later, "first": first, "mib": peak, "entries": found[::17, ::13].flatten().tolist()}
+    return {"seconds": later, "first": first, "mib": peak, "entries": ntk[::17, ::13].flatten().tolist()}
 
 
 def compare(net: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Let the sides take turns, and return the medians, their ratios and how far the kernels differ."""
-    found: list[list[Any]] = [[] for _ in (RUNS if options.device == "cpu" else SIDES)]
+    """Run both libraries alternately, and return medians, their ratios and the difference of the kernels."""
+    results: list[list[Any]] = [[] for _ in (RUNS if options.device == "cpu" else SIDES)]
     for _ in range(options.turns):
-        for turns, (side, pages) in zip(found, RUNS):
+        for turns, (side, pages) in zip(results, RUNS):
             command = [sys.executable, *sys.argv, "--side", side, "--net", net]
             if net == "mlp":
                 command += ["--size", "28"]
-            memory = {**os.environ, "THP_MEM_ALLOC_ENABLE": pages}
-            turns.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=memory).stdout))
-    times = [[s for turn in turns for s in turn["seconds"]] for turns in found]
-    (seconds, theirs), paged = map(statistics.median, times[:2]), times[2:]
-    mib, their_mib = (statistics.median(turn["mib"] for turn in turns) for turns in found[:2])
-    entries, exact = (torch.tensor(turns[0]["entries"]) for turns in found[:2])
+            environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": pages}
+            turns.append(
+                json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
+            )
+    times = [[s for turn in turns for s in turn["seconds"]] for turns in results]
+    (seconds, reference_seconds), huge_pages = map(statistics.median, times[:2]), times[2:]
+    mib, reference_mib = (statistics.median(turn["mib"] for turn in turns) for turns in results[:2])
+    entries, exact = (torch.tensor(turns[0]["entries"]) for turns in results[:2])
     return {
         "net": net,
         "seconds": seconds,
-        "reference_seconds": theirs,
-        "time_ratio": theirs / seconds,
-        "huge_pages_seconds": [end(own) for own in paged for end in (min, max)],
-        "first_seconds": statistics.median(turn["first"] for turn in found[0]),
+        "reference_seconds": reference_seconds,
+        "time_ratio": reference_seconds / seconds,
+        "huge_pages_seconds": [extreme(times) for times in huge_pages for extreme in (min, max)],
+        "first_seconds": statistics.median(turn["first"] for turn in results[0]),
         "mib": mib,
-        "reference_mib": their_mib,
-        "memory_ratio": their_mib / mib,
+        "reference_mib": reference_mib,
+        "memory_ratio": reference_mib / mib,
         "difference": float((entries - exact).norm() / exact.norm()),
     }
 
 
 def main() -> None:
-    """Let the sides take turns, print the table, and write the JSON."""
+    """Run both libraries, print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--images", type=int, default=100)
-    parser.add_argument("--size", type=int, default=84, help="pixels of an image's side for conv4; 28 for the mlp")
-    parser.add_argument("--memory", type=int, default=1024, help="MiB that our side may take")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--turns", type=int, help="of each side: 3 unless given, and 1 on a GPU")
-    parser.add_argument("--repeats", type=int, help="timed calls in a turn: 2 unless given, and 10 on a GPU")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--size", type=int, default=84, help="side of the images for conv4 in pixels (28 for the MLP)")
+    parser.add_argument("--memory", type=int, default=1024, help="memory of metabridge in MiB")
+    parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
+    parser.add_argument("--turns", type=int, help="turns of each library (default: 3, or 1 on a GPU)")
+    parser.add_argument("--repeats", type=int, help="timed calls in a turn (default: 2, or 10 on a GPU)")
+    parser.add_argument("--json", type=Path, help="file to which the results are written")
     parser.add_argument("--net", choices=NETS, default="conv4", help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -142,14 +143,19 @@ def main() -> None:
 
     rows = [compare(net, options) for net in NETS]
     table = Table(title=f"empirical NTK, {options.images} images, {OUTPUTS} outputs, {options.device}")
-    times, sizes = ("ours, s", "first, s", "torch.func, s", "ratio"), ("ours, MiB", "torch.func, MiB", "ratio")
+    times, sizes = (
+        ("metabridge, s", "first call, s", "torch.func, s", "ratio"),
+        ("metabridge, MiB", "torch.func, MiB", "ratio"),
+    )
     for heading in ("net", *times, "huge pages, s", *sizes, "difference"):
         table.add_column(heading, justify="left" if heading == "net" else "right")
     for row in rows:
         seconds = [f"{row[key]:.4f}" for key in ("seconds", "first_seconds", "reference_seconds")]
-        paged = " to ".join(f"{end:.4f}" for end in row["huge_pages_seconds"])
+        huge_pages = " to ".join(f"{value:.4f}" for value in row["huge_pages_seconds"])
         mib = f"{row['mib']:.0f}", f"{row['reference_mib']:.0f}", f"{row['memory_ratio']:.1f}"
-        table.add_row(str(row["net"]), *seconds, f"{row['time_ratio']:.2f}", paged, *mib, f"{row['difference']:.0e}")
+        table.add_row(
+            str(row["net"]), *seconds, f"{row['time_ratio']:.2f}", huge_pages, *mib, f"{row['difference']:.0e}"
+        )
     Console(width=140).print(table)
     if options.json:
         settings = {name: getattr(options, name) for name in ("images", "size", "memory", "turns", "repeats")}
