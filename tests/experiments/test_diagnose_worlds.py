@@ -23,7 +23,7 @@ from metabridge.experiments.diagnose_worlds import (
 def outcome() -> Outcome:
     """The outcome of the experiment, with settings that take seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SETTINGS, "quick", Settings(worlds=8, pairs=2, tasks=60))
+        patch.setitem(SETTINGS, "quick", Settings(problems=8, pairs=2, tasks=60))
         patch.setattr(diagnose_worlds, "TRAINING_TASKS", 100)
         patch.setattr(estimates, "REPEATS", 20)
         return EXPERIMENT.run(ExperimentOptions("quick", progress=False))
@@ -43,8 +43,8 @@ def test_rows_give_coverage_and_width_of_the_intervals(outcome):
     rows = {row.name: row for row in outcome.result.rows}
     covered = [abs(trial.error) <= 1 for trial in outcome.data.trials]
     assert covered == [trial.covered for trial in outcome.data.trials]
-    assert rows["linear worlds, exact ratio in the 95 % interval"].ours == 100 * sum(covered) / len(covered)
-    assert 0 < rows["linear worlds, width of the 95 % interval"].ours < 100
+    assert rows["linear problems, exact ratio in the 95 % interval"].ours == 100 * sum(covered) / len(covered)
+    assert 0 < rows["linear problems, width of the 95 % interval"].ours < 100
 
 
 def test_pairs_are_ranked_by_both_quantities(outcome):

@@ -158,8 +158,5 @@ def draw_curves(axes: Axes, records: Mapping[str, LinearRecord], quantity: str) 
         percent = [100 * step / curves.steps[-1] for step in curves.steps]
         axes.fill_between(percent, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
         # FO-MAML coincides with FO-ANIL: dashes and a wider line show both
-        style: dict[str, Any] = {
-            "linestyle": "--" if name == "fo-maml" else "-",
-            "linewidth": 2.2 if name == "fo-anil" else 1.8,
-        }
-        axes.plot(percent, mean, color=colour, label=label, **style)
+        line, width = "--" if name == "fo-maml" else "-", 2.2 if name == "fo-anil" else 1.8
+        axes.plot(percent, mean, line, color=colour, label=label, linewidth=width)

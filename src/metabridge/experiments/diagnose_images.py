@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -280,8 +280,8 @@ def _draw_intervals(axes: Axes, values: Gains) -> None:
             means = [interval.value for interval in intervals.values()]
             below = [interval.value - interval.low for interval in intervals.values()]
             above = [interval.high - interval.value for interval in intervals.values()]
-            style: dict[str, Any] = {"fmt": marker, "color": colour, "capsize": 3}
-            axes.errorbar(list(intervals), means, [below, above], label=R_H[setting], **style)
+            margins = [below, above]
+            axes.errorbar(list(intervals), means, margins, fmt=marker, color=colour, capsize=3, label=R_H[setting])
     axes.set_xticks(range(len(columns)), [f"{data}\nseed {seed}" for data, seed in columns], fontsize=8)
     axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.legend(fontsize=8)

@@ -1,9 +1,9 @@
 """Whether a diagnosis is right on linear regression tasks, where the truth is known.
 
-The landscapes are random. The ratio of risks that the diagnosis predicts from sampled tasks is compared with the ratio
-of the exact risks of NAL and MAML after both are trained on other tasks, and its interval with the ratio after training
-on infinitely many. Of two landscapes that differ in r_H only, adaptation gains more in the one with the smaller r_H;
-the diagnosis must say so even where steps are short and gains small.
+The problems, landscapes of tasks with a step size, are random. The ratio of risks that the diagnosis predicts from
+sampled tasks is compared with the ratio of the exact risks of NAL and MAML after both are trained on other tasks, and
+its interval with the ratio after training on infinitely many. Of two problems that differ in r_H only, adaptation gains
+more in the one with the smaller r_H; the diagnosis must say so even where steps are short and gains small.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 CLEAR = (1.1, 1.5)  # plain pre-training is right below the first true ratio, adaptation above the second
 QUERIES = 25
 STEEPEST = 1.5  # the largest step, times the largest curvature; from 2 on gradient descent diverges
-WIDER, SHORTER = 4, 0.1  # factors of r_H in the second landscape of a pair, and of the step in both
+WIDER, SHORTER = 4, 0.1  # factors of r_H in the second problem of a pair, and of the step in both
 TRAINING_TASKS = 500  # for NAL and MAML
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of landscapes, of pairs of landscapes, and of tasks in a diagnosis."""
+    """Numbers of problems, of pairs of problems, and of tasks in a diagnosis."""
 
-    worlds: int
+    problems: int
     pairs: int
     tasks: int
 
 
-SETTINGS = {"quick": Settings(worlds=16, pairs=8, tasks=100), "paper": Settings(worlds=120, pairs=40, tasks=200)}
+SETTINGS = {"quick": Settings(problems=16, pairs=8, tasks=100), "paper": Settings(problems=120, pairs=40, tasks=200)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ class Measurements:
 def measure(options: ExperimentOptions) -> Measurements:
     """Diagnose random problems and pairs of problems."""
     settings, first = SETTINGS[options.scale], 10_000 * (options.seed + 1)
-    trials = tuple(run_trial(first + i, settings.tasks) for i in range(settings.worlds))
+    trials = tuple(run_trial(first + i, settings.tasks) for i in range(settings.problems))
     return Measurements(trials, tuple(run_pair(first + 5_000 + i, settings.tasks) for i in range(settings.pairs)))
 
 
@@ -195,31 +195,31 @@ def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
         torch.tensor(values, dtype=torch.float64)
         for values in zip(*((trial.diagnosis.ratio.value, trial.trained) for trial in trials))
     )
-    note = f"{len(trials)} worlds; realized: exact risks after training on {TRAINING_TASKS} other tasks"
+    note = f"{len(trials)} problems; realized: exact risks after training on {TRAINING_TASKS} other tasks"
     correlation = _correlation(predicted, trained)
-    yield Row("linear worlds, predicted and realized ratio", "correlation", ours=correlation, note=note)
+    yield Row("linear problems, predicted and realized ratio", "correlation", ours=correlation, note=note)
     note = f"median error {100 * float((predicted / trained - 1).abs().median()):.1f} %"
     correlation = _correlation(predicted.log(), trained.log())
-    yield Row("linear worlds, logarithms of both ratios", "correlation", ours=correlation, note=note)
+    yield Row("linear problems, logarithms of both ratios", "correlation", ours=correlation, note=note)
     for kind, selected in ((f"above {CLEAR[1]:g}", trained > CLEAR[1]), (f"below {CLEAR[0]:g}", trained < CLEAR[0])):
         right = [bool(trial.right) for trial, is_selected in zip(trials, selected.tolist()) if is_selected]
         if right:
-            share, note = 100 * sum(right) / len(right), f"{len(right)} worlds"
-            yield Row(f"linear worlds, true ratio {kind}", "recommendation right %", ours=share, note=note)
+            share, note = 100 * sum(right) / len(right), f"{len(right)} problems"
+            yield Row(f"linear problems, true ratio {kind}", "recommendation right %", ours=share, note=note)
     share = 100 * sum(trial.covered for trial in trials) / len(trials)
     note = "exact for infinitely many training tasks; 95 is the target if groups are known and tasks infinitely many"
-    yield Row("linear worlds, exact ratio in the 95 % interval", "worlds %", ours=share, note=note)
+    yield Row("linear problems, exact ratio in the 95 % interval", "problems %", ours=share, note=note)
     ratios = [trial.diagnosis.ratio for trial in trials]
     widths = torch.tensor([(ratio.high - ratio.low) / ratio.value for ratio in ratios], dtype=torch.float64)
     width = 100 * float(widths.median())
-    yield Row("linear worlds, width of the 95 % interval", "median % of the ratio", ours=width)
+    yield Row("linear problems, width of the 95 % interval", "median % of the ratio", ours=width)
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
     """Give how often the problem with the smaller r_H ranks above the other."""
     separated = [pair for pair in pairs if pair.separated]
     overlap = f"intervals apart in {len(separated)}, and then right in {sum(pair.ranked for pair in separated)}"
-    label = f"pairs of worlds, one with {WIDER} times the other's r_H, steps {SHORTER:g} times as long, ranked by"
+    label = f"pairs of problems, one with {WIDER} times the other's r_H, steps {SHORTER:g} times as long, ranked by"
     for quantity, right, note in (
         ("ratio", [pair.ranked for pair in pairs], f"{len(pairs)} pairs; {overlap}"),
         ("1 + R²/r_H", [pair.narrow.promises_more(pair.wide) for pair in pairs], f"{len(pairs)} pairs"),
@@ -269,13 +269,12 @@ def draw_predictions(axes: Axes, trials: Sequence[Trial], largest: float) -> Non
         selected = [trial for trial in trials if trial.right is right]
         ratios = [trial.diagnosis.ratio for trial in selected]
         margins = [[ratio.value - ratio.low for ratio in ratios], [ratio.high - ratio.value for ratio in ratios]]
-        style: dict[str, Any] = {"fmt": marker, "color": colour, "markersize": 4, "linewidth": 0.8}
-        xs, ys = [trial.trained for trial in selected], [ratio.value for ratio in ratios]
-        axes.errorbar(xs, ys, margins, label=f"{label} ({len(selected)})", **style)
+        xs, ys, label = [trial.trained for trial in selected], [r.value for r in ratios], f"{label} ({len(selected)})"
+        axes.errorbar(xs, ys, margins, fmt=marker, color=colour, markersize=4, linewidth=0.8, label=label)
     axes.plot([0.95, largest], [0.95, largest], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
     label = f"adaptation is recommended from {WORTH:g} on"
     axes.axhline(WORTH, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
-    axes.set(xscale="log", yscale="log", title="random linear worlds")
+    axes.set(xscale="log", yscale="log", title="random linear problems")
     axes.set(xlabel="realized risk of NAL / risk of MAML", ylabel="predicted, with 95 % interval")
 
 

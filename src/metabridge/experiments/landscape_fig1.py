@@ -31,8 +31,6 @@ LANDSCAPES = {
     "(d) hard ones close, far from easy": HardEasy(0.1, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
 }
 M = 500  # samples of the step at test time, and n₂
-
-
 SETTINGS = {"quick": SgdSettings(test_tasks=300, runs=5), "paper": SgdSettings()}
 
 Risks = dict[str, dict[SolutionName, Tensor]]  # measured 𝓔_m of each run, by landscape and solution
@@ -91,5 +89,5 @@ def figure(outcome: Outcome[Risks]) -> Figure:
     return figure
 
 
-CONSTANTS = {"m": M, "worlds": {name: asdict(landscape) for name, landscape in LANDSCAPES.items()}}
+CONSTANTS = {"m": M, "landscapes": {name: asdict(landscape) for name, landscape in LANDSCAPES.items()}}
 EXPERIMENT = Experiment("landscape-fig1", measure, rows, figure, SETTINGS, CONSTANTS, on_cpu=True)

@@ -1,8 +1,8 @@
 """Collins et al. 2022, figures 2 and 8: MAML starts closer to the hard task, with smaller risk if m is large enough.
 
-One hard task with w* = 1 and Σ = ρ_H·I and one easy task with w* = −1 and Σ = I, in 10 dimensions. The ends of SGD are
-compared with closed forms (eq. 8, and 𝓔_m as in eq. 6 and 7, equal to eq. 9 up to the factor ‖w₁* − w₂*‖²/4). The
-caption of figure 2 has m = 100 where the text has 500; both are included.
+One hard task with w* = 1 and Σ = ρ_H·I and one easy task with w* = −1 and Σ = I, in 10 dimensions. The results of SGD
+are compared with closed forms (eq. 8, and 𝓔_m as in eq. 6 and 7, equal to eq. 9 up to the factor ‖w₁* − w₂*‖²/4).
+The caption of figure 2 has m = 100 where the text has 500; both are included.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from metabridge.experiments.experiment import Experiment, ExperimentOptions, Out
 from metabridge.experiments.landscape_linear import (
     LABELS,
     CoordinateAndRisk,
-    Ends,
+    SgdResults,
     SgdSettings,
     compare_with_theory,
-    draw_ends,
+    draw_sgd_results,
     learners,
     train_and_test,
 )
@@ -55,17 +55,17 @@ def landscape(rho: float) -> Landscape:
     return Landscape((TaskGroup(rho, 1.0, 0.0, NOISE, 0.5), TaskGroup(1.0, -1.0, 0.0, NOISE, 0.5)), DIMENSION)
 
 
-def measure(options: ExperimentOptions) -> Ends:
+def measure(options: ExperimentOptions) -> SgdResults:
     """Train NAL and MAML by SGD for each m and ρ_H, and measure their risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
-    ends: Ends = {}
+    results: SgdResults = {}
     for m in settings.samples:
         for rho in settings.hardness:
             tasks = LinearTasks(landscape(rho), m, settings.sgd.queries)
             floor = noise_floor(tasks.landscape, ALPHA, m)
             trained = train_and_test(tasks, learners(ALPHA, m), ALPHA, settings.sgd, generator)
-            ends[m, rho] = {name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in trained.items()}
-    return ends
+            results[m, rho] = {name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in trained.items()}
+    return results
 
 
 def closed_form(name: SolutionName, rho: float, m: float) -> tuple[float, float]:
@@ -74,9 +74,9 @@ def closed_form(name: SolutionName, rho: float, m: float) -> tuple[float, float]
     return float(w[0]), float(risk_above_floor(landscape(rho), w, ALPHA, m))
 
 
-def rows(ends: Ends, _: ExperimentOptions) -> Iterator[Row]:
-    """Compare each end of SGD with the closed form."""
-    for (m, rho), measured in ends.items():
+def rows(results: SgdResults, _: ExperimentOptions) -> Iterator[Row]:
+    """Compare each result of SGD with the closed form."""
+    for (m, rho), measured in results.items():
         for name, end in measured.items():
             coordinate, risk = closed_form(name, rho, m)
             label = f"{LABELS[name]}, m = {m}, ρ_H = {rho:g}"
@@ -84,11 +84,11 @@ def rows(ends: Ends, _: ExperimentOptions) -> Iterator[Row]:
             yield compare_with_theory(label, "𝓔_m", end.risk, risk)
 
 
-def figure(outcome: Outcome[Ends]) -> Figure:
+def figure(outcome: Outcome[SgdResults]) -> Figure:
     """Draw first coordinates above and risks below, one column per m."""
     columns = {m: f"m = $n_2$ = {m}" for m in sorted({m for m, _ in outcome.data}, reverse=True)}
-    title = "One hard and one easy task: closed forms and the ends of SGD, with 95 % intervals over runs"
-    return draw_ends(outcome.data, columns, title, width=2 + 3.2 * len(columns), closed_form=closed_form)
+    title = "One hard and one easy task: closed forms, and results of SGD with 95 % intervals over runs"
+    return draw_sgd_results(outcome.data, columns, title, width=2 + 3.2 * len(columns), closed_form=closed_form)
 
 
 CONSTANTS = {"alpha": ALPHA, "noise": NOISE, "dimension": DIMENSION}

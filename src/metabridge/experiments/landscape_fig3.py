@@ -93,7 +93,7 @@ def figure(outcome: Outcome[Risks]) -> Figure:
     """Draw risks against R for both settings, their ratios, and the limit of the ratio."""
     from metabridge.report import figures, result_figures
 
-    title = "Closed forms and the ends of SGD, with 95 % intervals over runs"
+    title = "Closed forms, and results of SGD with 95 % intervals over runs"
     figure, (*left, middle, right) = result_figures.subplots(title, 1, 4, (15, 5))
     distances = [i / 20 for i in range(1, 101)]
     for axes, (setting, by_distance) in zip(left, outcome.data.items()):

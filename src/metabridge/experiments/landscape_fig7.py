@@ -18,9 +18,9 @@ from metabridge.experiments.experiment import Experiment, ExperimentOptions, Out
 from metabridge.experiments.landscape_linear import (
     LABELS,
     CoordinateAndRisk,
-    Ends,
+    SgdResults,
     SgdSettings,
-    draw_ends,
+    draw_sgd_results,
     train_and_test,
 )
 from metabridge.report.results import Row
@@ -56,26 +56,25 @@ def landscape(rho: float) -> Landscape:
     return Landscape((TaskGroup(rho, 1.0, probability=0.5), TaskGroup(1.0, -1.0, probability=0.5)), DIMENSION)
 
 
-def measure(options: ExperimentOptions) -> Ends:
+def measure(options: ExperimentOptions) -> SgdResults:
     """Train NAL and MAML by SGD for each α and ρ_H, and measure their risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
-    ends: Ends = {}
+    results: SgdResults = {}
     for alpha in ALPHAS:
-        learners: dict[SolutionName, LinearLearner] = {
-            "nal": LinearLearner(LR),
-            "maml": LinearLearner(LR, alpha),
-        }
+        learners: dict[SolutionName, LinearLearner] = {"nal": LinearLearner(LR), "maml": LinearLearner(LR, alpha)}
         for rho in settings.hardness:
             tasks = LogisticTasks(landscape(rho), M, settings.sgd.queries)
             floor = label_entropy(tasks.landscape)
             trained = train_and_test(tasks, learners, alpha, settings.sgd, generator)
-            ends[alpha, rho] = {name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in trained.items()}
-    return ends
+            results[alpha, rho] = {
+                name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in trained.items()
+            }
+    return results
 
 
-def rows(ends: Ends, _: ExperimentOptions) -> Iterator[Row]:
-    """Give each end of SGD, and the differences of the learners, which agree if their intervals are above 0."""
-    for (alpha, rho), measured in ends.items():
+def rows(results: SgdResults, _: ExperimentOptions) -> Iterator[Row]:
+    """Give each result of SGD, and the differences between the learners, which agree if their intervals are above 0."""
+    for (alpha, rho), measured in results.items():
         parameters = f"α = {alpha:g}, ρ_H = {rho:g}"
         nal, maml = measured["nal"], measured["maml"]
         for name, end in measured.items():
@@ -91,12 +90,12 @@ def rows(ends: Ends, _: ExperimentOptions) -> Iterator[Row]:
             yield replace(row, agrees=row.ours > row.ci95 if claimed else None)
 
 
-def figure(outcome: Outcome[Ends]) -> Figure:
+def figure(outcome: Outcome[SgdResults]) -> Figure:
     """Draw first coordinates above and risks below, one column per α."""
     columns = {alpha: f"α = {alpha:g}, {meaning}" for alpha, meaning in ALPHAS.items()}
-    title = f"Logistic regression on one hard and one easy task, m = $n_2$ = {M}:\nends of SGD with 95 % intervals"
-    return draw_ends(outcome.data, columns, title, width=8.4)
+    title = f"Logistic regression on one hard and one easy task, m = $n_2$ = {M}:\nresults of SGD with 95 % intervals"
+    return draw_sgd_results(outcome.data, columns, title, width=8.4)
 
 
-CONSTANTS = {"m": M, "alphas": tuple(ALPHAS), "step": LR, "dimension": DIMENSION}
+CONSTANTS = {"m": M, "alphas": tuple(ALPHAS), "lr": LR, "dimension": DIMENSION}
 EXPERIMENT = Experiment("landscape-fig7", measure, rows, figure, SETTINGS, CONSTANTS, on_cpu=True)

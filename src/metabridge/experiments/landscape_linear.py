@@ -1,4 +1,4 @@
-"""What the experiments on linear landscapes share: settings of SGD, its evaluation, rows and panels.
+"""What the experiments on linear landscapes share: settings of SGD, its test, rows and panels.
 
 The settings are those of Collins et al. (2022, app. C.1).
 """
@@ -26,16 +26,16 @@ LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; MAML's i
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """How long SGD runs, on how many tasks its end is tested, and how often all of it is repeated."""
+    """Length of training and test, and number of repetitions; the defaults are the paper's."""
 
-    iterations: int = 5000
+    iterations: int = 5000  # of SGD, with one batch of tasks each
     test_tasks: int = 3000
     runs: int = 10
-    queries: int = 25  # n₁
+    queries: int = 25  # n₁, query points of a task
 
 
-class SgdEnd(NamedTuple):
-    """The end of SGD: the weights of each run, (runs, d), and the mean loss on new tasks after a step, (runs)."""
+class SgdResult(NamedTuple):
+    """The final weights of each run, (runs, d), and the mean loss on new tasks after a step, (runs)."""
 
     w: Tensor
     test_loss: Tensor
@@ -48,7 +48,7 @@ class CoordinateAndRisk(NamedTuple):
     risk: Tensor
 
 
-Ends = dict[tuple[float, float], dict[SolutionName, CoordinateAndRisk]]  # by column of the figure (m or α) and ρ_H
+SgdResults = dict[tuple[float, float], dict[SolutionName, CoordinateAndRisk]]  # by (m or α) and ρ_H
 
 
 def learners(alpha: float, n2: int) -> dict[SolutionName, LinearLearner]:
@@ -63,12 +63,12 @@ def train_and_test(
     sgd: SgdSettings,
     generator: torch.Generator,
     batch_size: int = 1,
-) -> dict[Name, SgdEnd]:
+) -> dict[Name, SgdResult]:
     """Train all learners on the same tasks, then test each on new tasks after a step of size `alpha`."""
     weights = train_linear_models(
         tasks, learners, generator, iterations=sgd.iterations, runs=sgd.runs, batch_size=batch_size
     )
-    return {name: SgdEnd(w, loss_on_new_tasks(tasks, w, alpha, sgd, generator)) for name, w in weights.items()}
+    return {name: SgdResult(w, loss_on_new_tasks(tasks, w, alpha, sgd, generator)) for name, w in weights.items()}
 
 
 def loss_on_new_tasks(tasks: Tasks, w: Tensor, alpha: float, sgd: SgdSettings, generator: torch.Generator) -> Tensor:
@@ -87,8 +87,8 @@ def compare_with_theory(name: str, metric: str, values: Tensor, theory: float) -
     return replace(row, agrees=abs(row.ours - theory) <= 2 * row.ci95)
 
 
-def draw_ends(
-    ends: Ends,
+def draw_sgd_results(
+    results: SgdResults,
     columns: Mapping[float, str],
     title: str,
     *,
@@ -110,7 +110,7 @@ def draw_ends(
                 for axes, values in zip((above, below), zip(*(closed_form(name, rho, column) for rho in hardness))):
                     axes.plot(hardness, values, color=colour, label=f"{label}, closed form")
             for i, axes in enumerate((above, below)):
-                points = {rho: values[name][i] for (key, rho), values in ends.items() if key == column}
+                points = {rho: values[name][i] for (key, rho), values in results.items() if key == column}
                 marker = "-o" if closed_form is None else "o"
                 result_figures.draw_means(axes, points, colour, f"{label}, SGD" if closed_form else label, marker)
         above.set(title=heading)

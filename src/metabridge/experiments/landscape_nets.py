@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -215,14 +215,8 @@ def mark_neurons(axes: Axes, case: Case, positions: Mapping[str, Tensor]) -> Non
     }
     for label, (points, marker, colour, size) in marks.items():
         if points:
-            style: dict[str, Any] = {
-                "marker": marker,
-                "color": colour,
-                "s": size,
-                "edgecolor": "black",
-                "linewidth": 0.8,
-            }
-            axes.scatter(*zip(*points), label=label, zorder=3, **style)
+            xs, ys = zip(*points)
+            axes.scatter(xs, ys, size, colour, marker=marker, edgecolor="black", linewidth=0.8, label=label, zorder=3)
 
 
 def draw_case(panels: Sequence[Axes], minima: Minima) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,13 +121,8 @@ def figure(outcome: Outcome[Columns]) -> Figure:
         for j, (label, line) in enumerate(points.items()):
             means, margins = zip(*line)
             heights = [row + 0.2 * (j - 1) for row in range(len(line))]
-            style: dict[str, Any] = {
-                "fmt": "Dos"[j],
-                "color": figures.COLOURS[(1, 0, 2)[j]],
-                "capsize": 2,
-                "markersize": 5,
-            }
-            axes.errorbar(means, heights, xerr=margins, label=label, **style)
+            marker, colour = "Dos"[j], figures.COLOURS[(1, 0, 2)[j]]
+            axes.errorbar(means, heights, None, margins, marker, color=colour, capsize=2, markersize=5, label=label)
         axes.set_yticks(range(len(PUBLISHED)), list(PUBLISHED))
         axes.set(xlabel=xlabel, xlim=(0, None))
         axes.grid(visible=False, axis="y")
@@ -142,5 +137,10 @@ def _column(table: Mapping[str, tuple[T, T]], index: int) -> list[T]:
     return [values[index] for values in table.values()]
 
 
-CONSTANTS = {"worlds": [asdict(tasks) for tasks in LANDSCAPES.values()], "alpha": ALPHA, "m": M, "batch": BATCH_SIZE}
+CONSTANTS = {
+    "landscapes": [asdict(tasks) for tasks in LANDSCAPES.values()],
+    "alpha": ALPHA,
+    "m": M,
+    "batch_size": BATCH_SIZE,
+}
 EXPERIMENT = Experiment("landscape-table3", measure, rows, figure, SETTINGS, CONSTANTS, on_cpu=True)

@@ -77,7 +77,9 @@ class Trainings:
 
     def quantity(self, name: str) -> dict[int, list[float]]:
         """Return one quantity of all trainings by width."""
-        return {width: [getattr(each, name) for each in trainings] for width, trainings in self.by_width.items()}
+        return {
+            width: [getattr(training, name) for training in trainings] for width, trainings in self.by_width.items()
+        }
 
 
 def measure(options: ExperimentOptions) -> Trainings:
