@@ -10,6 +10,7 @@ from metabridge.errors import InputError
 from metabridge.learners import meta_gradient
 from metabridge.models import mlp
 from metabridge.training import evaluate, fit
+from metabridge.training.checkpoint import describe_environment
 
 NEURONS = torch.tensor([[[1.0, -0.5], [0.5, 2.0]], [[-1.0, 0.0], [0.3, 0.3]]], dtype=torch.float64)
 
@@ -112,3 +113,12 @@ def test_invalid_arguments_are_refused(make, sentence):
 def test_repr_shows_the_shape_of_fixed_neurons_and_not_their_values():
     assert repr(FixedNeurons(torch.ones(4, 3, 2))) == "FixedNeurons(4 teachers, width=3, dimension=2)"
     assert len(repr(TeacherTasks(FixedNeurons(torch.ones(4, 3, 2))))) < 200
+
+
+@pytest.mark.parametrize(
+    ("neurons", "stored_name"), [(FixedNeurons(NEURONS), "GivenNeurons"), (GaussianNeurons(2), "NormalNeurons")]
+)
+def test_settings_of_runs_contain_the_class_names_of_version_0_1_0(neurons, stored_name):
+    settings = describe_environment(TeacherTasks(neurons))
+    assert settings["environment"] == "Teachers"
+    assert settings["neurons"]["environment"] == stored_name

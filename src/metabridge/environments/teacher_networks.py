@@ -56,7 +56,7 @@ class GaussianNeurons:
     torch.Size([4, 3, 2])
     """
 
-    stored_name: ClassVar[str] = "GaussianNeurons"  # the name in the settings of runs since version 0.1.0
+    stored_name: ClassVar[str] = "NormalNeurons"  # the name in the settings of runs since version 0.1.0
 
     dimension: int
     width: int = 1
@@ -96,7 +96,7 @@ class FixedNeurons:
     torch.Size([4, 3, 2])
     """
 
-    stored_name: ClassVar[str] = "FixedNeurons"  # the name in the settings of runs since version 0.1.0
+    stored_name: ClassVar[str] = "GivenNeurons"  # the name in the settings of runs since version 0.1.0
 
     neurons: Tensor
 
@@ -150,7 +150,7 @@ class TeacherTasks:
     (torch.Size([6, 10, 2]), torch.Size([6, 10, 1]))
     """
 
-    stored_name: ClassVar[str] = "TeacherTasks"  # the name in the settings of runs since version 0.1.0
+    stored_name: ClassVar[str] = "Teachers"  # the name in the settings of runs since version 0.1.0
 
     neurons: GaussianNeurons | FixedNeurons
     activation: Activation = "softplus"
