@@ -80,9 +80,9 @@ def points(kernel: AnalyticKernel, count: int, seed: int = 0, dtype: torch.dtype
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
+def difference(value: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest value."""
-    return ((ours.double() - theirs).abs().max() / theirs.abs().max()).item()
+    return ((value.double() - expected).abs().max() / expected.abs().max()).item()
 
 
 # neural-tangents adds 1e-12 to the variance in LayerNorm; at an angle of 0 or π the kernel changes by its root.
@@ -138,7 +138,7 @@ def finite_kernels(net: Net, params: Layers, x: Tensor, last: str) -> tuple[Tens
 def mean_errors(kernels: list[tuple[Tensor, Tensor]], limit: tuple[Tensor, Tensor]) -> Tensor:
     """Return the relative errors of Θ and K, each a mean over the networks."""
     return torch.tensor(
-        [[(ours - theirs).norm() / theirs.norm() for ours, theirs in zip(pair, limit)] for pair in kernels]
+        [[(value - exact).norm() / exact.norm() for value, exact in zip(pair, limit)] for pair in kernels]
     ).mean(0)
 
 
@@ -263,8 +263,8 @@ def test_kernel_does_not_depend_on_the_tiles(name: str) -> None:
     for memory in (smallest, 5 * smallest, 30 * smallest):
         tiled = replace(kernel, memory=memory)
         for columns in (None, z):
-            for ours, whole in zip(tiled.both(x, columns), kernel.both(x, columns)):
-                torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
+            for value, untiled in zip(tiled.both(x, columns), kernel.both(x, columns)):
+                torch.testing.assert_close(value, untiled, rtol=1e-12, atol=1e-12)
 
 
 def _fits(kernel: AnalyticKernel, x: Tensor) -> bool:

@@ -26,7 +26,7 @@ _CPU_CACHE_NUMBERS = 2**18  # numbers of a tile that stay in a CPU's cache from 
 
 @dataclass(frozen=True)
 class AnalyticKernel:
-    """The kernels of an infinitely wide network given by its layers.
+    """The kernels of an infinitely wide network specified by its layers.
 
     Points are vectors, (n, features), or images, (n, channels, height, width), if the layers contain a `Flatten` or a
     `GlobalAveragePool`. Inner products of inputs are means over features or channels.

@@ -98,7 +98,7 @@ def residual_kernel(
 
 
 def convolutional_kernel(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticKernel:
-    """Return the kernels of an infinitely wide convolutional network given by its layers.
+    """Return the kernels of an infinitely wide convolutional network specified by its layers.
 
     Without pooling, a pair of images costs one covariance per pixel. With pooling, it costs one covariance per pair of
     pixels up to the last pooling layer.

@@ -1,4 +1,4 @@
-"""Choice of the cheapest strategy to compute an empirical kernel in a given memory."""
+"""Choice of the cheapest strategy that computes an empirical kernel within the available memory."""
 
 from __future__ import annotations
 
