@@ -1,9 +1,10 @@
 """Replacements for layers' forward methods while per-sample gradients are computed.
 
 The replacements return the same outputs, but make the gradients of each sample cheaper. The main case is a first
-convolution followed by a norm and max pooling. For each sample, the convolution and the norm together are one affine map
-Va + v of the input patches a, and pooling selects some of its values. Since the input needs no gradient, the gradient of
-V is a sum over the selected patches only, and the gradients of both layers' parameters follow from those of V and v.
+convolution followed by a norm and max pooling. For each sample, the convolution and the norm together are one affine
+map Va + v of the input patches a, and pooling selects some of its values. Since the input needs no gradient, the
+gradient of V is a sum over the selected patches only, and the gradients of both layers' parameters follow from those
+of V and v.
 """
 
 from __future__ import annotations
