@@ -1,4 +1,4 @@
-"""Small tasks and networks that the tests share. A new method is tested against everything by adding it here."""
+"""Methods, small tasks and networks that tests share. All tests of methods run for every method in `METHODS`."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ METHODS: dict[str, Method] = {
     "metaoptnet, first order": Method("head", SVMSolver(), outer="first-order", training_head="solved"),
     "maml of no steps": Method("all", GradientDescent(steps=0)),
 }
-OTHERWISE_TESTED = {"burer-monteiro"}  # presets that need a network of their own
+OTHERWISE_TESTED = {"burer-monteiro"}  # presets that need a special network
 
 
 def solver_method(kind: type[Solver], outer: str) -> Method:
-    """A method with this solver and this outer gradient."""
+    """Return a method with this solver and this outer gradient."""
     if kind.closed_form:
         return Method("head", kind(), outer=outer, training_head="solved")
     return Method("all" if OUTER_RULES[outer].all_layers else "head", kind(), outer=outer)
 
 
 # A new solver is tested with every outer gradient that it admits, even if no method above has it.
-_tested = {(type(chosen.inner), chosen.outer) for chosen in METHODS.values()}
+_tested = {(type(learner.inner), learner.outer) for learner in METHODS.values()}
 METHODS |= {
     f"{kind.__name__}, {outer}": solver_method(kind, outer)
     for kind in Solver.registry.values()
@@ -92,8 +92,8 @@ class NetCase:
     solved: Proximal
 
     def method(self, name: str) -> Method:
-        chosen = METHODS[name]
-        return replace(chosen, inner=self.solved) if chosen.inner is SOLVED else chosen
+        learner = METHODS[name]
+        return replace(learner, inner=self.solved) if learner.inner is SOLVED else learner
 
 
 NETS = {
@@ -105,7 +105,7 @@ NETS = {
 
 
 class SumOfParameters(nn.Module):
-    """Autograd returns one tensor as the gradient of both weights."""
+    """A layer for which autograd returns one tensor as the gradient of two weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         self.project, self.dropout = nn.Linear(2, 12), dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)  # each (points, heads, places, 2)
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)  # each (points, heads, positions, 2)
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).mean(2).flatten(1)
 
@@ -173,7 +173,7 @@ class Tokens(nn.Module):
 
 
 class MovingBuffers(nn.Module):
-    """Centres by a running mean that it changes in place, and counts its calls in a buffer that it replaces."""
+    """A layer with a running mean that is changed in place, and a counter of calls that is replaced."""
 
     mean: Tensor
     calls: Tensor
@@ -194,7 +194,7 @@ class MovingBuffers(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A hook computes with a parameter that it holds in its closure."""
+    """A layer with a hook that uses a parameter from its closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def transformer() -> nn.Module:
     return nn.Sequential(layer, nn.Flatten())
 
 
-# Networks with something that an engine could get wrong: how to make their features, and the shape of a point.
+# Networks with properties that engines must handle: a function that makes their features, and the shape of a point.
 ODD_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sum of parameters": (SumOfParameters, (4,)),
     "tied weights": (Tied, (4,)),
@@ -246,7 +246,7 @@ ODD_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def odd_net(name: str, seed: int = 0) -> Network:
-    """An odd network in float64, in training."""
+    """Return a network of `ODD_FEATURES` in float64 and in training mode."""
     make, shape = ODD_FEATURES[name]
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
@@ -265,7 +265,7 @@ def odd_episodes(name: str, tasks: int = 3) -> Episodes:
 
 
 def clusters(shape: tuple[int, ...], tasks: int = 3, shots: int = 2, queries: int = 3, seed: int = 0) -> Episodes:
-    """Classification tasks in float64: a random centre for each class, and noise around it."""
+    """Return classification tasks in float64: a random centre for each class, plus noise."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(tasks, WAYS, *shape, generator=generator, dtype=torch.float64)
 
@@ -279,7 +279,7 @@ def clusters(shape: tuple[int, ...], tasks: int = 3, shots: int = 2, queries: in
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
-    """‖value − reference‖ / ‖reference‖."""
+    """Return ‖value − reference‖ / ‖reference‖."""
     return float((value - reference).norm() / reference.norm())
 
 

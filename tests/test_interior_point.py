@@ -26,7 +26,7 @@ def program(seed: int, b: int = 2, n: int = 5, m: int = 2) -> tuple[Tensor, ...]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_solution_is_scipys(seed):
+def test_the_solution_equals_that_of_scipy(seed):
     Q, e, A, r, lo, hi = program(seed)
     blocks, linear, rows = torch.block_diag(*Q).numpy(), e.flatten().numpy(), torch.cat(list(A), -1).numpy()
     reference = optimize.minimize(
@@ -44,16 +44,16 @@ def test_solution_is_scipys(seed):
     assert solution.residual < 1e-8
 
 
-def test_batched_and_mapped_solutions_are_those_of_each_program_alone():
+def test_batched_and_mapped_solutions_equal_those_of_single_programs():
     programs = [program(seed) for seed in range(0, 24, 4)]
     batch = [torch.stack(parts) for parts in zip(*programs)]
-    alone = torch.stack([solve_qp(*each).alpha for each in programs])
+    single = torch.stack([solve_qp(*program_tensors).alpha for program_tensors in programs])
     folded = solve_qp(*(part.unflatten(0, (2, 3)) for part in batch)).alpha
-    torch.testing.assert_close(folded.flatten(0, 1), alone)
-    torch.testing.assert_close(torch.func.vmap(solve_qp)(*batch).alpha, alone)
+    torch.testing.assert_close(folded.flatten(0, 1), single)
+    torch.testing.assert_close(torch.func.vmap(solve_qp)(*batch).alpha, single)
 
 
-def test_program_without_inequalities_is_solved_by_its_linear_system():
+def test_a_program_without_inequalities_equals_its_linear_system():
     Q, e, A, r, lo, _ = program(0)
     everywhere = torch.full_like(lo, torch.inf)
     solution = solve_qp(Q, e, A, r, -everywhere, everywhere)

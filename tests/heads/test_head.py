@@ -48,8 +48,8 @@ def test_a_larger_penalty_makes_the_weights_smaller(name):
 
 @every_head
 def test_a_head_is_solved_for_the_tasks_of_a_trained_network(name):
-    chosen, net, episodes = method("mtl", test=name), smooth_mlp(), clusters((4,))
-    assert predict(chosen, net, parameters(chosen, net, classes=CLASSES), episodes).isfinite().all()
+    learner, net, episodes = method("mtl", test=name), smooth_mlp(), clusters((4,))
+    assert predict(learner, net, parameters(learner, net, classes=CLASSES), episodes).isfinite().all()
 
 
 @every_head

@@ -1,4 +1,4 @@
-"""The batched heads against scikit-learn, task by task."""
+"""Test-time heads compared with the estimators of scikit-learn, task by task."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from metabridge.errors import InputError
 from metabridge.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, RidgeClassifier, newton
-from metabridge.ridge_regression import ridge_weight
 
-# At tolerances this tight rounding stops some of scikit-learn's solvers; with one shot a class has no spread.
+# With these tolerances, rounding stops some solvers of scikit-learn. With one shot, a class has no variance.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
@@ -45,7 +44,7 @@ def gaussian_tasks(count: int, shots: list[int], features: int, *, spread: float
     return Tasks((16 * x).round() / 16, y, query, ways)
 
 
-# 25 tasks of each kind: few and many points for their features, one shot, unbalanced, separable and not, two ways.
+# 25 tasks of each kind: fewer and more points than features, one shot, unbalanced, separable and overlapping.
 KINDS = {
     "5-way 5-shot, wide": gaussian_tasks(25, [5] * 5, 64),
     "5-way 1-shot": gaussian_tasks(25, [1] * 5, 32),
@@ -79,7 +78,7 @@ def sklearn_decisions(estimator: object, tasks: Tasks, method: str = "decision_f
 
 
 def assert_same(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
-    """Decisions agree to a tolerance, relative to their size, and so do the predictions but for ties."""
+    """Assert that decisions agree to a relative tolerance, and that predictions agree except for ties."""
     scale = theirs.abs().amax((-2, -1), keepdim=True).clamp_min(1)
     assert ((ours - theirs) / scale).abs().max() < tolerance
     best, second = theirs.topk(2, -1).values.unbind(-1)
@@ -90,10 +89,10 @@ def assert_same(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 @kinds
 @pytest.mark.parametrize("penalty", [1e-4, 0.01, 0.33, 10.0])
-def test_logistic_head_has_scikit_learns_decision_values(tasks, penalty):
+def test_logistic_regression_equals_that_of_scikit_learn(tasks, penalty):
     reference = linear_model.LogisticRegression(C=1 / penalty, solver="newton-cholesky", tol=1e-13, max_iter=1000)
     theirs = sklearn_decisions(reference, tasks)
-    # A constant added to every bias changes nothing; ours sum to 0, scikit-learn's to anything.
+    # A constant added to all biases changes nothing: ours sum to 0, those of scikit-learn do not.
     theirs = theirs - theirs.mean(-1, keepdim=True)
     assert_same(
         LogisticRegression(penalty, normalise=False).fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query), theirs, 1e-5
@@ -101,7 +100,7 @@ def test_logistic_head_has_scikit_learns_decision_values(tasks, penalty):
 
 
 @pytest.mark.parametrize("penalty", [1e-4, 0.33, 10.0])
-def test_two_way_logistic_head_is_scikit_learns_of_half_the_penalty(penalty):
+def test_logistic_regression_with_two_classes_equals_that_of_scikit_learn_with_half_the_penalty(penalty):
     reference = linear_model.LogisticRegression(C=2 / penalty, solver="newton-cholesky", tol=1e-13, max_iter=1000)
     scores = LogisticRegression(penalty, normalise=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
     difference = scores[..., 1] - scores[..., 0]
@@ -110,7 +109,7 @@ def test_two_way_logistic_head_is_scikit_learns_of_half_the_penalty(penalty):
 
 @kinds
 @pytest.mark.parametrize("C", [0.1, 1.0, 10.0])
-def test_squared_hinge_head_has_linear_svcs_decision_values(tasks, C):
+def test_the_squared_hinge_svm_equals_linear_svc(tasks, C):
     reference = svm.LinearSVC(C=C, tol=1e-9, max_iter=1_000_000, random_state=0)
     head = SVM(C, normalise=False).fit(tasks.x, tasks.y, tasks.ways)
     assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
@@ -118,7 +117,7 @@ def test_squared_hinge_head_has_linear_svcs_decision_values(tasks, C):
 
 @kinds
 @pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
-def test_hinge_head_has_svcs_votes_and_confidences(tasks, C):
+def test_the_hinge_svm_has_the_votes_and_confidences_of_svc(tasks, C):
     reference = svm.SVC(C=C, kernel="linear", tol=1e-9)
     head = SVM(C, loss="hinge", normalise=False).fit(tasks.x, tasks.y, tasks.ways)
     assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
@@ -126,7 +125,7 @@ def test_hinge_head_has_svcs_votes_and_confidences(tasks, C):
 
 @kinds
 @pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
-def test_hinge_head_has_svcs_decision_between_every_pair(tasks, C):
+def test_the_hinge_svm_has_the_pairwise_decisions_of_svc(tasks, C):
     reference = svm.SVC(C=C, kernel="linear", tol=1e-9, decision_function_shape="ovo")
     head = SVM(C, loss="hinge", normalise=False).fit(tasks.x, tasks.y, tasks.ways)
     theirs = sklearn_decisions(reference, tasks)
@@ -134,7 +133,7 @@ def test_hinge_head_has_svcs_decision_between_every_pair(tasks, C):
 
 
 @pytest.mark.parametrize("loss", ["squared-hinge", "hinge"])
-def test_two_way_svm_predicts_what_scikit_learn_predicts(loss):
+def test_svms_with_two_classes_predict_as_scikit_learn(loss):
     reference = svm.LinearSVC(tol=1e-9, max_iter=1_000_000) if loss == "squared-hinge" else svm.SVC(kernel="linear")
     scores = SVM(loss=loss, normalise=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
     assert (scores.argmax(-1) == sklearn_decisions(reference, TWO_WAYS, "predict")).all()
@@ -142,7 +141,7 @@ def test_two_way_svm_predicts_what_scikit_learn_predicts(loss):
 
 @kinds
 @pytest.mark.parametrize("penalty", [1e-4, 1.0, 100.0])
-def test_ridge_head_has_scikit_learns_predictions(tasks, penalty):
+def test_the_ridge_classifier_equals_ridge_of_scikit_learn(tasks, penalty):
     targets = torch.nn.functional.one_hot(tasks.y, tasks.ways).double()
     reference = linear_model.Ridge(alpha=penalty, solver="svd")
     theirs = sklearn_decisions(reference, tasks._replace(y=targets), "predict")
@@ -153,7 +152,7 @@ def test_ridge_head_has_scikit_learns_predictions(tasks, penalty):
 
 @pytest.mark.parametrize("penalty", [1e-4, 1.0, 100.0])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
-def test_float32_ridge_head_keeps_small_penalties_and_large_means(penalty, offset):
+def test_the_ridge_classifier_is_accurate_in_float32_with_small_penalties_and_large_means(penalty, offset):
     tasks = KINDS["5-way 5-shot, wide"]
     x, query = tasks.x + offset, (16 * (tasks.query + offset)).round() / 16
     exact = RidgeClassifier(penalty).fit(x, tasks.y, tasks.ways).scores(query)
@@ -162,16 +161,16 @@ def test_float32_ridge_head_keeps_small_penalties_and_large_means(penalty, offse
 
 
 @every_head
-def test_heads_of_many_tasks_are_those_of_each_task_alone(head):
+def test_heads_of_many_tasks_equal_those_of_single_tasks(head):
     tasks = gaussian_tasks(200, [5, 3, 4], 300)
-    together = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
+    batched = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
     for few in (slice(0, 3), slice(99, 102), slice(197, 200)):
-        alone = head.fit(tasks.x[few], tasks.y[few], tasks.ways).scores(tasks.query[few])
-        torch.testing.assert_close(alone, together[few])
+        single = head.fit(tasks.x[few], tasks.y[few], tasks.ways).scores(tasks.query[few])
+        torch.testing.assert_close(single, batched[few])
 
 
 @kinds
-def test_centroid_head_predicts_the_nearest_class_mean(tasks):
+def test_nearest_centroid_predicts_the_nearest_class_mean(tasks):
     head = NearestCentroid().fit(tasks.x, tasks.y, tasks.ways)
     theirs = sklearn_decisions(neighbors.NearestCentroid(), tasks, "predict")
     assert (head.scores(tasks.query).argmax(-1) == theirs).all()
@@ -182,7 +181,7 @@ def test_centroid_head_predicts_the_nearest_class_mean(tasks):
 
 
 @every_head
-def test_normalising_head_ignores_the_length_of_features(head):
+def test_heads_that_normalise_ignore_the_length_of_features(head):
     tasks = KINDS["5-way 5-shot, wide"]
     fitted = head.fit(tasks.x, tasks.y, tasks.ways)
     stretched = head.fit(3 * tasks.x, tasks.y, tasks.ways)
@@ -195,7 +194,7 @@ def test_normalising_head_ignores_the_length_of_features(head):
 
 
 @every_head
-def test_float32_head_scores_like_the_float64_head(head):
+def test_heads_in_float32_score_as_in_float64(head):
     tasks = KINDS["4-way unbalanced"]
     exact = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
     single = head.fit(tasks.x.float(), tasks.y, tasks.ways).scores(tasks.query.float())
@@ -204,7 +203,7 @@ def test_float32_head_scores_like_the_float64_head(head):
 
 
 @every_head
-def test_task_axes_of_any_shape_are_kept(head):
+def test_task_axes_may_have_any_shape(head):
     tasks = KINDS["5-way 1-shot"]
     folded = head.fit(tasks.x.unflatten(0, (5, 5)), tasks.y.unflatten(0, (5, 5)), tasks.ways)
     scores = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
@@ -212,14 +211,14 @@ def test_task_axes_of_any_shape_are_kept(head):
 
 
 @every_head
-def test_duplicate_points_leave_every_head_finite(head):
+def test_heads_of_duplicate_points_are_finite(head):
     tasks = KINDS["5-way 5-shot, wide"]
     x = tasks.x[:, :1].expand_as(tasks.x)
     assert head.fit(x, tasks.y, tasks.ways).scores(x).isfinite().all()
 
 
 @every_head
-def test_unusable_input_is_named(head):
+def test_invalid_inputs_raise_errors_that_name_them(head):
     x, y = torch.randn(2, 4, 3), torch.tensor([[0, 1, 0, 1], [0, 1, 1, 1]])
     with pytest.raises(InputError, match="class 2 of task 0 has no support point"):
         head.fit(x, y, 3)
@@ -233,7 +232,7 @@ def test_unusable_input_is_named(head):
         head.fit(x, y, 2).scores(torch.randn(2, 4, 5))
 
 
-def test_a_head_that_overflows_its_dtype_is_refused():
+def test_a_head_that_overflows_its_dtype_raises_an_error():
     tasks = gaussian_tasks(2, [3, 3], 16)
     x = 1e25 * tasks.x
     with pytest.raises(InputError, match=r"features is .*float32.* overflows torch.float32\. Use float64"):
@@ -244,7 +243,7 @@ def test_a_head_that_overflows_its_dtype_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-3, 8e3])
 @pytest.mark.parametrize("head", [*HEADS, RidgeClassifier(), NearestCentroid()], ids=repr)
-def test_heads_of_features_in_half_precision_are_those_of_the_same_features_in_float32(head, scale, dtype):
+def test_heads_of_half_precision_features_equal_those_of_the_features_in_float32(head, scale, dtype):
     x, y, query, ways = gaussian_tasks(2, [6, 6, 6], 8)
     x, query = ((scale * points).to(dtype) for points in (x, query))
     fitted, expected = head.fit(x, y, ways), head.fit(x.float(), y, ways)
@@ -254,12 +253,12 @@ def test_heads_of_features_in_half_precision_are_those_of_the_same_features_in_f
 
 
 @pytest.mark.parametrize("head", [LogisticRegression(), SVM(), SVM(loss="hinge"), NearestCentroid()], ids=repr)
-def test_heads_for_classes_refuse_values(head):
+def test_classifiers_refuse_real_targets(head):
     with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 4, 1\).*Only RidgeClassifier fits real"):
         head.fit(torch.randn(2, 4, 3), torch.randn(2, 4, 1), 1)
 
 
-def test_settings_out_of_range_are_named():
+def test_settings_out_of_range_raise_errors():
     for make in (lambda: LogisticRegression(0.0), lambda: SVM(-1.0), lambda: RidgeClassifier(float("nan"))):
         with pytest.raises(InputError, match="must be a positive number"):
             make()
@@ -267,55 +266,14 @@ def test_settings_out_of_range_are_named():
         SVM(loss="huber")
 
 
-def test_pairwise_head_of_three_classes_counts_votes():
+def test_a_pairwise_head_counts_votes():
     head = PairwiseHead(torch.zeros(3, 1), torch.tensor([1.0, -1.0, -1.0]))
     assert head.scores(torch.zeros(1, 1)).round().tolist() == [[1.0, 0.0, 2.0]]
 
 
-@pytest.mark.parametrize(("n", "d"), [(5, 12), (12, 5), (6, 6)])
-def test_ridge_weight_is_scikit_learns_without_intercept(n, d):
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(20, n, size, generator=generator, dtype=torch.float64) for size in (d, 3))
-    weight = ridge_weight(x, y, torch.tensor(0.7, dtype=torch.float64))
-    for ours, features, targets in zip(weight, x, y):
-        reference = linear_model.Ridge(alpha=0.7, fit_intercept=False).fit(features.numpy(), targets.numpy())
-        torch.testing.assert_close(ours, torch.from_numpy(reference.coef_))
-
-
-@pytest.mark.parametrize(("n", "d"), [(4, 6), (6, 4)])
-def test_ridge_weight_is_differentiable_in_everything_and_maps_over_tasks(n, d):
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(2, n, size, generator=generator, dtype=torch.float64).requires_grad_() for size in (d, 3))
-    penalty = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(ridge_weight, (x, y, penalty))
-    mapped = torch.func.vmap(ridge_weight, (0, 0, None))(x, y, penalty)
-    torch.testing.assert_close(mapped, ridge_weight(x, y, penalty))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("n", "d"), [(5, 64), (64, 5)])
-def test_ridge_weight_and_its_derivative_replay_from_a_cuda_graph(n, d):
-    generator = torch.Generator().manual_seed(0)
-    x, other, y = (torch.randn(8, n, size, generator=generator).cuda() for size in (d, d, 3))
-    penalty, leaf = torch.tensor(0.7, device="cuda"), x.clone().requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (gradient,) = torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
-    leaf.data.copy_(other)
-    graph.replay()
-    fresh = other.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(ridge_weight(fresh, y, penalty).square().sum(), fresh)
-    torch.testing.assert_close(gradient, expected)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every_head
-def test_heads_score_on_a_cuda_device_as_on_the_cpu(head):
+def test_heads_score_on_a_gpu_as_on_the_cpu(head):
     tasks = KINDS["4-way unbalanced"]
     there = head.fit(tasks.x.cuda(), tasks.y.cuda(), tasks.ways).scores(tasks.query.cuda())
     torch.testing.assert_close(there.cpu(), head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query))
@@ -324,7 +282,7 @@ def test_heads_score_on_a_cuda_device_as_on_the_cpu(head):
 @pytest.mark.parametrize(
     ("head", "remedy"), [(LogisticRegression(1e-3), "a larger penalty"), (SVM(1e3), "a smaller C")], ids=repr
 )
-def test_head_that_is_not_solved_says_so_once(head, remedy, monkeypatch, caplog):
+def test_a_head_that_is_not_solved_logs_one_warning(head, remedy, monkeypatch, caplog):
     tasks = gaussian_tasks(3, [5, 5], 4, spread=2.0)
     monkeypatch.setattr("metabridge.heads.newton.STEPS", 1)
     monkeypatch.setattr("metabridge.heads.newton.HINGE_STEPS", 1)
@@ -335,7 +293,7 @@ def test_head_that_is_not_solved_says_so_once(head, remedy, monkeypatch, caplog)
     assert record.getMessage().endswith(f"in 3 of 3 tasks. Use {remedy}, or normalise=True.")
 
 
-def test_hinge_head_that_is_not_solved_says_so_once(monkeypatch, caplog):
+def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
     tasks = gaussian_tasks(3, [9, 9], 4, spread=2.0)
     monkeypatch.setattr("metabridge.heads.svm_duals._MOST_EXCHANGES", 0)
     monkeypatch.setattr("metabridge.heads.svm_duals.INTERIOR_STEPS", 3)
@@ -343,7 +301,7 @@ def test_hinge_head_that_is_not_solved_says_so_once(monkeypatch, caplog):
     assert [record.getMessage().split(" stopped ")[0] for record in caplog.records] == [repr(SVM(10.0, "hinge"))]
 
 
-def test_a_head_is_said_not_to_be_solved_from_a_hundred_thousandth_of_the_objective_on(monkeypatch, caplog):
+def test_a_head_warns_if_its_objective_is_more_than_1e_5_above_the_minimum(monkeypatch, caplog):
     tasks, minimise = gaussian_tasks(2, [3, 3], 4), newton.minimise
     for missing, warnings in ((0.9e-5, 0), (1.1e-5, 1)):
         left = torch.tensor([[0.0], [missing]])
@@ -353,7 +311,7 @@ def test_a_head_is_said_not_to_be_solved_from_a_hundred_thousandth_of_the_object
 
 
 @pytest.mark.parametrize("penalty", [1e-2, 1e-4, 1e-6])
-def test_float32_ridge_head_of_contradicting_points_equals_the_float64_one(penalty):
+def test_the_ridge_classifier_of_equal_points_with_different_labels_is_accurate_in_float32(penalty):
     x, labels = torch.randn(1, 6, 40, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1, 0, 1, 0, 1]])
     x[:, 1] = x[:, 0]  # the same point with another label
     queries = torch.randn(1, 9, 40, generator=torch.Generator().manual_seed(1))
@@ -365,8 +323,8 @@ def test_float32_ridge_head_of_contradicting_points_equals_the_float64_one(penal
 
 
 @pytest.mark.parametrize("head", [RidgeClassifier(1e-4), SVM(10.0, "hinge", normalise=False)])
-def test_float32_heads_of_points_far_from_zero_are_as_good_as_in_float64(head):
-    """Of points whose products float32 does not hold exactly."""
+def test_heads_of_points_far_from_zero_are_accurate_in_float32(head):
+    """The products of these points are not exact in float32."""
     generator = torch.Generator().manual_seed(0)
     x, queries = (torch.randn(8, n, 64, generator=generator) + 30 for n in (25, 10))
     labels = torch.arange(5).repeat(5).expand(8, -1)
@@ -376,8 +334,8 @@ def test_float32_heads_of_points_far_from_zero_are_as_good_as_in_float64(head):
     torch.testing.assert_close(single, double, rtol=0, atol=1e-3)
 
 
-class Raw(NamedTuple):
-    """What features may look like before anybody has scaled them."""
+class Transformation(NamedTuple):
+    """A transformation of features: a scale, an offset, and the distance between near-duplicates."""
 
     scale: float = 1.0
     offset: float = 0.0
@@ -386,19 +344,19 @@ class Raw(NamedTuple):
     def tasks(self, shots: list[int], features: int) -> Tasks:
         tasks = gaussian_tasks(2, shots, features, spread=2.0)
         x = tasks.x.clone()
-        if self.near is not None:  # every other point next to the one before it, in whichever class that is
+        if self.near is not None:  # every second point is a near-duplicate of the point before, in any class
             x[:, 1::2] = x[:, : 2 * (x.shape[1] // 2) : 2] + self.near * x[:, 1::2]
         x, query = (self.scale * (part + self.offset) for part in (x, tasks.query))
         return tasks._replace(x=x, query=query)
 
 
-RAW = {
-    "small": Raw(1e-3),
-    "as they should be": Raw(),
-    "large": Raw(1e2),
-    "very large": Raw(1e6),
-    "far from zero": Raw(offset=1e3),
-    "near-duplicate points": Raw(near=1e-6),
+TRANSFORMATIONS = {
+    "small": Transformation(1e-3),
+    "standard": Transformation(),
+    "large": Transformation(1e2),
+    "very large": Transformation(1e6),
+    "far from zero": Transformation(offset=1e3),
+    "near-duplicate points": Transformation(near=1e-6),
 }
 SHAPES = {
     "5-way 5-shot, wide": ([5] * 5, 64),
@@ -407,19 +365,19 @@ SHAPES = {
     "2-way 20-shot, tall": ([20] * 2, 8),
     "12-way 2-shot": ([2] * 12, 18),
 }
-raw_features = pytest.mark.parametrize("raw", RAW.values(), ids=RAW.keys())
+raw_features = pytest.mark.parametrize("raw", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys())
 shapes = pytest.mark.parametrize(("shots", "d"), SHAPES.values(), ids=SHAPES.keys())
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 STRENGTHS = (1e-4, 1.0, 1e4)
 
 
-def assert_scores(ours: Tensor, theirs: np.ndarray, raw: Raw, dtype: torch.dtype) -> None:
-    """Scores agree as well as the dtype of far features allows, and otherwise to a ten thousandth."""
+def assert_scores(ours: Tensor, theirs: np.ndarray, raw: Transformation, dtype: torch.dtype) -> None:
+    """Assert that scores agree to 1e-4, or to 1e-3 for float32 features far from 0."""
     far = 1e-3 if raw.offset and dtype == torch.float32 else 1e-4
     assert np.abs(ours.double().numpy() - theirs).max() < far * max(1.0, np.abs(theirs).max())
 
 
-def test_squared_hinge_head_that_rounding_moves_from_its_optimum_says_so(caplog):
+def test_a_squared_hinge_svm_warns_if_rounding_moves_it_from_its_minimum(caplog):
     x, y, _, ways = gaussian_tasks(2, [8] * 5, 6, spread=6.0)
     for scale, warnings in ((1e4, 0), (1e12, 1)):
         SVM(1e4, normalise=False).fit(scale * x + 1e6, y, ways)
@@ -429,7 +387,7 @@ def test_squared_hinge_head_that_rounding_moves_from_its_optimum_says_so(caplog)
 @raw_features
 @shapes
 @both_dtypes
-def test_ridge_head_of_raw_features_is_that_of_singular_values(raw, shots, d, dtype, caplog):
+def test_the_ridge_classifier_of_raw_features_equals_the_solution_by_singular_values(raw, shots, d, dtype, caplog):
     x, y, query, ways = raw.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     for penalty in STRENGTHS:
@@ -445,27 +403,27 @@ def test_ridge_head_of_raw_features_is_that_of_singular_values(raw, shots, d, dt
 @raw_features
 @shapes
 @both_dtypes
-def test_hinge_head_of_raw_features_decides_as_svc_of_standard_ones(raw, shots, d, dtype, caplog):
+def test_the_hinge_svm_of_raw_features_equals_svc_of_standardised_ones(raw, shots, d, dtype, caplog):
     x, y, query, ways = raw.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     tall = x.shape[-2] > d
     for C in STRENGTHS:
         if tall and C * raw.scale**2 > 1e9:
-            continue  # classes overlap: coefficients are as large as C, and cancel; the head warns
+            continue  # with overlapping classes, coefficients as large as C cancel; the head warns
         head = SVM(C, "hinge", normalise=False).fit(x, y, ways)
         points, queries, labels = x[0].double().numpy(), query[0].double().numpy(), y[0].numpy()
         mean, size = points.mean(0), np.abs(points - points.mean(0)).max()
         reference = svm.SVC(C=C * size**2, kernel="linear", tol=1e-9, decision_function_shape="ovo", max_iter=10**6)
         theirs = reference.fit((points - mean) / size, labels).decision_function((queries - mean) / size)
         if (reference.n_iter_ >= 10**6).any() or (raw.near and C * size**2 > 1):
-            continue  # libsvm's float32 kernel does not tell near-duplicates apart
+            continue  # libsvm's float32 kernel does not resolve near-duplicates
         ours = LinearHead(*head).scores(query)[0] * (-1 if ways == 2 else 1)
         assert_scores(ours.squeeze(-1), theirs, raw, dtype)
     assert not caplog.records
 
 
 def nonnegative_dual(points: np.ndarray, sign: np.ndarray, C: float, queries: np.ndarray) -> np.ndarray:
-    """Decisions of the squared hinge with a penalised bias, by least squares with non-negative coefficients."""
+    """Return the decisions of the squared hinge with a penalised bias, by non-negative least squares."""
     points, queries = (np.c_[part, np.ones(len(part))] for part in (points, queries))
     size = np.abs(points).max()
     soft = np.sqrt(2 * C) * size
@@ -477,14 +435,14 @@ def nonnegative_dual(points: np.ndarray, sign: np.ndarray, C: float, queries: np
 @raw_features
 @shapes
 @both_dtypes
-def test_squared_hinge_head_of_raw_features_solves_its_dual(raw, shots, d, dtype, caplog):
+def test_the_squared_hinge_svm_of_raw_features_solves_its_dual(raw, shots, d, dtype, caplog):
     x, y, query, ways = raw.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     tall = x.shape[-2] > d
     for C in STRENGTHS:
         scores = SVM(C, normalise=False).fit(x, y, ways).scores(query)
         if tall and C * max(raw.scale, raw.offset) ** 2 > 1e6:
-            continue  # the coefficients of points that cannot be told apart are as large as C, and cancel
+            continue  # coefficients of near-duplicates, as large as C, cancel
         for output in range(2):
             sign = np.where(y[0].numpy() == output, 1.0, -1.0)
             theirs = nonnegative_dual(x[0].double().numpy(), sign, C, query[0].double().numpy())
@@ -493,9 +451,9 @@ def test_squared_hinge_head_of_raw_features_solves_its_dual(raw, shots, d, dtype
 
 
 @pytest.mark.parametrize(("scale", "C"), [(1e2, 1e10), (1e3, 1e8)])
-def test_squared_hinge_head_of_overlapping_classes_scores_alike_at_any_scale(scale, C, caplog):
+def test_the_squared_hinge_svm_of_overlapping_classes_does_not_depend_on_the_scale(scale, C, caplog):
     x, y, query, ways = gaussian_tasks(25, [8] * 5, 6, spread=6.0)
-    # Both penalties are too small to matter, so that the scores of scaled features are those of the features.
+    # Both penalties are negligible, so scaling the features does not change the scores.
     scores = SVM(C, normalise=False).fit(scale * x, y, ways).scores(scale * query)
     torch.testing.assert_close(scores, SVM(1e8, normalise=False).fit(x, y, ways).scores(query), rtol=0, atol=1e-3)
     assert not caplog.records
@@ -504,7 +462,7 @@ def test_squared_hinge_head_of_overlapping_classes_scores_alike_at_any_scale(sca
 @raw_features
 @shapes
 @both_dtypes
-def test_logistic_head_of_raw_features_is_stationary(raw, shots, d, dtype, caplog):
+def test_logistic_regression_of_raw_features_is_stationary(raw, shots, d, dtype, caplog):
     x, y, query, ways = raw.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     for penalty in (*STRENGTHS, 1e-8):
@@ -513,7 +471,7 @@ def test_logistic_head_of_raw_features_is_stationary(raw, shots, d, dtype, caplo
         fitted = head.fit(x.double(), y, ways)
         assert_scores(scores, fitted.scores(query.double()).numpy(), raw, dtype)
         if penalty < 1e-4 * raw.scale**2 / 1e2:
-            continue  # the derivative below would be one of probabilities too close to 1
+            continue  # probabilities too close to 1 for the derivative below
         points = x.double() - x.double().mean(-2, keepdim=True)
         error = fitted.scores(x.double()).softmax(-1) - torch.nn.functional.one_hot(y, ways)
         gradient = penalty * fitted.weight + error.mT @ points
@@ -523,7 +481,7 @@ def test_logistic_head_of_raw_features_is_stationary(raw, shots, d, dtype, caplo
 
 @raw_features
 @shapes
-def test_float32_centroid_head_of_raw_features_finds_the_nearest_mean(raw, shots, d):
+def test_nearest_centroid_of_raw_features_is_accurate_in_float32(raw, shots, d):
     x, y, query, ways = raw.tasks(shots, d)
     scores = NearestCentroid().fit(x.float(), y, ways).scores(query.float())
     members = torch.nn.functional.one_hot(y, ways).double()
@@ -533,7 +491,7 @@ def test_float32_centroid_head_of_raw_features_finds_the_nearest_mean(raw, shots
     assert (scores.argmax(-1) == distance.argmin(-1))[clear].all()
 
 
-def test_a_support_point_that_is_there_twice_leaves_the_hinge_at_its_minimum():
+def test_the_hinge_svm_of_duplicate_points_is_at_its_minimum():
     count, ways, shots = 30, 3, 5
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(count, ways, 32, generator=generator)

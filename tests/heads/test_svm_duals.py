@@ -1,4 +1,4 @@
-"""Support vector machines between pairs of classes against libsvm."""
+"""Pairwise support vector machines compared with libsvm."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ def points(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_classes_of_different_sizes_share_a_batch():
+def test_classes_may_have_different_sizes_in_one_batch():
     x = points(2, 9, 4)
     labels = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 2, 2, 2, 2, 2]])
     gram = x @ x.mT
     coefficient, bias, _ = one_against_one(gram, labels, 3, 1.0)
     for task in range(2):
-        alone = one_against_one(gram[task : task + 1], labels[task : task + 1], 3, 1.0)
-        torch.testing.assert_close(alone[:2], (coefficient[task : task + 1], bias[task : task + 1]))
+        single = one_against_one(gram[task : task + 1], labels[task : task + 1], 3, 1.0)
+        torch.testing.assert_close(single[:2], (coefficient[task : task + 1], bias[task : task + 1]))
 
 
 def machines(n: int, d: int, *, shift: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Points of three classes in steps of 1/16, exact in the float32 in which libsvm keeps its kernel matrix."""
+    """Return points of three classes in steps of 1/16, so that libsvm's kernel matrix in float32 is exact."""
     labels = torch.arange(n).expand(20, n) % 3
     x = points(20, n, d, seed=seed) + shift * points(20, 3, d, seed=seed + 1)[:, labels[0]]
     return (16 * x).round() / 16, labels
 
 
 def unequal(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Move all points but two to class 0, other two in every task."""
-    moved = torch.zeros_like(labels)
-    for task, row in enumerate(moved):
+    """Move all points but two, different in every task, to class 0."""
+    new_labels = torch.zeros_like(labels)
+    for task, row in enumerate(new_labels):
         row[task % labels.shape[-1]], row[(task + 4) % labels.shape[-1]] = 1, 2
-    return x, moved
+    return x, new_labels
 
 
 def doubled(x: Tensor, labels: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-    """Repeat every point, in its class or in the one `turn` further."""
+    """Repeat every point, in its class or `turn` classes further."""
     return x.repeat(1, 2, 1), torch.cat([labels, (labels + turn) % 3], -1)
 
 
@@ -50,7 +50,7 @@ MACHINES = {
     "separable": machines(15, 40),
     "one shot": machines(3, 8),
     "no difference between classes": machines(15, 40, shift=0.0),
-    # Of seed 0 one machine has no free point but for libsvm, by rounding; its bias could be any between two limits.
+    # With seed 0, one machine has free points only in libsvm, by rounding; otherwise its bias is not unique.
     "overlapping": machines(18, 3, seed=2),
     "unequal classes": unequal(*machines(12, 30)),
     "unequal and overlapping": unequal(*machines(16, 4)),
@@ -59,7 +59,7 @@ MACHINES = {
 }
 
 
-each_machine = pytest.mark.parametrize(("x", "labels"), MACHINES.values(), ids=MACHINES.keys())
+every_machine = pytest.mark.parametrize(("x", "labels"), MACHINES.values(), ids=MACHINES.keys())
 
 
 def decisions(x: Tensor, labels: Tensor, C: float, query: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ def decisions(x: Tensor, labels: Tensor, C: float, query: Tensor) -> Tensor:
     return query @ (coefficient @ x).mT + bias[:, None]
 
 
-@each_machine
+@every_machine
 @pytest.mark.parametrize("C", [0.001, 0.05, 1.0, 100.0])
-def test_machines_between_classes_decide_as_svc_and_as_interior_points(x, labels, C, monkeypatch):
+def test_pairwise_svms_decide_as_svc_and_as_the_interior_point_method(x, labels, C, monkeypatch):
     query = points(20, 30, x.shape[-1], seed=9)
     ours = decisions(x, labels, C, query)
     reference = svm.SVC(C=C, kernel="linear", tol=1e-10, decision_function_shape="ovo")
@@ -80,13 +80,13 @@ def test_machines_between_classes_decide_as_svc_and_as_interior_points(x, labels
 
 
 @pytest.mark.parametrize("C", [0.001, 0.05, 1.0, 100.0])
-def test_machines_of_few_points_in_many_features_need_no_interior_points(C, monkeypatch):
+def test_pairwise_svms_of_few_points_in_many_features_need_no_interior_point_method(C, monkeypatch):
     monkeypatch.setattr(svm_duals, "solve_qp", None)
     x, labels = machines(15, 200)
     assert decisions(x, labels, C, x).isfinite().all()
 
 
-def test_point_pushed_to_its_bound_is_not_free_for_the_bias():
+def test_a_point_at_its_bound_does_not_count_for_the_bias():
     x = torch.tensor([[[0.0], [1.0], [10.0], [11.0]]], dtype=torch.float64)
     labels = torch.tensor([[0, 1, 0, 1]])
     _, bias, _ = one_against_one(x @ x.mT, labels, 2, 0.01)

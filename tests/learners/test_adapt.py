@@ -30,27 +30,27 @@ THREADS = 8
 
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("name", METHODS)
-def test_predictions_for_many_tasks_equal_those_of_one_at_a_time(name, net_name):
+def test_predictions_for_many_tasks_equal_those_for_single_tasks(name, net_name):
     case = NETS[net_name]
-    chosen, net, episodes = case.method(name), case.make(), clusters(case.shape)
-    params = parameters(chosen, net, classes=CLASSES)
-    together = predict(chosen, net, params, episodes)
+    learner, net, episodes = case.method(name), case.make(), clusters(case.shape)
+    params = parameters(learner, net, classes=CLASSES)
+    batched = predict(learner, net, params, episodes)
     for task in range(len(episodes)):
-        alone = adapt(chosen, net, params, episodes.support_x[task], episodes.support_y[task])
-        assert torch.allclose(together[task], alone(episodes.query_x[task]), atol=1e-8)
+        single = adapt(learner, net, params, episodes.support_x[task], episodes.support_y[task])
+        assert torch.allclose(batched[task], single(episodes.query_x[task]), atol=1e-8)
 
 
 def test_adaptation_lowers_the_support_loss():
     net, episodes = smooth_mlp(), clusters((4,))
     for name in ("maml", "anil", "imaml", "nal"):
-        chosen = method(name, steps=50, lr=0.05)
-        params = parameters(chosen, net)
+        learner = method(name, steps=50, lr=0.05)
+        params = parameters(learner, net)
         x, y = episodes.support_x[0], episodes.support_y[0]
-        adapted = adapt(chosen, net, params, x, y)
-        assert chosen.loss(adapted(x), y) < chosen.loss(net(x), y) - 0.05
+        adapted = adapt(learner, net, params, x, y)
+        assert learner.loss(adapted(x), y) < learner.loss(net(x), y) - 0.05
 
 
-def test_adaptation_of_the_head_leaves_the_body_alone():
+def test_adapting_the_head_does_not_change_the_body():
     net, episodes = smooth_mlp(), clusters((4,))
     params = parameters(METHODS["anil"], net)
     adapted = adapt(METHODS["anil"], net, params, episodes.support_x[0], episodes.support_y[0]).params
@@ -58,27 +58,27 @@ def test_adaptation_of_the_head_leaves_the_body_alone():
     assert not torch.equal(adapted["head.weight"], params["head.weight"])
 
 
-def test_a_solved_head_has_no_part_of_the_initial_one():
+def test_a_solved_head_does_not_depend_on_the_initial_head():
     net, episodes = smooth_mlp(), clusters((4,))
     x, y = episodes.support_x[0], episodes.support_y[0]
-    chosen = method("r2d2")
-    params = parameters(chosen, net)
+    learner = method("r2d2")
+    params = parameters(learner, net)
     other = {name: value + 1 if name.startswith("head.") else value for name, value in params.items()}
-    assert torch.equal(adapt(chosen, net, params, x, y)(x), adapt(chosen, net, other, x, y)(x))
+    assert torch.equal(adapt(learner, net, params, x, y)(x), adapt(learner, net, other, x, y)(x))
 
 
 @pytest.mark.parametrize("head", [SVM(loss="hinge"), SVM(), RidgeClassifier(), NearestCentroid()])
-def test_any_head_can_be_solved_at_test_time(head):
+def test_predictions_with_a_test_time_head_equal_the_scores_of_the_fitted_head(head):
     net, episodes = smooth_mlp(), clusters((4,))
-    chosen = method("mtl", test=head)
-    params = parameters(chosen, net, classes=CLASSES)
+    learner = method("mtl", test=head)
+    params = parameters(learner, net, classes=CLASSES)
     with torch.no_grad():
         support, query = compute_features(net, params, episodes)
     expected = head.fit(support, episodes.support_y, 3).scores(query)
-    assert torch.allclose(predict(chosen, net, params, episodes), expected, atol=1e-9)
+    assert torch.allclose(predict(learner, net, params, episodes), expected, atol=1e-9)
 
 
-def test_tasks_of_more_ways_than_the_head_fit_a_head_that_is_solved_but_not_one_that_is_learned():
+def test_test_time_heads_accept_any_number_of_classes_and_learned_heads_only_theirs():
     net = mlp(4, 2).double()
     episodes = clusters((4,))
     rows = method("mtl")
@@ -87,16 +87,16 @@ def test_tasks_of_more_ways_than_the_head_fit_a_head_that_is_solved_but_not_one_
         predict(method("maml"), net, parameters(method("maml"), net), episodes)
 
 
-def test_regression_works_for_every_method_that_can():
+def test_regression_works_with_every_method_that_supports_it():
     episodes = Sinusoid().sample(3, torch.Generator().manual_seed(0))
     net = mlp(1, 1)
     for name in ("maml", "anil", "imaml", "r2d2", "nal"):
-        chosen = method(name)
-        assert predict(chosen, net, parameters(chosen, net), episodes).shape == (3, 10, 1)
+        learner = method(name)
+        assert predict(learner, net, parameters(learner, net), episodes).shape == (3, 10, 1)
 
 
-class Meet(nn.Module):
-    """Let a forward pass wait until all threads are in one, if there are several."""
+class WaitForAll(nn.Module):
+    """A layer in which every thread waits until all threads are in a forward pass."""
 
     barrier: threading.Barrier | None = None
 
@@ -107,48 +107,50 @@ class Meet(nn.Module):
 
 
 def adapted_and_predicted(name, net, params, episodes):
-    chosen = method(name)
-    adapted = adapt(chosen, net, params, episodes.support_x[0], episodes.support_y[0])
-    return [adapted(episodes.query_x[0]), predict(chosen, net, params, episodes)]
+    learner = method(name)
+    adapted = adapt(learner, net, params, episodes.support_x[0], episodes.support_y[0])
+    return [adapted(episodes.query_x[0]), predict(learner, net, params, episodes)]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_threads_that_are_in_the_same_forward_pass_of_one_net_do_not_disturb_each_other(name, monkeypatch):
-    net = Network(nn.Sequential(nn.Linear(4, 6), Meet(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, WAYS))
+def test_threads_in_the_same_forward_pass_of_one_network_do_not_interfere(name, monkeypatch):
+    net = Network(
+        nn.Sequential(nn.Linear(4, 6), WaitForAll(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, WAYS)
+    )
     net, episodes = net.double(), [clusters((4,), tasks=1, seed=seed) for seed in range(THREADS)]
     params = parameters(method(name), net, classes=CLASSES)
-    each = [{n: (1 + thread / 10) * v.detach() for n, v in params.items()} for thread in range(THREADS)]
-    work = [(name, net, *own) for own in zip(each, episodes)]
-    expected = [adapted_and_predicted(*own) for own in work]
-    monkeypatch.setattr(Meet, "barrier", threading.Barrier(THREADS))
+    scaled = [{n: (1 + thread / 10) * v.detach() for n, v in params.items()} for thread in range(THREADS)]
+    arguments = [(name, net, *pair) for pair in zip(scaled, episodes)]
+    expected = [adapted_and_predicted(*items) for items in arguments]
+    monkeypatch.setattr(WaitForAll, "barrier", threading.Barrier(THREADS))
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(lambda own: adapted_and_predicted(*own), work))
-    for mine, alone in zip(found, expected):
-        assert all(map(torch.equal, mine, alone))
+        actual = list(pool.map(lambda items: adapted_and_predicted(*items), arguments))
+    for ours, reference in zip(actual, expected):
+        assert all(map(torch.equal, ours, reference))
 
 
 @pytest.mark.parametrize("make_net", [smooth_mlp, small_conv4])
-def test_eight_threads_agree_bit_for_bit_with_one_under_load(make_net):
+def test_eight_threads_compute_the_same_bits_as_one(make_net):
     net = make_net()
     shape = (4,) if make_net is smooth_mlp else (1, 16, 16)
-    work = [
+    arguments = [
         (name, net, parameters(method(name), net, classes=CLASSES), clusters(shape, tasks=2, seed=seed))
         for seed in range(2)
         for name in PRESETS
     ]
-    expected = [adapted_and_predicted(*own) for own in work]
+    expected = [adapted_and_predicted(*items) for items in arguments]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(lambda own: adapted_and_predicted(*own), work * 3))
+            actual = list(pool.map(lambda items: adapted_and_predicted(*items), arguments * 3))
     finally:
         sys.setswitchinterval(interval)
-    for mine, alone in zip(found, expected * 3):
-        assert all(map(torch.equal, mine, alone))
+    for ours, reference in zip(actual, expected * 3):
+        assert all(map(torch.equal, ours, reference))
 
 
-def test_the_network_can_be_used_while_it_is_applied_with_other_parameters():
+def test_the_network_can_be_called_while_it_is_applied_with_other_parameters():
     net, episodes = smooth_mlp(), clusters((4,), tasks=1)
     params = {name: 2 * value.detach() for name, value in net.named_parameters()}
     x, seen = episodes.support_x[0], []
@@ -163,30 +165,30 @@ def test_the_network_can_be_used_while_it_is_applied_with_other_parameters():
 
 @pytest.mark.parametrize("name", ["maml", "imaml", "anil", "mtl", "r2d2"])
 def test_adaptation_works_in_inference_mode(name):
-    chosen, net, episodes = METHODS[name], smooth_mlp(), clusters((4,))
-    expected = predict(chosen, net, parameters(chosen, net, classes=CLASSES), episodes)
+    learner, net, episodes = METHODS[name], smooth_mlp(), clusters((4,))
+    expected = predict(learner, net, parameters(learner, net, classes=CLASSES), episodes)
     with torch.inference_mode():
-        params, inside = parameters(chosen, net, classes=CLASSES), episodes.clone()
-        found = predict(chosen, net, params, inside)
-        alone = adapt(chosen, net, params, inside.support_x[0], inside.support_y[0])(inside.query_x[0])
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(alone, expected[0])
+        params, inside = parameters(learner, net, classes=CLASSES), episodes.clone()
+        actual = predict(learner, net, params, inside)
+        single = adapt(learner, net, params, inside.support_x[0], inside.support_y[0])(inside.query_x[0])
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(single, expected[0])
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["transformer", "multi-head attention", "attention"])
-def test_attention_adapts_alike_in_training_and_in_evaluation_where_pytorch_has_a_fast_path(name, training):
-    chosen, net, episodes = METHODS["maml"], odd_net(name), odd_episodes(name)
-    params = parameters(chosen, net)
-    expected = predict(chosen, net.train(), params, episodes)
-    torch.testing.assert_close(predict(chosen, net.train(training), params, episodes), expected)
+def test_adaptation_of_attention_does_not_depend_on_the_mode_in_which_pytorch_has_a_fast_path(name, training):
+    learner, net, episodes = METHODS["maml"], odd_net(name), odd_episodes(name)
+    params = parameters(learner, net)
+    expected = predict(learner, net.train(), params, episodes)
+    torch.testing.assert_close(predict(learner, net.train(training), params, episodes), expected)
     with torch.inference_mode():
-        torch.testing.assert_close(predict(chosen, net, params, episodes), expected)
-    gradients = Engine(chosen, net)(params, episodes).gradients
+        torch.testing.assert_close(predict(learner, net, params, episodes), expected)
+    gradients = Engine(learner, net)(params, episodes).gradients
     assert all(value.isfinite().all() for value in gradients.values())
 
 
-def test_a_network_made_in_inference_mode_adapts_with_its_buffers():
+def test_a_network_created_in_inference_mode_adapts_with_its_buffers():
     images = clusters((1, 16, 16)).map_inputs(torch.Tensor.float)
     with torch.inference_mode():
         net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
@@ -197,7 +199,7 @@ def test_a_network_made_in_inference_mode_adapts_with_its_buffers():
 
 
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
-def test_a_network_whose_parameters_cannot_be_replaced_does_not_adapt(name):
+def test_a_network_whose_parameters_cannot_be_replaced_raises_an_error(name):
     class Holder:
         def __init__(self, layer):
             self.layer = layer

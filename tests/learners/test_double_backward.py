@@ -19,7 +19,7 @@ def flags():
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
 
 
-def test_the_setting_of_attention_is_put_back_by_the_last_thread_that_leaves():
+def test_the_last_thread_that_leaves_restores_the_attention_setting():
     before, entered, left = flags(), threading.Event(), threading.Event()
 
     def other():
@@ -38,14 +38,14 @@ def test_the_setting_of_attention_is_put_back_by_the_last_thread_that_leaves():
     assert flags() == before
 
 
-def test_attention_can_be_differentiated_twice_inside():
+def test_attention_is_twice_differentiable_inside_the_context():
     x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     with second_derivatives(weight_norm=False):
         assert torch.autograd.gradgradcheck(lambda x: F.scaled_dot_product_attention(x, x, x), (x,))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_weight_norm_has_the_right_second_derivative_inside(dim):
+def test_weight_norm_has_the_correct_second_derivative_inside_the_context(dim):
     layer = parametrizations.weight_norm(nn.Linear(4, 3).double(), dim=dim)
     norm = layer.parametrizations.weight
     pair = [norm.original0.detach().requires_grad_(), norm.original1.detach().requires_grad_()]
@@ -55,9 +55,9 @@ def test_weight_norm_has_the_right_second_derivative_inside(dim):
 
 @pytest.mark.parametrize("name", ["attention", "multi-head attention"])
 def test_imaml_through_attention_matches_finite_differences(name):
-    chosen, net, episodes = method("imaml", inner=SOLVED), odd_net(name), odd_episodes(name, tasks=1)
-    params = parameters(chosen, net, classes=CLASSES)
-    engine = Engine(chosen, net)
+    learner, net, episodes = method("imaml", inner=SOLVED), odd_net(name), odd_episodes(name, tasks=1)
+    params = parameters(learner, net, classes=CLASSES)
+    engine = Engine(learner, net)
     gradients = engine(params, episodes).gradients
     size = flattened(gradients).norm()
     ahead, behind = (
@@ -67,7 +67,7 @@ def test_imaml_through_attention_matches_finite_differences(name):
     assert float(size) == pytest.approx((ahead - behind) / 2e-5, rel=1e-6)
 
 
-def test_a_layer_without_a_second_derivative_is_refused_where_one_is_taken():
+def test_a_layer_without_second_derivative_raises_an_error_in_second_order_methods():
     net = Network(nn.EmbeddingBag(1000, 4).double(), nn.Linear(4, WAYS).double())
     episodes = odd_episodes("embedding")
     meta_gradient(method("fo-maml"), net, parameters(method("fo-maml"), net), episodes)

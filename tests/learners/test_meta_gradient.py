@@ -1,4 +1,4 @@
-"""The meta-gradient of every method, on every engine, is what it says it is."""
+"""The meta-gradient of every method in every mode, compared with finite differences of its objective."""
 
 from __future__ import annotations
 
@@ -32,69 +32,71 @@ from metabridge.solvers import Proximal, task_loss
 ENGINES = [("loop", False), ("loop", True), ("vectorised", False), ("vectorised", True), ("workers", False)]
 
 
-def compute(chosen: Method, net: Network, params: Params, episodes: Episodes, mode: str = "loop", flat: bool = False):
-    return Engine(chosen, net, mode=mode, flat=flat)(params, episodes)
+def compute(learner: Method, net: Network, params: Params, episodes: Episodes, mode: str = "loop", flat: bool = False):
+    return Engine(learner, net, mode=mode, flat=flat)(params, episodes)
 
 
-def objective(chosen: Method, net: Network, params: Params, episodes: Episodes) -> Callable[[Params], Tensor]:
-    """The function of the trained parameters whose gradient the method's outer rule is, by definition."""
-    tasks = [(episodes if chosen.split else episodes.without_split())[i] for i in range(len(episodes))]
+def objective(learner: Method, net: Network, params: Params, episodes: Episodes) -> Callable[[Params], Tensor]:
+    """Return the function of the trained parameters whose gradient the method's outer rule computes."""
+    tasks = [(episodes if learner.split else episodes.without_split())[i] for i in range(len(episodes))]
 
     def mean(loss: Callable[[Episodes, Params], Tensor], values: list[Params]) -> Tensor:
         return torch.stack([loss(task, value) for task, value in zip(tasks, values)]).mean()
 
     def at(weights: Params, x: Tensor, y: Tensor) -> Tensor:
-        return chosen.loss(apply_head(weights, apply_features(net, weights, x)), y)
+        return learner.loss(apply_head(weights, apply_features(net, weights, x)), y)
 
     def query(task: Episodes, weights: Params) -> Tensor:
         return at(weights, task.query_x[0], task.query_y[0])
 
     def adapted(task: Episodes, weights: Params) -> Params:
-        return adapt(chosen, net, weights, task.support_x[0], task.support_y[0]).params
+        return adapt(learner, net, weights, task.support_x[0], task.support_y[0]).params
 
     def first_order(task: Episodes, weights: Params) -> Params:
-        """Support features and slopes are constants; the start and the solver's own settings are not."""
+        """Support features and inner gradients are constants; the start and the solver's parameters are not."""
         body = {name: value for name, value in weights.items() if name.startswith("features.")}
-        if chosen.training_head == "solved":
+        if learner.training_head == "solved":
             return adapted(task, params | {n: v for n, v in weights.items() if n.startswith("solver.")}) | body
-        moved = body.copy()
+        result = body.copy()
         for name, value in adapted(task, params).items():
-            if chosen.adapts == "all" or name.startswith("head."):
+            if learner.adapts == "all" or name.startswith("head."):
                 rate = f"rates.{name}"
                 ratio = weights[rate] / params[rate] if rate in params else 1.0
-                moved[name] = weights[name] - ratio * (params[name] - value)
-        return moved
+                result[name] = weights[name] - ratio * (params[name] - value)
+        return result
 
-    if chosen.outer == "first-order":
+    if learner.outer == "first-order":
         return lambda weights: mean(query, [first_order(task, weights) for task in tasks])
-    if chosen.outer == "displacement":  # the Moreau envelope min ℓ(θ') + λ/2‖θ' − θ‖²
+    if learner.outer == "displacement":  # the Moreau envelope min ℓ(θ') + λ/2‖θ' − θ‖²
 
         def envelope(task: Episodes, weights: Params) -> Tensor:
             near = adapted(task, weights)
             gap = sum((near[name] - weights[name]).square().sum() for name in near)
-            return at(near, task.support_x[0], task.support_y[0]) + chosen.inner.strength / 2 * gap
+            return at(near, task.support_x[0], task.support_y[0]) + learner.inner.strength / 2 * gap
 
         return lambda weights: mean(envelope, [weights] * len(tasks))
-    return lambda weights: compute(chosen, net, weights, episodes).loss
+    return lambda weights: compute(learner, net, weights, episodes).loss
 
 
 @torch.no_grad()
-def slope_along(function: Callable[[Params], Tensor], params: Params, direction: Params, step: float = 1e-5) -> float:
-    def moved(sign: float) -> float:
+def directional_derivative(
+    function: Callable[[Params], Tensor], params: Params, direction: Params, step: float = 1e-5
+) -> float:
+    def shifted(sign: float) -> float:
         return float(function({n: v.detach() + sign * step * direction.get(n, 0.0) for n, v in params.items()}))
 
-    return (moved(1) - moved(-1)) / (2 * step)
+    return (shifted(1) - shifted(-1)) / (2 * step)
 
 
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("name", METHODS)
 def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name):
     case = NETS[net_name]
-    chosen, net, episodes = case.method(name), case.make(), clusters(case.shape)
-    if name == "reptile":  # one step of Reptile is a gradient: that of lr × the support loss
-        chosen = method("reptile", steps=1, lr=0.1)
-    params = parameters(chosen, net, classes=CLASSES)
-    results = {engine: compute(chosen, net, params, episodes, *engine) for engine in ENGINES}
+    learner, net, episodes = case.method(name), case.make(), clusters(case.shape)
+    if name == "reptile":  # one step of Reptile is the gradient of lr × the support loss
+        learner = method("reptile", steps=1, lr=0.1)
+    params = parameters(learner, net, classes=CLASSES)
+    results = {engine: compute(learner, net, params, episodes, *engine) for engine in ENGINES}
     reference = flattened(results["loop", False].gradients)
     for engine, result in results.items():
         assert relative(flattened(result.gradients), reference) < 1e-9, engine
@@ -105,7 +107,7 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
         plain = method("nal")
         function = lambda p: 0.1 * compute(plain, net, p, whole).loss  # noqa: E731
     else:
-        function = objective(chosen, net, params, episodes)
+        function = objective(learner, net, params, episodes)
     gradients = results["loop", False].gradients
     generator = torch.Generator().manual_seed(1)
     directions = [gradients] + [
@@ -114,22 +116,22 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
     for direction in directions:
         size = flattened(direction).norm()
         unit = {n: v / size for n, v in direction.items()}
-        expected = slope_along(function, params, unit, case.step)
-        found = float(flattened(gradients) @ flattened(unit))
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-7 * float(reference.norm()))
+        expected = directional_derivative(function, params, unit, case.step)
+        actual = float(flattened(gradients) @ flattened(unit))
+        assert actual == pytest.approx(expected, rel=1e-6, abs=1e-7 * float(reference.norm()))
 
 
 @pytest.mark.parametrize("net_name", ODD_FEATURES)
 @pytest.mark.parametrize("name", METHODS)
 def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differences(name, net_name):
-    chosen, net, episodes = METHODS[name], odd_net(net_name), odd_episodes(net_name)
-    solved = isinstance(chosen.inner, Proximal) and chosen.inner is SOLVED
-    if solved:  # that the minimum is reached is tested elsewhere
-        chosen = replace(chosen, inner=Proximal(steps=3, lr=0.1, cg_steps=2))
-    params = parameters(chosen, net, classes=CLASSES)
+    learner, net, episodes = METHODS[name], odd_net(net_name), odd_episodes(net_name)
+    solved = isinstance(learner.inner, Proximal) and learner.inner is SOLVED
+    if solved:  # tested at its minimum above
+        learner = replace(learner, inner=Proximal(steps=3, lr=0.1, cg_steps=2))
+    params = parameters(learner, net, classes=CLASSES)
 
     def result(mode: str = "loop", params: Params = params) -> MetaGradient:
-        return compute(chosen, deepcopy(net), params, episodes, mode)  # buffers may move
+        return compute(learner, deepcopy(net), params, episodes, mode)  # a forward pass may change its buffers
 
     reference = result()
     gradients = flattened(reference.gradients)
@@ -137,7 +139,7 @@ def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differen
         other = result(mode)
         assert relative(flattened(other.gradients), gradients) < 1e-10, mode
         assert float(other.loss) == pytest.approx(float(reference.loss), rel=1e-12)
-    if chosen.outer in ("first-order", "displacement") or solved:
+    if learner.outer in ("first-order", "displacement") or solved:
         return
     generator = torch.Generator().manual_seed(1)
     direction = {
@@ -146,23 +148,23 @@ def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differen
     }
     size = flattened(direction).norm()
     unit = {n: v / size for n, v in direction.items()}
-    expected = slope_along(lambda p: result(params=p).loss, params, unit)
+    expected = directional_derivative(lambda p: result(params=p).loss, params, unit)
     assert float(gradients @ flattened(unit)) == pytest.approx(expected, rel=1e-6, abs=1e-7 * float(gradients.norm()))
 
 
 def test_burer_monteiro_gradient_matches_finite_differences():
     net = mlp(4, 1, width=3, depth=1, activation="linear", bias=False).double()
-    chosen = method("burer-monteiro")
-    params = parameters(chosen, net, classes=3)
+    learner = method("burer-monteiro")
+    params = parameters(learner, net, classes=3)
     x = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = x.square().sum(-1, keepdim=True)
     episodes = Episodes(x[:, :4], y[:, :4], x[:, 4:], y[:, 4:], classes=torch.arange(3)[:, None])
     body, heads = params["features.1.weight"].T, params["heads.weight"].T
     loss = sum(task_loss(x[i] @ body @ heads[:, i : i + 1], y[i]) for i in range(3)) / 3
-    loss = loss + (body.T @ body - heads @ heads.T).square().sum() / 8  # D eq. 12
+    loss = loss + (body.T @ body - heads @ heads.T).square().sum() / 8  # Yüksel et al. 2023, eq. 12
     expected = torch.autograd.grad(loss, [params["features.1.weight"], params["heads.weight"]])
     for mode, flat in ENGINES:
-        result = compute(chosen, net, params, episodes, mode, flat)
+        result = compute(learner, net, params, episodes, mode, flat)
         assert float(result.loss) == pytest.approx(loss.item(), rel=1e-12)
         assert relative(result.gradients["features.1.weight"], expected[0]) < 1e-9
         assert relative(result.gradients["heads.weight"], expected[1]) < 1e-9
@@ -170,12 +172,12 @@ def test_burer_monteiro_gradient_matches_finite_differences():
 
 def test_reptile_gradient_is_the_displacement_of_several_steps():
     net, episodes = smooth_mlp(), clusters((4,), tasks=1)
-    chosen = METHODS["reptile"]
-    params = parameters(chosen, net)
+    learner = METHODS["reptile"]
+    params = parameters(learner, net)
     whole = episodes.without_split()
-    moved = adapt(chosen, net, params, whole.support_x[0], whole.support_y[0]).params
-    expected = {name: params[name].detach() - moved[name] for name in moved}
-    assert relative(flattened(compute(chosen, net, params, episodes).gradients), flattened(expected)) < 1e-12
+    shifted = adapt(learner, net, params, whole.support_x[0], whole.support_y[0]).params
+    expected = {name: params[name].detach() - shifted[name] for name in shifted}
+    assert relative(flattened(compute(learner, net, params, episodes).gradients), flattened(expected)) < 1e-12
 
 
 def test_first_order_gradient_differs_from_the_exact_one():
@@ -187,31 +189,31 @@ def test_first_order_gradient_differs_from_the_exact_one():
 
 
 def test_imaml_on_a_quadratic_equals_its_closed_form():
-    """Squared loss of a linear net: θ' = (A + λI)⁻¹(b + λθ) and dL/dθ = λ(A + λI)⁻¹∇L(θ')."""
+    """With the squared loss of a linear network, θ' = (A + λI)⁻¹(b + λθ) and dL/dθ = λ(A + λI)⁻¹∇L(θ')."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 12, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(1, 12, 1, generator=generator, dtype=torch.float64)
     episodes = Episodes(x[:, :6], y[:, :6], x[:, 6:], y[:, 6:])
     net = mlp(3, 1, width=3, depth=1, activation="linear", bias=False).double()
     strength = 0.7
-    chosen = Method("head", Proximal(strength=strength, steps=3000, lr=0.1, cg_steps=3), outer="implicit")
-    params = parameters(chosen, net)
+    learner = Method("head", Proximal(strength=strength, steps=3000, lr=0.1, cg_steps=3), outer="implicit")
+    params = parameters(learner, net)
     body, start = params["features.1.weight"].detach(), params["head.weight"].detach()[0]
     support, query = x[0, :6] @ body.T, x[0, 6:] @ body.T
     A, b = support.T @ support / 6, support.T @ y[0, :6, 0] / 6
     eye = torch.eye(3, dtype=torch.float64)
     adapted = torch.linalg.solve(A + strength * eye, b + strength * start)
-    slope = query.T @ (query @ adapted - y[0, 6:, 0]) / 6
-    expected = strength * torch.linalg.solve(A + strength * eye, slope)
-    result = compute(chosen, net, params, episodes)
+    query_grad = query.T @ (query @ adapted - y[0, 6:, 0]) / 6
+    expected = strength * torch.linalg.solve(A + strength * eye, query_grad)
+    result = compute(learner, net, params, episodes)
     assert float(result.loss) == pytest.approx(float((query @ adapted - y[0, 6:, 0]).square().mean() / 2), rel=1e-9)
     assert relative(result.gradients["head.weight"][0], expected) < 1e-9
 
 
 def test_gathered_rows_of_multi_task_learning_equal_separate_heads():
     net, episodes = smooth_mlp(), clusters((4,))
-    chosen = METHODS["mtl"]
-    params = parameters(chosen, net, classes=CLASSES)
+    learner = METHODS["mtl"]
+    params = parameters(learner, net, classes=CLASSES)
     whole = episodes.without_split()
     heads = {(t, w): params["heads.weight"][c] for t, row in enumerate(whole.classes) for w, c in enumerate(row)}
     losses = []
@@ -224,19 +226,19 @@ def test_gathered_rows_of_multi_task_learning_equal_separate_heads():
         losses.append(task_loss(torch.stack(outputs, dim=-1), whole.support_y[task]))
     names = ["features.1.weight", "heads.weight", "heads.bias"]
     expected = torch.autograd.grad(sum(losses) / len(losses), [params[name] for name in names])
-    result = compute(chosen, net, params, episodes, "vectorised")
+    result = compute(learner, net, params, episodes, "vectorised")
     for name, value in zip(names, expected):
         assert relative(result.gradients[name], value) < 1e-12
 
 
 def test_rfs_is_one_classifier_over_all_training_classes():
     net, episodes = smooth_mlp(), clusters((4,), tasks=1)
-    chosen = METHODS["rfs"]
-    params = parameters(chosen, net, classes=CLASSES)
+    learner = METHODS["rfs"]
+    params = parameters(learner, net, classes=CLASSES)
     whole = episodes.without_split()
     logits = apply_features(net, params, whole.support_x[0]) @ params["heads.weight"].T + params["heads.bias"]
     expected = task_loss(logits, whole.classes[0][whole.support_y[0]])
-    assert float(compute(chosen, net, params, episodes).loss) == pytest.approx(expected.item(), rel=1e-12)
+    assert float(compute(learner, net, params, episodes).loss) == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_frozen_and_solved_heads_are_not_trained():
@@ -249,25 +251,25 @@ def test_frozen_and_solved_heads_are_not_trained():
         assert set(gradients) == {n for n, value in params.items() if value.requires_grad}
 
 
-def test_any_loss_can_be_learned():
-    """A robust loss on regression tasks, against finite differences."""
+def test_the_gradient_of_a_custom_loss_matches_finite_differences():
+    """The loss is robust, on regression tasks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 2, generator=generator, dtype=torch.float64)
     episodes = Episodes(x[:, :4], x[:, :4].sin(), x[:, 4:], x[:, 4:].sin())
     net = mlp(2, 2, width=5, activation="softplus").double()
-    chosen = method("maml", lr=0.1, loss=lambda prediction, target: torch.log(torch.cosh(prediction - target)).mean())
-    params = parameters(chosen, net)
-    result = compute(chosen, net, params, episodes, "vectorised")
-    expected = slope_along(lambda p: compute(chosen, net, p, episodes).loss, params, result.gradients)
+    learner = method("maml", lr=0.1, loss=lambda prediction, target: torch.log(torch.cosh(prediction - target)).mean())
+    params = parameters(learner, net)
+    result = compute(learner, net, params, episodes, "vectorised")
+    expected = directional_derivative(lambda p: compute(learner, net, p, episodes).loss, params, result.gradients)
     assert float(flattened(result.gradients).square().sum()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_bfloat16_features_stay_near_the_full_precision_gradient():
+def test_gradients_with_bfloat16_features_are_close_to_those_in_full_precision():
     net, episodes = smooth_mlp().float(), clusters((4,)).to(dtype=torch.float32)
     for name in ("maml", "anil", "r2d2", "mtl"):
         params = parameters(METHODS[name], net, classes=CLASSES)
         full = Engine(METHODS[name], net, mode="vectorised")(params, episodes)
         half = Engine(METHODS[name], net, mode="vectorised", dtype=torch.bfloat16)(params, episodes)
         error = relative(flattened(half.gradients), flattened(full.gradients))
-        assert 1e-5 < error < 0.05  # rounded, and only rounded
+        assert 1e-5 < error < 0.05  # different, but only by rounding
         assert all(value.dtype == torch.float32 for value in half.gradients.values())

@@ -1,4 +1,4 @@
-"""What `requires_grad=False` means to every method."""
+"""Parameters with `requires_grad=False`, in every method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def frozen_mlp() -> Network:
 
 
 def constant_mlp() -> Network:
-    """The same, in which what is frozen is no parameter at all."""
+    """Return the same network with buffers in place of the frozen parameters."""
     net = smooth_mlp()
     for name in FROZEN:
         path, _, role = name.rpartition(".")
@@ -41,63 +41,63 @@ def constant_mlp() -> Network:
     ("name", "mode"),
     [*((name, "workers") for name in METHODS), *((name, "vectorised") for name in ("maml", "anil", "imaml", "r2d2"))],
 )
-def test_frozen_parameters_are_constants_of_training_and_of_adaptation(name: str, mode: Mode) -> None:
-    chosen, episodes, nets = METHODS[name], clusters((4,), tasks=2), (frozen_mlp(), constant_mlp())
-    if chosen.inner is SOLVED:  # a problem that is not solved to rounding will do
-        chosen = replace(chosen, inner=Proximal(steps=4, lr=0.1, cg_steps=3))
-    params = [parameters(chosen, net, classes=CLASSES) for net in nets]
-    assert params[0].keys() - params[1].keys() == {*FROZEN}  # and so no learned rates for them
+def test_frozen_parameters_are_constants_in_training_and_adaptation(name: str, mode: Mode) -> None:
+    learner, episodes, nets = METHODS[name], clusters((4,), tasks=2), (frozen_mlp(), constant_mlp())
+    if learner.inner is SOLVED:  # a less precise solution suffices
+        learner = replace(learner, inner=Proximal(steps=4, lr=0.1, cg_steps=3))
+    params = [parameters(learner, net, classes=CLASSES) for net in nets]
+    assert params[0].keys() - params[1].keys() == {*FROZEN}  # frozen parameters have no learned rates
     assert not any(params[0][name].requires_grad for name in FROZEN)
-    found, expected = (Engine(chosen, net, mode=mode)(own, episodes) for net, own in zip(nets, params))
-    assert found.gradients.keys() == expected.gradients.keys()
+    actual, expected = (Engine(learner, net, mode=mode)(values, episodes) for net, values in zip(nets, params))
+    assert actual.gradients.keys() == expected.gradients.keys()
     for key, value in expected.gradients.items():
-        assert value.norm() == found.gradients[key].norm() == 0 or relative(found.gradients[key], value) < 1e-9
-    assert relative(*(predict(chosen, net, own, episodes) for net, own in zip(nets, params))) < 1e-9
+        assert value.norm() == actual.gradients[key].norm() == 0 or relative(actual.gradients[key], value) < 1e-9
+    assert relative(*(predict(learner, net, values, episodes) for net, values in zip(nets, params))) < 1e-9
     x, y, query = episodes.support_x[0], episodes.support_y[0], episodes.query_x[0]
-    adapted = [adapt(chosen, net, own, x, y) for net, own in zip(nets, params)]
+    adapted = [adapt(learner, net, values, x, y) for net, values in zip(nets, params)]
     assert relative(*(one(query) for one in adapted)) < 1e-9
     assert all(torch.equal(adapted[0].params[name], params[0][name]) for name in FROZEN)
 
 
 @pytest.mark.parametrize("name", ["maml", "anil", "r2d2"])
-def test_training_leaves_what_is_frozen_as_it_is_bit_for_bit(name: str) -> None:
+def test_training_does_not_change_frozen_parameters(name: str) -> None:
     net = mlp(1, 1, width=8)
     net.features[1].requires_grad_(False)
     before = {key: value.detach().clone() for key, value in net.named_parameters()}
     run = fit(net, method(name), Sinusoid(), iterations=3, lr=0.01, weight_decay=0.1, batch_size=2, progress=False)
     for values in (run.params, dict(net.named_parameters())):
-        kept = {key for key, value in before.items() if torch.equal(values[key], value)}
-        assert kept == {"features.1.weight", "features.1.bias"} | (
+        unchanged = {key for key, value in before.items() if torch.equal(values[key], value)}
+        assert unchanged == {"features.1.weight", "features.1.bias"} | (
             {"head.weight", "head.bias"} if name == "r2d2" else set()
         )
     assert not net.features[1].weight.requires_grad
 
 
-def test_a_frozen_head_does_not_adapt_where_all_layers_do() -> None:
+def test_a_frozen_head_does_not_adapt_when_all_layers_do() -> None:
     net, episodes = smooth_mlp(), clusters((4,))
     net.head.requires_grad_(False)
-    chosen = method("maml", lr=0.1)
-    params = parameters(chosen, net)
-    adapted = adapt(chosen, net, params, episodes.support_x[0], episodes.support_y[0]).params
+    learner = method("maml", lr=0.1)
+    params = parameters(learner, net)
+    adapted = adapt(learner, net, params, episodes.support_x[0], episodes.support_y[0]).params
     assert {name for name in params if torch.equal(adapted[name], params[name])} == {"head.weight", "head.bias"}
-    assert not {"head.weight", "head.bias"} & Engine(chosen, net)(params, episodes).gradients.keys()
+    assert not {"head.weight", "head.bias"} & Engine(learner, net)(params, episodes).gradients.keys()
 
 
-def test_a_frozen_head_is_refused_where_it_alone_adapts_and_is_no_matter_where_it_is_solved() -> None:
+def test_a_frozen_head_raises_an_error_if_only_the_head_adapts_and_is_ignored_if_it_is_solved() -> None:
     net, episodes = smooth_mlp(), clusters((4,))
     free = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
     net.head.bias.requires_grad_(False)
     anil = method("anil")
     params = parameters(anil, net)
-    for work in (Engine(anil, net), partial(predict, anil, net)):
+    for compute in (Engine(anil, net), partial(predict, anil, net)):
         with pytest.raises(InputError, match=r"'head.bias' has requires_grad=False.*training_head='frozen'"):
-            work(params, episodes)
+            compute(params, episodes)
     again = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
     assert torch.equal(again.loss, free.loss)
     assert again.gradients.keys() == free.gradients.keys()
 
 
-def test_a_network_that_is_frozen_altogether_is_refused_unless_something_else_is_learned() -> None:
+def test_a_completely_frozen_network_raises_an_error_unless_the_solver_learns() -> None:
     net, episodes = smooth_mlp(), clusters((4,))
     net.requires_grad_(False)
     maml, r2d2 = method("maml"), method("r2d2")

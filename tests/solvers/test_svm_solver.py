@@ -1,4 +1,4 @@
-"""The multi-class support vector machine against liblinear and finite differences."""
+"""The multi-class support vector machine compared with liblinear and finite differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def points(*shape: int, seed: int = 0) -> Tensor:
 
 
 def episode(tasks: int, n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Unit vectors of five classes, every class with as many points."""
+    """Return unit vectors of five classes with equally many points."""
     labels = torch.arange(n).expand(tasks, n) % 5
     x = points(tasks, n, d, seed=seed) + points(tasks, 5, d, seed=seed + 1)[:, labels[0]]
     return x / x.norm(dim=-1, keepdim=True), labels
@@ -29,13 +29,17 @@ strengths = pytest.mark.parametrize("C", [0.01, 0.1, 1.0, 10.0])
 
 
 def gap(x: Tensor, labels: Tensor, alpha: Tensor, C: float) -> Tensor:
-    """The objective of the weights of some α less that of the dual there, an upper bound on what is missing."""
+    """Return the objective of the weights of α minus the dual objective: a bound on the excess over the minimum."""
     weight = alpha @ x
     scores = x @ weight.mT
-    own = scores.gather(-1, labels[..., None])
+    true_scores = scores.gather(-1, labels[..., None])
     rival = 1 - torch.nn.functional.one_hot(labels, alpha.shape[-2])
     square = weight.square().sum((-2, -1))
-    return square + C * (scores - own + rival).amax(-1).sum(-1) - (alpha.mT.gather(-1, labels[..., None])).sum((-2, -1))
+    return (
+        square
+        + C * (scores - true_scores + rival).amax(-1).sum(-1)
+        - (alpha.mT.gather(-1, labels[..., None])).sum((-2, -1))
+    )
 
 
 @shapes
@@ -55,7 +59,7 @@ def test_crammer_singer_closes_the_duality_gap(n, d, C):
 
 @shapes
 @strengths
-def test_crammer_singer_has_liblinears_weights(n, d, C):
+def test_crammer_singer_equals_that_of_liblinear(n, d, C):
     x, labels = episode(5, n, d)
     weight = crammer_singer(x, labels, 5, C)
     reference = svm.LinearSVC(C=C, multi_class="crammer_singer", fit_intercept=False, tol=1e-9, max_iter=1_000_000)
@@ -70,7 +74,7 @@ def loss(x: Tensor, labels: Tensor, mix: Tensor, C: float) -> Tensor:
 
 @shapes
 @pytest.mark.parametrize("C", [0.1, 1.0])
-def test_derivative_of_crammer_singer_is_that_of_finite_differences(n, d, C):
+def test_the_derivative_of_crammer_singer_matches_finite_differences(n, d, C):
     x, labels = episode(4, n, d, seed=3)
     mix = points(4, 5, d, seed=5)
     leaf = x.clone().requires_grad_()
@@ -84,7 +88,7 @@ def test_derivative_of_crammer_singer_is_that_of_finite_differences(n, d, C):
         torch.testing.assert_close((gradient * direction).sum(), difference, rtol=0, atol=1e-6 * float(gradient.norm()))
 
 
-def test_duplicate_points_leave_crammer_singer_and_its_derivative_finite():
+def test_crammer_singer_of_duplicate_points_and_its_derivative_are_finite():
     x, labels = episode(3, 10, 4)
     x = x[:, [0, 0, 2, 3, 4, 0, 6, 3, 8, 9]].requires_grad_()
     weight = crammer_singer(x, labels, 5, 0.1)
@@ -93,7 +97,7 @@ def test_duplicate_points_leave_crammer_singer_and_its_derivative_finite():
     assert x.grad.norm() < 10
 
 
-def test_weight_has_the_dtype_of_the_features():
+def test_the_weight_has_the_dtype_of_the_features():
     x, labels = episode(2, 10, 4)
     single = crammer_singer(x.float(), labels, 5, 0.1)
     assert single.dtype == torch.float32
@@ -121,7 +125,7 @@ def test_crammer_singer_and_its_derivative_replay_from_a_cuda_graph():
 
 
 @pytest.mark.parametrize(("scale", "C"), [(1.0, 1e4), (100.0, 0.1), (1e4, 1e-4)])
-def test_crammer_singer_of_large_features_has_liblinears_weights(scale, C):
+def test_crammer_singer_of_large_features_equals_that_of_liblinear(scale, C):
     x, labels = episode(2, 40, 6)
     reference = svm.LinearSVC(
         C=C * scale**2, multi_class="crammer_singer", fit_intercept=False, tol=1e-9, max_iter=100_000

@@ -1,4 +1,4 @@
-"""MAML and ANIL agree with two other libraries, each in its own way of writing the loop."""
+"""Meta-gradients of MAML and ANIL compared with the libraries higher and torchopt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LR, STEPS = 0.05, 4
 
 
 def plain_twin(net, shape) -> nn.Module:
-    """The same network out of PyTorch's own layers, with the same weights in the same order."""
+    """Return the same network made of PyTorch's layers, with the same weights in the same order."""
     if len(shape) == 1:
         layers = [nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
     else:
@@ -25,8 +25,8 @@ def plain_twin(net, shape) -> nn.Module:
         layers.append(nn.Flatten())
     twin = nn.Sequential(nn.Sequential(*layers), nn.Linear(net.head.in_features, net.head.out_features)).double()
     with torch.no_grad():
-        for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-            theirs.copy_(mine)
+        for source, copy in zip(net.parameters(), twin.parameters(), strict=True):
+            copy.copy_(source)
     return twin
 
 
@@ -61,17 +61,17 @@ def with_torchopt(twin, episodes, head_only):
     return [value.grad for value in twin.parameters()]
 
 
-@pytest.mark.parametrize("peer", [with_higher, with_torchopt])
+@pytest.mark.parametrize("library", [with_higher, with_torchopt])
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("name", ["maml", "anil"])
-def test_meta_gradient_agrees_with_a_peer(name, net_name, peer):
+def test_meta_gradients_agree_with_other_libraries(name, net_name, library):
     case = NETS[net_name]
     net, episodes = case.make(), clusters(case.shape)
-    chosen = method(name, steps=STEPS, lr=LR)
-    params = parameters(chosen, net)
+    learner = method(name, steps=STEPS, lr=LR)
+    params = parameters(learner, net)
     twin = plain_twin(net, case.shape)
-    theirs = torch.cat([value.flatten() for value in peer(twin, episodes, name == "anil")])
+    expected = torch.cat([value.flatten() for value in library(twin, episodes, name == "anil")])
     for mode, flat in [("loop", False), ("loop", True), ("vectorised", False), ("workers", True)]:
-        ours = Engine(chosen, net, mode=mode, flat=flat)(params, episodes).gradients
-        mine = torch.cat([ours[n].flatten() for n, _ in net.named_parameters()])
-        assert relative(mine, theirs) < 1e-9, mode
+        gradients = Engine(learner, net, mode=mode, flat=flat)(params, episodes).gradients
+        actual = torch.cat([gradients[n].flatten() for n, _ in net.named_parameters()])
+        assert relative(actual, expected) < 1e-9, mode
