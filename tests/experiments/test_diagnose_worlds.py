@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from metabridge.diagnosis import estimates
-from metabridge.diagnosis.estimates import Interval
+from metabridge.diagnosis import Interval, estimates
 from metabridge.experiments import ExperimentOptions, Outcome, diagnose_worlds, load_experiment
 from metabridge.experiments.diagnose_worlds import (
     CLEAR,
@@ -25,7 +24,7 @@ def outcome() -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "quick", Settings(problems=8, pairs=2, tasks=60))
         patch.setattr(diagnose_worlds, "TRAINING_TASKS", 100)
-        patch.setattr(estimates, "REPEATS", 20)
+        patch.setattr(estimates, "RESAMPLINGS", 20)
         return EXPERIMENT.run(ExperimentOptions("quick", progress=False))
 
 
@@ -51,8 +50,8 @@ def test_pairs_are_ranked_by_both_quantities(outcome):
     rows = [row for row in outcome.result.rows if row.metric == "pairs right %"]
     assert [row.name.split("ranked by ")[1] for row in rows] == ["ratio", "1 + R²/r_H"]
     diagnosis = outcome.data.trials[0].diagnosis
-    better = replace(diagnosis, ratio=Interval(3.0, 2.5, 3.5), limit=None)
-    worse = replace(diagnosis, ratio=Interval(2.0, 1.5, 2.4), limit=5.0)
+    better = replace(diagnosis, ratio=Interval(3.0, 2.5, 3.5), ratio_limit=None)
+    worse = replace(diagnosis, ratio=Interval(2.0, 1.5, 2.4), ratio_limit=5.0)
     right, wrong = list(pair_rows([Pair(better, worse)])), list(pair_rows([Pair(worse, better)]))
     assert [row.ours for row in right] == [100, 100]
     assert [row.ours for row in wrong] == [0, 0]
@@ -78,7 +77,7 @@ def test_a_recommendation_is_right_or_wrong_only_where_the_true_ratio_is_clear(o
     assert Trial(adapting, CLEAR[1] + 0.1, 1.0).right is True
     assert Trial(adapting, CLEAR[0] - 0.05, 1.0).right is False
     assert Trial(adapting, sum(CLEAR) / 2, 1.0).right is None
-    undecided = replace(diagnosis, advice=replace(diagnosis.advice, method=None, adapts=None, doubt="why"))
+    undecided = replace(diagnosis, advice=replace(diagnosis.advice, method=None, adapts=None, problem="why"))
     assert Trial(undecided, CLEAR[1] + 0.1, 1.0).right is False
     assert Trial(undecided, CLEAR[0] - 0.05, 1.0).right is False
 

@@ -1,4 +1,4 @@
-"""The command that says beforehand which method pays."""
+"""The command `diagnose`, which predicts before training which method is worth its cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from metabridge.errors import InputError
 
 
 class Groups(StrEnum):
-    """How hard and easy tasks are told apart."""
+    """How hard and easy tasks are separated."""
 
     hardness = "hardness"
     superclasses = "superclasses"
@@ -24,65 +24,77 @@ class Groups(StrEnum):
 @app.command()
 def diagnose(
     data: DataOption = "glyphs",
-    model: Annotated[str, typer.Option(help="conv4, resnet12, mlp or timm:NAME, or the folder of a run.")] = "conv4",
-    out: Annotated[Path, typer.Option(help="Folder for the page, its pictures and the numbers.")] = Path("diagnosis"),
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
-    ways: Annotated[int, typer.Option(min=2, max=MOST, help="Classes in a task.")] = 5,
-    shots: Annotated[int, typer.Option(min=1, max=MOST, help="Support images of each class.")] = 1,
-    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images of each class.")] = 15,
-    tasks: Annotated[int, typer.Option(min=10, max=10_000, help="Tasks to sample.")] = 200,
-    groups: Annotated[Groups, typer.Option(help="How hard and easy tasks are found.")] = Groups.hardness,
-    alpha: Annotated[float | None, typer.Option(help="Step of adaptation (default: stable on every task).")] = None,
-    twins: Annotated[bool, typer.Option(help="Let kernels of wide nets predict as well.")] = True,
+    model: Annotated[
+        str, typer.Option(help="Network for the features: conv4, resnet12, mlp, timm:NAME, or the folder of a run.")
+    ] = "conv4",
+    out: Annotated[Path, typer.Option(help="Folder for the HTML report, its figures and the numbers.")] = Path(
+        "diagnosis"
+    ),
+    split: Annotated[str, typer.Option(help="Split of the data set: train, validation or test.")] = "train",
+    ways: Annotated[int, typer.Option(min=2, max=MOST, help="Number of classes per task.")] = 5,
+    shots: Annotated[int, typer.Option(min=1, max=MOST, help="Number of support images per class.")] = 1,
+    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Number of query images per class.")] = 15,
+    tasks: Annotated[int, typer.Option(min=10, max=10_000, help="Number of tasks to sample.")] = 200,
+    groups: Annotated[
+        Groups, typer.Option(help="Separate hard and easy tasks by their estimated hardness or by superclasses.")
+    ] = Groups.hardness,
+    alpha: Annotated[
+        float | None, typer.Option(help="Step size of adaptation (default: the largest that is stable).")
+    ] = None,
+    kernels: Annotated[
+        bool, typer.Option(help="Also predict accuracies with the kernels of infinitely wide networks.")
+    ] = True,
     size: Annotated[
-        int | None, typer.Option(min=8, max=1024, help="Side of the images in pixels: smaller is faster.")
+        int | None, typer.Option(min=8, max=1024, help="Side of the images in pixels; smaller is faster.")
     ] = None,
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Say which method pays on this data before any training: plain pre-training, ANIL or MAML.
+    """Predict which method is worth its cost on a data set: plain pre-training, ANIL or MAML.
 
-    Samples tasks, measures how hard each is for the network's features and where its solution lies,
-    predicts what adaptation in training gains, and weighs that against its cost. Writes
-    diagnosis.json and index.html, a page with pictures.
+    Samples tasks, estimates how hard each of them is for the network's features and where its solution lies,
+    predicts the gain of adaptation in training, and compares it with the cost. Nothing is trained. Writes
+    diagnosis.json and an HTML report, index.html.
 
     Example: **metabridge diagnose --data omniglot:data/omniglot --groups superclasses --out diagnosis**
     """
     from metabridge.datasets import load
-    from metabridge.diagnosis import diagnose as diagnosed
-    from metabridge.diagnosis import untrained
+    from metabridge.diagnosis import diagnose as diagnose_tasks
+    from metabridge.diagnosis import untrained_network
     from metabridge.files import make_folder
     from metabridge.kernels import fully_connected_kernel
     from metabridge.models import builder
-    from metabridge.report import diagnosis_page as report
+    from metabridge.report import diagnosis_page
     from metabridge.training import load as load_run
 
-    where, run, trained = device_name(device), None, Path(model).is_dir()
-    if not trained:
+    torch_device, run, is_run = device_name(device), None, Path(model).is_dir()
+    if not is_run:
         try:
-            builder(model)  # a wrong one is refused before images are read
+            builder(model)  # raises InputError before the images are loaded
         except InputError as error:
-            raise InputError(f"{error} Or name the folder of a run; there is none at {model}.") from error
+            raise InputError(f"{error} --model can also be the folder of a run, but {model} is no folder.") from error
     make_folder(out)
-    if trained:
-        run = load_run(model, device=where)
+    if is_run:
+        run = load_run(model, device=torch_device)
         images = images_for(run, data, min_images)
         if size not in (None, images.images.shape[-1]):
-            raise InputError(f"size is {size}, but the run takes {images.images.shape[-1]} pixels. Leave --size out.")
+            raise InputError(
+                f"--size is {size}, but the run was trained on images of {images.images.shape[-1]} pixels. Omit --size."
+            )
     else:
         images = load(data, size=size, min_images=min_images)
-    images = images.to(where)
-    found = diagnosed(
+    images = images.to(torch_device)
+    diagnosis = diagnose_tasks(
         images.tasks(split, ways=ways, shots=shots, queries=queries),
-        run or untrained(images, model, seed=seed),
-        kernel=fully_connected_kernel(depth=3, bias_variance=0.1) if twins else None,
+        run or untrained_network(images, model, seed=seed),
+        kernel=fully_connected_kernel(depth=3, bias_variance=0.1) if kernels else None,
         groups=groups.value,
         tasks=tasks,
         alpha=alpha,
         seed=seed,
         progress=True,
     )
-    for line in found.told().splitlines():
+    for line in str(diagnosis).splitlines():
         say(line)
-    say(f"The page is {report.write(found, out)}")
+    say(f"The report is {diagnosis_page.write(diagnosis, out)}")

@@ -1,5 +1,16 @@
-"""Which method pays on given tasks, found out before any training."""
+"""Predict before training which method is worth its cost on some tasks: plain pre-training, ANIL or MAML."""
 
-from metabridge.diagnosis.diagnose_tasks import Diagnosis, diagnose, untrained
+from metabridge.diagnosis.advice import Advice, KernelPrediction, MethodCost
+from metabridge.diagnosis.diagnose_tasks import Diagnosis, Group, diagnose, untrained_network
+from metabridge.diagnosis.estimates import Interval
 
-__all__ = ["Diagnosis", "diagnose", "untrained"]
+__all__ = [
+    "Advice",
+    "Diagnosis",
+    "Group",
+    "Interval",
+    "KernelPrediction",
+    "MethodCost",
+    "diagnose",
+    "untrained_network",
+]

@@ -1,4 +1,4 @@
-"""What a diagnosis recommends, and what it weighs: the kernel twins of the methods, and their costs."""
+"""The recommendation of a diagnosis, and what it is based on besides the risks: kernel predictions and costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from metabridge.diagnosis.estimates import Prediction
 from metabridge.environments.environment import Environment
-from metabridge.kernels import kernel_predictors as kernels
+from metabridge.kernels import kernel_predictors
 from metabridge.kernels.kernel import Kernel
 from metabridge.kernels.kernel_predictors import KernelLearner
 from metabridge.learners.method import PRESETS, Method
@@ -19,21 +19,30 @@ from metabridge.progress import track_progress
 from metabridge.solvers import GradientDescent
 from metabridge.training.evaluation import Score, evaluate
 
-WORTH = 1.25  # the least ratio of risks for which adaptation in training is recommended
-NOTICEABLE = 0.001  # the least share of the whole loss for which it is
-DECISIVE = 0.8  # the least share of resampled sets of tasks that must agree
-NOTHING = "no method is expected to beat plain pre-training here"
-TWINS: tuple[kernels.KernelMethod, ...] = ("mtl", "anil", "maml")
-TRAINING_POINTS, CHOOSING_TASKS, JUDGED_TASKS = 1600, 40, 100  # of the twins
-RIDGES = (0.01, 1.0, 100.0)  # where the mean of the kernel's diagonal is 1
-DISTINCT = 1.5  # times faster, below which hard and easy tasks may be of one kind
-SLOW = 0.5  # of what can be explained, left after a step
-THROUGH = 3  # gradients' worth of a step that is differentiated through: its own, and a Hessian times a vector
+MIN_RATIO = 1.25  # of risks, for adaptation in training to be recommended
+MIN_SAVING = 0.001  # as a share of the whole loss, for the same
+MIN_AGREEMENT = 0.8  # share of resampled sets of tasks that must favor the same recommendation
+NO_GAIN = "no method is expected to beat plain pre-training here"
+KERNEL_METHODS: tuple[kernel_predictors.KernelMethod, ...] = ("mtl", "anil", "maml")
+TRAINING_POINTS, VALIDATION_TASKS, TEST_TASKS = 1600, 40, 100  # of kernel predictions
+RIDGES = (0.01, 1.0, 100.0)  # relative to the mean of the kernel's diagonal
+MIN_RATE_RATIO = 1.5  # of easy to hard tasks, for the groups to be clearly different
+LARGE_REMAINDER = 0.5  # share of the explainable loss that is left after a step
+DIFFERENTIATED_STEP_COST = 3  # in gradients: the gradient of the step, and a Hessian-vector product
 
 
 @dataclass(frozen=True)
-class Twin:
-    """What the kernel of an infinitely wide net predicts for a method, and how that differs from the support alone."""
+class KernelPrediction:
+    """The score of a method at infinite width, where training is a prediction with a kernel.
+
+    Args:
+        method: Name of the method, or "support alone" for regression on the support without training.
+        metric: "accuracy" or "squared error".
+        mean: Mean of the metric over test tasks.
+        ci95: Half-width of its 95 % interval.
+        gain: Improvement over "support alone", positive if the method is better.
+        gain_ci95: Half-width of its 95 % interval.
+    """
 
     method: str
     metric: str
@@ -44,96 +53,105 @@ class Twin:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a method costs.
+class MethodCost:
+    """The cost of a method, counted from its default settings and not timed.
 
-    - `moved`: parameters that adapt to a task at test.
-    - `gradients`: evaluations of the network's gradient for that.
-    - `training`: gradients of the whole network for each training task, 1 for plain pre-training. Counted, not timed.
+    Args:
+        method: Name of the method.
+        adapted_parameters: Number of parameters that adapt to a test task.
+        test_gradients: Number of gradient evaluations of the network for that.
+        training_gradients: Number of gradients of the whole network per training task; 1 for plain pre-training.
     """
 
     method: str
-    moved: int
-    gradients: int
-    training: float
+    adapted_parameters: int
+    test_gradients: int
+    training_gradients: float
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A method, whether it adapts in training, why, and the share of resampled sets of tasks that say the same.
+    """A recommendation.
 
-    Where the evidence supports no recommendation, both are None, and `doubt` says why and what to do.
+    Args:
+        method: The recommended method, or None if there is not enough evidence.
+        adapts: Whether this method adapts to tasks during training, or None.
+        confidence: Share of resampled sets of tasks with the same result.
+        reasons: Reasons for the recommendation.
+        problem: Why nothing is recommended and what to do about it, or None.
     """
 
     method: str | None
     adapts: bool | None
     confidence: float
     reasons: tuple[str, ...]
-    doubt: str | None = None
+    problem: str | None = None
 
     @property
     def headline(self) -> str:
-        """The recommendation in one sentence."""
+        """The recommendation in one line."""
         if self.method is None:
-            return f"Undecided: {self.doubt}."
-        said = f"train with {self.method.upper()}" if self.adapts else f"{NOTHING} ({self.method.upper()})"
-        return f"{said[0].upper()}{said[1:]}. Resampled tasks agree in {100 * self.confidence:.0f} % of cases."
+            return f"Undecided: {self.problem}."
+        text = f"train with {self.method.upper()}" if self.adapts else f"{NO_GAIN} ({self.method.upper()})"
+        return f"{text[0].upper()}{text[1:]}. Resampled tasks agree in {100 * self.confidence:.0f} % of cases."
 
 
-def kernel_twins(kernel: Kernel, environment: Environment, seed: int, *, progress: bool = False) -> tuple[Twin, ...]:
-    """Return what the twins of MTL, ANIL and MAML predict on new tasks, beside regression on the support alone.
+def predict_with_kernels(
+    kernel: Kernel, environment: Environment, seed: int, *, progress: bool = False
+) -> tuple[KernelPrediction, ...]:
+    """Return the scores of MTL, ANIL and MAML on new tasks at infinite width, and of regression on the support alone.
 
-    Supports are fitted to the end. The ridge of training is the best of `RIDGES` on tasks that are not judged on.
+    Supports are fitted to convergence. The ridge of training is the best of `RIDGES` on validation tasks.
     """
     example = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
     training = environment.sample(max(2, TRAINING_POINTS // example.shape[1]), torch.Generator().manual_seed(seed))
     prepared = KernelLearner(kernel, "maml").prepare(training, "training task")
     scale = float(kernel.ntk(prepared.support_x[0]).diagonal().mean())
-    alone = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
-    base = evaluate(alone, environment, tasks=JUDGED_TASKS, seed=seed + 2)
-    found = [_twin("support alone", base, base.minus(base))]
-    for name in track_progress(TWINS, "kernels", progress):
+    untrained = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
+    baseline = evaluate(untrained, environment, tasks=TEST_TASKS, seed=seed + 2)
+    predictions = [_kernel_prediction("support alone", baseline, baseline.minus(baseline))]
+    for name in track_progress(KERNEL_METHODS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
-        grid = [
+        fitted = [
             KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)
             for ridge in RIDGES
         ]
-        tried = [evaluate(fitted, environment, tasks=CHOOSING_TASKS, seed=seed + 1) for fitted in grid]
+        scores = [evaluate(learner, environment, tasks=VALIDATION_TASKS, seed=seed + 1) for learner in fitted]
         best = 0
-        for place, score in enumerate(tried):
-            best = place if score.beats(tried[best]) else best
-        score = evaluate(grid[best], environment, tasks=JUDGED_TASKS, seed=seed + 2)
-        found.append(_twin(name, score, score.minus(base)))
-    return tuple(found)
+        for index, score in enumerate(scores):
+            best = index if score.beats(scores[best]) else best
+        score = evaluate(fitted[best], environment, tasks=TEST_TASKS, seed=seed + 2)
+        predictions.append(_kernel_prediction(name, score, score.minus(baseline)))
+    return tuple(predictions)
 
 
-def _twin(name: str, score: Score, gain: Score) -> Twin:
-    better = 1 if score.metric == "accuracy" else -1
-    return Twin(name, score.metric, score.mean, score.ci95, better * gain.mean, gain.ci95)
+def _kernel_prediction(name: str, score: Score, difference: Score) -> KernelPrediction:
+    sign = 1 if score.metric == "accuracy" else -1
+    return KernelPrediction(name, score.metric, score.mean, score.ci95, sign * difference.mean, difference.ci95)
 
 
-def costs(names: tuple[str, ...], net: Network | None, dimension: int) -> tuple[Cost, ...]:
-    """Return the costs of methods as their presets have them; without a net, of a linear model of so many inputs."""
+def method_costs(names: tuple[str, ...], net: Network | None, dimension: int) -> tuple[MethodCost, ...]:
+    """Return the costs of the presets of these names, for a network, or for a linear model of `dimension` inputs."""
     total, head = dimension, dimension
     if net is not None:
         total = sum(value.numel() for value in net.parameters())
         head = sum(value.numel() for value in net.head.parameters())
-    return tuple(_cost(name, PRESETS[name], total, head) for name in names)
+    return tuple(_method_cost(name, PRESETS[name], total, head) for name in names)
 
 
-def _cost(name: str, method: Method, total: int, head: int) -> Cost:
+def _method_cost(name: str, method: Method, total: int, head: int) -> MethodCost:
     solver = method.inner or method.test
     adapts_all = method.adapts == "all" or isinstance(method.test, GradientDescent)
     steps = getattr(solver, "steps", 0)
-    inner = 0 if method.inner is None else steps * (THROUGH if method.outer == "exact" else 1)
-    share = 1.0 if adapts_all else head / total
-    return Cost(name, total if adapts_all else head, steps if adapts_all else 0, 1 + inner * share)
+    inner = 0 if method.inner is None else steps * (DIFFERENTIATED_STEP_COST if method.outer == "exact" else 1)
+    adapted_share = 1.0 if adapts_all else head / total
+    return MethodCost(name, total if adapts_all else head, steps if adapts_all else 0, 1 + inner * adapted_share)
 
 
-def _apart(faster: float) -> str:
-    if faster < 1 / DISTINCT:
-        return ": those named hard are the fast ones"
-    return "" if faster >= DISTINCT else ", so that little tells them apart"
+def _describe_rate_ratio(ratio: float) -> str:
+    if ratio < 1 / MIN_RATE_RATIO:
+        return ": the tasks called hard are the fast ones"
+    return "" if ratio >= MIN_RATE_RATIO else ", so the two groups hardly differ"
 
 
 def advise(
@@ -141,52 +159,65 @@ def advise(
     plain: str,
     adaptive: str,
     rates: tuple[float, float],
-    twins: tuple[Twin, ...],
-    doubts: tuple[str, ...] = (),
+    kernel_predictions: tuple[KernelPrediction, ...],
+    problems: tuple[str, ...] = (),
 ) -> Advice:
-    """Weigh the predicted ratio of risks, and say what else speaks for or against.
+    """Return a recommendation by the predicted ratio of risks, with all reasons for and against it.
 
-    `rates` are those of hard and of easy tasks. `adaptive` is the cheapest method that adapts; MAML takes its place
-    where its twin is the better one beyond the interval. With `doubts` about the prediction nothing is recommended, nor
-    where resampled tasks do not agree.
+    Args:
+        prediction: Predicted risks.
+        plain: Name of the method without adaptation in training.
+        adaptive: Name of the cheapest method that adapts. MAML replaces it if its kernel prediction is better by more
+            than the interval.
+        rates: Mean convergence rates of hard and of easy tasks.
+        kernel_predictions: Result of `predict_with_kernels`, or empty.
+        problems: Reasons not to trust the prediction; if there are any, nothing is recommended.
+
+    Returns:
+        The recommendation; undecided if there are problems or resampled tasks do not agree.
     """
     ratio = prediction.ratio
-    worth = (prediction.ratios >= WORTH) & (prediction.savings >= NOTICEABLE)
-    share = float(worth.double().mean())
-    adapts = share > 0.5  # what most resampled tasks say, which the estimate itself may miss where it is unsure
-    agreeing = share if adapts else 1 - share
-    told = f"plain pre-training is predicted to have {ratio.told()} times the risk of training that adapts"
-    faster = rates[1] / rates[0]
+    favors_adaptation = (prediction.resampled_ratios >= MIN_RATIO) & (prediction.resampled_savings >= MIN_SAVING)
+    share = float(favors_adaptation.double().mean())
+    adapts = share > 0.5  # the majority of resamplings, which can differ from the estimate itself if that is uncertain
+    agreement = share if adapts else 1 - share
+    rate_ratio = rates[1] / rates[0]
     reasons = [
-        f"{told}; from {WORTH:g} times on it is worth the cost",
-        f"adapting saves {prediction.saved.percent()} of the whole loss, noise included",
-        f"gradient descent is {faster:.2g} times as fast on easy tasks as on hard ones" + _apart(faster),
+        f"plain pre-training is predicted to have {ratio} times the risk of training that adapts; "
+        f"adaptation is worth its cost from {MIN_RATIO:g} times",
+        f"adapting saves {prediction.saved.as_percent()} of the whole loss, noise included",
+        f"gradient descent is {rate_ratio:.2g} times as fast on easy tasks as on hard ones"
+        + _describe_rate_ratio(rate_ratio),
     ]
-    if not adapts and prediction.saved.value < NOTICEABLE:
-        reasons.append(f"less than {100 * NOTICEABLE:g} % of the loss is no difference, whatever the ratio of risks")
-    if not ratio.bounded:
-        unbounded = "the risk left after adaptation may be zero, so the ratio of risks has no upper bound"
-        if ratio.low < WORTH and prediction.saved.high >= NOTICEABLE:
-            doubts += (f"{unbounded}, and its lower end {ratio.low:#.3g} is below {WORTH:g}: sample more tasks",)
+    if not adapts and prediction.saved.value < MIN_SAVING:
+        reasons.append(f"less than {100 * MIN_SAVING:g} % of the loss is negligible, whatever the ratio of risks")
+    if not ratio.has_upper_bound:
+        unbounded = "the risk after adaptation may be zero, so the ratio of risks has no upper bound"
+        if ratio.low < MIN_RATIO and prediction.saved.high >= MIN_SAVING:
+            problems += (f"{unbounded}, and its lower end {ratio.low:#.3g} is below {MIN_RATIO:g}: sample more tasks",)
         else:
             reasons.append(unbounded)
-    if agreeing < DECISIVE:
-        doubts += (
-            f"{100 * share:.0f} % of resampled sets of tasks favour adaptation and {100 - 100 * share:.0f} % plain "
-            "pre-training: sample more tasks, or take the cheaper method",
+    if agreement < MIN_AGREEMENT:
+        problems += (
+            f"{100 * share:.0f} % of resampled sets of tasks favor adaptation and {100 - 100 * share:.0f} % plain "
+            "pre-training: sample more tasks, or use the cheaper method",
         )
-    if prediction.left > SLOW:
+    if prediction.remaining > LARGE_REMAINDER:
         reasons.append(
-            f"after a step {100 * prediction.left:.0f} % of what the features can explain is still to be learnt: "
-            "better features would help more than a better start, and which method learns them the formulas do not say"
+            f"after a step, {100 * prediction.remaining:.0f} % of the loss that the features can explain remains: "
+            "better features would help more than a better initialization, and the formulas do not predict which "
+            "method learns better features"
         )
-    if twins:
-        better = [twin.method.upper() for twin in twins if twin.gain > twin.gain_ci95]
-        found = f"{', '.join(better)} better than" if better else "nothing better than"
-        reasons.append(f"kernels of wide nets find {found} regression on the support alone")
-        twin = {twin.method: twin for twin in twins}
-        if twin["maml"].gain - twin["anil"].gain > math.hypot(twin["maml"].gain_ci95, twin["anil"].gain_ci95):
+    if kernel_predictions:
+        better = [result.method.upper() for result in kernel_predictions if result.gain > result.gain_ci95]
+        reasons.append(
+            f"by the kernels of infinitely wide networks, {', '.join(better) if better else 'no method'} "
+            f"{'are' if len(better) > 1 else 'is'} better than regression on the support alone"
+        )
+        by_method = {result.method: result for result in kernel_predictions}
+        maml, anil = by_method["maml"], by_method["anil"]
+        if maml.gain - anil.gain > math.hypot(maml.gain_ci95, anil.gain_ci95):
             adaptive = "maml"
-    if doubts:
-        return Advice(None, None, agreeing, (*doubts[1:], *reasons), doubts[0])
-    return Advice(adaptive if adapts else plain, adapts, agreeing, tuple(reasons))
+    if problems:
+        return Advice(None, None, agreement, (*problems[1:], *reasons), problems[0])
+    return Advice(adaptive if adapts else plain, adapts, agreement, tuple(reasons))

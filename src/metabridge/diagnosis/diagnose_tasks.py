@@ -1,4 +1,4 @@
-"""Which method pays on these tasks, found out before any training."""
+"""Diagnose sampled tasks: predict before training which method is worth its cost on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,23 @@ from typing import Literal
 
 import torch
 
-from metabridge.diagnosis.advice import Advice, Cost, Twin, advise, costs, kernel_twins
-from metabridge.diagnosis.estimates import DIVERGES, FEWEST, Geography, Interval, hard_tasks
-from metabridge.diagnosis.feature_space import Space
-from metabridge.diagnosis.moments import Features, Moments, curvatures, rates
+from metabridge.diagnosis.advice import (
+    Advice,
+    KernelPrediction,
+    MethodCost,
+    advise,
+    method_costs,
+    predict_with_kernels,
+)
+from metabridge.diagnosis.estimates import (
+    DIVERGENCE_LIMIT,
+    MIN_TASKS_PER_GROUP,
+    Interval,
+    LandscapeEstimate,
+    find_hard_tasks,
+)
+from metabridge.diagnosis.feature_space import FeatureSpace
+from metabridge.diagnosis.moments import FeatureMap, SplitMoments, convergence_rates, largest_curvatures
 from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture
@@ -31,22 +44,26 @@ log = logging.getLogger("metabridge")
 
 Grouping = Literal["hardness", "superclasses", "parts"]
 GROUPINGS: dict[str, str] = {
-    "hardness": "two kinds of tasks with a covariance each, of which the hard ones have the lower rates",
-    "superclasses": "hard tasks tell classes of one superclass apart, easy ones those of different superclasses",
+    "hardness": "two groups with one covariance each; the hard tasks are those with the lower rates",
+    "superclasses": "hard tasks have classes of a single superclass, easy tasks classes of different superclasses",
     "parts": "the two parts of the mixture, the hard one first",
 }
-BLOCK = 16  # tasks drawn at a time
-FEW = 50  # tasks, of which resampling does not tell all of the spread
-UNSTABLE = 0.05  # of the tasks, on which a step may diverge
-STATISTICS_FROM = 512  # images
+TASKS_PER_BATCH = 16
+FEW_TASKS = 50  # with fewer, resampling underestimates the uncertainty
+MAX_DIVERGING_SHARE = 0.05
+STATISTICS_IMAGES = 512  # for the batch norm statistics of an untrained network
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tasks of one kind.
+    """Estimates for the hard or the easy tasks.
 
-    How many there are, the geometric mean of their rates, the dispersion r of their solutions, and the fourth moments
-    of their inputs in multiples of those of normal inputs.
+    Args:
+        name: "hard" or "easy".
+        tasks: Number of tasks.
+        rate: Geometric mean of their convergence rates.
+        dispersion: Variance r of their solutions.
+        kurtosis: Fourth moments of their inputs relative to normal inputs.
     """
 
     name: str
@@ -56,19 +73,34 @@ class Group:
     kurtosis: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """What was estimated of the tasks, what that predicts, and what is therefore recommended.
+    """Estimates from sampled tasks, predicted risks, and the recommendation. `print` shows a summary.
 
-    - `space`: what solutions are compared in; it has `dimension` dimensions.
-    - `alpha`, `m`: the step of adaptation and the samples it is taken on.
-    - `rates`, `curvatures`, `hard`, `places`: of each task, its rate, λ_max of its covariance, whether it is hard, and
-      its place on the map of solutions.
-    - `unstable`: the share of tasks on which the step diverges, those with α·λ_max of 2 or more.
-    - `groups`, `distance`: the hard and the easy tasks, and R between their centres.
-    - `limit`: 1 + R²/r_H, the most that the ratio tends to as hard tasks get slower (C corollary 2); None if r_H is 0.
-    - `nal`, `maml`: risks above the floor 𝓔_m; `ratio` is the one by the other, `saved` the share of the whole loss
-      that MAML saves, and `left` what it leaves of NAL's loss above the noise before adaptation.
+    Args:
+        space: Name of the space in which solutions are compared.
+        dimension: Dimension of this space.
+        alpha: Step size of adaptation.
+        m: Number of samples of an adaptation step.
+        seed: Seed of the sampled tasks.
+        grouping: How hard and easy tasks were separated.
+        rates: Convergence rate of gradient descent on each task.
+        curvatures: Largest eigenvalue λ_max of each task's covariance.
+        diverging_share: Share of tasks on which the step diverges, because α·λ_max is 2 or more.
+        is_hard: Whether each task is hard.
+        solution_map: Coordinates of each task's solution in two dimensions.
+        groups: Estimates for the hard and the easy tasks.
+        distance: Distance R between the centers of the two groups.
+        ratio_limit: 1 + R²/r_H, the limit of the ratio of risks as hard tasks get slower (Collins et al. 2022,
+            corollary 2); None if r_H is 0.
+        nal: Risk of NAL above the noise floor, after the step.
+        maml: The same for MAML.
+        ratio: Ratio of the two risks.
+        saved: Share of the whole loss that MAML saves.
+        remaining: Risk of MAML after the step, divided by NAL's before it.
+        kernel_predictions: Scores of methods at infinite width, if a kernel was given.
+        costs: Costs of the methods that were compared.
+        advice: The recommendation.
     """
 
     space: str
@@ -79,57 +111,69 @@ class Diagnosis:
     grouping: str
     rates: tuple[float, ...]
     curvatures: tuple[float, ...]
-    unstable: float
-    hard: tuple[bool, ...]
-    places: tuple[tuple[float, float], ...]
+    diverging_share: float
+    is_hard: tuple[bool, ...]
+    solution_map: tuple[tuple[float, float], ...]
     groups: tuple[Group, Group]
     distance: float
-    limit: float | None
+    ratio_limit: float | None
     nal: float
     maml: float
     ratio: Interval
     saved: Interval
-    left: float
-    twins: tuple[Twin, ...]
-    costs: tuple[Cost, ...]
+    remaining: float
+    kernel_predictions: tuple[KernelPrediction, ...]
+    costs: tuple[MethodCost, ...]
     advice: Advice
 
-    def promises_more(self, other: Diagnosis) -> bool:
-        """Whether adaptation gains more here than on other tasks, by 1 + R²/r_H.
+    def gains_more_than(self, other: Diagnosis) -> bool:
+        """Return whether adaptation gains more on these tasks than on others, by the larger 1 + R²/r_H.
 
-        Where a step is short the ratio is close to 1 on any tasks, and noise decides which one is larger.
+        The ratio itself is close to 1 if the step is short, and then noise decides which one is larger.
+
+        Args:
+            other: Diagnosis of the other tasks.
         """
-        here, there = (math.inf if one.limit is None else one.limit for one in (self, other))
-        return here > there
+        ours, theirs = (math.inf if one.ratio_limit is None else one.ratio_limit for one in (self, other))
+        return ours > theirs
 
-    def told(self) -> str:
-        """Say it in a few lines."""
-        lines = [self.advice.headline, *(f"- {reason}" for reason in self.advice.reasons), ""]
-        lines.append(f"Solutions are compared in the space of {self.space}, of {self.dimension} dimensions.")
-        lines.append(f"Groups: {self.grouping}.")
-        lines += [
-            f"{group.name}: {group.tasks} tasks, rate {group.rate:.3g}, dispersion r {group.dispersion:.3g}, "
-            f"fourth moments {group.kurtosis:.2g} times those of normal inputs"
-            for group in self.groups
+    def __repr__(self) -> str:
+        return f"Diagnosis({self.advice.headline!r})"
+
+    def __str__(self) -> str:
+        limit = "" if self.ratio_limit is None else f"; 1 + R²/r_H is {self.ratio_limit:.3g}"
+        lines = [
+            self.advice.headline,
+            *(f"- {reason}" for reason in self.advice.reasons),
+            "",
+            f"Solutions are compared in the space of {self.space}, with {self.dimension} dimensions.",
+            f"Groups: {self.grouping}.",
+            *(
+                f"{group.name}: {group.tasks} tasks, rate {group.rate:.3g}, dispersion r {group.dispersion:.3g}, "
+                f"fourth moments {group.kurtosis:.2g} times those of normal inputs"
+                for group in self.groups
+            ),
+            f"Distance R between the centers of the groups: {self.distance:.3g}{limit}",
+            f"Ratio of risks after a step of {self.alpha:.3g} on {self.m} samples: {self.ratio}",
+            f"Stability: {self.stability()}",
+            *(
+                f"Kernel of {one.method}: {one.metric} {one.mean:.3g} ± {one.ci95:.2g}"
+                for one in self.kernel_predictions
+            ),
+            f"These estimates are for {self.space} as they are now; training may change the features.",
         ]
-        limit = "" if self.limit is None else f"; 1 + R²/r_H is {self.limit:.3g}"
-        lines.append(f"Distance R between their centres {self.distance:.3g}{limit}")
-        lines.append(f"After a step of {self.alpha:.3g} on {self.m} samples: ratio of risks {self.ratio.told()}")
-        lines.append(f"Stability: {self.stability()}")
-        lines += [f"Kernel of {twin.method}: {twin.metric} {twin.mean:.3g} ± {twin.ci95:.2g}" for twin in self.twins]
-        lines.append(f"All this is of {self.space} as they are: what training makes of features it cannot know.")
         return "\n".join(lines)
 
     def stability(self) -> str:
-        """Say on how many tasks the step diverges, and how steep they are."""
+        """Return a sentence on how many tasks the step diverges on, and on the distribution of α·λ_max."""
         steps = sorted(self.alpha * curvature for curvature in self.curvatures)
         return (
-            f"the step diverges on {100 * self.unstable:.1f} % of the tasks, where α·λ_max is {DIVERGES} or more; it "
-            f"is {statistics.median(steps):.2g} in the median and {steps[-1]:.2g} in the steepest"
+            f"the step diverges on {100 * self.diverging_share:.1f} % of the tasks, where α·λ_max is "
+            f"{DIVERGENCE_LIMIT} or more; its median is {statistics.median(steps):.2g} and its maximum {steps[-1]:.2g}"
         )
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
+        """Return all fields as JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
 
 
@@ -137,7 +181,7 @@ def diagnose(
     environment: Environment,
     net: Network | Model | None = None,
     *,
-    features: Features | None = None,
+    features: FeatureMap | None = None,
     kernel: Kernel | None = None,
     groups: Grouping = "hardness",
     tasks: int = 200,
@@ -145,61 +189,80 @@ def diagnose(
     seed: int = 0,
     progress: bool = False,
 ) -> Diagnosis:
-    """Estimate from sampled tasks whether training that adapts pays, by C's formulas.
+    """Predict from sampled tasks whether training that adapts is worth its cost, by Collins et al. (2022).
 
-    The space is that of the features: of `net`, of the function `features` from points (n, ...) to (n, d), or, for
-    points that are vectors, of the points themselves. Tasks with class labels are compared in the space of pairs.
-    `groups` says how hard and easy tasks are found: by "hardness", by "superclasses" of images, or as the "parts" of a
-    `Mixture`, of which the first is the hard one. The step `alpha` is the inverse of the groups' largest curvature if
-    not given, or less, so that it diverges on no task. It is taken on as many samples as the tasks' supports have. With
-    a `kernel`, its twins predict too.
+    Tasks are compared as linear models of features. Classification tasks are compared by pairs of points, since the
+    order of their classes is arbitrary.
+
+    Args:
+        environment: Source of the tasks.
+        net: Network or trained model that computes the features.
+        features: Function from points (n, ...) to features (n, d), instead of `net`. If neither is given, the points
+            must be vectors and are the features.
+        kernel: Kernel of an infinitely wide network, to predict the scores of MTL, ANIL and MAML too.
+        groups: How hard and easy tasks are separated: by "hardness", by "superclasses" of images, or as the "parts"
+            of a `Mixture`, the hard one first.
+        tasks: Number of tasks to sample, at least 10.
+        alpha: Step size of adaptation. By default the inverse of the largest curvature of the groups, or less, so
+            that the step diverges on no task.
+        seed: Seed of the sampled tasks.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The estimates, the predicted risks and the recommendation.
+
+    Raises:
+        InputError: If the arguments do not suit the environment or each other, or the features are degenerate.
 
     >>> from metabridge.environments import HardEasy, LinearTasks
     >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
-    >>> found = diagnose(LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0)
-    >>> found.advice.method, found.ratio.low > 1.25
+    >>> diagnosis = diagnose(LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0)
+    >>> diagnosis.advice.method, diagnosis.ratio.low > 1.25
     ('maml', True)
     """
     if alpha is not None:
         check_positive("alpha", alpha)
-    parts = _parts(environment, groups)
-    each = tasks // len(parts)
-    if each < FEWEST:
-        raise InputError(f"tasks is {tasks}, but two groups need at least {2 * FEWEST}. Sample more.")
-    if tasks < FEW:
-        log.warning("tasks is %d: intervals from fewer than %d are too narrow.", tasks, FEW)
-    examples = [part.sample(min(BLOCK, each), torch.Generator().manual_seed(seed)) for part in parts]
-    space = Space.of(examples, net, features)
-    moments = _measured(space, parts, each, seed, progress)
-    speeds, m = rates(moments), space.samples(examples[0])
-    known = len(parts) == 2
-    hard = torch.arange(len(moments)) < each if known else hard_tasks(moments)
-    geography = Geography(moments, hard, m, _share(environment) if known else None)
-    safe = geography.stable_step()
-    step = safe if alpha is None else alpha
-    if not geography.adapted(step).isfinite().all():
-        raise InputError(f"alpha is {alpha}, which is too large to compute with. Use alpha={safe:.3g} or less.")
-    prediction = geography.predict(step, torch.Generator().manual_seed(seed))
-    steep = curvatures(moments)
-    unstable = float((step * steep >= DIVERGES).double().mean())
-    landscape = geography.landscape(step)
+    parts = _hard_and_easy_parts(environment, groups)
+    tasks_per_part = tasks // len(parts)
+    if tasks_per_part < MIN_TASKS_PER_GROUP:
+        raise InputError(f"tasks is {tasks}, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more.")
+    if tasks < FEW_TASKS:
+        log.warning("tasks is %d: intervals from fewer than %d tasks are too narrow.", tasks, FEW_TASKS)
+    batch = min(TASKS_PER_BATCH, tasks_per_part)
+    examples = [part.sample(batch, torch.Generator().manual_seed(seed)) for part in parts]
+    space = FeatureSpace.for_tasks(examples, net, features)
+    moments = _sample_moments(space, parts, tasks_per_part, seed, progress)
+    rates, m = convergence_rates(moments), space.sample_count(examples[0])
+    known_groups = len(parts) == 2
+    is_hard = torch.arange(len(moments)) < tasks_per_part if known_groups else find_hard_tasks(moments)
+    estimate = LandscapeEstimate(moments, is_hard, m, _hard_share(environment) if known_groups else None)
+    stable_step = estimate.stable_step()
+    step = stable_step if alpha is None else alpha
+    if not estimate.adapted_covariances(step).isfinite().all():
+        raise InputError(f"alpha is {alpha}, so large that the risk overflows. Use alpha={stable_step:.3g} or less.")
+    prediction = estimate.predict(step, torch.Generator().manual_seed(seed))
+    curvatures = largest_curvatures(moments)
+    diverging_share = float((step * curvatures >= DIVERGENCE_LIMIT).double().mean())
+    landscape = estimate.landscape(step)
     hard_group, easy_group = (
-        Group(name, len(own), float(speeds[own].log().mean().exp()), float(torch.as_tensor(group.spread)), kurtosis)
-        for name, own, group, kurtosis in zip(
-            ("hard", "easy"), geography.members, landscape.groups, geography.kurtosis.tolist()
+        Group(
+            name, len(indices), float(rates[indices].log().mean().exp()), float(torch.as_tensor(group.spread)), kurtosis
+        )
+        for name, indices, group, kurtosis in zip(
+            ("hard", "easy"), estimate.group_indices, landscape.groups, estimate.kurtosis.tolist()
         )
     )
-    distance = geography.distance(landscape, step)
+    distance = estimate.distance(landscape, step)
     network = net.net if isinstance(net, Model) else net
-    plain = "rfs" if space.classification else "nal"
-    joint = ("mtl",) if space.classification else ()
-    weighed = (plain, "maml") if network is None else (plain, *joint, "anil", "maml")
-    twins: tuple[Twin, ...] = ()
+    plain = "rfs" if space.is_classification else "nal"
+    multitask = ("mtl",) if space.is_classification else ()
+    methods = (plain, "maml") if network is None else (plain, *multitask, "anil", "maml")
+    kernel_predictions: tuple[KernelPrediction, ...] = ()
     if kernel is not None:
         try:
-            twins = kernel_twins(kernel, environment, seed, progress=progress)
-        except InputError as error:  # such as images that are the same, which the rest can live with
-            log.warning("what kernels predict is left out: %s", error)
+            kernel_predictions = predict_with_kernels(kernel, environment, seed, progress=progress)
+        except InputError as error:  # for example duplicate images, which only kernels cannot deal with
+            log.warning("The kernel predictions are left out: %s", error)
     return Diagnosis(
         space=space.name,
         dimension=moments.dimension,
@@ -207,97 +270,118 @@ def diagnose(
         m=m,
         seed=seed,
         grouping=GROUPINGS[groups],
-        rates=tuple(speeds.tolist()),
-        curvatures=tuple(steep.tolist()),
-        unstable=unstable,
-        hard=tuple(hard.tolist()),
-        places=tuple((x, y) for x, y in geography.map().tolist()),
+        rates=tuple(rates.tolist()),
+        curvatures=tuple(curvatures.tolist()),
+        diverging_share=diverging_share,
+        is_hard=tuple(is_hard.tolist()),
+        solution_map=tuple((x, y) for x, y in estimate.solution_map().tolist()),
         groups=(hard_group, easy_group),
         distance=distance,
-        limit=1 + distance**2 / hard_group.dispersion if hard_group.dispersion else None,
+        ratio_limit=1 + distance**2 / hard_group.dispersion if hard_group.dispersion else None,
         nal=prediction.risks.nal,
         maml=prediction.risks.maml,
         ratio=prediction.ratio,
         saved=prediction.saved,
-        left=prediction.left,
-        twins=twins,
-        costs=costs(weighed, network, moments.dimension),
+        remaining=prediction.remaining,
+        kernel_predictions=kernel_predictions,
+        costs=method_costs(methods, network, moments.dimension),
         advice=advise(
             prediction,
             plain,
             "maml" if network is None else "anil",
             (hard_group.rate, easy_group.rate),
-            twins,
-            _doubts(geography, step, unstable, safe),
+            kernel_predictions,
+            _find_problems(estimate, step, diverging_share, stable_step),
         ),
     )
 
 
-def _doubts(geography: Geography, step: float, unstable: float, safe: float) -> tuple[str, ...]:
-    """Return why the prediction cannot be trusted, if there is a reason."""
-    doubts = []
-    heavy = geography.heavy_tails()
+def _find_problems(
+    estimate: LandscapeEstimate, step: float, diverging_share: float, stable_step: float
+) -> tuple[str, ...]:
+    """Return the reasons not to trust the prediction, each with what to do about it."""
+    problems = []
+    heavy = estimate.heavy_tails()
     if heavy:
-        doubts.append(
+        problems.append(
             f"few values dominate the variance of the {' and of the '.join(heavy)}, so it may not exist: clip or "
             "transform them, or sample more tasks"
         )
-    if unstable > UNSTABLE:
-        doubts.append(
-            f"a step of {step:.3g} diverges on {100 * unstable:.1f} % of the tasks, which the formulas do not know: "
-            f"use alpha={safe:.3g} or less"
+    if diverging_share > MAX_DIVERGING_SHARE:
+        problems.append(
+            f"a step of {step:.3g} diverges on {100 * diverging_share:.1f} % of the tasks, which the formulas do not "
+            f"take into account: use alpha={stable_step:.3g} or less"
         )
-    return tuple(doubts)
+    return tuple(problems)
 
 
-def untrained(images: LabelledImages, model: str = "conv4", *, seed: int = 0) -> Network:
-    """Return a new network for the images, whose batch norms have the statistics of some of them.
+def untrained_network(images: LabelledImages, model: str = "conv4", *, seed: int = 0) -> Network:
+    """Return a new network for a data set, with batch norm statistics of some of its images.
+
+    Args:
+        images: Data set.
+        model: Model name that `metabridge.models.build` takes.
+        seed: Seed of the weights and of the choice of images.
+
+    Returns:
+        The network, on the device of the images.
+
+    Raises:
+        InputError: If there is no such model, or it does not suit the images.
 
     >>> from metabridge.datasets import load
-    >>> untrained(load("glyphs")).head.in_features
+    >>> untrained_network(load("glyphs")).head.in_features
     32
     """
-    config = ImageTrainingConfig("nal", model=model, statistics="running", seed=seed)
-    net = network_of(config, images)
-    some = torch.randperm(len(images.images), generator=torch.Generator().manual_seed(seed))[:STATISTICS_FROM]
+    net = network_of(ImageTrainingConfig("nal", model=model, statistics="running", seed=seed), images)
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randperm(len(images.images), generator=generator)[:STATISTICS_IMAGES]
     net = net.to(images.images.device)
-    estimate_statistics(net, [images.float_images(some)])
+    estimate_statistics(net, [images.float_images(sample)])
     return net
 
 
-def _parts(environment: Environment, groups: Grouping) -> tuple[Environment, ...]:
-    """Return the environments of hard and of easy tasks where they are known, or the one of all."""
+def _hard_and_easy_parts(environment: Environment, groups: Grouping) -> tuple[Environment, ...]:
+    """Return the environments of hard and of easy tasks if they are known, or else the whole environment."""
     if groups not in GROUPINGS:
         raise InputError(f"groups is {groups!r}, but must be one of {', '.join(GROUPINGS)}.")
     if groups == "hardness":
         return (environment,)
     if groups == "parts":
         if not isinstance(environment, Mixture) or len(environment.environments) != 2:
-            raise InputError("groups is 'parts', but the environment is no Mixture of two. Use groups='hardness'.")
+            raise InputError(
+                "groups is 'parts', but the environment is not a Mixture of two environments. Use groups='hardness'."
+            )
         return environment.environments
     if not isinstance(environment, ImageTasks):
-        raise InputError("groups is 'superclasses', but only tasks of images have them. Use groups='hardness'.")
-    own = environment.data.superclasses[environment.data.splits[environment.split]]
-    kinds = len(own.unique())
-    if kinds in (1, len(own)):
-        found = "all classes are of one" if kinds == 1 else "every class is one of its own"
+        raise InputError("groups is 'superclasses', but only image tasks have superclasses. Use groups='hardness'.")
+    superclasses = environment.data.superclasses[environment.data.splits[environment.split]]
+    count = len(superclasses.unique())
+    if count in (1, len(superclasses)):
+        problem = "all classes have the same superclass" if count == 1 else "every class has its own superclass"
         raise InputError(
-            f"groups is 'superclasses', but split '{environment.split}' has no superclasses to group by: {found}. "
+            f"groups is 'superclasses', but split '{environment.split}' has no superclasses to group by: {problem}. "
             "Use groups='hardness'."
         )
     return replace(environment, superclass="same"), replace(environment, superclass="different")
 
 
-def _share(environment: Environment) -> float:
-    """The share of hard tasks: the weight of the mixture's first part, or half."""
+def _hard_share(environment: Environment) -> float:
+    """Return the share of hard tasks: the weight of a mixture's first part, or one half."""
     if not isinstance(environment, Mixture):
         return 0.5
     return environment.weights[0] / sum(environment.weights)
 
 
-def _measured(space: Space, parts: tuple[Environment, ...], each: int, seed: int, progress: bool) -> Moments:
-    """Draw so many tasks of each part, some at a time, and measure them."""
+def _sample_moments(
+    space: FeatureSpace, parts: tuple[Environment, ...], tasks_per_part: int, seed: int, progress: bool
+) -> SplitMoments:
+    """Sample tasks of each part in batches and return their moments."""
     generator = torch.Generator().manual_seed(seed)
-    portions = [(part, min(BLOCK, each - first)) for part in parts for first in range(0, each, BLOCK)]
-    shown = track_progress(portions, "measuring tasks", progress)
-    return Moments.joined([space.moments(part.sample(size, generator)) for part, size in shown])
+    batches = [
+        (part, min(TASKS_PER_BATCH, tasks_per_part - start))
+        for part in parts
+        for start in range(0, tasks_per_part, TASKS_PER_BATCH)
+    ]
+    tracked_batches = track_progress(batches, "sampling tasks", progress)
+    return SplitMoments.concatenate([space.moments(part.sample(size, generator)) for part, size in tracked_batches])

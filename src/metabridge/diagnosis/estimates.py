@@ -1,4 +1,7 @@
-"""From moments of sampled tasks to a landscape of hard and easy ones, and to what C's formulas say of it."""
+"""Estimate the landscape of hard and easy tasks from sampled tasks, and predict risks by closed forms.
+
+The closed forms are those of Collins et al. (2022, sec. 3), in `metabridge.theory.landscape`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metabridge.diagnosis.moments import Moments, curvatures, misfits, rates
+from metabridge.diagnosis.moments import SplitMoments, convergence_rates, gaussian_deviances, largest_curvatures
 from metabridge.environments.linear_tasks import Landscape, TaskGroup
 from metabridge.errors import InputError
 from metabridge.intervals import percentile_tail
@@ -22,280 +25,317 @@ from metabridge.theory.landscape import (
     risk_above_floor,
 )
 
-FEWEST = 5  # tasks of a group
-DIVERGES = 2  # times the inverse of a curvature, from which on a step enlarges the error along it
-STEEPEST = 1.9  # the same for the steepest task, at most, where the step is chosen
-FEW_TASKS, FEW_POINTS = 0.1, 0.01  # of a group: a variance that rests on fewer is dominated by them
-REPEATS = 200  # of the bootstrap
-TINY = 1e-300  # where there is nothing to gain and nothing left, the ratio of risks is 1
-UNBOUNDED = 1e4  # no ratio of risks is so large, but a quotient by what may be zero is
+MIN_TASKS_PER_GROUP = 5
+DIVERGENCE_LIMIT = 2  # a step α diverges along an eigenvector with eigenvalue λ if αλ reaches this
+MAX_CHOSEN_STEP = 1.9  # largest αλ_max over single tasks, if the step is not given
+MIN_EFFECTIVE_TASKS, MIN_EFFECTIVE_POINTS = 0.1, 0.01  # as a share of a group's tasks; fewer indicate heavy tails
+RESAMPLINGS = 200  # of the bootstrap
+TINY = 1e-300  # keeps 0/0 at a ratio of risks of 1
+UNBOUNDED = 1e4  # larger ratios of risks come from a denominator that may be zero
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with the interval that holds it 95 times of 100."""
+    """A value with its 95 % confidence interval.
+
+    Args:
+        value: The estimate.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+
+    >>> print(Interval(2.0, 1.5, 2.75))
+    2.00 (1.50 to 2.75)
+    >>> print(Interval(2.0, 1.5, 3e7))
+    2.00 (1.50 and more)
+    >>> print(Interval(2e7, 1.5, 3e7))
+    more than 10000 (1.50 and more)
+    """
 
     value: float
     low: float
     high: float
 
-    def told(self) -> str:
-        """Say it in a few words.
-
-        >>> Interval(2.0, 1.5, 2.75).told()
-        '2.00 (1.50 to 2.75)'
-        >>> Interval(2.0, 1.5, 3e7).told()
-        '2.00 (1.50 and more)'
-        >>> Interval(2e7, 1.5, 3e7).told()
-        'more than 10000 (1.50 and more)'
-        """
+    def __str__(self) -> str:
         value = f"{self.value:#.3g}" if self.value < UNBOUNDED else f"more than {UNBOUNDED:.0f}"
-        return f"{value} ({self.low:#.3g} {f'to {self.high:#.3g}' if self.bounded else 'and more'})"
+        return f"{value} ({self.low:#.3g} {f'to {self.high:#.3g}' if self.has_upper_bound else 'and more'})"
 
     @property
-    def bounded(self) -> bool:
-        """Whether it says how large the number is at most."""
+    def has_upper_bound(self) -> bool:
+        """Whether the upper end is meaningful, rather than a quotient by a number close to zero."""
         return self.high < UNBOUNDED
 
-    def percent(self) -> str:
-        """Say a share in percent.
+    def as_percent(self) -> str:
+        """Return the value and the interval as percentages.
 
-        >>> Interval(0.2, 0.15, 0.275).percent()
+        >>> Interval(0.2, 0.15, 0.275).as_percent()
         '20.0 % (15.0 to 27.5 %)'
         """
         return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f} %)"
 
-    def meets(self, other: Interval) -> bool:
-        """Whether the two intervals overlap.
+    def overlaps(self, other: Interval) -> bool:
+        """Return whether the two intervals overlap.
 
-        >>> Interval(2.0, 1.5, 2.75).meets(Interval(3.0, 2.5, 4.0))
+        >>> Interval(2.0, 1.5, 2.75).overlaps(Interval(3.0, 2.5, 4.0))
         True
         """
         return self.low <= other.high and other.low <= self.high
 
 
 class Prediction(NamedTuple):
-    """What C's formulas say of the estimated landscape."""
+    """Risks predicted by the closed forms.
 
-    risks: Risks  # 𝓔_m
-    ratio: Interval  # of them
-    saved: Interval  # the share of NAL's whole loss F_m, noise included, that MAML saves
-    left: float  # of the loss of NAL above the noise before it adapts, what MAML has after
-    ratios: Tensor  # one for each resampling of the tasks
-    savings: Tensor  # the same, of `saved`
+    - `risks`: 𝓔_m of NAL and MAML
+    - `ratio`: the ratio of the two
+    - `saved`: the share of NAL's whole loss F_m, noise included, that MAML saves
+    - `remaining`: MAML's risk after the step, divided by NAL's risk before the step
+    - `resampled_ratios`, `resampled_savings`: `ratio` and `saved` for each resampling of the tasks
+    """
+
+    risks: Risks
+    ratio: Interval
+    saved: Interval
+    remaining: float
+    resampled_ratios: Tensor
+    resampled_savings: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Geography:
-    """Where tasks of a hard and an easy group have their solutions.
+class LandscapeEstimate:
+    """Estimates of the solutions of a group of hard tasks and a group of easy tasks.
 
-    Tasks of a group are taken to share a covariance. `hard` says which tasks are hard.
+    All tasks of a group are assumed to have the same covariance of the inputs.
+
+    Args:
+        moments: Moments of the tasks.
+        is_hard: Which tasks are hard (tasks,).
+        m: Number of samples that adaptation uses.
+        hard_share: Probability of hard tasks if it is known; otherwise their share in the sample.
     """
 
-    moments: Moments
-    hard: Tensor
+    moments: SplitMoments
+    is_hard: Tensor
     m: int
-    share: float | None = None  # of hard tasks, where it is known
+    hard_share: float | None = None
 
     def __post_init__(self) -> None:
-        for name, count in (("hard", int(self.hard.sum())), ("easy", int((~self.hard).sum()))):
-            if count < FEWEST:
+        for name, count in (("hard", int(self.is_hard.sum())), ("easy", int((~self.is_hard).sum()))):
+            if count < MIN_TASKS_PER_GROUP:
                 raise InputError(
-                    f"there are {count} {name} tasks, but a group needs at least {FEWEST}. Sample more tasks."
+                    f"there are {count} {name} tasks, but a group needs at least {MIN_TASKS_PER_GROUP}. "
+                    "Sample more tasks."
                 )
 
     @cached_property
     def solutions(self) -> Tensor:
-        """w* of each half of each task, (tasks, 2, d)."""
-        return self.moments.solutions(self.covariances[(~self.hard).long()])
+        """Estimates of w* from each half of each task (tasks, 2, d)."""
+        return self.moments.solutions(self.covariances[(~self.is_hard).long()])
 
     @cached_property
     def covariances(self) -> Tensor:
-        """Of the hard tasks and of the easy ones, (2, d, d)."""
-        return torch.stack([self.moments.covariance[tasks].mean((0, 1)) for tasks in self.members])
+        """Covariances of the hard and of the easy tasks (2, d, d)."""
+        return torch.stack([self.moments.covariance[tasks].mean((0, 1)) for tasks in self.group_indices])
 
     @cached_property
-    def fourths(self) -> Tensor:
-        """E[zzᵀΣzzᵀ] of the hard tasks and of the easy ones, (2, d, d).
+    def fourth_moments(self) -> Tensor:
+        """E[zzᵀΣzzᵀ] of the hard and of the easy tasks (2, d, d).
 
-        It is no less than Σ³: the difference is E[(zzᵀ − Σ)Σ(zzᵀ − Σ)].
+        The difference to Σ³ is E[(zzᵀ − Σ)Σ(zzᵀ − Σ)], so negative eigenvalues of it are set to zero.
         """
         cubes = self.covariances @ self.covariances @ self.covariances
-        fourths = torch.stack([self.moments.fourth[tasks].mean((0, 1)) for tasks in self.members])
+        fourths = torch.stack([self.moments.fourth[tasks].mean((0, 1)) for tasks in self.group_indices])
         values, vectors = torch.linalg.eigh(fourths - cubes)
         return cubes + (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT  # type: ignore[no-any-return]
 
-    def adapted(self, alpha: float) -> Tensor:
-        """Return Q^{(m)} of the hard tasks and of the easy ones, (2, d, d)."""
-        return adapted_covariance(self.covariances, alpha, self.m, self.fourths)
+    def adapted_covariances(self, alpha: float) -> Tensor:
+        """Return Q^{(m)} of the hard and of the easy tasks (2, d, d)."""
+        return adapted_covariance(self.covariances, alpha, self.m, self.fourth_moments)
 
     @cached_property
     def kurtosis(self) -> Tensor:
-        """tr E[zzᵀΣzzᵀ] of the hard tasks and of the easy ones (2,), of what it is for normal inputs: 1 for those."""
+        """tr E[zzᵀΣzzᵀ] of the hard and of the easy tasks (2,), divided by its value for normal inputs."""
         squares, cubes = (torch.linalg.matrix_power(self.covariances, power) for power in (2, 3))
-        return _trace(self.fourths) / (_trace(squares) * _trace(self.covariances) + 2 * _trace(cubes))
+        return _trace(self.fourth_moments) / (_trace(squares) * _trace(self.covariances) + 2 * _trace(cubes))
 
     @cached_property
     def curvature(self) -> float:
-        """The largest curvature of the two groups' covariances."""
+        """The largest eigenvalue of the two groups' covariances."""
         return float(torch.linalg.eigvalsh(self.covariances).max())
 
     def stable_step(self) -> float:
-        """Return the inverse of the groups' largest curvature, or less: a step that diverges on no single task."""
-        return 1 / max(self.curvature, float(curvatures(self.moments).max()) / STEEPEST)
+        """Return the inverse of the largest curvature of the groups, or less if that diverges on a single task."""
+        return 1 / max(self.curvature, float(largest_curvatures(self.moments).max()) / MAX_CHOSEN_STEP)
 
     def heavy_tails(self) -> tuple[str, ...]:
-        """Return what has a variance that a few tasks or points dominate, such as "targets of hard tasks".
+        """Return what has a variance that is dominated by a few tasks or points, such as "targets of hard tasks".
 
-        With contributions c to a mean, n of them count like (Σc)²/Σc² equal ones. For squares of a normal variable that
-        is n/3. Where no variance exists it stays the same however large n is.
+        If a mean has n contributions c, (Σc)²/Σc² is the number of equal contributions with the same relative error.
+        For squares of a normal variable it is n/3. If the variance does not exist, it does not grow with n.
         """
-        squares = _trace(self.moments.covariance), self.moments.square
-        found = []
-        for kind, tasks in zip(("hard", "easy"), self.members):
-            for what, square, fourth in zip(("inputs", "targets"), squares, self.moments.tails.unbind(-1)):
-                total = square[tasks].mean().square()
-                of_tasks, of_points = square[tasks].mean(1).square().mean(), fourth[tasks].mean()
-                if total < FEW_TASKS * of_tasks or total < FEW_POINTS * of_points:
-                    found.append(f"{what} of {kind} tasks")
-        return tuple(found)
+        squares = _trace(self.moments.covariance), self.moments.target_square
+        heavy = []
+        for group, tasks in zip(("hard", "easy"), self.group_indices):
+            for name, square, fourth in zip(("inputs", "targets"), squares, self.moments.tails.unbind(-1)):
+                squared_mean = square[tasks].mean().square()
+                task_square, point_square = square[tasks].mean(1).square().mean(), fourth[tasks].mean()
+                if (
+                    squared_mean < MIN_EFFECTIVE_TASKS * task_square
+                    or squared_mean < MIN_EFFECTIVE_POINTS * point_square
+                ):
+                    heavy.append(f"{name} of {group} tasks")
+        return tuple(heavy)
 
     def landscape(self, alpha: float) -> Landscape:
-        """Return the two groups, the hard one first.
+        """Return the two groups as a `Landscape`, the hard one first.
 
-        A group's spread is rI with the r that Q^{(m)} feels as it feels the spread measured, which is unbiased and so
-        may have negative eigenvalues: 𝓔_m depends on tr(Q·spread) alone.
+        The spread of a group is rI, with r such that tr(Q^{(m)}·rI) equals tr(Q^{(m)}·S) for the estimated covariance
+        S of the solutions. 𝓔_m depends on S only through this trace, and S is unbiased, so it may have negative
+        eigenvalues.
         """
         groups = []
-        hard = float(self.hard.double().mean()) if self.share is None else self.share
-        each = zip(self.members, self.covariances, self.adapted(alpha), (hard, 1 - hard))
-        for tasks, covariance, Q, probability in each:
+        hard_share = float(self.is_hard.double().mean()) if self.hard_share is None else self.hard_share
+        shares = hard_share, 1 - hard_share
+        for tasks, covariance, Q, probability in zip(
+            self.group_indices, self.covariances, self.adapted_covariances(alpha), shares
+        ):
             first, second = self.solutions[tasks].unbind(1)
             centre = (first.mean(0) + second.mean(0)) / 2
-            # halves share the task alone: their product is of its solution, without the noise of either
-            products = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
-            r = float((Q * products).sum() / Q.trace())
+            # The halves have independent noise, so their product estimates the covariance without the noise of either.
+            spread = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
+            r = float((Q * spread).sum() / Q.trace())
             explained = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
-            noise = float(self.moments.square[tasks].mean() - explained)
+            noise = float(self.moments.target_square[tasks].mean() - explained)
             groups.append(TaskGroup(covariance, centre, max(r, 0.0), max(noise, 0.0), probability))
         return Landscape(tuple(groups), self.moments.dimension)
 
     @cached_property
-    def members(self) -> tuple[Tensor, Tensor]:
-        """The numbers of the hard tasks, and of the easy ones."""
-        return self.hard.nonzero().flatten(), (~self.hard).nonzero().flatten()
+    def group_indices(self) -> tuple[Tensor, Tensor]:
+        """Indices of the hard tasks and of the easy tasks."""
+        return self.is_hard.nonzero().flatten(), (~self.is_hard).nonzero().flatten()
 
     def distance(self, landscape: Landscape, alpha: float) -> float:
-        """R between the groups' centres, as the hard tasks' Q^{(m)} feels it, less what the noise of centres adds.
+        """Return the distance R between the centers of the groups, corrected for the noise of the centers.
 
-        With Q a multiple of I and centres 0 and R·1 it is C's R.
+        Lengths are measured by Q^{(m)} of the hard tasks, divided by its trace. If Q is a multiple of I and the
+        centers are 0 and R·1, this is R in Collins et al. (2022).
         """
-        law, Q = landscape.distribution, self.adapted(alpha)[0]
-        gap = law.centre[0] - law.centre[1]
-        noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.members]
+        distribution, Q = landscape.distribution, self.adapted_covariances(alpha)[0]
+        gap = distribution.centre[0] - distribution.centre[1]
+        noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.group_indices]
         squared = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
         return float(squared.clamp_min(0).sqrt())
 
     def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
         """Return the risks of NAL and MAML after a step `alpha`, with intervals from resampling the tasks.
 
-        An estimated distance between centres is longer than the true one by the noise of both. Resampling adds that
-        noise once more, so what it adds to the risks is taken off them.
+        The noise of the estimated centers adds to the risks. Resampling adds the same amount once more, so the
+        difference between the resampled and the original risks is subtracted.
         """
-        plain = self._losses(alpha)
-        samples = (self._resampled(generator) for _ in range(REPEATS))
-        # a step chosen for these tasks might diverge on resampled ones
-        repeats = torch.stack([one._losses(min(alpha, 0.999 * DIVERGES / one.curvature)) for one in samples])
-        added = repeats.mean(0) - plain
-        least = torch.tensor([0.0, 1e-9 * float(plain[1])], dtype=torch.float64)
-        gain, maml = (plain - added)[:2].clamp_min(least).tolist()
-        gains, mamls = (repeats - 2 * added)[:, :2].clamp_min(least).unbind(1)
-        floor, before = plain[2:].tolist()
+        losses = self._losses(alpha)
+        resampled = (self._resample(generator) for _ in range(RESAMPLINGS))
+        # A step that is stable for these tasks may diverge for resampled ones, and is then shortened.
+        resampled_losses = torch.stack(
+            [sample._losses(min(alpha, 0.999 * DIVERGENCE_LIMIT / sample.curvature)) for sample in resampled]
+        )
+        bias = resampled_losses.mean(0) - losses
+        minimum = torch.tensor([0.0, 1e-9 * float(losses[1])], dtype=torch.float64)
+        gain, maml = (losses - bias)[:2].clamp_min(minimum).tolist()
+        gains, mamls = (resampled_losses - 2 * bias)[:, :2].clamp_min(minimum).unbind(1)
+        floor, nal_before = losses[2:].tolist()
         ratios = 1 + gains / mamls.clamp_min(TINY)
-        savings = gains / (gains + mamls + repeats[:, 2]).clamp_min(TINY)
+        savings = gains / (gains + mamls + resampled_losses[:, 2]).clamp_min(TINY)
         return Prediction(
             Risks(maml + gain, maml),
             self._interval(1 + gain / max(maml, TINY), ratios),
             self._interval(gain / max(gain + maml + floor, TINY), savings),
-            maml / max(before, TINY),
+            maml / max(nal_before, TINY),
             ratios,
             savings,
         )
 
-    def _interval(self, value: float, repeats: Tensor) -> Interval:
-        """A value with the 95 % interval of its repeats."""
-        tail = percentile_tail(min(map(len, self.members)))
-        low, high = repeats.quantile(torch.tensor([tail, 1 - tail], dtype=repeats.dtype)).tolist()
+    def _interval(self, value: float, resampled: Tensor) -> Interval:
+        """Return the expanded percentile interval of resampled values."""
+        tail = percentile_tail(min(map(len, self.group_indices)))
+        low, high = resampled.quantile(torch.tensor([tail, 1 - tail], dtype=resampled.dtype)).tolist()
         return Interval(value, min(low, value), max(high, value))
 
     def _losses(self, alpha: float) -> Tensor:
-        """What MAML (n₂ = m) saves of NAL's 𝓔_m, its own 𝓔_m, the noise floor, and 𝓔 of NAL before it adapts."""
+        """Return 𝓔_m of NAL minus that of MAML (with n₂ = m), 𝓔_m of MAML, the noise floor, and NAL's 𝓔 at α = 0."""
         landscape, m = self.landscape(alpha), self.m
-        solutions = torch.stack([nal_solution(landscape), maml_solution(landscape, alpha, m, fourth=self.fourths)])
-        nal, maml = risk_above_floor(landscape, solutions, alpha, m, fourth=self.fourths)
-        before = risk_above_floor(landscape, solutions[0], 0.0, m)
-        return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), before])
+        solutions = torch.stack(
+            [nal_solution(landscape), maml_solution(landscape, alpha, m, fourth=self.fourth_moments)]
+        )
+        nal, maml = risk_above_floor(landscape, solutions, alpha, m, fourth=self.fourth_moments)
+        nal_before = risk_above_floor(landscape, solutions[0], 0.0, m)
+        return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), nal_before])
 
-    def _resampled(self, generator: torch.Generator) -> Geography:
-        """Draw as many tasks with replacement, each for its group; a group keeps its size where shares are known."""
+    def _resample(self, generator: torch.Generator) -> LandscapeEstimate:
+        """Draw as many tasks with replacement; if the share of hard tasks is known, from each group separately."""
         while True:
-            if self.share is None:
-                tasks = torch.randint(len(self.hard), (len(self.hard),), generator=generator)
+            if self.hard_share is None:
+                tasks = torch.randint(len(self.is_hard), (len(self.is_hard),), generator=generator)
             else:
-                own = [one[torch.randint(len(one), (len(one),), generator=generator)] for one in self.members]
-                tasks = torch.cat(own)
-            hard = self.hard[tasks]
-            if min(int(hard.sum()), int((~hard).sum())) >= FEWEST:
-                return replace(self, moments=self.moments.of_tasks(tasks), hard=hard)
+                tasks = torch.cat(
+                    [
+                        indices[torch.randint(len(indices), (len(indices),), generator=generator)]
+                        for indices in self.group_indices
+                    ]
+                )
+            is_hard = self.is_hard[tasks]
+            if min(int(is_hard.sum()), int((~is_hard).sum())) >= MIN_TASKS_PER_GROUP:
+                return replace(self, moments=self.moments.select(tasks), is_hard=is_hard)
 
-    def map(self) -> Tensor:
-        """Return every task's solution in two dimensions (tasks, 2): along the line between the centres, and across it.
+    def solution_map(self) -> Tensor:
+        """Return the solution of every task in two dimensions (tasks, 2).
 
-        Lengths are those that the mean covariance feels. The second axis is the one with the most variance left.
+        The first axis is the line between the centers of the groups, the second the direction with the largest
+        remaining variance. Lengths are measured by the mean covariance.
         """
         values, vectors = torch.linalg.eigh(self.moments.covariance.mean((0, 1)))
         points = self.solutions.mean(1) @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T
-        points = points - points[~self.hard].mean(0)
-        along = torch.nn.functional.normalize(points[self.hard].mean(0), dim=0)
+        points = points - points[~self.is_hard].mean(0)
+        along = torch.nn.functional.normalize(points[self.is_hard].mean(0), dim=0)
         rest = points - (points @ along)[:, None] * along
         across = torch.linalg.eigh(rest.T @ rest).eigenvectors[:, -1]
         return torch.stack([points @ along, rest @ across], 1)
 
 
-def hard_tasks(moments: Moments) -> Tensor:
-    """Return which tasks are hard: those with the lower rates, of two groups with a covariance each.
+def find_hard_tasks(moments: SplitMoments) -> Tensor:
+    """Return which tasks are hard: those with the lower rates, of two groups with one covariance each.
 
-    Rates are cut in two, then every task goes to the group under whose covariance its points are likelier. A rate is
-    of one direction, that of the task's solution. A covariance is of all of them, and tells groups apart whose rates
-    overlap. This is done once: more rounds would end at whatever two covariances differ most, hard or not.
+    Tasks are first split by their rates. Then every task is assigned to the group with the covariance that makes its
+    points more likely. A rate describes one direction only, while covariances distinguish groups whose rates overlap.
+    There is only one such reassignment, as more of them converge to groups that need not differ in hardness.
     """
-    speeds = rates(moments)
-    hard = split_by_rate(speeds)
-    misfit = misfits(moments, torch.stack([moments.covariance[own].mean((0, 1)) for own in (hard, ~hard)]))
-    likelier = misfit[:, 0] < misfit[:, 1]
-    if min(int(likelier.sum()), int((~likelier).sum())) < FEWEST:
-        return hard
-    slow, fast = (float(speeds[own].log().mean()) for own in (likelier, ~likelier))
-    return likelier if slow <= fast else ~likelier
+    rates = convergence_rates(moments)
+    is_hard = split_by_rate(rates)
+    covariances = torch.stack([moments.covariance[group].mean((0, 1)) for group in (is_hard, ~is_hard)])
+    deviances = gaussian_deviances(moments, covariances)
+    reassigned = deviances[:, 0] < deviances[:, 1]
+    if min(int(reassigned.sum()), int((~reassigned).sum())) < MIN_TASKS_PER_GROUP:
+        return is_hard
+    first_rate, second_rate = (float(rates[group].log().mean()) for group in (reassigned, ~reassigned))
+    return reassigned if first_rate <= second_rate else ~reassigned
 
 
 def split_by_rate(rates: Tensor) -> Tensor:
-    """Return which tasks are hard: the cut of log rates into two groups that leaves the least variance within them.
+    """Return which tasks have low rates, by the split of the log rates with the smallest variance within groups.
 
     >>> split_by_rate(torch.tensor([0.1] * 5 + [1.0] * 7)).sum()
     tensor(5)
     """
-    if len(rates) < 2 * FEWEST:
-        raise InputError(f"tasks is {len(rates)}, but two groups need at least {2 * FEWEST}. Sample more tasks.")
+    if len(rates) < 2 * MIN_TASKS_PER_GROUP:
+        raise InputError(
+            f"tasks is {len(rates)}, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more tasks."
+        )
     values = rates.double().log().sort().values
-    sizes = range(FEWEST, len(values) - FEWEST + 1)
-    hardest = min(sizes, key=lambda size: float(_variation(values[:size]) + _variation(values[size:])))
-    return rates.argsort().argsort() < hardest
+    sizes = range(MIN_TASKS_PER_GROUP, len(values) - MIN_TASKS_PER_GROUP + 1)
+    hard_count = min(sizes, key=lambda size: float(_sum_of_squares(values[:size]) + _sum_of_squares(values[size:])))
+    return rates.argsort().argsort() < hard_count
 
 
 def _trace(matrices: Tensor) -> Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def _variation(values: Tensor) -> Tensor:
+def _sum_of_squares(values: Tensor) -> Tensor:
     return (values - values.mean()).square().sum()

@@ -1,7 +1,7 @@
-"""Sampled tasks as linear regressions in one space: the second moments that everything else is estimated from.
+"""Sampled tasks as linear regressions in one feature space: the moments that all estimates are computed from.
 
-Each task's points are divided into two halves, which share nothing but the task. What is estimated from one half
-and multiplied by what is estimated from the other has no bias from the noise of either.
+The points of each task are split into two halves that have independent noise. The product of an estimate from one half
+and an estimate from the other is therefore not biased by the noise of either.
 """
 
 from __future__ import annotations
@@ -14,140 +14,153 @@ from torch import Tensor
 
 from metabridge.errors import InputError, describe
 
-Features = Callable[[Tensor], Tensor]
-ENOUGH = 2  # points in a half for each dimension, above which a task's own least squares can be trusted
+FeatureMap = Callable[[Tensor], Tensor]
+MIN_POINTS_PER_DIMENSION = 2  # in a half, for least squares on a single task to be reliable
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
-    """Σ = E[zzᵀ], E[zzᵀΣzzᵀ], E[zy], E[y²] and what tells of tails, over the points of each half of each task.
+class SplitMoments:
+    """Moments of the features z and targets y of each task, separately over the points of each half.
 
-    `points` is how many independent points a half has for each dimension of the features.
+    Args:
+        covariance: Σ = E[zzᵀ] (tasks, 2, d, d).
+        fourth: E[zzᵀΣzzᵀ] (tasks, 2, d, d), unbiased because Σ is that of the other half.
+        cross: E[zy] (tasks, 2, d).
+        target_square: E[y²] (tasks, 2).
+        tails: E‖z‖⁴ and E[y⁴] (tasks, 2, 2), to detect heavy tails.
+        points_per_dimension: Number of independent points in a half, divided by the dimension of the features.
     """
 
-    covariance: Tensor  # (tasks, 2, d, d)
-    fourth: Tensor  # (tasks, 2, d, d), with the Σ of the other half and so without bias
-    pull: Tensor  # (tasks, 2, d)
-    square: Tensor  # (tasks, 2)
-    tails: Tensor  # (tasks, 2, 2), E‖z‖⁴ and E[y⁴]
-    points: float
+    covariance: Tensor
+    fourth: Tensor
+    cross: Tensor
+    target_square: Tensor
+    tails: Tensor
+    points_per_dimension: float
 
     @classmethod
-    def of(cls, z: Tensor, y: Tensor, points: float) -> Moments:
-        """Measure points z (tasks, 2, n, d) with their targets y (tasks, 2, n)."""
+    def from_points(cls, z: Tensor, y: Tensor, points_per_dimension: float) -> SplitMoments:
+        """Compute the moments of features z (tasks, 2, n, d) and targets y (tasks, 2, n)."""
         n = z.shape[-2]
         covariance = z.mT @ z / n
         weighted = (z @ covariance.flip(1) * z).sum(-1, keepdim=True) * z
-        pull = (y[..., None, :] @ z).squeeze(-2) / n
+        cross = (y[..., None, :] @ z).squeeze(-2) / n
         tails = torch.stack([z.square().sum(-1).square().mean(-1), y.pow(4).mean(-1)], -1)
-        return cls(covariance, weighted.mT @ z / n, pull, y.square().mean(-1), tails, points)
+        return cls(covariance, weighted.mT @ z / n, cross, y.square().mean(-1), tails, points_per_dimension)
 
     @classmethod
-    def joined(cls, parts: list[Moments]) -> Moments:
+    def concatenate(cls, parts: list[SplitMoments]) -> SplitMoments:
         """Return the tasks of all parts."""
-        covariance, fourth, pull, square, tails = (torch.cat(same) for same in zip(*(part._tensors for part in parts)))
-        return cls(covariance, fourth, pull, square, tails, min(part.points for part in parts))
+        covariance, fourth, cross, target_square, tails = (
+            torch.cat(tensors) for tensors in zip(*(part._tensors for part in parts))
+        )
+        points_per_dimension = min(part.points_per_dimension for part in parts)
+        return cls(covariance, fourth, cross, target_square, tails, points_per_dimension)
 
-    def of_tasks(self, tasks: Tensor) -> Moments:
-        """Return the tasks of these numbers, of which some may be the same."""
-        covariance, fourth, pull, square, tails = (tensor[tasks] for tensor in self._tensors)
-        return Moments(covariance, fourth, pull, square, tails, self.points)
+    def select(self, indices: Tensor) -> SplitMoments:
+        """Return the tasks with these indices; an index may occur more than once."""
+        covariance, fourth, cross, target_square, tails = (tensor[indices] for tensor in self._tensors)
+        return SplitMoments(covariance, fourth, cross, target_square, tails, self.points_per_dimension)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.covariance, self.fourth, self.pull, self.square, self.tails
+        return self.covariance, self.fourth, self.cross, self.target_square, self.tails
 
     def __len__(self) -> int:
-        return len(self.square)
+        return len(self.target_square)
 
     @property
     def dimension(self) -> int:
-        """Of the space."""
-        return self.pull.shape[-1]
+        """Dimension d of the features."""
+        return self.cross.shape[-1]
 
-    def solutions(self, shared: Tensor) -> Tensor:
-        """Return w* of each half (tasks, 2, d), each without bias.
+    def solutions(self, group_covariances: Tensor) -> Tensor:
+        """Return an unbiased estimate of w* from each half (tasks, 2, d).
 
-        By least squares where a half has points enough. Otherwise from the covariance that tasks of a kind share,
-        `shared` (tasks, d, d): E[Σ⁻¹ẑy] is w* however few the points are.
+        Least squares on each half if it has enough points. Otherwise Σ is replaced by the covariance of the task's
+        group (tasks, d, d), as Σ⁻¹E[zy] is unbiased for any number of points.
         """
-        metric = self.covariance if self.points >= ENOUGH else shared[:, None]
-        found, failed = torch.linalg.solve_ex(metric, self.pull[..., None])
-        _refuse_singular(failed)
-        return found.squeeze(-1)  # type: ignore[no-any-return]
+        enough_points = self.points_per_dimension >= MIN_POINTS_PER_DIMENSION
+        covariance = self.covariance if enough_points else group_covariances[:, None]
+        solutions, singular = torch.linalg.solve_ex(covariance, self.cross[..., None])
+        _refuse_singular(singular)
+        return solutions.squeeze(-1)  # type: ignore[no-any-return]
 
 
-def rates(moments: Moments) -> Tensor:
-    """‖Σŵ‖²/⟨ŵ, Σŵ⟩ of each task: the eigenvalues of its covariance, weighted by how much of the fit lies along each.
+def convergence_rates(moments: SplitMoments) -> Tensor:
+    """Return the rate ‖Σŵ‖²/⟨ŵ, Σŵ⟩ of gradient descent on each task (tasks,); a low rate is a hard task.
 
-    Gradient descent reduces an error along an eigenvector at the rate of its eigenvalue. A small number is a hard task.
-    Of a task with nothing to fit it is that of a fit in all directions alike.
+    This is the mean of the eigenvalues of the task's covariance, weighted by how much of the fitted function lies
+    along each eigenvector. Gradient descent reduces an error along an eigenvector at the rate of its eigenvalue. For a
+    task whose fitted function is zero, all directions have the same weight.
     """
-    covariance, pull = moments.covariance.mean(1), moments.pull.mean(1)
-    fitted = (pull[:, None] @ torch.linalg.pinv(covariance, hermitian=True) @ pull[..., None]).flatten()
-    alike = covariance.square().sum((-2, -1)) / covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return torch.where(fitted > 0, pull.square().sum(-1) / fitted, alike)
+    covariance, cross = moments.covariance.mean(1), moments.cross.mean(1)
+    explained = (cross[:, None] @ torch.linalg.pinv(covariance, hermitian=True) @ cross[..., None]).flatten()
+    isotropic = covariance.square().sum((-2, -1)) / covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.where(explained > 0, cross.square().sum(-1) / explained, isotropic)
 
 
-def curvatures(moments: Moments) -> Tensor:
-    """Return λ_max of each task's covariance (tasks,).
+def largest_curvatures(moments: SplitMoments) -> Tensor:
+    """Return an estimate of the largest eigenvalue λ_max of each task's covariance (tasks,).
 
-    The steepest direction is found in one half and its curvature measured in the other, both ways. The largest
-    eigenvalue of a covariance of few points would be too large.
+    The direction is estimated from one half and the curvature along it from the other, and vice versa, because the
+    largest eigenvalue of a covariance estimated from few points is too large.
     """
     steepest = torch.linalg.eigh(moments.covariance).eigenvectors[..., -1]
     return torch.einsum("thi,thij,thj->th", steepest, moments.covariance.flip(1), steepest).mean(1)
 
 
-def misfits(moments: Moments, shared: Tensor) -> Tensor:
-    """tr(Σ⁻¹Σ̂) + log det Σ of each task's Σ̂ and each Σ of `shared` (groups, d, d), (tasks, groups).
+def gaussian_deviances(moments: SplitMoments, covariances: Tensor) -> Tensor:
+    """Return tr(Σ⁻¹Σ̂) + log det Σ for each task's covariance Σ̂ and each Σ in `covariances` (groups, d, d).
 
-    Up to a constant this is −2 times the log likelihood of Σ, for a point of the task and normal inputs.
+    Up to a constant this is −2 times the log likelihood per point, if the inputs are normal with covariance Σ. The
+    result has the shape (tasks, groups).
     """
-    inverses, failed = torch.linalg.inv_ex(shared)
-    _refuse_singular(failed)
-    return torch.einsum("gij,tij->tg", inverses, moments.covariance.mean(1)) + torch.logdet(shared)
+    inverses, singular = torch.linalg.inv_ex(covariances)
+    _refuse_singular(singular)
+    return torch.einsum("gij,tij->tg", inverses, moments.covariance.mean(1)) + torch.logdet(covariances)
 
 
-def regression_moments(z: Tensor, y: Tensor) -> Moments:
-    """Measure tasks with features z (tasks, points, d) and one value at each point, y (tasks, points, 1)."""
+def regression_moments(z: Tensor, y: Tensor) -> SplitMoments:
+    """Return the moments of regression tasks with features z (tasks, points, d) and targets y (tasks, points, 1)."""
     if y.shape[-1] != 1:
         raise InputError(
-            f"targets are {describe(y)}, but a diagnosis of a regression looks at one value at each point. "
-            "Diagnose the outputs one by one."
+            f"targets are {describe(y)}, but a diagnosis of regression tasks needs one value per point. "
+            "Diagnose each output separately."
         )
     y = y.double().squeeze(-1)
     half = z.shape[1] // 2
-    return Moments.of(_halves(z, half), _halves(y, half), half / z.shape[-1])
+    return SplitMoments.from_points(_split(z, half), _split(y, half), half / z.shape[-1])
 
 
-def pair_moments(φ: Tensor, labels: Tensor) -> Moments:
-    """Measure tasks with features φ (tasks, points, d) and class labels (tasks, points), in the space of pairs.
+def pair_moments(φ: Tensor, labels: Tensor) -> SplitMoments:
+    """Return the moments of classification tasks with features φ (tasks, points, d) and labels (tasks, points).
 
-    Which class a task calls its first is arbitrary, so solutions of two tasks cannot be compared as they stand.
-    Whether two points are of one class is not arbitrary: that is a regression on the products φ(x)φ(x')ᵀ, whose
-    solution is the metric that tells the task's classes apart, and no order of the classes changes it.
+    The order of the classes in a task is arbitrary, so the solutions of two tasks cannot be compared directly. Whether
+    two points have the same class does not depend on that order. It is a regression on the products φ(x)φ(x')ᵀ, and
+    its solution is the metric that separates the task's classes.
     """
-    order = labels.argsort(dim=1, stable=True)  # so that each half has its share of every class
+    order = labels.argsort(dim=1, stable=True)  # both halves get the same share of every class
     labels, φ = labels.gather(1, order), φ.gather(1, order[..., None].expand_as(φ))
     half = φ.shape[1] // 2
-    φ, labels = _halves(φ, half), _halves(labels, half)
+    φ, labels = _split(φ, half), _split(labels, half)
     first, second = torch.triu_indices(half, half, offset=1, device=φ.device)
-    same = (labels[..., first] == labels[..., second]).double()
-    if not same.any():
+    same_class = (labels[..., first] == labels[..., second]).double()
+    if not same_class.any():
         raise InputError(
-            "a half of a task has no two images of one class, but tasks are told apart by pairs of them. "
+            "half of a task's points have no two images of the same class, but tasks are compared by such pairs. "
             "Use queries=2 or more."
         )
-    pairs = products(φ[..., first, :], φ[..., second, :])
-    # what is added to all similarities of a task changes no comparison in it
-    return Moments.of(pairs - pairs.mean(-2, keepdim=True), same - same.mean(-1, keepdim=True), half / φ.shape[-1])
+    pairs = symmetric_products(φ[..., first, :], φ[..., second, :])
+    # Centered within each task, as a constant added to all similarities of a task changes no comparison.
+    pairs, targets = pairs - pairs.mean(-2, keepdim=True), same_class - same_class.mean(-1, keepdim=True)
+    return SplitMoments.from_points(pairs, targets, half / φ.shape[-1])
 
 
-def products(a: Tensor, b: Tensor) -> Tensor:
-    """The symmetric part of abᵀ, an entry for each pair of coordinates, with the length that the matrix has.
+def symmetric_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the symmetric part of abᵀ as a vector with the same norm, with one entry per pair of coordinates.
 
-    >>> products(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]))
+    >>> symmetric_products(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]))
     tensor([1.0000, 1.4142, 0.0000])
     """
     size = a.shape[-1]
@@ -156,29 +169,29 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     return scale * (a[..., rows] * b[..., columns] + a[..., columns] * b[..., rows])
 
 
-def principal(found: Tensor, directions: int) -> Features:
-    """Return the map of features to their principal directions over those found (n, d), scaled to mean length 1.
+def principal_projection(features: Tensor, dimension: int) -> FeatureMap:
+    """Return the projection on the first principal directions of `features` (n, d), scaled to a mean squared norm of 1.
 
-    Directions in which nothing varies are left out.
+    Directions without variance are left out.
     """
-    centre = found.mean(0)
-    values, vectors = torch.linalg.eigh((found - centre).T @ (found - centre) / len(found))
-    kept = values[-directions:] > 1e-8 * values[-1]
-    if not kept.any():
-        raise InputError("the features are the same at all points, so they tell no task from another. Use others.")
-    scale = values[-directions:][kept].sum().sqrt()
-    basis = vectors[:, -directions:][:, kept] / scale
-    return lambda features: (features - centre) @ basis
+    center = features.mean(0)
+    values, vectors = torch.linalg.eigh((features - center).T @ (features - center) / len(features))
+    varying = values[-dimension:] > 1e-8 * values[-1]
+    if not varying.any():
+        raise InputError("the features are the same at all points, so tasks cannot be compared. Use other features.")
+    scale = values[-dimension:][varying].sum().sqrt()
+    basis = vectors[:, -dimension:][:, varying] / scale
+    return lambda x: (x - center) @ basis
 
 
-def _refuse_singular(failed: Tensor) -> None:
-    if failed.any():
+def _refuse_singular(singular: Tensor) -> None:
+    if singular.any():
         raise InputError(
-            "the covariance of a task's features is singular: they do not vary in every direction, so the task has "
-            "no single solution. Leave out features that are constant or follow from others."
+            "the covariance of a task's features is singular, so the task has no unique solution. Leave out features "
+            "that are constant or are linear combinations of others."
         )
 
 
-def _halves(values: Tensor, half: int) -> Tensor:
-    """Every second point, and the others: (tasks, 2, half, ...)."""
+def _split(values: Tensor, half: int) -> Tensor:
+    """Return every second point and the points between them (tasks, 2, half, ...)."""
     return torch.stack([values[:, : 2 * half : 2], values[:, 1 : 2 * half : 2]], 1)

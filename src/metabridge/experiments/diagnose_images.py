@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from metabridge.datasets import load
-from metabridge.diagnosis import Diagnosis, diagnose, untrained
-from metabridge.diagnosis.estimates import Interval
-from metabridge.diagnosis.feature_space import Space
-from metabridge.diagnosis.moments import Features, rates
+from metabridge.diagnosis import Diagnosis, Interval, diagnose, untrained_network
+from metabridge.diagnosis.feature_space import FeatureSpace
+from metabridge.diagnosis.moments import FeatureMap, convergence_rates
 from metabridge.environments import LabelledImages
 from metabridge.environments.image_tasks import ImageTasks
 from metabridge.environments.mixture import Mixture
@@ -135,7 +134,7 @@ def diagnose_case(data: str, images: LabelledImages, settings: Settings, seed: i
 
 def rank_alphabets(
     images: LabelledImages, members: Mapping[str, torch.Tensor], tasks: int, seed: int
-) -> tuple[Features, dict[str, float]]:
+) -> tuple[FeatureMap, dict[str, float]]:
     """Return a new network's features along their principal directions, and the mean rate of each alphabet."""
     by_alphabet = replace(images, splits=dict(members))
 
@@ -143,9 +142,9 @@ def rank_alphabets(
         environment = by_alphabet.tasks(name, ways=WAYS, queries=QUERIES)
         return environment.sample(tasks, torch.Generator().manual_seed(seed))
 
-    space = Space.of([sample(name) for name in members], untrained(images, seed=seed), None)
-    mean_rates = {name: float(rates(space.moments(sample(name))).log().mean().exp()) for name in members}
-    return lambda x: space.directions(space.features(x).double().cpu()), mean_rates
+    space = FeatureSpace.for_tasks([sample(name) for name in members], untrained_network(images, seed=seed), None)
+    mean_rates = {name: float(convergence_rates(space.moments(sample(name))).log().mean().exp()) for name in members}
+    return lambda x: space.project(space.features(x).double().cpu()), mean_rates
 
 
 def hard_and_easy_tasks(
@@ -203,14 +202,14 @@ def dataset_rows(name: str, cases: Sequence[Case], gains: Gains) -> Iterator[Row
             percent = [100 * (end - 1) for end in (diagnosis.ratio.value, diagnosis.ratio.low, diagnosis.ratio.high)]
             note = f"95 % interval {percent[1]:.3f} to {percent[2]:.3f}; R {diagnosis.distance:.3g}"
             note += f", r_H {diagnosis.groups[0].dispersion:.3g}"
-            if diagnosis.limit is not None:
-                note += f", 1 + R²/r_H {diagnosis.limit:.3g}"
+            if diagnosis.ratio_limit is not None:
+                note += f", 1 + R²/r_H {diagnosis.ratio_limit:.3g}"
             yield Row(f"{name}, {setting} r_H, seed {case.seed}", "predicted ratio − 1, %", ours=percent[0], note=note)
     pairs = [(case.diagnoses["small"], case.diagnoses["large"]) for case in cases]
-    overlaps = sum(small.ratio.meets(large.ratio) for small, large in pairs)
+    overlaps = sum(small.ratio.overlaps(large.ratio) for small, large in pairs)
     by_ratio = [small.ratio.value > large.ratio.value for small, large in pairs]
     yield ranking("predicted ratio", by_ratio, f"; intervals overlap in {overlaps}")
-    yield ranking("1 + R²/r_H", [small.promises_more(large) for small, large in pairs])
+    yield ranking("1 + R²/r_H", [small.gains_more_than(large) for small, large in pairs])
     for setting in R_H:
         of_setting = [gains[name, case.seed, setting] for case in cases if (name, case.seed, setting) in gains]
         if of_setting:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metabridge.diagnosis import Diagnosis, diagnose
-from metabridge.diagnosis.advice import WORTH
+from metabridge.diagnosis.advice import MIN_RATIO
 from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.report.results import Row
@@ -143,7 +143,7 @@ class Pair:
     @property
     def separated(self) -> bool:
         """Whether the intervals of their ratios do not overlap."""
-        return not self.narrow.ratio.meets(self.wide.ratio)
+        return not self.narrow.ratio.overlaps(self.wide.ratio)
 
     @property
     def ranked(self) -> bool:
@@ -222,7 +222,7 @@ def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
     label = f"pairs of problems, one with {WIDER} times the other's r_H, steps {SHORTER:g} times as long, ranked by"
     for quantity, right, note in (
         ("ratio", [pair.ranked for pair in pairs], f"{len(pairs)} pairs; {overlap}"),
-        ("1 + R²/r_H", [pair.narrow.promises_more(pair.wide) for pair in pairs], f"{len(pairs)} pairs"),
+        ("1 + R²/r_H", [pair.narrow.gains_more_than(pair.wide) for pair in pairs], f"{len(pairs)} pairs"),
     ):
         yield Row(f"{label} {quantity}", "pairs right %", ours=100 * sum(right) / len(right), note=note)
 
@@ -272,8 +272,8 @@ def draw_predictions(axes: Axes, trials: Sequence[Trial], largest: float) -> Non
         xs, ys, label = [trial.trained for trial in selected], [r.value for r in ratios], f"{label} ({len(selected)})"
         axes.errorbar(xs, ys, margins, fmt=marker, color=colour, markersize=4, linewidth=0.8, label=label)
     axes.plot([0.95, largest], [0.95, largest], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
-    label = f"adaptation is recommended from {WORTH:g} on"
-    axes.axhline(WORTH, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
+    label = f"adaptation is recommended from {MIN_RATIO:g} on"
+    axes.axhline(MIN_RATIO, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
     axes.set(xscale="log", yscale="log", title="random linear problems")
     axes.set(xlabel="realized risk of NAL / risk of MAML", ylabel="predicted, with 95 % interval")
 
@@ -294,5 +294,5 @@ def draw_errors(axes: Axes, trials: Sequence[Trial]) -> None:
     axes.set(xlabel="exact risk of NAL / risk of MAML", ylabel="exact − predicted, in half-widths of the interval")
 
 
-CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR, "worth": WORTH}
+CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR, "worth": MIN_RATIO}
 EXPERIMENT = Experiment("diagnose-worlds", measure, rows, figure, SETTINGS, CONSTANTS)

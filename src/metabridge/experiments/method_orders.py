@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from scipy import stats
 
-from metabridge.diagnosis import Diagnosis, diagnose, untrained
+from metabridge.diagnosis import Diagnosis, diagnose, untrained_network
 from metabridge.environments import LabelledImages
 from metabridge.experiments.kernel_fewshot_data import SIZE
 from metabridge.kernels import fully_connected_kernel
@@ -74,12 +74,12 @@ def predicted_orders(
             continue
         if (data, shots) not in diagnoses:
             environment = images[data].tasks("train", shots=shots, queries=QUERIES)
-            net = untrained(images[data], seed=seed)
+            net = untrained_network(images[data], seed=seed)
             diagnoses[data, shots] = diagnose(environment, net, kernel=KERNEL, tasks=tasks, seed=seed)
         diagnosis = diagnoses[data, shots]
         formulas = {method: float((method in NOT_ADAPTING) != diagnosis.advice.adapts) for method in accuracy}
         yield MethodOrder(nets, "formulas", formulas, accuracy)
-        gains = {twin.method: twin.gain for twin in diagnosis.twins if twin.method in accuracy}
+        gains = {twin.method: twin.gain for twin in diagnosis.kernel_predictions if twin.method in accuracy}
         yield MethodOrder(nets, "kernels", gains, accuracy)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from metabridge.datasets import load
-from metabridge.diagnosis.estimates import Interval
+from metabridge.diagnosis import Interval
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.record_files import keep, plain, run_folder, stored

@@ -1,0 +1,694 @@
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from scipy import stats
+
+import metabridge as mb
+from metabridge.diagnosis import (
+    Advice,
+    Diagnosis,
+    Interval,
+    KernelPrediction,
+    advice,
+    diagnose,
+    estimates,
+    untrained_network,
+)
+from metabridge.diagnosis.advice import MIN_RATIO, NO_GAIN, RIDGES, method_costs, predict_with_kernels
+from metabridge.diagnosis.diagnose_tasks import _hard_share
+from metabridge.diagnosis.estimates import LandscapeEstimate, Prediction, find_hard_tasks, split_by_rate
+from metabridge.diagnosis.moments import (
+    SplitMoments,
+    convergence_rates,
+    gaussian_deviances,
+    largest_curvatures,
+    pair_moments,
+    regression_moments,
+    symmetric_products,
+)
+from metabridge.environments import HardEasy, Landscape, LinearTasks, Quadratic, TaskGroup
+from metabridge.environments.mixture import Mixture
+from metabridge.episodes import Episodes
+from metabridge.errors import InputError
+from metabridge.intervals import percentile_tail
+from metabridge.report import diagnosis_page
+from metabridge.theory.landscape import (
+    Risks,
+    adapted_covariance,
+    hard_easy_risks,
+    maml_solution,
+    nal_solution,
+    risk_above_floor,
+)
+
+WORLD = HardEasy(rho_hard=0.1, rho_easy=1.0, R=3.0, r_hard=0.5, r_easy=1.0, dimension=5, noise=0.2)
+ALIKE = HardEasy(rho_hard=0.5, rho_easy=1.0, R=0.0, r_hard=1.0, r_easy=1.0, dimension=5, noise=0.2)
+
+
+def tasks(world: HardEasy | Landscape, shots: int = 100, queries: int = 20) -> LinearTasks:
+    return LinearTasks(world if isinstance(world, Landscape) else world.landscape, shots, queries)
+
+
+def moments_of(world: HardEasy | Landscape, count: int, shots: int, seed: int = 0) -> tuple[SplitMoments, torch.Tensor]:
+    """The moments of tasks, and which of them are truly hard."""
+    episodes = tasks(world, shots, shots).sample(count, torch.Generator().manual_seed(seed))
+    whole = episodes.without_split()
+    return regression_moments(whole.support_x.double(), whole.support_y), episodes.classes[:, 0] == 0
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    return diagnose(tasks(WORLD), alpha=0.9, tasks=400)
+
+
+def test_the_parameters_of_a_known_landscape_are_estimated(found):
+    hard, easy = found.groups
+    assert found.distance == pytest.approx(WORLD.R, rel=0.1)
+    assert hard.dispersion == pytest.approx(WORLD.r_hard, rel=0.15)
+    assert easy.dispersion == pytest.approx(WORLD.r_easy, rel=0.15)
+    assert hard.rate == pytest.approx(WORLD.rho_hard, rel=0.15)
+    assert easy.rate == pytest.approx(WORLD.rho_easy, rel=0.15)
+    assert found.m == 100
+
+
+def test_the_predicted_ratio_is_that_of_corollary_1(found):
+    assert found.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.1)
+    assert found.ratio.low < found.ratio.value < found.ratio.high
+    assert found.nal / found.maml == pytest.approx(found.ratio.value)
+    assert found.advice == replace(found.advice, method="maml", adapts=True)
+    assert found.ratio_limit == pytest.approx(1 + found.distance**2 / found.groups[0].dispersion)
+    assert found.ratio_limit == pytest.approx(1 + WORLD.R**2 / WORLD.r_hard, rel=0.2)
+
+
+def test_groups_are_separated_by_hardness():
+    moments, hard = moments_of(WORLD, 200, 40)
+    assert (split_by_rate(convergence_rates(moments)) == hard).all()
+    assert (find_hard_tasks(moments) == hard).all()
+
+
+def test_covariances_separate_groups_whose_rates_overlap():
+    moments, hard = moments_of(replace(WORLD, rho_hard=0.75, dimension=12), 200, 150)
+    assert (split_by_rate(convergence_rates(moments)) != hard).sum() > 5
+    assert (find_hard_tasks(moments) == hard).all()
+
+
+def test_a_deviance_is_minus_twice_the_log_likelihood():
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(2, 30, 3, generator=generator).double()
+    roots = torch.randn(2, 3, 3, generator=generator).double()
+    covariances = roots @ roots.mT
+    deviances = gaussian_deviances(regression_moments(points, points[..., :1]), covariances)
+    normals = [torch.distributions.MultivariateNormal(torch.zeros(3).double(), each) for each in covariances]
+    exact = torch.stack([-2 * normal.log_prob(points).mean(1) for normal in normals], 1)
+    torch.testing.assert_close(deviances[:, 0] - deviances[:, 1], exact[:, 0] - exact[:, 1])
+
+
+def test_the_ratio_is_predicted_for_random_covariances():
+    generator = torch.Generator().manual_seed(3)
+    roots = torch.randn(2, 4, 4, generator=generator).double()
+    hard, easy = roots @ roots.mT / 4 + 0.1 * torch.eye(4).double()
+    hard, easy = 0.1 * hard / hard.trace(), easy / easy.trace()
+    landscape = Landscape((TaskGroup(hard, 3.0, 0.3, 0.1, 0.5), TaskGroup(easy, 0.0, 0.3, 0.1, 0.5)), 4)
+    alpha, m = 1.0, 80
+    exact = [
+        risk_above_floor(landscape, w, alpha, m) for w in (nal_solution(landscape), maml_solution(landscape, alpha, m))
+    ]
+    moments, is_hard = moments_of(landscape, 600, m)
+    predicted = LandscapeEstimate(moments, is_hard, m, 0.5).predict(alpha, torch.Generator().manual_seed(0))
+    assert predicted.risks.ratio == pytest.approx(float(exact[0] / exact[1]), rel=0.1)
+    assert predicted.risks.maml == pytest.approx(float(exact[1]), rel=0.15)
+
+
+@pytest.mark.parametrize("shots", [4, 25], ids=["fewer points than dimensions", "enough points"])
+def test_noise_of_few_points_does_not_increase_the_dispersion(shots):
+    """All tasks of a group have the same solution, so estimates differ only by noise."""
+    world = HardEasy(rho_hard=0.5, rho_easy=1.0, R=1.0, dimension=10, noise=2.0)
+    moments, hard = moments_of(world, 2000, shots)
+    estimate = LandscapeEstimate(moments, hard, shots)
+    landscape = estimate.landscape(0.5)
+    naive = estimate.solutions[hard].mean(1).T.cov().diagonal().mean()
+    assert naive > 0.1
+    assert landscape.groups[0].spread < 0.2 * naive
+    assert estimate.distance(landscape, 0.5) == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize(("count", "widest"), [(10, 0.6), (40, 0.2)])
+def test_intervals_contain_the_ratio_with_their_nominal_probability(count, widest, monkeypatch):
+    monkeypatch.setattr(estimates, "RESAMPLINGS", 60)
+    world = replace(WORLD, rho_hard=0.6, R=2.0, dimension=3)
+    exact, covered, widths = hard_easy_risks(world, 0.9, 60).ratio, 0, []
+    for seed in range(30):
+        moments, hard = moments_of(world, 3 * count, 60, seed)
+        subset = torch.cat([group.nonzero().flatten()[: count // 2] for group in (hard, ~hard)])
+        estimate = LandscapeEstimate(moments.select(subset), hard[subset], 60, 0.5)
+        ratio = estimate.predict(0.9, torch.Generator().manual_seed(seed)).ratio
+        covered += ratio.low <= exact <= ratio.high
+        widths.append((ratio.high - ratio.low) / ratio.value)
+    assert covered >= stats.binom.interval(0.999, 30, 0.95)[0]
+    assert sorted(widths)[15] < widest  # they are not too wide either
+
+
+def test_intervals_include_the_uncertainty_of_covariances():
+    """Without noise and dispersion the solutions are exact, so only the covariances are uncertain."""
+    world = HardEasy(rho_hard=0.3, rho_easy=1.0, R=1.0, dimension=3)
+    moments, hard = moments_of(world, 60, 30)
+    ratio = LandscapeEstimate(moments, hard, 30, 0.5).predict(0.9, torch.Generator().manual_seed(0)).ratio
+    assert ratio.low < hard_easy_risks(world, 0.9, 30).ratio < ratio.high
+    assert ratio.high - ratio.low > 0.01
+
+
+def test_the_step_does_not_diverge_on_resampled_tasks():
+    """One steep task determines the step, and resamplings can be without it or have it twice."""
+    moments, hard = moments_of(WORLD, 40, 20)
+    steep = torch.ones(40, 1, 1, 1).double()
+    steep[(~hard).nonzero()[0]] = 300.0
+    estimate = LandscapeEstimate(replace(moments, covariance=steep * moments.covariance), hard, 20, 0.5)
+    for step in (estimate.stable_step(), 1 / estimate.curvature):
+        ratio = estimate.predict(step, torch.Generator().manual_seed(0)).ratio
+        assert 1 <= ratio.low <= ratio.value <= ratio.high
+
+
+def test_plain_pre_training_is_recommended_if_the_groups_have_the_same_center():
+    found = diagnose(tasks(ALIKE), alpha=0.9, tasks=150)
+    assert found.ratio.value == pytest.approx(1, abs=0.02)
+    assert found.ratio.low >= 1  # MAML has the lowest possible risk
+    assert found.advice.adapts is False
+    assert found.advice.method == "nal"
+    assert NO_GAIN in str(found).lower()
+
+
+def test_adaptation_is_recommended_if_it_gains_enough(found):
+    assert found.ratio.low > MIN_RATIO
+    assert found.advice.confidence == 1
+    assert "MAML" in found.advice.headline
+    assert NO_GAIN in Advice("nal", False, 0.9, ()).headline.lower()
+
+
+def test_the_same_seed_gives_the_same_diagnosis(found):
+    again = diagnose(tasks(WORLD), alpha=0.9, tasks=400)
+    assert again == found
+    assert diagnose(tasks(WORLD), alpha=0.9, tasks=400, seed=1) != found
+
+
+def test_symmetric_products_have_the_norm_of_the_matrix():
+    a, b = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).double()
+    symmetric = (a[..., None] * b[..., None, :] + b[..., None] * a[..., None, :]) / 2
+    torch.testing.assert_close(symmetric_products(a, b).square().sum(-1), symmetric.square().sum((-2, -1)))
+
+
+def test_the_order_of_the_classes_has_no_influence():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(3, 40, 4, generator=generator).double()
+    labels = torch.arange(5).repeat(3, 8)
+    renamed = torch.tensor([3, 0, 4, 1, 2])[labels]
+    assert not torch.equal(labels.argsort(dim=1, stable=True), renamed.argsort(dim=1, stable=True))
+    first, second = pair_moments(features, labels), pair_moments(features, renamed)
+    torch.testing.assert_close(first.covariance, second.covariance)
+    torch.testing.assert_close(first.cross, second.cross)
+
+
+def test_the_solution_for_classes_that_differ_in_one_direction_is_that_direction():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(4).repeat_interleave(50)[None]
+    features = torch.randn(1, 200, 3, generator=generator).double()
+    features[..., 0] += 4 * (labels - 1.5)
+    moments = pair_moments(features, labels)
+    solution = moments.solutions(moments.covariance.mean(1)).mean(1)[0]
+    assert solution.abs().argmax() == 0
+
+
+def test_superclasses_of_images_can_be_the_groups(glyphs):
+    found = diagnose(glyphs.tasks("train", queries=5), untrained_network(glyphs), groups="superclasses", tasks=24)
+    assert [group.tasks for group in found.groups] == [12, 12]
+    assert found.space == "pairs of features"
+    assert found.m == 10  # pairs of five images
+    assert [cost.method for cost in found.costs] == ["rfs", "mtl", "anil", "maml"]
+
+
+def test_parts_of_a_mixture_can_be_the_groups():
+    hard, easy = (tasks(Landscape((replace(group, probability=1.0),), 5)) for group in WORLD.landscape.groups)
+    found = diagnose(Mixture((hard, easy), (0.5, 0.5)), groups="parts", alpha=0.9, tasks=200)
+    assert found.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.15)
+
+
+def test_regression_tasks_use_the_features_of_a_network():
+    found = diagnose(Quadratic(shots=20, queries=20), mb.models.mlp(10, 1), tasks=24)
+    assert found.space == "features and a constant"
+    assert found.dimension == 10
+    assert [cost.method for cost in found.costs] == ["nal", "anil", "maml"]
+
+
+def test_costs_are_those_of_the_presets():
+    net = mb.models.mlp(4, 2, width=8)
+    by_name = {cost.method: cost for cost in method_costs(("rfs", "anil", "maml", "fo-maml"), net, 0)}
+    everything, head = sum(value.numel() for value in net.parameters()), 8 * 2 + 2
+    assert (by_name["maml"].adapted_parameters, by_name["maml"].test_gradients, by_name["maml"].training_gradients) == (
+        everything,
+        5,
+        16,
+    )
+    assert (by_name["anil"].adapted_parameters, by_name["anil"].test_gradients) == (head, 0)
+    assert by_name["rfs"].training_gradients == 1
+    assert 1 < by_name["anil"].training_gradients < by_name["fo-maml"].training_gradients == 6
+
+
+def test_kernel_predictions_are_compared_with_the_support_alone(monkeypatch):
+    monkeypatch.setattr(advice, "TRAINING_POINTS", 200)
+    predictions = predict_with_kernels(mb.kernels.fully_connected_kernel(depth=3), Quadratic(), seed=0)
+    assert [prediction.method for prediction in predictions] == ["support alone", "mtl", "anil", "maml"]
+    assert predictions[0].gain == 0
+    assert predictions[1].gain == pytest.approx(
+        predictions[0].mean - predictions[1].mean
+    )  # a lower squared error is better
+    assert predictions[1].gain > predictions[1].gain_ci95
+
+
+def test_the_report_contains_its_figures_and_the_json_all_numbers(found, tmp_path):
+    html = diagnosis_page.write(found, tmp_path).read_text()
+    sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
+    assert len(sources) == 2 * 3
+    for source in sources:
+        assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
+    assert found.advice.headline in html
+    stored = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert stored["ratio"]["value"] == found.ratio.value
+    assert len(stored["rates"]) == len(stored["solution_map"]) == 400
+
+
+def test_the_command_writes_a_report(metabridge, glyphs, tmp_path):
+    status, printed, _ = metabridge(
+        "diagnose", "--out", tmp_path, "--tasks", 20, "--queries", 5, "--no-kernels", "--device", "cpu"
+    )
+    assert status == 0
+    assert "rate" in printed
+    assert {"index.html", "diagnosis.json", "hardness.png", "map.png", "gain.png"} == {
+        file.name for file in tmp_path.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 3.0}, "alpha is 3.0, but steps of"),
+        ({"alpha": 0.0}, "alpha is 0.0, but must be a positive number"),
+        ({"tasks": 6}, "tasks is 6, but two groups need at least 10"),
+        ({"groups": "superclasses"}, "only image tasks have superclasses"),
+        ({"groups": "parts"}, "is not a Mixture of two"),
+        ({"groups": "colours"}, "groups is 'colours', but must be one of"),
+        ({"net": mb.models.mlp(5, 1), "features": torch.tanh}, "net and features are both given"),
+    ],
+)
+def test_invalid_arguments_are_refused(options, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        diagnose(tasks(WORLD), **({"tasks": 40} | options))
+
+
+def test_a_singular_covariance_is_refused():
+    moments, hard = moments_of(WORLD, 40, 20)
+    flat = torch.zeros_like(moments.covariance)
+    with pytest.raises(InputError, match="the covariance of a task's features is singular"):
+        LandscapeEstimate(replace(moments, covariance=flat), hard, 20).landscape(0.5)
+
+
+def test_more_than_one_value_per_point_is_refused():
+    with pytest.raises(InputError, match="Diagnose each output separately"):
+        regression_moments(torch.zeros(2, 8, 3).double(), torch.zeros(2, 8, 2))
+
+
+def test_images_without_features_are_refused(glyphs):
+    with pytest.raises(InputError, match="Give net or features"):
+        diagnose(glyphs.tasks("train"), tasks=20)
+
+
+@pytest.mark.parametrize("superclass_count", ["one", "all"])
+def test_classes_without_superclasses_cannot_be_grouped_by_them(glyphs, superclass_count):
+    count = len(glyphs.class_names)
+    superclasses = torch.zeros(count, dtype=torch.int64) if superclass_count == "one" else torch.arange(count)
+    ungrouped = replace(glyphs, superclasses=superclasses, superclass_names=tuple(map(str, range(count))))
+    with pytest.raises(InputError, match="no superclasses to group by"):
+        diagnose(ungrouped.tasks("train"), untrained_network(glyphs), groups="superclasses", tasks=20)
+
+
+def test_tasks_without_any_signal_do_not_change_the_groups():
+    moments, hard = moments_of(WORLD, 200, 40)
+    empty = torch.zeros(200, dtype=torch.bool)
+    empty[[3, 77]] = True
+    changed = replace(moments, cross=torch.where(empty[:, None, None], 0, moments.cross))
+    assert convergence_rates(changed).isfinite().all()
+    assert torch.equal(convergence_rates(changed)[~empty], convergence_rates(moments)[~empty])
+    assert (find_hard_tasks(changed) == hard).all()
+
+
+def test_the_ratio_is_one_if_there_is_nothing_to_gain(tmp_path):
+    nothing = HardEasy(rho_hard=0.1, rho_easy=1.0, R=0.0, r_hard=0.0, r_easy=0.0, dimension=3, noise=0.0)
+    found = diagnose(tasks(nothing, 20, 20), tasks=40)
+    assert found.ratio.value == 1
+    assert found.advice.adapts is False
+    assert found.ratio_limit is None
+    assert diagnosis_page.write(found, tmp_path).exists()
+    json.loads(found.to_json())
+
+
+def test_tasks_without_pairs_of_the_same_class_are_refused(glyphs):
+    with pytest.raises(InputError, match=r"no two images of the same class.*Use queries=2"):
+        diagnose(glyphs.tasks("train", shots=1, queries=1), untrained_network(glyphs), tasks=20)
+
+
+def make_prediction(ratio: float, ratios: list[float], saved: float = 0.1, remaining: float = 0.1) -> Prediction:
+    resampled = torch.tensor(ratios, dtype=torch.float64)
+    interval = Interval(ratio, float(resampled.min()), float(resampled.max()))
+    savings = torch.full_like(resampled, saved)
+    return Prediction(Risks(ratio, 1.0), interval, Interval(saved, saved / 2, 2 * saved), remaining, resampled, savings)
+
+
+def make_advice(prediction: Prediction, *kernels: KernelPrediction, problems: tuple[str, ...] = ()) -> Advice:
+    return advice.advise(prediction, "nal", "anil", (0.1, 1.0), kernels, problems)
+
+
+@pytest.mark.parametrize(("ratios", "adapts"), [([*4 * [1.1], 9.0], False), ([1.1, *4 * [MIN_RATIO]], True)])
+def test_the_advice_is_that_of_most_resamplings(ratios, adapts):
+    found = make_advice(make_prediction(2.0, ratios))
+    assert (found.adapts, found.method) == (adapts, "anil" if adapts else "nal")
+    assert found.confidence == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("adapting", [4, 5, 6])
+def test_nothing_is_recommended_if_resamplings_disagree(adapting):
+    found = make_advice(make_prediction(2.0, [1.1] * (9 - adapting) + [9.0] * adapting))
+    assert (found.adapts, found.method) == (None, None)
+    assert found.confidence == pytest.approx(max(adapting, 9 - adapting) / 9)
+    assert re.match(r"Undecided: (44|56|67) % of resampled sets of tasks favor.*sample more", found.headline)
+
+
+def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
+    unsure = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9]))
+    assert unsure.adapts is None
+    assert "no upper bound" in unsure.headline
+    sure = make_advice(make_prediction(1e9, [*99 * [1e9], 1.3]))
+    assert sure.adapts is True
+    assert any("no upper bound" in reason for reason in sure.reasons)
+    nothing = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9], saved=1e-6))
+    assert nothing.adapts is False
+    bounded = make_advice(make_prediction(2.0, [2.0, 3.0]))
+    assert not any("upper bound" in reason for reason in bounded.reasons)
+
+
+def test_a_negligible_saving_is_not_worth_adaptation():
+    found = make_advice(make_prediction(9.0, [9.0], saved=0.0004))
+    assert (found.adapts, found.method) == (False, "nal")
+    assert any("negligible" in reason for reason in found.reasons)
+    worth = make_advice(make_prediction(9.0, [9.0], saved=0.01))
+    assert worth.adapts is True
+    assert not any("negligible" in reason for reason in worth.reasons)
+
+
+def test_nothing_is_recommended_if_there_are_problems():
+    found = make_advice(make_prediction(9.0, [9.0]), problems=("the data are bad: use others", "they are few"))
+    assert (found.adapts, found.method, found.confidence) == (None, None, 1.0)
+    assert found.headline == "Undecided: the data are bad: use others."
+    assert found.reasons[0] == "they are few"
+
+
+def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
+    def kernels(gain: float, margin: float = 0.1) -> list[KernelPrediction]:
+        gains = {"support alone": 0.0, "mtl": 0.05, "anil": 0.3, "maml": gain}
+        return [KernelPrediction(name, "accuracy", 0.5, 0.1, value, margin) for name, value in gains.items()]
+
+    found = make_prediction(9.0, [9.0])
+    assert make_advice(found, *kernels(0.5)).method == "maml"
+    assert make_advice(found, *kernels(0.4)).method == "anil"
+    assert make_advice(found, *kernels(0.1)).method == "anil"
+    assert make_advice(make_prediction(1.0, [1.0]), *kernels(0.5)).method == "nal"
+    reason = "by the kernels of infinitely wide networks, {} better than regression on the support alone"
+    assert reason.format("ANIL, MAML are") in make_advice(found, *kernels(0.5)).reasons
+    assert reason.format("ANIL is") in make_advice(found, *kernels(0.1)).reasons
+    assert reason.format("no method is") in make_advice(found, *kernels(0.1, margin=1.0)).reasons
+
+
+def test_a_large_remaining_loss_is_a_reason():
+    def is_mentioned(remaining: float) -> bool:
+        reasons = make_advice(make_prediction(2.0, [2.0], remaining=remaining)).reasons
+        return any("better features would help" in reason for reason in reasons)
+
+    assert is_mentioned(0.51)
+    assert not is_mentioned(0.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(0.1, "the tasks called hard are the fast ones"), (1.2, "the two groups hardly differ")]
+)
+def test_unclear_groups_are_mentioned(ratio, words):
+    found, clear = (advice.advise(make_prediction(2.0, [2.0]), "nal", "maml", (1.0, rate), ()) for rate in (ratio, 1.5))
+    assert any(words in reason for reason in found.reasons)
+    assert not any(words in reason for reason in clear.reasons)
+
+
+def test_the_largest_step_depends_on_the_tasks_and_not_on_resamplings():
+    few = tasks(WORLD, 20, 20)
+    with pytest.raises(InputError, match=r"alpha is 100\.0, but steps of") as refused:
+        diagnose(few, alpha=100.0, tasks=40)
+    largest = float(re.search(r"steps of ([\d.]+)", str(refused.value))[1])
+    assert diagnose(few, alpha=0.999 * largest, tasks=40).alpha == 0.999 * largest
+
+
+def test_a_step_that_overflows_is_refused():
+    with pytest.raises(
+        InputError, match=r"^alpha is 1e\+300, so large that the risk overflows. Use alpha=[\d.]+ or less\.$"
+    ):
+        diagnose(tasks(WORLD, 20, 20), alpha=1e300, tasks=40)
+
+
+def test_kernel_predictions_that_fail_are_left_out_with_a_warning(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise InputError("points 0 and 1 are the same")
+
+    monkeypatch.setattr("metabridge.diagnosis.diagnose_tasks.predict_with_kernels", refuse)
+    found = diagnose(tasks(ALIKE), tasks=40, kernel=mb.kernels.fully_connected_kernel(depth=2))
+    assert found.kernel_predictions == ()
+    assert "The kernel predictions are left out: points 0 and 1 are the same" in caplog.text
+
+
+def test_the_ratio_of_zero_risks_is_defined():
+    assert hard_easy_risks(HardEasy(0.1, 1.0, R=2.0), 1.0, float("inf")).ratio == float("inf")
+    assert Risks(0.0, 0.0).ratio == 1
+
+
+def test_points_that_are_not_finite_are_refused():
+    def square_root(x):
+        return x.sqrt()  # NaN for negative numbers
+
+    with pytest.raises(InputError, match="some features are NaN or infinite"):
+        diagnose(tasks(WORLD), features=square_root, tasks=40)
+
+
+def test_few_tasks_give_a_warning(caplog):
+    diagnose(tasks(WORLD), tasks=20)
+    assert "intervals from fewer than 50 tasks are too narrow" in caplog.text
+    caplog.clear()
+    diagnose(tasks(WORLD), tasks=50)
+    assert not caplog.text
+
+
+def test_concatenated_moments_have_the_smallest_number_of_points():
+    first, second = (moments_of(WORLD, 5, shots)[0] for shots in (40, 10))
+    assert (
+        SplitMoments.concatenate([first, second]).points_per_dimension
+        == second.points_per_dimension
+        < first.points_per_dimension
+    )
+
+
+@dataclass(frozen=True)
+class ModifiedTasks:
+    """Tasks of `WORLD` with inputs multiplied by random numbers and with another distribution of the noise."""
+
+    # functions of uniform random numbers
+    point_scale: object = None  # (tasks, points, 1)
+    task_scale: object = None  # (tasks, 1, 1)
+    noise: object = None  # (tasks, points, 1)
+    shots: int = 100
+    outputs = 1
+
+    def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
+        whole = LinearTasks(replace(WORLD, noise=0.0).landscape, self.shots, 20).sample(tasks, generator)
+        whole = whole.without_split()
+        x, y = whole.support_x, whole.support_y
+        for transform, shape in ((self.point_scale, y.shape), (self.task_scale, (tasks, 1, 1))):
+            if transform is not None:
+                scale = transform(torch.rand(shape, generator=generator))
+                x, y = scale * x, scale * y
+        if self.noise is not None:
+            y = y + self.noise(torch.rand(y.shape, generator=generator))
+        return Episodes.split(x, y, self.shots)
+
+
+def cauchy(uniform: torch.Tensor) -> torch.Tensor:
+    return 0.3 * torch.tan(torch.pi * (uniform - 0.5))
+
+
+def spiked(uniform: torch.Tensor) -> torch.Tensor:
+    """Return numbers s with E[s²] = 1 and E[s⁴] = `SPIKED_FOURTH`."""
+    return torch.where(uniform < 0.075, 10.25, 0.25).sqrt()
+
+
+SPIKED_FOURTH = 0.075 * 10.25**2 + 0.925 * 0.25**2  # 7.9
+
+
+def test_the_ratio_of_heavy_tailed_inputs_uses_their_fourth_moments():
+    """Normal inputs with the same covariance have a ratio of 1.8."""
+    normal, covariance = hard_easy_risks(WORLD, 0.9, 100).ratio, WORLD.landscape.distribution.covariance
+    trace = covariance.square().sum((-2, -1))[:, None, None]
+    fourth = SPIKED_FOURTH * (trace * covariance + 2 * covariance @ covariance @ covariance)
+    solutions = nal_solution(WORLD.landscape), maml_solution(WORLD.landscape, 0.9, 100, fourth=fourth)
+    nal, maml = risk_above_floor(WORLD.landscape, torch.stack(solutions), 0.9, 100, fourth=fourth)
+    for seed in range(2):
+        found = diagnose(ModifiedTasks(point_scale=spiked), alpha=0.9, tasks=200, seed=seed)
+        assert found.ratio.low <= float(nal / maml) <= found.ratio.high < 1.1 < normal
+        assert found.advice.adapts is False
+        assert [group.kurtosis for group in found.groups] == pytest.approx([SPIKED_FOURTH, SPIKED_FOURTH], rel=0.15)
+        assert re.search(r"hard: .* fourth moments [789](\.\d)? times those of normal inputs", str(found))
+
+
+def test_adapted_covariances_use_the_fourth_moments_of_the_inputs():
+    whole = ModifiedTasks(point_scale=spiked).sample(200, torch.Generator().manual_seed(0)).without_split()
+    moments = regression_moments(whole.support_x.double(), whole.support_y)
+    estimate = LandscapeEstimate(moments, find_hard_tasks(moments), 100)
+    covariance = WORLD.landscape.distribution.covariance[1]
+    fourth = SPIKED_FOURTH * (covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance)
+    exact = adapted_covariance(covariance, 0.9, 100, fourth)
+    torch.testing.assert_close(estimate.adapted_covariances(0.9)[1], exact, rtol=0.15, atol=0.1)
+    assert (adapted_covariance(covariance, 0.9, 100).diagonal() < 0.2 * exact.diagonal()).all()
+
+
+def test_the_kurtosis_of_normal_inputs_is_one(found):
+    assert [group.kurtosis for group in found.groups] == pytest.approx([1, 1], rel=0.05)
+
+
+def test_fourth_moments_of_few_points_are_unbiased():
+    moments, hard = moments_of(WORLD, 4000, 3)
+    covariance = WORLD.landscape.distribution.covariance[1]
+    expected = covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance
+    torch.testing.assert_close(moments.fourth[~hard].mean((0, 1)), expected, rtol=0.1, atol=0.3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_recommended_if_the_noise_has_no_variance(seed, monkeypatch):
+    monkeypatch.setattr(estimates, "RESAMPLINGS", 10)
+    found = diagnose(ModifiedTasks(noise=cauchy), alpha=0.9, tasks=60, seed=seed)
+    assert (found.advice.adapts, found.advice.method) == (None, None)
+    assert re.match(r"Undecided: few values dominate the variance of the targets of (hard|easy)", found.advice.headline)
+    assert str(found).startswith(found.advice.headline)
+
+
+def test_heavy_tails_of_inputs_and_targets_are_distinguished():
+    def tails(environment, count: int = 60) -> set[str]:
+        whole = environment.sample(count, torch.Generator().manual_seed(0)).without_split()
+        moments = regression_moments(whole.support_x.double(), whole.support_y)
+        return {name.split()[0] for name in LandscapeEstimate(moments, torch.arange(count) % 2 == 0, 100).heavy_tails()}
+
+    assert tails(ModifiedTasks()) == tails(ModifiedTasks(point_scale=spiked)) == set()
+    assert tails(ModifiedTasks(noise=cauchy)) == {"targets"}
+    assert tails(ModifiedTasks(point_scale=cauchy)) == {"inputs", "targets"}
+    assert tails(ModifiedTasks(task_scale=lambda u: 100.0 * (u < 1 / 20) + 1.0)) == {"inputs", "targets"}
+    assert tails(tasks(replace(ALIKE, dimension=1))) == set()
+
+
+def test_curvatures_of_few_points_are_not_too_large():
+    moments, hard = moments_of(replace(WORLD, dimension=10), 400, 8)
+    curvatures = largest_curvatures(moments)
+    assert float(curvatures[~hard].mean()) == pytest.approx(WORLD.rho_easy, rel=0.1)
+    assert float(curvatures[hard].mean()) == pytest.approx(WORLD.rho_hard, rel=0.1)
+    assert torch.linalg.eigvalsh(moments.covariance)[~hard].amax(-1).mean() > 2 * WORLD.rho_easy
+
+
+def test_a_step_that_diverges_on_single_tasks_is_reported(monkeypatch):
+    """A tenth of the tasks have inputs with eight times the variance, which hardly changes the mean covariance."""
+    monkeypatch.setattr(estimates, "RESAMPLINGS", 10)
+    environment = ModifiedTasks(task_scale=lambda u: torch.where(u < 0.1, 8**0.5, 1.0))
+    found = diagnose(environment, alpha=0.9, tasks=200)
+    steps = 0.9 * torch.tensor(found.curvatures)
+    assert found.diverging_share == float((steps >= 2).double().mean())
+    assert 0.02 < found.diverging_share < 0.09
+    assert 5 < steps.max() < 12
+    assert f"the step diverges on {100 * found.diverging_share:.1f} % of the tasks" in str(found)
+    chosen = diagnose(environment, tasks=200)
+    assert chosen.diverging_share == 0
+    assert chosen.alpha * max(chosen.curvatures) == pytest.approx(1.9)
+    more = diagnose(ModifiedTasks(task_scale=lambda u: torch.where(u < 0.4, 8**0.5, 1.0)), alpha=0.6, tasks=200)
+    assert more.diverging_share > 0.05
+    assert more.advice.adapts is None
+    texts = (more.advice.problem, *more.advice.reasons)
+    assert any("diverges on" in text and "use alpha=" in text for text in texts)
+
+
+def exact_estimate(*scales: float) -> LandscapeEstimate:
+    """Return an estimate for tasks with the covariances scale·diag(1, 2), of which the first five are hard."""
+    covariance = torch.tensor(scales)[:, None, None, None] * torch.diag(torch.tensor([1.0, 2.0])).expand(1, 2, 2, 2)
+    count, covariance = len(scales), covariance.double()
+    empty = torch.zeros(count, 2, 2).double()
+    moments = SplitMoments(covariance, covariance, empty, empty[..., 0], empty, 9.0)
+    return LandscapeEstimate(moments, torch.arange(count) < 5, 10)
+
+
+def test_the_default_step_is_the_inverse_of_the_largest_curvature_unless_a_task_is_much_steeper():
+    assert exact_estimate(*5 * [0.1], *5 * [1.0]).stable_step() == pytest.approx(1 / 2)
+    assert exact_estimate(*5 * [3.0], *5 * [1.0]).stable_step() == pytest.approx(1 / 6)
+    assert exact_estimate(*5 * [0.1], *9 * [1.0], 1.5).stable_step() == pytest.approx(1 / 2 / (10.5 / 10))
+    assert exact_estimate(*5 * [0.1], *9 * [1.0], 11.0).stable_step() == pytest.approx(1.9 / 22)
+
+
+def test_intervals_of_few_tasks_are_expanded():
+    resampled = torch.linspace(0, 1, 2001, dtype=torch.float64)
+    for easy in (5, 7):  # the smaller group decides
+        interval = exact_estimate(*(5 + easy) * [1.0])._interval(0.5, resampled)
+        tail = percentile_tail(5)
+        assert (interval.low, interval.high) == pytest.approx((tail, 1 - tail))
+    assert tail < 0.002
+
+
+def test_the_share_of_hard_tasks_is_the_weight_of_the_first_part():
+    parts = tuple(tasks(Landscape((replace(group, probability=1.0),), 5)) for group in WORLD.landscape.groups)
+    assert _hard_share(Mixture(parts, (3.0, 1.0))) == 0.75
+    assert _hard_share(parts[0]) == 0.5
+    groups = (replace(group, probability=share) for group, share in zip(WORLD.landscape.groups, (0.75, 0.25)))
+    landscape = Landscape(tuple(groups), 5)
+    exact = [
+        float(risk_above_floor(landscape, w, 0.9, 100))
+        for w in (nal_solution(landscape), maml_solution(landscape, 0.9, 100))
+    ]
+    found = diagnose(Mixture(parts, (3.0, 1.0)), groups="parts", alpha=0.9, tasks=200)
+    assert found.nal == pytest.approx(exact[0], rel=0.1)
+    assert found.maml == pytest.approx(exact[1], rel=0.1)
+    even = hard_easy_risks(WORLD, 0.9, 100)
+    assert even.maml != pytest.approx(exact[1], rel=0.2)
+
+
+@pytest.mark.parametrize("best", RIDGES)
+def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best, monkeypatch):
+    monkeypatch.setattr(advice, "TRAINING_POINTS", 60)
+    tested = []
+
+    def evaluate(fitted, environment, *, tasks, seed):
+        learner = fitted.learner
+        if learner.outer_time == 0:
+            return mb.Score.of(torch.tensor([2.0, 2.0]), "squared error")
+        if seed == 1:
+            return mb.Score.of(torch.full((2,), 1.0 + (learner.ridge != pytest.approx(best * scale))), "squared error")
+        assert seed == 2
+        tested.append(learner)
+        return mb.Score.of(torch.tensor([1.0, 1.0]), "squared error")
+
+    kernel = mb.kernels.fully_connected_kernel(depth=2)
+    example = Quadratic().sample(1, torch.Generator().manual_seed(0))
+    scale = float(kernel.ntk(example.support_x[0].double()).diagonal().mean())
+    monkeypatch.setattr(advice, "evaluate", evaluate)
+    predictions = predict_with_kernels(kernel, Quadratic(), seed=0)
+    assert [learner.method for learner in tested] == ["mtl", "anil", "maml"]
+    assert [learner.ridge for learner in tested] == pytest.approx(3 * [best * scale])
+    assert [prediction.gain for prediction in predictions] == [0, 1, 1, 1]
