@@ -61,11 +61,11 @@ def solution_map(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         axes = figure.subplots()
         for group, marker in zip(diagnosis.groups, MARKERS):
             members = points[np.array(diagnosis.is_hard) == (group.name == "hard")]
-            style = {"color": GROUP_COLOURS[group.name]}
-            axes.plot(*members.T, marker, markersize=4, alpha=0.6, label=f"{group.name} tasks", **style)
+            colour = GROUP_COLOURS[group.name]
+            axes.plot(*members.T, marker, markersize=4, alpha=0.6, label=f"{group.name} tasks", color=colour)
             x, y = members.mean(0)
             label = f"center of the {group.name} tasks"
-            axes.plot(x, y, "P", markeredgecolor=theme.ink, markersize=12, label=label, **style)
+            axes.plot(x, y, "P", markeredgecolor=theme.ink, markersize=12, label=label, color=colour)
         axes.set(xlabel="along the line between the centers", ylabel="across it")
         axes.set_aspect("equal", adjustable="datalim")
         figure.legend(loc="outside upper center", ncols=2)
