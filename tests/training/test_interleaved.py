@@ -15,7 +15,7 @@ from torch import nn
 from metabridge import InputError, Sinusoid, method
 from metabridge.models import mlp
 from metabridge.training import Trainer, TrainingConfig, load, train_interleaved
-from metabridge.training.trainer import run_to_end, uninterrupted
+from metabridge.training.fitting import run_to_end, uninterrupted
 from small_runs import on_colours, on_sinusoids
 
 

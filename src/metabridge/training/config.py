@@ -41,7 +41,7 @@ def _field(config: type, name: str) -> Field[Any]:
 
 
 def _default_text(default: object) -> str:
-    if default in (None, MISSING, False):
+    if default is None or default is MISSING or default is False:
         return ""
     return type(default).__name__.lower() if isinstance(default, Schedule) else str(default)
 

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+
+from metabridge import InputError, Sinusoid, fit, method
+from metabridge.cli.config_options import given_flag, with_config_options
+from metabridge.learners import PRESETS
+from metabridge.models import mlp
+from metabridge.schedules import Cosine
+from metabridge.training import TrainingConfig
+from metabridge.training.config import (
+    METHOD_DEFAULTS,
+    ImageTrainingConfig,
+    WholeNumber,
+    default_config,
+    former_names_replaced,
+    help_text,
+    option,
+    options_of,
+    training_options,
+)
+from metabridge.training.trainer import OPTIMIZERS
+
+CONFIGS = (TrainingConfig, ImageTrainingConfig)
+
+
+def test_every_option_is_an_option_of_train_with_its_help_text(metabridge):
+    status, printed, _ = metabridge("train", "--help")
+    assert status == 0
+    text = " ".join(printed.replace("│", " ").split())
+    for field in options_of(ImageTrainingConfig).values():
+        for flag in field.metadata["flags"] or [given_flag(field)]:
+            assert f" {flag} " in text
+        if field.name != "soft_targets":  # which is made of three options with their own help texts
+            assert field.metadata["help"].replace("`", "") in text
+
+
+def test_every_option_is_an_argument_of_fit_with_its_help_text():
+    parameters = inspect.signature(fit).parameters
+    for name, field in options_of(TrainingConfig).items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == field.default
+        assert f"\n        {name}: {help_text(field)}\n" in fit.__doc__
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_option_is_described_in_the_docstring_of_its_class(config):
+    for name, field in options_of(config).items():
+        assert f"\n        {name}: {help_text(field)}\n" in config.__doc__
+
+
+def test_every_option_is_stored_with_a_run(tmp_path):
+    fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, out=tmp_path, progress=False)
+    stored = json.loads((tmp_path / "settings.json").read_text())["training"]
+    assert stored == json.loads(json.dumps(TrainingConfig(iterations=1, validate_every=1).as_dict()))
+    assert stored.keys() == options_of(TrainingConfig).keys()
+
+
+def test_an_option_added_to_a_configuration_is_checked_documented_and_stored():
+    @dataclass(frozen=True, kw_only=True)
+    class Extended(TrainingConfig):
+        warmup_steps: int = option(0, help="Number of steps.", check=WholeNumber(0))
+
+    assert Extended(warmup_steps=3).as_dict()["warmup_steps"] == 3
+    assert help_text(options_of(Extended)["warmup_steps"]) == "Number of steps. Default: 0."
+    with pytest.raises(InputError, match=r"warmup_steps is -1, but must be .*\. Use warmup_steps=0 or more\."):
+        Extended(warmup_steps=-1)
+
+
+def test_a_command_receives_the_options_that_were_given_and_no_others():
+    received = {}
+
+    def command(data: str = "glyphs", **config: object) -> None:
+        received.update(data=data, **config)
+
+    run = with_config_options(command)
+    names = list(inspect.signature(run).parameters)
+    assert names[:3] == ["data", "method", "method_options"]
+    run(**dict.fromkeys(names) | {"data": "folder", "lr": 0.1, "schedule": "cosine", "method_options": ["steps=3"]})
+    assert received == {"data": "folder", "lr": 0.1, "schedule": Cosine(), "method_options": {"steps": 3}}
+
+
+def test_a_configuration_given_to_fit_is_the_start_and_options_by_name_replace_it(tmp_path):
+    config = TrainingConfig(iterations=2, lr=0.5, seed=3)
+    run = fit(mlp(1, 1), method("maml"), Sinusoid(), config=config, lr=0.1, out=tmp_path, progress=False)
+    assert [run.settings["training"][name] for name in ("iterations", "lr", "seed")] == [2, 0.1, 3]
+
+
+def test_an_argument_that_fit_does_not_have_is_named():
+    with pytest.raises(TypeError, match=r"fit\(\) got an unexpected keyword argument 'tasks'"):
+        fit(mlp(1, 1), method("maml"), Sinusoid(), tasks=3)
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked():
+    with pytest.raises(FrozenInstanceError):
+        TrainingConfig().lr = -1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ways": 1}, "ways is 1, but must be a whole number of at least 2. Use ways=2 or more."),
+        ({"statistics": "none"}, "statistics is 'none', but must be one of batch, running."),
+        ({"augment": "yes"}, r"augment is 'yes', but must be an Augment\(\) or None."),
+        ({"ema_decay": 1.0}, "ema_decay is 1.0, but must be a decay between 0 and 1, such as 0.999."),
+        ({"soft_targets": 0.1}, r"soft_targets is 0.1, but must be a SoftTargets\(\) or None."),
+        ({"schedule": "step"}, r"schedule is 'step', but must be a schedule such as metabridge.schedules.Cosine\(\)."),
+    ],
+)
+def test_a_wrong_option_is_refused_with_its_name_its_value_and_the_way_out(options, message):
+    with pytest.raises(InputError, match=message):
+        ImageTrainingConfig(**options)
+
+
+def test_all_optimizers_that_can_be_chosen_exist():
+    assert options_of(TrainingConfig)["optimizer"].metadata["check"].words == tuple(OPTIMIZERS)
+
+
+def test_the_rows_of_method_defaults_are_for_methods_that_exist():
+    assert METHOD_DEFAULTS.keys() <= PRESETS.keys()
+    assert all(config.method == name for name, config in METHOD_DEFAULTS.items())
+    assert default_config("maml") == ImageTrainingConfig("maml", schedule=Cosine())
+
+
+def test_former_names_are_read_and_today_s_names_kept():
+    former = {"batch": 2, "average": None, "turns": True, "lr": 0.1}
+    assert former_names_replaced(former) == {"batch_size": 2, "ema_decay": None, "rotated_classes": True, "lr": 0.1}
+    today = ImageTrainingConfig("mtl").as_dict()
+    assert former_names_replaced(today) == today
+
+
+def test_the_training_options_of_an_image_training_can_be_taken_out():
+    config = ImageTrainingConfig("mtl", lr=0.5)
+    assert training_options(config, batch_size=1) == TrainingConfig(
+        lr=0.5, batch_size=1, iterations=10_000, validate_tasks=200
+    )

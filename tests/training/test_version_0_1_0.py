@@ -1,0 +1,162 @@
+"""Version 0.1.0 wrote the files in tests/data/v0.1.0; see write_files.py there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from metabridge import (
+    Augment,
+    FewShotClassifier,
+    InputError,
+    LabelledImages,
+    Sinusoid,
+    SoftTargets,
+    evaluate,
+    fit,
+    load,
+    method,
+)
+from metabridge.models import conv4, mlp
+from metabridge.schedules import Plateau, Step
+from metabridge.training.checkpoint import RunFolder, part
+
+DATA = Path(__file__).parent.parent / "data" / "v0.1.0"
+EXPECTED = json.loads((DATA / "expected.json").read_text())
+RUNS = ["maml-rates", "mtl", "rfs", "metaoptnet", "r2d2", "anil-frozen"]
+ADAPTED = {  # the run that each adapted model came from
+    "adapted-anil": "anil-frozen",
+    "adapted-metaoptnet": "metaoptnet",
+    "adapted-logistic": "mtl",
+    "adapted-svm": "rfs",
+    "adapted-ridge": "r2d2",
+    "adapted-centroid": "rfs",
+    "adapted-hinge": "mtl",
+}
+
+
+@cache
+def images(size: int, channels: int) -> LabelledImages:
+    """Twelve classes of ten images: stripes whose direction and width depend on the class, with noise."""
+    y, x = np.mgrid[:size, :size] / size
+    noise = np.random.RandomState(0)
+    pixels = []
+    for label in range(12):
+        angle, width = np.pi * label / 12, 2 + label % 3
+        for _ in range(10):
+            wave = np.sin(2 * np.pi * width * (x * np.cos(angle) + y * np.sin(angle)) + noise.uniform(0, 1))
+            shades = np.array([120, 90, 60])[:channels, None, None]
+            pixels.append(128 + shades * wave + noise.normal(0, 10, (channels, size, size)))
+    return LabelledImages(
+        images=torch.from_numpy(np.stack(pixels).clip(0, 255).astype(np.uint8)),
+        labels=torch.arange(12).repeat_interleave(10),
+        class_names=tuple("abcdefghijkl"),
+        superclasses=torch.zeros(12, dtype=torch.int64),
+        superclass_names=("all",),
+        splits={"train": torch.arange(6), "validation": torch.arange(6, 9), "test": torch.arange(9, 12)},
+    )
+
+
+def images_of(name: str) -> LabelledImages:
+    return images(18, 3) if name in ("mtl", "rfs") else images(16, 1)
+
+
+def environment(name: str, split: str):
+    if name == "maml-rates":
+        return Sinusoid()
+    if (name, split) == ("rfs", "train"):
+        return images_of(name).batches("train", size=16)
+    shots, queries = {"train": (2, 3), "validation": (1, 4), "test": (2, 5)}[split]
+    return images_of(name).tasks(split, ways=3, shots=shots, queries=queries)
+
+
+def net(name: str):
+    if name == "maml-rates":
+        return mlp(1, 1, width=6)
+    if name == "anil-frozen":
+        return mlp(256, 3, width=5)
+    channels, size = images_of(name).images.shape[1:3]
+    return conv4(channels, size, 3, filters=4, statistics="running")
+
+
+OPTIONS = {
+    "maml-rates": {"ema_decay": 0.9},
+    "mtl": {"optimizer": "radam", "schedule": Plateau(patience=0), "augment": Augment(padding=2), "patience": 5},
+    "rfs": {
+        "batch_size": 1,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "weight_decay": 5e-4,
+        "schedule": Step(),
+        "soft_targets": SoftTargets(smoothing=0.1),
+    },
+    "anil-frozen": {"optimizer": "adamw"},
+}
+
+
+def train(name: str, out: Path, **options):
+    """Train as version 0.1.0 did."""
+    steps = {"iterations": 6, "validate_every": 2, "validate_tasks": 4, "batch_size": 2, "progress": False}
+    chosen = method("maml", steps=2, rates="per-tensor") if name == "maml-rates" else method(name)
+    validate = environment(name, "validation")
+    options = steps | OPTIONS.get(name, {}) | options
+    return fit(net(name), chosen, environment(name, "train"), validate=validate, out=out, **options)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_version_0_1_0_is_loaded_and_has_the_same_scores(name):
+    run = load(DATA / name)
+    expected = EXPECTED[name]
+    assert run.finished == (DATA / name / "state.safetensors").exists()  # left out of two runs to save space
+    if run.finished:
+        assert run.curve[-1].iteration == expected["iteration"]
+    assert run.best.mean == expected["validation"]
+    score = evaluate(run, environment(name, "test"), tasks=20)
+    assert (score.mean, score.ci95) == pytest.approx((expected["test"], expected["ci95"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["maml-rates", "mtl"])
+def test_a_run_that_version_0_1_0_stopped_ends_in_the_weights_that_it_would_have_reached(name, tmp_path):
+    shutil.copytree(DATA / f"{name}-halfway", tmp_path / "run")
+    train(name, tmp_path / "run")
+    for file in ("weights", "state"):
+        found, expected = (RunFolder(folder).read(file)[0] for folder in (tmp_path / "run", DATA / name))
+        for group in ("params", "average", "buffers", "moments"):
+            torch.testing.assert_close(part(found, group), part(expected, group))
+        assert all(torch.equal(value, part(expected, "random")[key]) for key, value in part(found, "random").items())
+
+
+@pytest.mark.parametrize("name", ["maml-rates", "mtl", "rfs", "anil-frozen"])
+def test_a_run_of_version_0_1_0_is_lengthened_to_the_same_weights(name, tmp_path):
+    shutil.copytree(DATA / name, tmp_path / "run")
+    run = train(name, tmp_path / "run", iterations=8)
+    assert run.curve[-1].iteration == 8
+    total = float(sum(value.abs().sum() for value in run.params.values()))
+    assert total == pytest.approx(EXPECTED[name]["after 8 iterations"], rel=1e-5)
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["version"] == 2
+    assert load(tmp_path / "run").curve[-1].iteration == 8
+
+
+def test_other_options_than_those_of_a_run_of_version_0_1_0_are_refused(tmp_path):
+    shutil.copytree(DATA / "maml-rates", tmp_path / "run")
+    with pytest.raises(InputError, match=r"training\.batch_size is 2 there and 3 here"):
+        train("maml-rates", tmp_path / "run", batch_size=3)
+    with pytest.raises(InputError, match=r"training\.ema_decay is 0\.9 there and 0\.5 here"):
+        train("maml-rates", tmp_path / "run", ema_decay=0.5)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_model_that_version_0_1_0_adapted_predicts_the_same_probabilities(name):
+    data = images_of(ADAPTED[name])
+    rows = [10 * label + index for label in (9, 10, 11) for index in range(3)][::2]
+    pixels = np.moveaxis(data.images[rows].numpy(), 1, -1)
+    pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    classifier = FewShotClassifier.load(DATA / name)
+    assert list(classifier.classes_) == ["j", "k", "l"]
+    np.testing.assert_allclose(classifier.predict_proba(pixels), EXPECTED[name]["probabilities"], rtol=1e-4, atol=1e-6)
