@@ -24,7 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 from memory import added_peak
-from metabridge import Episodes, Quadratic
+from metabridge import Episodes
+from metabridge.environments import Quadratic
 from metabridge.kernels import FittedKernelLearner, KernelLearner, fully_connected_kernel
 from metabridge.kernels.kernel_predictors import KernelMethod
 from metabridge.report.results import Machine

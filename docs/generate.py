@@ -24,7 +24,21 @@ from metabridge.report.method_table import taxonomy_row
 from metabridge.solvers import Solver
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("environments", "models", "kernels", "theory", "search", "training", "use")
+PARTS = (
+    "datasets",
+    "diagnosis",
+    "environments",
+    "heads",
+    "kernels",
+    "learners",
+    "models",
+    "nas",
+    "schedules",
+    "solvers",
+    "theory",
+    "training",
+    "use",
+)
 PACKAGES = ("metabridge", *(f"metabridge.{part}" for part in PARTS))
 MANY = 40  # rows of a table that a reader still reads
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from metabridge import Sinusoid, fit, method
-from metabridge.environments import LabelledImages
+from metabridge import fit, method
+from metabridge.environments import LabelledImages, Sinusoid
 from metabridge.models import mlp, resnet12
 from metabridge.training import Augment, Run
 

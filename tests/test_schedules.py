@@ -7,7 +7,8 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, ReduceLROnPlateau
 
-from metabridge import InputError, Sinusoid, method
+from metabridge import InputError, method
+from metabridge.environments import Sinusoid
 from metabridge.models import mlp
 from metabridge.schedules import SCHEDULES, Constant, Cosine, Plateau, Schedule, Step, schedule
 from metabridge.training import Score, Trainer

@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy.linalg import expm
 
-from metabridge import Episodes, InputError, Quadratic, evaluate
+from metabridge import Episodes, InputError, evaluate
+from metabridge.environments import Quadratic
 from metabridge.kernels import (
     AnalyticKernel,
     KernelLearner,

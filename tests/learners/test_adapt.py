@@ -9,19 +9,10 @@ import torch
 from torch import nn
 
 from cases import CLASSES, METHODS, NETS, WAYS, clusters, odd_episodes, odd_net, small_conv4, smooth_mlp
-from metabridge import (
-    PRESETS,
-    SVM,
-    Engine,
-    InputError,
-    NearestCentroid,
-    RidgeClassifier,
-    Sinusoid,
-    adapt,
-    method,
-    parameters,
-    predict,
-)
+from metabridge import Engine, InputError, adapt, method, parameters, predict
+from metabridge.environments import Sinusoid
+from metabridge.heads import SVM, NearestCentroid, RidgeClassifier
+from metabridge.learners import PRESETS
 from metabridge.learners.task_gradients import compute_features
 from metabridge.models import Network, conv4, mlp
 

@@ -4,20 +4,11 @@ import pytest
 import torch
 
 from cases import METHODS, OTHERWISE_TESTED
-from metabridge import (
-    PRESETS,
-    GradientDescent,
-    InputError,
-    LogisticRegression,
-    Method,
-    Proximal,
-    RidgeSolver,
-    SVMSolver,
-    adapt,
-    method,
-    parameters,
-)
+from metabridge import InputError, Method, adapt, method, parameters
+from metabridge.heads import LogisticRegression
+from metabridge.learners import PRESETS
 from metabridge.models import mlp
+from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, SVMSolver
 
 STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 

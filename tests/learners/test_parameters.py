@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cases import CLASSES, METHODS, SOLVED, clusters, relative, smooth_mlp
-from metabridge import InputError, Sinusoid, fit, method
+from metabridge import InputError, fit, method
+from metabridge.environments import Sinusoid
 from metabridge.learners import adapt, parameters
 from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine, Mode

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from metabridge import Engine, MetaGradient, method, parameters
+from metabridge import Engine, method, parameters
 from metabridge.environments.teacher_networks import ACTIVATIONS, Activation, FixedNeurons, TeacherTasks
 from metabridge.episodes import Episodes
+from metabridge.learners import MetaGradient
 from metabridge.models import mlp
 from metabridge.theory.loss_surface import LossSurface, plane
 from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss

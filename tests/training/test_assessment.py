@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from metabridge import InputError, Sinusoid, evaluate, method, parameters
-from metabridge.environments import LabelledImages
+from metabridge import InputError, evaluate, method, parameters
+from metabridge.environments import LabelledImages, Sinusoid
 from metabridge.models import mlp
 from metabridge.training import Model
 from metabridge.training.assessment import Assessment, assess

@@ -15,7 +15,8 @@ from torch import nn
 
 from cases import METHODS, WAYS
 from damage import damaged_json
-from metabridge import InputError, Sinusoid, fit, method
+from metabridge import InputError, fit, method
+from metabridge.environments import Sinusoid
 from metabridge.heads import SVM, LogisticRegression, NearestCentroid, RidgeClassifier
 from metabridge.learners import PRESETS, Method
 from metabridge.models import Network, conv4, mlp

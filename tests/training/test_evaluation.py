@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from metabridge import Episodes, InputError, Score, Sinusoid, evaluate, method, parameters
+from metabridge import Episodes, InputError, Score, evaluate, method, parameters
+from metabridge.environments import Sinusoid
 from metabridge.heads import create_head
 from metabridge.learners.adapt import predict_from_features
 from metabridge.models import conv4, estimate_statistics, mlp

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from cases import flattened
-from metabridge import Engine, Episodes, InputError, Score, Sinusoid, evaluate, fit, method, parameters
-from metabridge.environments import SharedRepresentation
+from metabridge import Engine, Episodes, InputError, Score, evaluate, fit, method, parameters
+from metabridge.environments import SharedRepresentation, Sinusoid
 from metabridge.models import Network, conv4, mlp, resnet12
 from metabridge.training import Model, load, trainer
 from metabridge.training.checkpoint import RunFolder

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from metabridge import InputError, Sinusoid, method
+from metabridge import InputError, method
+from metabridge.environments import Sinusoid
 from metabridge.models import mlp
 from metabridge.training import Trainer, TrainingConfig, load, train_interleaved
 from metabridge.training.fitting import run_to_end, uninterrupted

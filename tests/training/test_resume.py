@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from metabridge import InputError, Sinusoid, fit, method
-from metabridge.environments import HardEasy, LinearTasks, Mixture, SharedRepresentation
+from metabridge import InputError, fit, method
+from metabridge.environments import HardEasy, LinearTasks, Mixture, SharedRepresentation, Sinusoid
 from metabridge.learners.adapt import predict
 from metabridge.models import DropBlock, Network, mlp, resnet12
 from metabridge.schedules import Constant, Cosine, Plateau, Step

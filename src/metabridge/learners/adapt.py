@@ -109,7 +109,7 @@ def predict(
 
     >>> import metabridge as mb
     >>> anil, net = mb.method("anil"), mb.models.mlp(1, 1)
-    >>> predict(anil, net, mb.parameters(anil, net), mb.Sinusoid().sample(3, torch.Generator())).shape
+    >>> predict(anil, net, mb.parameters(anil, net), mb.environments.Sinusoid().sample(3, torch.Generator())).shape
     torch.Size([3, 10, 1])
     """
     check_test_time(method, net, params, episodes)

@@ -273,7 +273,7 @@ def meta_gradient(
 
     >>> import metabridge as mb
     >>> anil, net = mb.method("anil"), mb.models.mlp(1, 1)
-    >>> episodes = mb.Sinusoid().sample(4, torch.Generator().manual_seed(0))
+    >>> episodes = mb.environments.Sinusoid().sample(4, torch.Generator().manual_seed(0))
     >>> meta_gradient(anil, net, mb.parameters(anil, net), episodes).gradients["head.bias"].shape
     torch.Size([1])
     """
