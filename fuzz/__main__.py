@@ -1,4 +1,4 @@
-"""Fuzz the readers: `python -m fuzz`, or `make fuzz`. A failing case is read again by `--reader NAME --case NUMBER`."""
+"""Fuzz the readers: `python -m fuzz`, or `make fuzz`. `--reader NAME --case NUMBER` repeats a single case."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ from fuzz.worker import Worker
 from metabridge.files import write_atomically
 from metabridge.report.results import Machine
 
-READERS_AT = "fuzz.readers:READERS"
+READERS_PATH = "fuzz.readers:READERS"
 INPUTS = 10_000
 
 
 def main() -> int:
-    """Run what the command line asks for, and return 1 if a case failed."""
+    """Run the command line, and return 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--reader", action="append", choices=READERS, help="only this reader; may be repeated")
-    parser.add_argument("--case", type=int, help="read one case of the reader and keep its files")
-    parser.add_argument("--inputs", type=int, default=INPUTS, help="inputs for every reader (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random changes (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="processes at once (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo/fuzz"), help="folder of what was found (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, help="write the counts there, if every reader has had all its inputs")
+    parser.add_argument("--reader", action="append", choices=READERS, help="fuzz only this reader; may be repeated")
+    parser.add_argument("--case", type=int, help="run one case of the reader and keep its files")
+    parser.add_argument("--inputs", type=int, default=INPUTS, help="number of inputs per reader (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random changes (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo/fuzz"), help="output folder (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the counts, written after a full run of all readers")
     options = parser.parse_args()
     names = options.reader or list(READERS)
     if options.case is not None:
         return _replay(names[0], options.seed, options.case, options.out)
-    campaign = Campaign(READERS_AT, names, inputs=options.inputs, seed=options.seed, out=options.out)
+    campaign = Campaign(READERS_PATH, names, inputs=options.inputs, seed=options.seed, out=options.out)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bars = {
@@ -67,22 +65,22 @@ def _print(tallies: list[Tally]) -> None:
     console = Console(width=200 if not sys.stdout.isatty() else None)
     console.print(table)
     for tally in tallies:
-        for place, known in tally.failures.items():
-            console.print(
-                Text(f"{tally.reader} --case {known['case']} ({known['count']} times) {place}: {known['what']!a}")
+        for location, failure in tally.failures.items():
+            count, what = failure["count"], failure["what"]
+            console.print(Text(f"{tally.reader} --case {failure['case']} ({count} times) {location}: {what!a}"))
             )
 
 
 def _replay(name: str, seed: int, number: int, out: Path) -> int:
-    worker = Worker(READERS_AT, seed)
+    worker = Worker(READERS_PATH, seed)
     try:
-        kept = out / f"{name}-{number}"
-        (outcome,) = worker.run(name, number, number + 1, kept)
+        folder = out / f"{name}-{number}"
+        (outcome,) = worker.run(name, number, number + 1, folder)
         print(worker.errors.read_text(errors="replace"), file=sys.stderr)
     finally:
         worker.close()
     print(json.dumps(asdict(outcome), indent=1))
-    print(f"The files are in {kept}")
+    print(f"The files are in {folder}")
     return int(outcome.kind not in ("equal", "different", "refused"))
 
 

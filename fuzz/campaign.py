@@ -1,4 +1,4 @@
-"""All readers, on so many inputs each: shared out to workers, counted, and kept so that a killed run goes on."""
+"""Run all readers in several processes, count the outcomes, and save the counts so that a run can be continued."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fuzz.sandbox import FAILURES, ROOT, Outcome
 from fuzz.worker import Worker
 from metabridge.files import make_folder, write_atomically
 
-CHUNK = 200  # cases between two writes of what was found
+CHUNK = 200  # cases between two saves of the counts
 
 
 @dataclass
 class Tally:
-    """What came of the cases of one reader. A failure is kept once for every place that it comes from."""
+    """The outcomes of the cases of one reader. Failures at the same line of code are stored once, with a count."""
 
     reader: str
     inputs: int = 0
@@ -34,18 +34,18 @@ class Tally:
         self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
         self.peak = max(self.peak, outcome.peak)
         if outcome.kind in FAILURES:
-            place = f"{outcome.kind} {outcome.where or outcome.what}"
-            known = self.failures.setdefault(place, {"case": outcome.case, "what": outcome.what, "count": 0})
-            known["count"] += 1
+            location = f"{outcome.kind} {outcome.where or outcome.what}"
+            failure = self.failures.setdefault(location, {"case": outcome.case, "what": outcome.what, "count": 0})
+            failure["count"] += 1
 
     @property
     def failed(self) -> int:
-        """How many cases failed."""
+        """The number of failed cases."""
         return sum(self.counts.get(kind, 0) for kind in FAILURES)
 
     def row(self) -> dict[str, object]:
-        """Return the counts as a result holds them."""
-        named = {
+        """Return the counts as a row of the result file."""
+        kinds = {
             "accepted_equal": "equal",
             "accepted_different": "different",
             "refused": "refused",
@@ -57,32 +57,32 @@ class Tally:
             "code_run": "code",
             "silent_differences": "silent",
         }
-        counts = {name: self.counts.get(kind, 0) for name, kind in named.items()}
+        counts = {name: self.counts.get(kind, 0) for name, kind in kinds.items()}
         return {"reader": self.reader, "inputs": self.inputs, **counts, "peak_mib": self.peak >> 20}
 
 
 class Campaign:
-    """A run over readers, whose tallies are kept in a folder: those of the same seed and code are gone on with."""
+    """A run of several readers. It continues from the counts in its folder if these have the same seed and code."""
 
     def __init__(self, readers: str, names: Iterable[str], *, inputs: int, seed: int, out: Path) -> None:
         self.readers, self.inputs, self.seed = readers, inputs, seed
         self.key = f"{seed}-{_code_key()}"
         self.out = make_folder(out)
-        self.tallies = {name: self._restored(name) for name in names}
+        self.tallies = {name: self._load_tally(name) for name in names}
 
     def run(self, workers: int, on_case: Callable[[Tally], None] = lambda tally: None) -> None:
-        """Read the cases that are missing, in so many processes at once."""
-        waiting: queue.SimpleQueue[Tally] = queue.SimpleQueue()
+        """Run the remaining cases in `workers` processes."""
+        remaining: queue.SimpleQueue[Tally] = queue.SimpleQueue()
         for tally in self.tallies.values():
-            waiting.put(tally)
+            remaining.put(tally)
         errors: list[BaseException] = []
         self.stopped = False
 
-        def work() -> None:
+        def run_cases() -> None:
             worker = Worker(self.readers, self.seed)
             try:
-                while not self.stopped and not waiting.empty():
-                    self._finish(waiting.get_nowait(), worker, on_case)
+                while not self.stopped and not remaining.empty():
+                    self._finish(remaining.get_nowait(), worker, on_case)
             except queue.Empty:
                 pass
             except BaseException as error:
@@ -90,7 +90,7 @@ class Campaign:
             finally:
                 worker.close()
 
-        threads = [threading.Thread(target=work) for _ in range(workers)]
+        threads = [threading.Thread(target=run_cases) for _ in range(workers)]
         for thread in threads:
             thread.start()
         try:
@@ -110,19 +110,19 @@ class Campaign:
                 on_case(tally)
             write_atomically(self._file(tally.reader), json.dumps({"key": self.key, **vars(tally)}).encode())
 
-    def _restored(self, name: str) -> Tally:
+    def _load_tally(self, name: str) -> Tally:
         file = self._file(name)
-        held = json.loads(file.read_text()) if file.exists() else {}
-        if held.pop("key", None) != self.key:
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        if saved.pop("key", None) != self.key:
             return Tally(name)
-        return Tally(**held)
+        return Tally(**saved)
 
     def _file(self, name: str) -> Path:
         return self.out / f"{name}.json"
 
 
 def _code_key() -> str:
-    """A key of the code that is fuzzed and of the code that fuzzes it."""
+    """Return a checksum of the library and of the fuzzing code."""
     key = 0
     for file in sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "fuzz").glob("*.py")]):
         key = zlib.crc32(file.read_bytes(), key)

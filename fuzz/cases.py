@@ -1,4 +1,4 @@
-"""What is fuzzed, as data: a reader, its valid inputs, and the cases made of them."""
+"""Readers, their valid inputs, and the cases that are generated from these."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Link(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Something that is not a regular file: a named pipe or an empty folder."""
+    """A named pipe or an empty folder."""
 
     kind: Literal["pipe", "folder"]
 
 
-Files = Mapping[str, bytes | Link | Node]  # by path below the case's folder; bytes that are no UTF-8 as surrogates
+Files = Mapping[str, bytes | Link | Node]  # by path in the folder of the case; invalid UTF-8 as surrogates
 
-# What may happen to a case: anything but a failure; the valid data or a refusal; a refusal alone.
+# The accepted outcomes: any without a failure; the valid data or an InputError; only an InputError.
 Expected = Literal["any", "same", "refused"]
 
 
 class Case(NamedTuple):
-    """One input: the files, what is expected of them, and by which of the reader's entries they are read."""
+    """One input: its files, the expected outcome, and the index of the reader's entry that reads them."""
 
     files: Files
     expected: Expected
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 class Hostile(NamedTuple):
-    """An input made by hand."""
+    """A hand-written input."""
 
     files: Files
     expected: Expected = "any"
@@ -53,10 +53,12 @@ class Hostile(NamedTuple):
 class Reader:
     """One kind of file and the functions of the library that read it.
 
-    - `entries`: each reads the case's folder and returns what it found, or raises `InputError`.
-    - `seeds`: makes the valid inputs, with the library's help in an empty folder where that is needed.
-    - `change`: makes a changed input of a valid one; the last argument is all of them, to splice.
-    - `hostile`: makes the inputs that were written by hand, of the valid ones where that is needed.
+    Args:
+        name: The name of the reader.
+        entries: Functions that read the folder of a case and return its data, or raise `InputError`.
+        seeds: Returns the valid inputs; it may use the given empty folder.
+        change: Returns a changed copy of a valid input. The last argument is all valid inputs, for splicing.
+        hostile: Returns the hand-written inputs; its argument is the valid inputs.
     """
 
     name: str
@@ -76,32 +78,32 @@ class Corpus:
 
     @classmethod
     def of(cls, reader: Reader, folder: Path) -> Corpus:
-        """Make the valid and the hand-made inputs of a reader."""
+        """Create the valid and the hand-written inputs of a reader."""
         inputs = reader.seeds(folder)
         return cls(reader, inputs, reader.hostile(inputs))
 
     @property
     def fixed(self) -> int:
-        """How many cases come before the random ones: the valid inputs by every entry, each hand-made one by one."""
+        """The number of cases before the random ones: valid inputs for each entry, and hand-written inputs once."""
         return len(self.reader.entries) * len(self.inputs) + len(self.by_hand)
 
     def case(self, seed: int, number: int) -> Case:
-        """Return case `number`, which depends on nothing else but the seed and the reader."""
+        """Return a case, which depends only on the seed, the reader and the number."""
         entries = len(self.reader.entries)
-        entry, place = number % entries, number // entries
-        if place < len(self.inputs):
-            return Case(self.inputs[place], "same", entry)
+        entry, index = number % entries, number // entries
+        if index < len(self.inputs):
+            return Case(self.inputs[index], "same", entry)
         if number < self.fixed:
             return Case(*self.by_hand[number - entries * len(self.inputs)], entry)
         rng = random.Random(f"{seed}/{self.reader.name}/{number}")
-        if self.by_hand and rng.random() < 0.02:  # by another entry, perhaps
+        if self.by_hand and rng.random() < 0.02:  # possibly for another entry
             return Case(*rng.choice(self.by_hand), entry)
         files, expected = self.reader.change(rng.choice(self.inputs or ({},)), rng, self.inputs)
         return Case(files, expected, entry)
 
 
 def lay_out(folder: Path, files: Files) -> None:
-    """Make the case's folder anew, with these files alone."""
+    """Create the folder of a case with these files, after removing an existing folder."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -121,7 +123,7 @@ def lay_out(folder: Path, files: Files) -> None:
 
 
 def digest(value: object) -> str:
-    """Return a key of plain data, arrays, tensors and dataclasses: equal for equal values alone.
+    """Return a hash of plain data, arrays, tensors and dataclasses.
 
     >>> digest({"a": [1, 2.0]}) == digest({"a": [1, 2.0]}) != digest({"a": [1, 2]})
     True
@@ -132,7 +134,7 @@ def digest(value: object) -> str:
 
 
 def _add(update: Callable[[bytes], None], value: Any) -> None:
-    torch = sys.modules.get("torch")  # without which there are no tensors
+    torch = sys.modules.get("torch")  # if it is not imported, there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.view(torch.int16).numpy() if value.dtype is torch.bfloat16 else value.numpy()
@@ -146,13 +148,13 @@ def _add(update: Callable[[bytes], None], value: Any) -> None:
             _add(update, getattr(value, field.name))
     elif isinstance(value, dict):
         update(f"dict{len(value)}".encode())
-        for name, each in sorted(value.items(), key=lambda item: repr(item[0])):  # files keep tensors in any order
+        for name, item in sorted(value.items(), key=lambda pair: repr(pair[0])):  # files store tensors in any order
             _add(update, name)
-            _add(update, each)
+            _add(update, item)
     elif isinstance(value, list | tuple):
         update(f"list{len(value)}".encode())
-        for each in value:
-            _add(update, each)
+        for item in value:
+            _add(update, item)
     elif isinstance(value, float) and math.isnan(value):
         update(b"nan")
     else:

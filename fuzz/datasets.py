@@ -1,4 +1,4 @@
-"""Readers of the published data sets' files, of parquet files, and of the caches of decoded and drawn images."""
+"""Readers of the files of published data sets, of parquet files, and of the caches of images and glyphs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def changer(
     raw: Expected = "any",
     prefix: str = "",
 ) -> Change:
-    """Return what changes one file: by the rule of its ending with that chance, and as raw bytes otherwise.
+    """Return a function that changes one file, with probability `chance` by the rule of its suffix, else as raw bytes.
 
-    `written` is what is expected of a file that a rule has written, which may be another valid one, and `raw` of bytes.
+    `written` is the expected outcome for a file that a rule changed, and `raw` for a file with changed bytes.
     """
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
@@ -65,7 +65,7 @@ def pickled(value: object, protocol: int = 2) -> bytes:
 
 
 PROTOCOLS = (2, 4, 5)
-ZEROS = 3 * 2**29  # bytes that a bomb unpacks to
+ZEROS = 3 * 2**29  # bytes that a decompression bomb unpacks to
 BOMBS = (
     b"\x80\x04\x96\xff\xff\xff\xff\0\0\0\0.",  # a bytearray of 4 GiB
     b"\x80\x04\x8e\xff\xff\xff\xff\0\0\0\0.",
@@ -73,14 +73,14 @@ BOMBS = (
     b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
     b"\x80\x02)" + b"2\x86" * 60 + b".",  # a tuple of 2^60 leaves
     b"\x80\x02)" + b"2\x86" * 60 + b"}2s.",
-    b"\x80\x02}" + b")" + b"2\x86" * 40 + b"Ns.",  # whose hash takes as long
+    b"\x80\x02}" + b")" + b"2\x86" * 40 + b"Ns.",  # a key that takes very long to hash
     b"\x80\x04j\xff\xff\xff\x7f.",
-    b"\x80\x04Nr\xff\xff\xff\x7f.",  # a memo of two thousand million places
+    b"\x80\x04Nr\xff\xff\xff\x7f.",  # a memo index of about 2**31
     b"\x80\x04cos\nsystem\n\x8c\x04true\x85R.",
     b"\x80\x04cbuiltins\nexec\n\x8c\x04True\x85R.",
     b"\x80\x04cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85C\x01b\x87R"
     b"(K\x01J\xff\xff\xff\x7f\x85cnumpy\ndtype\n\x8c\x02u1\x89\x88\x87R\x89C\x00tb.",
-    b"N" + b"".join(b"p%d\n" % (number * (2**61 - 1)) for number in range(100_000)) + b".",  # all of one hash
+    b"N" + b"".join(b"p%d\n" % (number * (2**61 - 1)) for number in range(100_000)) + b".",  # with equal hashes
     b"I" + b"9" * 200_000 + b"\n.",
     b"\x80\x02\x8b\xff\xff\xff\x7f" + b"\1" * 100 + b".",
     b"",
@@ -228,7 +228,7 @@ def _archived(folder: str, parts: Mapping[str, bytes], kinds: Mapping[str, bytes
 
 
 def change_archive(data: bytes, rng: random.Random) -> bytes:
-    """Change the archive within its compression, with checksums of headers that are right half of the time."""
+    """Change the unpacked archive and compress it again; some headers get a valid checksum."""
     raw = bytearray(gzip.decompress(data))
     if rng.random() < 0.5:
         block = 512 * rng.randrange(max(1, len(raw) // 512))
@@ -273,14 +273,14 @@ def _drawings(part: str) -> list[tuple[str, bytes]]:
 
 def _omniglot() -> Files:
     parts = ("images_background", "images_evaluation")
-    return {f"data/{part}.zip": mutate.zipped(_drawings(part), zipfile.ZIP_STORED) for part in parts}
+    return {f"data/{part}.zip": mutate.zip_archive(_drawings(part), zipfile.ZIP_STORED) for part in parts}
 
 
 def _zip_bomb(name: str) -> bytes:
-    """Return an archive of 1.5 MB whose one member claims, and is, 1.5 GiB of zeros."""
+    """Return an archive of 1.5 MB whose only member is 1.5 GiB of zeros."""
     packer = zlib.compressobj(9, wbits=-15)
-    block = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)  # which can be repeated
-    data = bytearray(mutate.zipped([(name, block * (ZEROS // 2**24) + packer.flush())], zipfile.ZIP_STORED))
+    block = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)  # a block that can be repeated
+    data = bytearray(mutate.zip_archive([(name, block * (ZEROS // 2**24) + packer.flush())], zipfile.ZIP_STORED))
     central = data.index(b"PK\x01\x02")
     for at in (8, central + 10):
         struct.pack_into("<H", data, at, zipfile.ZIP_DEFLATED)
@@ -294,13 +294,16 @@ def _hostile_omniglot(inputs: Sequence[Files]) -> list[Hostile]:
     drawings = _drawings("images_background")
     contents = [
         _zip_bomb("images_background/A/b/1.png"),
-        mutate.zipped([]),
+        mutate.zip_archive([]),
         b"",
         b"PK\x05\x06" + bytes(18),
-        mutate.zipped([(f"images_background/A/c{number}/1.png", b"") for number in range(20000)]),
-        *(mutate.zipped([*drawings, (f"images_background/A/{odd}/1.png", drawings[0][1])]) for odd in mutate.NAMES),
+        mutate.zip_archive([(f"images_background/A/c{number}/1.png", b"") for number in range(20000)]),
         *(
-            mutate.zipped([*drawings, (f"images_background/{odd}", drawings[0][1])])
+            mutate.zip_archive([*drawings, (f"images_background/A/{odd}/1.png", drawings[0][1])])
+            for odd in mutate.NAMES
+        ),
+        *(
+            mutate.zip_archive([*drawings, (f"images_background/{odd}", drawings[0][1])])
             for odd in ("../../../outside/x/1.png", "/x/1.png", "a/b/" + "c" * 300 + ".png")
         ),
     ]
@@ -316,7 +319,7 @@ def _tables(rows: Sequence[Sequence[str]]) -> Files:
 
 
 def change_table(data: bytes, rng: random.Random) -> bytes:
-    """Change the fields of a table, or how lines end."""
+    """Change the fields of a CSV file, or its line ends."""
     rows = [line.split(",") for line in data.decode().splitlines()]
     for _ in range(rng.choice((1, 2))):
         row = rng.choice(rows)
@@ -395,7 +398,7 @@ COLUMNS: tuple[Sequence[Any], ...] = (
 
 
 def change_parquet(data: bytes, rng: random.Random) -> bytes:
-    """Damage the footer, or write a table of other columns or metadata."""
+    """Damage the footer, or write a table with other columns or metadata."""
     if rng.random() < 0.5:
         size = int.from_bytes(data[-8:-4], "little") + 8
         return data[:-size] + mutate.damage(data[-size:], rng)
@@ -405,7 +408,7 @@ def change_parquet(data: bytes, rng: random.Random) -> bytes:
 
 
 def _repeated(image: bytes, label: object) -> bytes:
-    """Return a file of one row, stored once and counted 1500 times."""
+    """Return a file with one stored row that is repeated 1536 times."""
     rows = pyarrow.array(np.zeros(ZEROS // 2**20, dtype=np.int32))
     columns = {
         name: pyarrow.DictionaryArray.from_arrays(rows, [value]) for name, value in (("image", image), ("label", label))
@@ -416,7 +419,7 @@ def _repeated(image: bytes, label: object) -> bytes:
 
 
 def _packed_image() -> bytes:
-    """Return a file of 2 kB with an image of 60 MiB for 32 rows."""
+    """Return a file of 2 kB with an image of 60 MiB that 32 rows share."""
     rows = pyarrow.array(np.zeros(32, dtype=np.int32))
     table = pyarrow.table(
         {"image": pyarrow.DictionaryArray.from_arrays(rows, [bytes(60 * 2**20)]), "label": [0, 1] * 16}
@@ -455,7 +458,7 @@ def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
 
 
 def _cached(folder: Path) -> list[Files]:
-    """A folder of images with the cache that the library made of it."""
+    """Return a folder of images with the cache that the library creates for it."""
     images = {f"data/{name}/{image}.png": encoded(value=image) for name in ("cat", "dog", "elm") for image in (0, 50)}
     lay_out(folder, images)
     loaded("folder", folder, size=SIZE)
@@ -499,7 +502,7 @@ def _few_glyphs() -> LabelledImages:
 
 
 def read_glyphs(folder: Path) -> object:
-    """Load the glyphs, of which a few are drawn where the cache is damaged."""
+    """Load the glyphs; if the cache is damaged, only a few are drawn."""
     with mock.patch.object(glyphs, "_draw", return_value=_few_glyphs()):
         return glyphs.load_glyphs(cache=folder / "cache")
 

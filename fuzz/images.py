@@ -27,11 +27,11 @@ from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.use.image_input import pixels
 
-SIZE = 8  # of the images that are made of the files
+SIZE = 8  # of decoded images
 
 
 def encoded(mode: str = "RGB", form: str = "png", value: int = 0, **options: object) -> bytes:
-    """Return the file of a small image, in which pixels differ."""
+    """Return the bytes of a small image file whose pixels differ."""
     grid = (np.arange(6 * 5 * 4, dtype=np.uint8) * 2 + value).reshape(5, 6, 4)
     image = Image.fromarray(grid, "RGBA").convert("RGB" if mode in ("P", "1", "F", "I", "I;16", "CMYK") else mode)
     if mode == "I;16":
@@ -46,30 +46,30 @@ def encoded(mode: str = "RGB", form: str = "png", value: int = 0, **options: obj
 
 
 def loaded(name: str, folder: Path, **options: object) -> LabelledImages:
-    """Load a data set from the case's folder."""
+    """Load a data set from the folder of a case."""
     return load(name, folder / "data", **options)  # type: ignore[arg-type]
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    """Run the command line, and return its status and what it printed, which must hold no escape codes.
+    """Run the command line, and return its status and its output, which must not contain escape codes.
 
-    A status of 2 is a refusal.
+    Raise `InputError` for status 2.
     """
-    printed, complained = io.StringIO(), io.StringIO()
+    printed, errors = io.StringIO(), io.StringIO()
     status: object = 0
     with (
         mock.patch.object(sys, "argv", ["metabridge", *arguments]),
         redirect_stdout(printed),
-        redirect_stderr(complained),
+        redirect_stderr(errors),
     ):
         try:
             cli.main()
         except SystemExit as end:
             status = end.code
-    text = printed.getvalue() + complained.getvalue()
-    text.encode()  # as a terminal takes it
-    hidden = [code for code in text if ord(code) < 32 and code not in "\n\t\r"]
-    assert not hidden, f"control characters are printed: {hidden[:3]}"
+    text = printed.getvalue() + errors.getvalue()
+    text.encode()  # must be valid UTF-8
+    control = [code for code in text if ord(code) < 32 and code not in "\n\t\r"]
+    assert not control, f"control characters are printed: {control[:3]}"
     assert status in (0, 1, 2), f"the status is {status}"
     if status == 2:
         raise InputError(" ".join(text.split()))
@@ -77,7 +77,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def one_image(folder: Path) -> object:
-    """Read the changed image by itself, as a classifier does."""
+    """Read only the changed image, as a classifier does."""
     (file,) = (folder / "data" / "b").iterdir()
     return pixels([file], DecodeOptions(size=SIZE, channels=3))
 
@@ -89,7 +89,7 @@ def _around(ending: str, content: bytes) -> Files:
 def image_reader(
     ending: str, contents: Callable[[], Sequence[bytes]], hostile: Callable[[], Sequence[bytes]]
 ) -> Reader:
-    """Return the reader of one format, of which a folder holds a valid image and the changed one."""
+    """Return the reader of one image format; its folder contains a valid image and the changed image."""
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
         name = f"data/b/1.{ending}"
@@ -117,7 +117,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n%%EndComments\n(x) run\
 
 
 def _foreign() -> list[bytes]:
-    """Files of formats that no data set has, under the name of one that it has."""
+    """Return files of formats that are not accepted, to be stored under an accepted suffix."""
     found = [EPS, b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 32, len(EPS), 0, 0, 0, 0) + b"\0\0\0\0" + EPS]
     found += [
         b"<svg xmlns='http://www.w3.org/2000/svg'/>",
@@ -135,7 +135,7 @@ def _foreign() -> list[bytes]:
         try:
             found.append(encoded("1" if form in ("MSP", "XBM") else "RGB", form))
         except (OSError, KeyError, ValueError):
-            continue  # this Pillow does not write it
+            continue  # this Pillow cannot write the format
     return found
 
 
@@ -145,17 +145,17 @@ def _png_bombs() -> list[bytes]:
     start, end, some = _header(5, 5), (b"IEND", b""), (b"IDAT", zlib.compress(bytes(80)))
     return [
         *(
-            mutate.png([_header(side, side, depth, colours), some, end])
+            mutate.png_file([_header(side, side, depth, colours), some, end])
             for side in (13000, 23000, 60000, 2**31 - 1)
             for depth, colours in ((8, 2), (1, 0), (16, 6))
         ),
-        mutate.png([_header(22000, 22000, 1, 0), (b"IDAT", stream), end]),
-        mutate.png([_header(5000, 5000, 8, 0), (b"IDAT", stream), end]),
-        mutate.png([start, (b"zTXt", b"a\0\0" + stream), some, end]),
-        mutate.png([start, (b"iCCP", b"a\0\0" + stream), some, end]),
-        mutate.png([start, *[(b"tEXt", b"a\0b")] * 20000, some, end]),
-        mutate.png([_header(50_000_000, 1, 8, 0), (b"IDAT", zlib.compress(bytes(50_000_001))), end]),
-        mutate.png([start, (b"acTL", struct.pack(">II", 2**31 - 1, 0)), some, end]),
+        mutate.png_file([_header(22000, 22000, 1, 0), (b"IDAT", stream), end]),
+        mutate.png_file([_header(5000, 5000, 8, 0), (b"IDAT", stream), end]),
+        mutate.png_file([start, (b"zTXt", b"a\0\0" + stream), some, end]),
+        mutate.png_file([start, (b"iCCP", b"a\0\0" + stream), some, end]),
+        mutate.png_file([start, *[(b"tEXt", b"a\0b")] * 20000, some, end]),
+        mutate.png_file([_header(50_000_000, 1, 8, 0), (b"IDAT", zlib.compress(bytes(50_000_001))), end]),
+        mutate.png_file([start, (b"acTL", struct.pack(">II", 2**31 - 1, 0)), some, end]),
         *_foreign(),
     ]
 
@@ -176,16 +176,16 @@ def _jpeg_bombs() -> list[bytes]:
 
 
 def _bmp_jump() -> bytes:
-    """Return a packed image of one line, of which the only instruction jumps over 255 lines."""
+    """Return a compressed image of one line whose only instruction skips 255 lines."""
     header = struct.pack("<IiiHHIIiiII", 40, 50_000_000, 1, 1, 8, 1, 4, 1, 1, 256, 0)
     return struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078) + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
 
 
 def _jpeg() -> list[bytes]:
-    turned = Image.Exif()
-    turned[0x0112] = 6
+    tags = Image.Exif()
+    tags[0x0112] = 6
     plain = [encoded(mode, "jpeg") for mode in ("RGB", "L", "CMYK")]
-    return [*plain, encoded("RGB", "jpeg", progressive=True), encoded("RGB", "jpeg", exif=turned)]
+    return [*plain, encoded("RGB", "jpeg", progressive=True), encoded("RGB", "jpeg", exif=tags)]
 
 
 def _animated(form: str, **options: object) -> bytes:
@@ -199,12 +199,12 @@ def _tiff() -> list[bytes]:
     plain = [encoded(mode, "tiff") for mode in ("RGB", "L", "1", "I;16", "F", "P", "CMYK", "RGBA")]
     return [
         *plain,
-        *(encoded("RGB", "tiff", compression=way) for way in ("tiff_lzw", "tiff_deflate", "jpeg", "packbits")),
+        *(encoded("RGB", "tiff", compression=method) for method in ("tiff_lzw", "tiff_deflate", "jpeg", "packbits")),
     ]
 
 
 def _large_sides(content: bytes, places: Sequence[int], layout: str) -> list[bytes]:
-    """Return a file with other widths and heights written at two places of its header."""
+    """Return copies of a file with other widths and heights in its header."""
     found = []
     for sides in ((13000, 13000), (30000, 30000), (65535, 65535), (0, 5), (5, 0), (1, 65535)):
         changed = bytearray(content)
@@ -232,7 +232,7 @@ def _tiff_bombs() -> list[bytes]:
             )
     tags = {256: 5, 257: 5, 258: 8, 259: 8, 262: 1, 277: 1, 323: 2**32 - 1, 324: 8, 325: 8}
     entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
-    entries.insert(6, struct.pack("<HHI4s", 322, 2, 4, b"aaa"))  # the width of a tile as text
+    entries.insert(6, struct.pack("<HHI4s", 322, 2, 4, b"aaa"))  # the tile width as text
     found.append(b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4))
     return [*found, *_foreign()]
 
@@ -282,7 +282,7 @@ IMAGE_READERS = (
 )
 
 
-# Folders, in which names, links and things that are no files are what is changed.
+# Folders: names, links, pipes and empty folders are changed.
 
 FOLDERS: tuple[Files, ...] = (
     {f"data/{name}/{image}.png": encoded(value=image) for name in ("cat", "dog", "elm", "oak") for image in (0, 1)},
@@ -309,7 +309,7 @@ LINKS = (
 
 
 def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
-    """Add, rename or remove files; add links, pipes, empty and deep folders and odd names."""
+    """Add files with odd names, links, pipes, empty folders, deep folders, and files of other data sets."""
     changed = dict(files)
     for _ in range(rng.choice((1, 1, 2, 3))):
         base = str(rng.choice(list(files))).rpartition("/")[0]

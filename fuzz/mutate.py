@@ -1,4 +1,4 @@
-"""Changes to files, drawn from a random generator: raw ones that suit any bytes, and ones that know a format."""
+"""Random changes to files: changes of raw bytes, and changes that parse a format."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ VALUES: tuple[Any, ...] = (
     *([], {}, [[]], [None], {"": None}, [0] * 1000, {"solver": "Ridge"}),
     *NAMES,
 )
-DEEP = 100_000  # levels of nesting, more than any parser should follow
+DEEP = 100_000  # levels of nesting, more than any parser should accept
 
 
 def damage(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> bytes:
-    """Change a file as a bad disk or a broken transfer would, or splice it with another.
+    """Change raw bytes as a faulty disk or an interrupted transfer would, or join parts of two files.
 
     >>> damage(b"abc", random.Random(0)) != b"abc"
     True
@@ -76,24 +76,26 @@ def damage(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> byt
 
 
 def _flip_bits(data: bytes, rng: random.Random) -> bytes:
-    return _edited(data, rng, lambda value: value ^ (1 << rng.randrange(8)))
+    return _edit_bytes(data, rng, lambda value: value ^ (1 << rng.randrange(8)))
 
 
 def _set_bytes(data: bytes, rng: random.Random) -> bytes:
-    return _edited(data, rng, lambda value: rng.choice((0, 1, 0x7F, 0x80, 0xFF, 0x2E, 0x2F, 0x0A, rng.randrange(256))))
+    return _edit_bytes(
+        data, rng, lambda value: rng.choice((0, 1, 0x7F, 0x80, 0xFF, 0x2E, 0x2F, 0x0A, rng.randrange(256)))
+    )
 
 
-def _edited(data: bytes, rng: random.Random, edit: Callable[[int], int]) -> bytes:
+def _edit_bytes(data: bytes, rng: random.Random, edit: Callable[[int], int]) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
         if changed:
-            place = rng.randrange(len(changed))
-            changed[place] = edit(changed[place])
+            position = rng.randrange(len(changed))
+            changed[position] = edit(changed[position])
     return bytes(changed)
 
 
 def _set_number(data: bytes, rng: random.Random) -> bytes:
-    """Overwrite a 2, 4 or 8-byte number, in either byte order, with one at which things break."""
+    """Overwrite 2, 4 or 8 bytes with a number that often causes errors, in either byte order."""
     size = rng.choice((2, 4, 8))
     raw = (rng.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, rng.choice(("little", "big")))
     start = rng.randrange(min(len(data), 64) if rng.random() < 0.5 else len(data)) if data else 0
@@ -134,8 +136,8 @@ def _append(data: bytes, rng: random.Random) -> bytes:
 
 
 def _splice(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    place = rng.random()
-    return data[: int(place * len(data))] + other[int(rng.choice((place, rng.random())) * len(other)) :]
+    fraction = rng.random()
+    return data[: int(fraction * len(data))] + other[int(rng.choice((fraction, rng.random())) * len(other)) :]
 
 
 RAW: tuple[Change, ...] = (
@@ -150,22 +152,22 @@ def change_value(value: Any, rng: random.Random) -> Any:
         key = rng.choice(list(value))
         kind = rng.random()
         if kind < 0.12:
-            return {name: each for name, each in value.items() if name != key}
+            return {name: item for name, item in value.items() if name != key}
         if kind < 0.2:
             return value | {rng.choice(NAMES): rng.choice(VALUES)}
         if kind < 0.26:
-            return {(rng.choice(NAMES) if name == key else name): each for name, each in value.items()}
+            return {(rng.choice(NAMES) if name == key else name): item for name, item in value.items()}
         return value | {key: change_value(value[key], rng)}
     if isinstance(value, list) and value and rng.random() < 0.9:
-        place = rng.randrange(len(value))
+        position = rng.randrange(len(value))
         kind = rng.random()
         if kind < 0.1:
-            return value[:place] + value[place + 1 :]
+            return value[:position] + value[position + 1 :]
         if kind < 0.2:
-            return [*value[:place], rng.choice(value), *value[place:]]
+            return [*value[:position], rng.choice(value), *value[position:]]
         if kind < 0.25:
             return value * rng.choice((2, 50))
-        return [*value[:place], change_value(value[place], rng), *value[place + 1 :]]
+        return [*value[:position], change_value(value[position], rng), *value[position + 1 :]]
     if isinstance(value, int | float) and abs(value) < 1e300 and rng.random() < 0.4:
         return rng.choice(
             (value + 1, value - 1, -value, value * 10, value * 10**6, value / 2, float(value), str(value))
@@ -176,17 +178,17 @@ def change_value(value: Any, rng: random.Random) -> Any:
 
 
 def change_json(data: bytes, rng: random.Random) -> bytes:
-    """Change a JSON document: values, keys that are missing, unknown or double, and nesting without end."""
+    """Change a JSON document: other values, missing, unknown or repeated keys, and very deep nesting."""
     value = json.loads(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = change_value(value, rng)
     text = json.dumps(value)
     kind = rng.random()
     if kind < 0.05:
-        keys = [place for place in range(len(text)) if text.startswith('": ', place)]
+        keys = [position for position in range(len(text)) if text.startswith('": ', position)]
         if keys:
-            place = rng.choice(keys) + 3
-            text = text[:place] + "[" * DEEP + rng.choice(("", "]" * DEEP)) + text[place:]
+            position = rng.choice(keys) + 3
+            text = text[:position] + "[" * DEEP + rng.choice(("", "]" * DEEP)) + text[position:]
     elif kind < 0.12 and isinstance(value, dict) and value:
         key = json.dumps(rng.choice(list(value)))
         text = text[:-1] + f", {key}: {json.dumps(rng.choice(VALUES))}}}"
@@ -198,14 +200,14 @@ def change_json(data: bytes, rng: random.Random) -> bytes:
 def change_json_lines(data: bytes, rng: random.Random) -> bytes:
     """Change, remove, repeat or move a line of a file of JSON lines."""
     lines = data.splitlines()
-    place = rng.randrange(len(lines))
+    position = rng.randrange(len(lines))
     kind = rng.random()
-    if kind < 0.7 and lines[place].endswith(b"}"):
-        lines[place] = change_json(lines[place], rng)
+    if kind < 0.7 and lines[position].endswith(b"}"):
+        lines[position] = change_json(lines[position], rng)
     elif kind < 0.8:
-        del lines[place]
+        del lines[position]
     elif kind < 0.9:
-        lines.insert(place, rng.choice(lines))
+        lines.insert(position, rng.choice(lines))
     else:
         rng.shuffle(lines)
     return b"\n".join(lines) + b"\n" * rng.randrange(2)
@@ -214,26 +216,26 @@ def change_json_lines(data: bytes, rng: random.Random) -> bytes:
 def change_pickle(data: bytes, rng: random.Random) -> bytes:
     """Delete, repeat, swap or insert opcodes of a pickle, or change an argument."""
     try:
-        starts = [place for _, _, place in pickletools.genops(data) if place is not None]
-    except Exception:  # It was changed before, and need not be a pickle any more.
+        starts = [position for _, _, position in pickletools.genops(data) if position is not None]
+    except Exception:  # after earlier changes, it may not be a valid pickle
         return damage(data, rng)
     codes = [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)])]
     for _ in range(rng.choice((1, 1, 2, 4))):
-        place = rng.randrange(len(codes))
+        position = rng.randrange(len(codes))
         kind = rng.randrange(6)
         if kind == 0:
-            codes[place] = b""
+            codes[position] = b""
         elif kind == 1:
-            codes.insert(place, rng.choice(codes))
+            codes.insert(position, rng.choice(codes))
         elif kind == 2:
             other = rng.randrange(len(codes))
-            codes[place], codes[other] = codes[other], codes[place]
+            codes[position], codes[other] = codes[other], codes[position]
         elif kind == 3:
-            codes.insert(place, rng.choice(OPCODES))
+            codes.insert(position, rng.choice(OPCODES))
         elif kind == 4:
-            codes[place] = rng.choice(OPCODES)
+            codes[position] = rng.choice(OPCODES)
         else:
-            codes[place] = codes[place][:1] + damage(codes[place][1:], rng)
+            codes[position] = codes[position][:1] + damage(codes[position][1:], rng)
     return b"".join(codes)
 
 
@@ -289,26 +291,26 @@ OPCODES = (
 
 
 def change_png(data: bytes, rng: random.Random) -> bytes:
-    """Change a PNG's chunks, with checksums that are right."""
-    chunks, place = [], 8
-    while place + 8 <= len(data):
-        size = int.from_bytes(data[place : place + 4], "big")
-        chunks.append((data[place + 4 : place + 8], data[place + 8 : place + 8 + size]))
-        place += 12 + size
+    """Change the chunks of a PNG file and compute valid checksums."""
+    chunks, position = [], 8
+    while position + 8 <= len(data):
+        size = int.from_bytes(data[position : position + 4], "big")
+        chunks.append((data[position + 4 : position + 8], data[position + 8 : position + 8 + size]))
+        position += 12 + size
     which = rng.randrange(len(chunks))
     kind, content = chunks[which]
-    way = rng.randrange(6)
-    if way == 0:
+    change = rng.randrange(6)
+    if change == 0:
         del chunks[which]
-    elif way == 1:
+    elif change == 1:
         chunks.insert(rng.randrange(len(chunks)), (kind, content))
-    elif way == 2:
+    elif change == 2:
         chunks.insert(
             1, (rng.choice((b"tRNS", b"PLTE", b"iCCP", b"zTXt", b"iTXt", b"eXIf", b"acTL", b"gAMA")), rng.randbytes(40))
         )
-    elif way == 3 and kind == b"IDAT":
-        chunks[which] = (kind, zlib.compress(damage(_inflated(content), rng)))
-    elif way == 4:
+    elif change == 3 and kind == b"IDAT":
+        chunks[which] = (kind, zlib.compress(damage(_decompress(content), rng)))
+    elif change == 4:
         width, height = (rng.choice((0, 1, 5, 1000, 30000, 2**31 - 1, 2**32 - 1)) for _ in range(2))
         header = struct.pack(">II", width, height) + bytes(
             rng.choice(choice) for choice in ((1, 8, 16, 9), (0, 2, 3, 4, 6, 7), (0, 1), (0, 1), (0, 1, 2))
@@ -316,20 +318,20 @@ def change_png(data: bytes, rng: random.Random) -> bytes:
         chunks[0] = (b"IHDR", header)
     else:
         chunks[which] = (kind, damage(content, rng))
-    return png(chunks)
+    return png_file(chunks)
 
 
-def _inflated(content: bytes) -> bytes:
+def _decompress(content: bytes) -> bytes:
     try:
         return zlib.decompress(content)
     except zlib.error:
         return content
 
 
-def png(chunks: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return a PNG of these chunks.
+def png_file(chunks: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return a PNG file with these chunks.
 
-    >>> png([(b"IEND", b"")])[-4:].hex()
+    >>> png_file([(b"IEND", b"")])[-4:].hex()
     'ae426082'
     """
     parts = (
@@ -339,30 +341,32 @@ def png(chunks: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def change_zip(data: bytes, rng: random.Random, inner: Change = damage) -> bytes:
-    """Change an archive's members (names, contents, how they are packed), or the fields of its directory."""
+    """Change the members of an archive (names, contents, compression), or the fields of its directory."""
     if rng.random() < 0.4:
         return _change_directory(data, rng)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
-    place = rng.randrange(len(members))
-    name, content = members[place]
+    position = rng.randrange(len(members))
+    name, content = members[position]
     kind = rng.randrange(5)
     if kind == 0:
-        del members[place]
+        del members[position]
     elif kind == 1:
         members.append((name, content))
     elif kind == 2:
         folder = name.rpartition("/")[0]
-        members[place] = (rng.choice((rng.choice(NAMES), f"{folder}/{rng.choice(NAMES)}.png")), content)
+        members[position] = (rng.choice((rng.choice(NAMES), f"{folder}/{rng.choice(NAMES)}.png")), content)
     else:
-        members[place] = (name, inner(content, rng))
-    return zipped(members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
+        members[position] = (name, inner(content, rng))
+    return zip_archive(
+        members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
+    )
 
 
-def zipped(members: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLATED) -> bytes:
-    """Return an archive of these members, in which a name may occur twice.
+def zip_archive(members: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """Return a zip archive with these members; names may repeat.
 
-    >>> zipped([("a", b"1")])[:2]
+    >>> zip_archive([("a", b"1")])[:2]
     b'PK'
     """
     stream = io.BytesIO()
@@ -377,18 +381,18 @@ def zipped(members: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLA
 
 
 def _change_directory(data: bytes, rng: random.Random) -> bytes:
-    marks = [at for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06") for at in _places(data, mark)]
+    marks = [at for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06") for at in _find_all(data, mark)]
     start = rng.choice(marks) + 4 + rng.randrange(42)
     size = rng.choice((2, 4))
     return data[:start] + (rng.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little") + data[start + size :]
 
 
-def _places(data: bytes, mark: bytes) -> list[int]:
-    found, at = [], data.find(mark)
-    while at >= 0:
-        found.append(at)
-        at = data.find(mark, at + 1)
-    return found
+def _find_all(data: bytes, mark: bytes) -> list[int]:
+    positions, position = [], data.find(mark)
+    while position >= 0:
+        positions.append(position)
+        position = data.find(mark, position + 1)
+    return positions
 
 
 def change_safetensors(data: bytes, rng: random.Random) -> bytes:
@@ -408,7 +412,7 @@ def change_safetensors(data: bytes, rng: random.Random) -> bytes:
         tensors = damage(tensors, rng)
     else:
         names = [name for name in header if name != "__metadata__"]
-        one, other = rng.choice(names), rng.choice(names)
-        header[one], header[other] = header[other], header[one]
+        first, second = rng.choice(names), rng.choice(names)
+        header[first], header[second] = header[second], header[first]
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + tensors

@@ -1,4 +1,4 @@
-"""Everything that metabridge reads."""
+"""All readers: one for each kind of file that metabridge reads."""
 
 from __future__ import annotations
 

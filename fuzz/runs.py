@@ -1,4 +1,4 @@
-"""Readers of what trainings, searches and experiments leave behind."""
+"""Readers of the files of runs, adapted models, searches and experiments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SETTINGS = TrainingConfig(iterations=4, batch_size=2, validate_every=2, validate
 
 @contextmanager
 def _steady() -> Iterator[None]:
-    """Let time pass by a second a look, so that files which hold times are always the same."""
+    """Replace the clock by a counter of calls, so that files with times are reproducible."""
     with mock.patch("time.perf_counter", itertools.count().__next__):
         yield
 
@@ -60,7 +60,7 @@ def _read_back(folder: Path) -> Files:
 
 
 def _ordered(file: Path) -> bytes:
-    """Return a file of tensors with its notes in order, which safetensors writes in any, so that cases repeat."""
+    """Return a safetensors file with its metadata sorted: their order is random, and cases must be reproducible."""
     header, values = checkpoint._split(file.read_bytes())
     held = json.loads(header[8:])
     held["__metadata__"] = dict(sorted(held["__metadata__"].items())) | {checkpoint.CHECKSUM: checkpoint._NO_CHECKSUM}
@@ -96,7 +96,7 @@ def _image_run(folder: Path) -> None:
 
 
 def _runs(folder: Path) -> list[Files]:
-    """A finished training on sinusoids, and a stopped one."""
+    """Return a finished and a stopped training on sinusoids."""
     found = list[Files]()
     for steps in (4, 2):
         lay_out(folder, {})
@@ -117,7 +117,7 @@ def read_run(folder: Path) -> object:
 
 
 def resume_run(folder: Path) -> object:
-    """Go on with a run of sinusoids, without a step."""
+    """Resume a run on sinusoids without taking a step."""
     trainer = _sinusoids(folder)
     try:
         moments = trainer.optimizer.state_dict()["state"]
@@ -129,7 +129,7 @@ def resume_run(folder: Path) -> object:
 
 
 def _damaged_run(name: str) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
-    """Damage one file of tensors, of which what is read must then be the same, or write another in its form."""
+    """Change the content of a safetensors file, or damage its bytes, after which no other data may be read."""
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
         content, other = files[name], rng.choice(all_files)[name]
@@ -238,11 +238,11 @@ def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
 
 
 def _methods(folder: Path) -> list[Files]:
-    """Runs of every method that learns values."""
+    """Return runs of every regression method."""
     found = list[Files]()
     for name in PRESETS:
         lay_out(folder, {})
-        with _steady(), suppress(InputError):  # it takes classes alone
+        with _steady(), suppress(InputError):  # the method needs class labels
             net, tasks = mlp(1, 1, width=4), Sinusoid()
             fit(net, method(name), tasks, iterations=1, batch_size=1, out=folder / "run", progress=False)
             found.append(_read_back(folder))
@@ -250,7 +250,7 @@ def _methods(folder: Path) -> list[Files]:
 
 
 def change_settings(part: str | None) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
-    """Change the settings as JSON, in one part of them or anywhere, or as raw bytes."""
+    """Return a function that changes one part of the settings or, if `part` is None, any part or raw bytes."""
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
         name = "run/settings.json"
@@ -293,7 +293,7 @@ def use_adapted(folder: Path) -> object:
 
 
 def locked(folder: Path) -> object:
-    """Ask for a folder that another holds, which its lock file names."""
+    """Lock a folder that is already locked, and whose lock file names the holder."""
     with (folder / "run" / LOCK).open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         return FolderLock(folder / "run")
@@ -307,7 +307,7 @@ def _locks(inputs: Sequence[Files]) -> list[Hostile]:
 
 
 def change_lock(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
-    """Change who holds a folder: nobody else gets it, whatever its lock says."""
+    """Change the content of a lock file; the folder stays locked whatever it says."""
     name, held = f"run/{LOCK}", json.dumps({"pid": 1, "host": "abacus", "since": "today", "command": "train"}).encode()
     return {name: rng.choice((mutate.change_json, mutate.damage))(held, rng)}, "refused"
 
@@ -316,7 +316,7 @@ LOG = {"kernel": "maml", "cells": 3, "channels": 2, "seed": 0}
 
 
 def read_log(folder: Path) -> object:
-    """Go on with a search."""
+    """Resume a search."""
     search_log = SearchLog(folder / "run" / "search.jsonl", LOG)
     return search_log.scores, search_log.seconds, sorted(search_log._finished_rounds)
 
@@ -373,7 +373,7 @@ def _architectures(folder: Path) -> list[Files]:
 
 
 def use_architecture(folder: Path) -> object:
-    """Make the network of an architecture."""
+    """Build the network of an architecture."""
     net = build(str(folder / "run" / "architecture.json"), image_channels=1, size=8, outputs=2, cells=3, channels=2)
     return net.recipe
 
@@ -437,7 +437,7 @@ WORDS = (
 
 
 def give_command(folder: Path) -> object:
-    """Give a command whose data are not there, so that all else is checked and nothing is trained."""
+    """Run a command with missing data, so that its options are checked but nothing is trained."""
     words = json.loads((folder / "words.json").read_bytes())
     return command(*COMMAND, *words)
 
@@ -450,7 +450,7 @@ def change_words(files: Files, rng: random.Random, all_files: Sequence[Files]) -
         key, equals, __ = value.partition("=")
         other = rng.choice(mutate.VALUES)
         text = rng.choice((str(other), json.dumps(other)))
-        words += [name, f"{key}={text}" if equals else text.replace(".json", "")]  # a path that is given is read
+        words += [name, f"{key}={text}" if equals else text.replace(".json", "")]  # an existing path would be read
     return {"words.json": json.dumps([word.replace("\0", "").replace("\ud800", "") for word in words]).encode()}, "any"
 
 

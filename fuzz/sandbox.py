@@ -1,7 +1,7 @@
-"""Cases are read in a process of their own, under limits, while everything it opens or starts is watched.
+"""Run cases in a separate process with limits on memory and time, and record what they open and start.
 
-The process writes what came of each case to its standard output, a line of JSON each, and dies of a signal where
-a case takes too long or breaks the interpreter. `fuzz.worker` starts it, watches it and starts it again.
+The process writes the outcome of each case to standard output as a line of JSON. A signal ends it if a case takes
+too long. `fuzz.worker` starts and watches it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fuzz.cases import Corpus, digest, lay_out
 from metabridge.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 10  # of processor time, or of waiting for nothing, after which a case hangs
-MEMORY = 2**30  # bytes that a case may take
-SPARE = 2**28  # beyond these before the system refuses more, so that a case that takes too much is seen to
+SECONDS = 10  # of processor time or of idle waiting, after which a case counts as hanging
+MEMORY = 2**30  # bytes that a case may allocate
+SPARE = 2**28  # bytes beyond MEMORY before allocation fails, so that a case above the limit can be measured
 
 Kind = Literal["equal", "different", "refused", "traceback", "memory", "outside", "code", "silent", "hang", "crash"]
 FAILURES: tuple[Kind, ...] = ("traceback", "memory", "outside", "code", "silent", "hang", "crash")
@@ -38,7 +38,7 @@ FAILURES: tuple[Kind, ...] = ("traceback", "memory", "outside", "code", "silent"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case: `what` says it in words, `where` names the line of the library, `peak` is in bytes."""
+    """The outcome of a case: `what` describes it, `where` is a line of the library, `peak` is the memory in bytes."""
 
     reader: str
     case: int
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class Watch:
-    """Notes what Python code opens, writes, starts or imports, from the interpreter's audit events."""
+    """Records what Python code opens, writes, starts or imports, from the audit events of the interpreter."""
 
     WRITES = frozenset(
         {
@@ -78,13 +78,13 @@ class Watch:
     CODE += ("ctypes.dlopen", "pickle.find_class", "webbrowser.")
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.active, self.found = str(folder), False, list[tuple[Kind, str]]()
-        own = (ROOT / "src", ROOT / "fuzz", sys.prefix, sys.base_prefix, *sys.path)
-        self.code = ("/proc/", "/sys/", *(f"{os.path.realpath(path)}/" for path in map(str, own) if path))
-        sys.addaudithook(self.hear)
+        self.folder, self.active, self.violations = str(folder), False, list[tuple[Kind, str]]()
+        allowed = (ROOT / "src", ROOT / "fuzz", sys.prefix, sys.base_prefix, *sys.path)
+        self.code = ("/proc/", "/sys/", *(f"{os.path.realpath(path)}/" for path in map(str, allowed) if path))
+        sys.addaudithook(self.on_event)
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Take note of an event, if a case is under way."""
+    def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Record an audit event if a case is running."""
         if not self.active:
             return
         if event == "open":
@@ -95,36 +95,38 @@ class Watch:
                     if flags
                     else "r" not in (mode or "r")
                 )
-                self.visit(path, writes)
+                self.on_path(path, writes)
         elif event in self.WRITES:
             for path in arguments[: 2 if event in ("os.rename", "os.link") else 1]:
                 if not isinstance(path, int):
-                    self.visit(path, True)
+                    self.on_path(path, True)
         elif event in self.LISTS:
             if not isinstance(arguments[0], int):
-                self.visit(arguments[0] or ".", False)
+                self.on_path(arguments[0] or ".", False)
         elif event.startswith(self.CODE) and "/importlib/" not in str(sys._getframe(1).f_code.co_filename):
-            self.found.append(("code", f"{event} {arguments!r}"[:200]))
+            self.violations.append(("code", f"{event} {arguments!r}"[:200]))
 
-    def visit(self, path: Any, writes: bool) -> None:
-        """Take note of a path that is not the case's own, or is no regular file."""
+    def on_path(self, path: Any, writes: bool) -> None:
+        """Record a path outside the folder of the case, or one that is not a regular file."""
         full = os.path.abspath(os.fsdecode(path))
         if full == os.devnull:
             return
         if full == self.folder or full.startswith(f"{self.folder}/"):
             if full.endswith((".py", ".pyc", ".so", ".pth")):
-                self.found.append(("code", f"opened {full[len(self.folder) :]}"))
+                self.violations.append(("code", f"opened {full[len(self.folder) :]}"))
             with suppress(OSError, ValueError):
                 mode = os.stat(full).st_mode
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                    self.found.append(("outside", f"opened {full[len(self.folder) :]}, which is no regular file"))
+                    self.violations.append(
+                        ("outside", f"opened {full[len(self.folder) :]}, which is not a regular file")
+                    )
             return
         if writes or not f"{os.path.realpath(full)}/".startswith(self.code):
-            self.found.append(("outside", f"{'wrote' if writes else 'opened'} {full}"))
+            self.violations.append(("outside", f"{'wrote' if writes else 'opened'} {full}"))
 
 
 class Sandbox:
-    """Reads cases in this process, and says what came of each."""
+    """Runs cases in this process and determines their outcomes."""
 
     def __init__(self, readers: str, seed: int, folder: Path, seconds: int) -> None:
         module, _, name = readers.partition(":")
@@ -140,24 +142,24 @@ class Sandbox:
         self.watch = Watch(self.folder)
 
     def prepare(self, name: str) -> int:
-        """Make the inputs of a reader and read the valid ones; return how many cases are not random."""
+        """Create the inputs of a reader, read the valid ones, and return the number of cases before the random ones."""
         if name not in self.corpora:
             lay_out(self.folder, {})
             corpus = self.corpora[name] = Corpus.of(self.readers[name], self.folder)
             for entry, read in enumerate(corpus.reader.entries):
-                found = self.known.setdefault((name, entry), set())
+                digests = self.known.setdefault((name, entry), set())
                 for files in corpus.inputs:
                     lay_out(self.folder, files)
-                    found.add(digest(read(self.folder)))
+                    digests.add(digest(read(self.folder)))
         return self.corpora[name].fixed
 
     def run(self, name: str, number: int) -> Outcome:
-        """Read one case."""
+        """Run one case and return its outcome."""
         case = self.corpora[name].case(self.seed, number)
         lay_out(self.folder, case.files)
         before = _listing(self.outside)
         self.log.texts.clear()
-        self.watch.found.clear()
+        self.watch.violations.clear()
         start = _reset_peak()
         kind: Kind
         what = where = ""
@@ -170,7 +172,7 @@ class Sandbox:
             equal = digest(result) in self.known[name, case.entry]
             kind = "equal" if equal else "different"
             if case.expected == "refused" or (case.expected == "same" and not equal):
-                kind, what = "silent", f"accepted, but {_wanted(case.expected)}"
+                kind, what = "silent", f"accepted, but {_expectation(case.expected)}"
         except InputError as error:
             kind, what = "memory" if _names_memory(error) else "refused", str(error)
         except MemoryError as error:
@@ -184,16 +186,16 @@ class Sandbox:
             _limit_memory(resource.RLIM_INFINITY)
         peak = max(0, _peak() - start)
         if peak > MEMORY or any(_MEMORY.search(text) for text in self.log.texts):
-            kind, what = "memory", what or "more than 1 GiB was taken or asked for"
-        if self.watch.found:
-            kind, what = self.watch.found[0]
+            kind, what = "memory", what or "more than 1 GiB was allocated or requested"
+        if self.watch.violations:
+            kind, what = self.watch.violations[0]
         if _listing(self.outside) != before:
-            kind, what = "outside", "a file beside the case's folder was changed"
+            kind, what = "outside", "a file next to the folder of the case was changed"
         return Outcome(name, number, kind, what.replace(f"{self.folder}/", "")[:300], where, peak)
 
 
 class _Log(logging.Handler):
-    """Keeps the library's warnings: an image that took too much memory is left out with one."""
+    """Collects the warnings of the library: it skips an image that needs too much memory with a warning."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -211,7 +213,7 @@ _MEMORY = re.compile(
 
 
 def _names_memory(error: BaseException | None) -> bool:
-    """Whether an error comes of memory that the system refused."""
+    """Return whether an error was caused by a failed allocation."""
     while error is not None:
         if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
             return True
@@ -219,17 +221,17 @@ def _names_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _wanted(expected: str) -> str:
-    return "it must be refused" if expected == "refused" else "it is damaged and gives other data"
+def _expectation(expected: str) -> str:
+    return "it must be refused" if expected == "refused" else "it is damaged and gives different data"
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of the library in a traceback, and of other code below it."""
+    """Return the innermost line of the library in a traceback, or of other code if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/metabridge/" in frame.filename] or frames
-    place = own[-1]
-    short = place.filename.rpartition("/metabridge/")[2].rpartition("/site-packages/")[2]
-    return f"{short}:{place.lineno} in {place.name}"
+    library_frames = [frame for frame in frames if "/metabridge/" in frame.filename] or frames
+    frame = library_frames[-1]
+    short = frame.filename.rpartition("/metabridge/")[2].rpartition("/site-packages/")[2]
+    return f"{short}:{frame.lineno} in {frame.name}"
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
@@ -246,7 +248,7 @@ def _virtual_size() -> int:
 
 
 def _reset_peak() -> int:
-    """Let the largest size in memory be the present one, and return it."""
+    """Reset the peak memory of this process to its present memory, and return it."""
     with suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")
     return _peak()
@@ -261,12 +263,12 @@ def _peak() -> int:
 
 
 def serve(readers: str, seed: int, folder: Path, seconds: int) -> None:
-    """Read the cases that standard input asks for, until it ends."""
+    """Run the cases that standard input requests, until it is closed."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)  # what the library prints
+    os.dup2(quiet, 1)  # discard what the library prints
     faulthandler.enable()
-    faulthandler.register(signal.SIGPROF, all_threads=True, chain=True)  # says where, and ends the process
+    faulthandler.register(signal.SIGPROF, all_threads=True, chain=True)  # prints a traceback and ends the process
     warnings.simplefilter("ignore")
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
@@ -283,4 +285,4 @@ def serve(readers: str, seed: int, folder: Path, seconds: int) -> None:
 if __name__ == "__main__":
     with suppress(BrokenPipeError):
         serve(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
-    shutil.rmtree(sys.argv[3], ignore_errors=True)  # the parent was killed, and cannot
+    shutil.rmtree(sys.argv[3], ignore_errors=True)  # in case the parent was killed

@@ -1,4 +1,4 @@
-"""The process that reads cases, as its parent sees it: started, watched, ended where it hangs, started again."""
+"""Start the process that runs cases, watch it, end it if it hangs, and start it again."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pathlib import Path
 
 from fuzz.sandbox import ROOT, SECONDS, Kind, Outcome
 
-POLL = 0.5  # seconds between looks at a process that is silent
+POLL = 0.5  # seconds between checks of a process without output
 
 
 class Worker:
-    """A process that reads cases; one that died is started again by the next call."""
+    """A process that runs cases; after it dies, the next call starts a new one."""
 
     def __init__(self, readers: str, seed: int, seconds: int = SECONDS) -> None:
         self.readers, self.seed, self.seconds = readers, seed, seconds
-        memory = "/dev/shm"  # a file system on which nothing waits for a disk
+        memory = "/dev/shm"  # a file system in memory
         self.folder = Path(tempfile.mkdtemp(prefix="metabridge-fuzz-", dir=memory if os.path.isdir(memory) else None))
         self.errors = self.folder / "stderr"
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str | None] = queue.Queue()
 
     def run(self, reader: str, first: int, last: int, keep: Path | None = None) -> Iterator[Outcome]:
-        """Yield what came of each case from `first` to before `last`; the files of the first are left in `keep`."""
+        """Yield the outcome of each case from `first` to `last` - 1; copy the files of the first case to `keep`."""
         while first < last:
             self._ask(reader, first, last, keep)
             while first < last:
@@ -46,7 +46,7 @@ class Worker:
                 first += 1
 
     def prepare(self, reader: str) -> int:
-        """Make the inputs of a reader, and return how many cases come before the random ones."""
+        """Create the inputs of a reader, and return the number of cases before the random ones."""
         return self._ask(reader, 0, 0, None)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Worker:
                 "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path]),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "OMP_NUM_THREADS": "1",
-                "MALLOC_ARENA_MAX": "2",  # or every thread reserves 64 MiB that count against the limit
+                "MALLOC_ARENA_MAX": "2",  # otherwise each thread reserves 64 MiB, which count against the limit
                 "METABRIDGE_CACHE": str(self.folder / "case" / "cache"),
                 "HOME": str(self.folder / "case"),
             }
@@ -91,9 +91,9 @@ class Worker:
         return int(answer)
 
     def _next_line(self) -> str | None:
-        """Return the next line; None if the process died, or was ended because it waits for something that never comes.
+        """Return the next line of output, or None if the process died or was ended because it was idle for too long.
 
-        It ends itself after ten seconds of processor time. Time in which it waits for a processor does not count.
+        The process ends itself after ten seconds of processor time. Waiting for a processor does not count as idle.
         """
         idle, used = 0.0, -1
         while True:
@@ -104,21 +104,21 @@ class Worker:
             idle = idle + POLL if now == used and _asleep(self.process.pid) else 0.0
             used = now
             if idle >= self.seconds:
-                self.process.send_signal(signal.SIGPROF)  # which writes where it waits
+                self.process.send_signal(signal.SIGPROF)  # its handler prints where the process waits
                 idle = 0.0
 
     def _death(self, reader: str, case: int) -> Outcome:
-        """Say what a process died of."""
+        """Return the outcome of a case in which the process died."""
         assert self.process is not None
         status = self.process.wait()
         self.process = None
         text = self.errors.read_text(errors="replace")
         frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
-        own = [frame for frame in frames if "/metabridge/" in frame[0]] or frames or [("", "", "")]
-        file, line, function = own[0]
+        library_frames = [frame for frame in frames if "/metabridge/" in frame[0]] or frames or [("", "", "")]
+        file, line, function = library_frames[0]
         where = f"{file.rpartition('/metabridge/')[2]}:{line} in {function}"
         kind: Kind = "hang" if status == -signal.SIGPROF else "crash"
-        what = f"no end after {self.seconds} s" if kind == "hang" else f"the process died with status {status}"
+        what = f"did not finish within {self.seconds} s" if kind == "hang" else f"the process died with status {status}"
         return Outcome(reader, case, kind, what, where)
 
 
@@ -130,7 +130,7 @@ def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> 
 
 
 def _ticks(process: int) -> int:
-    """Processor time of a process, in the system's ticks."""
+    """Return the processor time of a process in clock ticks, or -1 if it is gone."""
     with suppress(OSError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
@@ -138,7 +138,7 @@ def _ticks(process: int) -> int:
 
 
 def _asleep(process: int) -> bool:
-    """Whether no thread of a process runs or waits for a processor."""
+    """Return whether no thread of a process runs or waits for a processor."""
     with suppress(OSError):
         states = [Path(task, "stat").read_text().rpartition(")")[2].split()[0] for task in _tasks(process)]
         return "R" not in states

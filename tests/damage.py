@@ -1,4 +1,4 @@
-"""Random damage to JSON, for tests of what reads it."""
+"""Random damage to JSON, for testing its readers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ STRANGE: tuple[Any, ...] = (None, True, -1, 0, 10**9, 10**30, -(2**63), 1e308, f
 STRANGE += ("é\x1b[31m[/red]", [], {}, [[]], {"a": 1}, [1, "a", None], "9" * 300)
 
 
-def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of everything in a tree of JSON."""
+def value_paths(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value in a JSON tree."""
     keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
-    return [path, *(place for key in keys for place in places(data[key], (*path, key)))]
+    return [path, *(below for key in keys for below in value_paths(data[key], (*path, key)))]
 
 
 def damaged_json(data: Any, draw: random.Random) -> bytes:
-    """Return JSON of which a value is replaced, left out or renamed, or a few bytes changed."""
+    """Return JSON with a value replaced or removed, a key renamed, or a few bytes changed."""
     if draw.random() < 0.3:
         content = bytearray(json.dumps(data).encode())
         for _ in range(draw.randint(1, 4)):
             content[draw.randrange(len(content))] = draw.randrange(256)
         return bytes(content)
     data = copy.deepcopy(data)
-    *path, last = draw.choice(places(data)[1:])
+    *path, last = draw.choice(value_paths(data)[1:])
     parent = data
     for key in path:
         parent = parent[key]
-    way = draw.random()
-    if way < 0.7:
+    kind = draw.random()
+    if kind < 0.7:
         parent[last] = copy.deepcopy(draw.choice(STRANGE))
-    elif way < 0.85 or isinstance(parent, list):
+    elif kind < 0.85 or isinstance(parent, list):
         del parent[last]
     else:
         parent[draw.choice(["x", "model", "", f"{last}s"])] = parent.pop(last)

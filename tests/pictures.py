@@ -18,14 +18,14 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def shared(name: str) -> Path:
-    """The real data set of that name, or skip the test."""
+    """Return the path of a real data set, or skip the test if it is not installed."""
     if not (SHARED / name).exists():
         pytest.skip(f"{name} is not in {SHARED}")
     return SHARED / name
 
 
 def encoded(image: Image.Image | np.ndarray, form: str = "png", **options: object) -> bytes:
-    """The file of an image."""
+    """Return the bytes of an image file."""
     stream = BytesIO()
     image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
     image.save(stream, form, **options)
@@ -33,12 +33,12 @@ def encoded(image: Image.Image | np.ndarray, form: str = "png", **options: objec
 
 
 def flat(value: int, size: int = 8, channels: int = 3) -> np.ndarray:
-    """An image of one brightness, by which it can be told."""
+    """Return an image of one brightness, which identifies it."""
     return np.full((size, size) if channels == 1 else (size, size, channels), value, dtype=np.uint8)
 
 
 def write_tree(root: Path, classes: Mapping[str, int], start: int = 0) -> Path:
-    """Folders with so many PNG files each; every image has a brightness of its own, counted from `start`."""
+    """Write folders with the given numbers of PNG files; the brightness of the images counts up from `start`."""
     value = start
     for name, count in classes.items():
         (root / name).mkdir(parents=True)
@@ -49,7 +49,7 @@ def write_tree(root: Path, classes: Mapping[str, int], start: int = 0) -> Path:
 
 
 def png16(pixels: np.ndarray) -> bytes:
-    """A PNG of 16 bits a channel in RGB, which Pillow reads but cannot write."""
+    """Return a PNG file with 16 bits per channel in RGB, which Pillow reads but cannot write."""
     height, width, _ = pixels.shape
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -62,11 +62,11 @@ def png16(pixels: np.ndarray) -> bytes:
 
 
 def names_in(images: LabelledImages) -> dict[str, set[str]]:
-    """The class names of every split."""
+    """Return the class names of every split."""
     return {split: {images.class_names[member] for member in members} for split, members in images.splits.items()}
 
 
 def values_of(images: LabelledImages, name: str) -> list[int]:
-    """The brightness of every image of a class, sorted."""
+    """Return the sorted brightness values of the images of a class."""
     rows = images.labels == images.class_names.index(name)
     return sorted(images.images[rows].flatten(1).float().mean(dim=1).round().int().tolist())

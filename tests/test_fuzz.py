@@ -1,4 +1,4 @@
-"""No file of any kind makes a reader fail, hang, take much memory or reach outside; and the harness would notice."""
+"""Readers handle damaged and hostile files within their limits, and the fuzzing harness detects failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fuzz.worker import Worker
 import planted_readers
 
 PLANTED = "planted_readers:READERS"
-RANDOM = 8  # cases of each reader, besides those made by hand
+RANDOM = 8  # random cases of each reader, in addition to the hand-written ones
 
 
 @pytest.fixture(scope="module")
@@ -45,56 +45,56 @@ def planted():
 
 @pytest.fixture(scope="module")
 def impatient():
-    """A worker that waits for what hangs no longer than it must; taking memory can take a slow machine that long."""
+    """Return a worker with a limit of 1 s, for cases that hang; allocating much memory can take longer."""
     worker = Worker(PLANTED, 0, seconds=1)
     yield worker
     worker.close()
 
 
 @pytest.mark.parametrize("read", planted_readers.FAULTS, ids=lambda read: read.__name__)
-def test_a_planted_fault_is_found(planted, impatient, read):
+def test_a_planted_fault_is_detected(planted, impatient, read):
     expected = planted_readers.FAULTS[read]
     worker = impatient if expected == "hang" else planted
     (good, bad) = worker.run(read.__name__, 0, 2)
     assert (good.kind, bad.kind) == ("equal", expected)
 
 
-def test_a_sound_reader_has_no_failure(planted):
+def test_a_correct_reader_has_no_failure(planted):
     kinds = {outcome.kind for outcome in planted.run("sound", 0, 60)}
     assert kinds == {"equal", "refused"}
 
 
-def test_a_failure_names_its_line_and_the_worker_goes_on_after_it(planted):
+def test_a_crash_is_located_and_the_worker_continues(planted):
     outcomes = list(planted.run("crashes", 0, 4))
     assert [outcome.case for outcome in outcomes] == [0, 1, 2, 3]
     assert "in crashes" in outcomes[1].where
 
 
-def test_a_case_depends_on_seed_reader_and_number_alone():
-    one, other = (Corpus.of(planted_readers.planted(planted_readers.sound), Path("unused")) for _ in range(2))
-    assert one.case(5, 77) == other.case(5, 77) != one.case(6, 77)
-    assert len({digest(one.case(0, number).files) for number in range(50, 150)}) > 40
+def test_a_case_depends_only_on_seed_reader_and_number():
+    first, second = (Corpus.of(planted_readers.planted(planted_readers.sound), Path("unused")) for _ in range(2))
+    assert first.case(5, 77) == second.case(5, 77) != first.case(6, 77)
+    assert len({digest(first.case(0, number).files) for number in range(50, 150)}) > 40
 
 
-def test_cases_made_of_runs_are_the_same_in_every_process(tmp_path, monkeypatch):
+def test_cases_generated_from_runs_are_reproducible(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     digests = set()
-    for _ in range(6):  # safetensors orders its notes by chance
+    for _ in range(6):  # the order of metadata in safetensors files is random
         lay_out(tmp_path / "case", {})
         digests.add(digest(READERS["run-weights"].seeds(tmp_path / "case")))
     assert len(digests) == 1
 
 
-def test_a_stopped_run_goes_on_to_the_same_counts(tmp_path):
-    def finished(inputs, out):
+def test_a_stopped_run_continues_to_the_same_counts(tmp_path):
+    def run_campaign(inputs, out):
         campaign = Campaign(PLANTED, ["sound", "traceback"], inputs=inputs, seed=3, out=out)
         before = {name: tally.inputs for name, tally in campaign.tallies.items()}
         campaign.run(workers=1)
         return before, {name: tally.row() for name, tally in campaign.tallies.items()}
 
-    finished(20, tmp_path / "parts")
-    before, parts = finished(50, tmp_path / "parts")
-    _, whole = finished(50, tmp_path / "whole")
+    run_campaign(20, tmp_path / "parts")
+    before, parts = run_campaign(50, tmp_path / "parts")
+    _, whole = run_campaign(50, tmp_path / "whole")
     assert before == {"sound": 20, "traceback": 20}
     peaks = [row.pop("peak_mib") for rows in (parts, whole) for row in rows.values()]
     assert parts == whole
@@ -104,17 +104,17 @@ def test_a_stopped_run_goes_on_to_the_same_counts(tmp_path):
 
 
 @pytest.mark.parametrize("change", [mutate.change_json, mutate.change_json_lines, mutate.change_pickle, mutate.damage])
-def test_a_changed_file_mostly_differs(change):
+def test_most_changes_have_an_effect(change):
     content = json.dumps({"a": [1, 2.5, "x"], "b": {"c": None}}).encode()
     if change is mutate.change_pickle:
         import pickle
 
         content = pickle.dumps({"a": [1, 2.5, "x"], "b": {"c": None}})
     changed = [change(content, random.Random(number)) for number in range(100)]
-    assert sum(each != content for each in changed) > 80
+    assert sum(copy != content for copy in changed) > 80
 
 
-def test_one_case_can_be_read_again_by_its_number(tmp_path, monkeypatch, capsys):
+def test_a_single_case_can_be_repeated(tmp_path, monkeypatch, capsys):
     words = ["fuzz", "--reader", "architecture", "--case", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     assert fuzz.__main__.main() == 0
