@@ -68,7 +68,6 @@ def _print(tallies: list[Tally]) -> None:
         for location, failure in tally.failures.items():
             count, what = failure["count"], failure["what"]
             console.print(Text(f"{tally.reader} --case {failure['case']} ({count} times) {location}: {what!a}"))
-            )
 
 
 def _replay(name: str, seed: int, number: int, out: Path) -> int:
