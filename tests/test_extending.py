@@ -1,0 +1,139 @@
+"""Every entry of the table in CONTRIBUTING is registered, exported and tested."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer
+
+import metabridge.cli
+from cases import METHODS
+from metabridge import datasets, heads, kernels, models, solvers
+from metabridge.cli.options import app
+from metabridge.experiments import experiment_modules
+from metabridge.kernels.activations import Activation
+from metabridge.kernels.layers import Layer
+from metabridge.learners.engine import Mode
+from metabridge.learners.outer_gradients import OUTER_RULES
+from metabridge.models import BUILDERS
+from metabridge.nas.architecture_search import SearchKernel
+
+TESTS = Path(__file__).parent
+
+
+@cache
+def text_of_tests(folder: str) -> str:
+    """Return the text of all tests in a folder or file."""
+    path = TESTS / folder
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file != Path(__file__))
+
+
+def mentioned(word: str, folder: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text_of_tests(folder)) is not None
+
+
+def modules_of(package: object) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(package.__path__)]
+
+
+@pytest.mark.parametrize("kind", solvers.Solver.registry.values(), ids=lambda kind: kind.name)
+def test_every_solver_is_exported_and_tested(kind):
+    assert kind.__name__ in solvers.__all__
+    assert (TESTS / "solvers" / f"test_{kind.__module__.rpartition('.')[2]}.py").exists()
+
+
+@pytest.mark.parametrize("kind", heads.Head.registry.values(), ids=lambda kind: kind.name)
+def test_every_head_is_exported_and_tested(kind):
+    assert kind.__name__ in heads.__all__
+    assert mentioned(kind.__name__, "heads")
+
+
+@pytest.mark.parametrize("rule", OUTER_RULES)
+def test_every_outer_rule_has_a_solver_and_a_tested_method(rule):
+    assert rule == "plain" or any(rule in kind.outer_rules for kind in solvers.Solver.registry.values())
+    assert any(method.outer == rule for method in METHODS.values())
+
+
+def test_every_outer_rule_that_a_solver_names_exists():
+    assert {rule for kind in solvers.Solver.registry.values() for rule in kind.outer_rules} <= OUTER_RULES.keys()
+
+
+def test_every_reader_of_a_data_set_is_registered_and_tested():
+    readers = {reader.open_source for reader in datasets.DATASETS.values()}
+    registered = {getattr(reader, "func", reader) for reader in readers}
+    for name in modules_of(datasets):
+        module = importlib.import_module(f"metabridge.datasets.{name}")
+        if hasattr(module, "open_source"):
+            assert module.open_source in registered, f"add {name} to DATASETS"
+            assert (TESTS / "datasets" / f"test_{name}.py").exists()
+
+
+def test_every_builder_of_a_network_is_registered_and_tested():
+    for name in modules_of(models):
+        module = importlib.import_module(f"metabridge.models.{name}")
+        for function in vars(module).values():
+            if inspect.isfunction(function) and function.__module__ == module.__name__ and _returns_network(function):
+                assert function in BUILDERS.values(), f"add {function.__name__} to BUILDERS"
+    for name in BUILDERS:
+        assert mentioned(name, "models"), f"no test of models mentions {name}"
+
+
+def _returns_network(function: object) -> bool:
+    """Return whether a function is a builder: `recorded` wraps it and it returns a Network."""
+    return hasattr(function, "__wrapped__") and inspect.signature(function).return_annotation == "Network"
+
+
+def registered_commands() -> list[typer.models.CommandInfo]:
+    groups = [group.typer_instance.registered_commands for group in app.registered_groups]
+    return [*app.registered_commands, *(command for group in groups for command in group)]
+
+
+def test_every_module_of_commands_registers_commands():
+    modules = {command.callback.__module__.rpartition(".")[2] for command in registered_commands()}
+    assert {name for name in modules_of(metabridge.cli) if name.endswith(("_command", "_commands"))} <= modules
+
+
+def test_every_command_has_an_example_and_a_test():
+    for command in registered_commands():
+        name = command.name or command.callback.__name__
+        assert "Example: **metabridge " in command.callback.__doc__, f"the help of {name} has no example"
+        assert mentioned(name, "cli") or mentioned(name, "test_cli.py") or mentioned(name, "use")
+
+
+@pytest.mark.parametrize("name", experiment_modules())
+def test_every_experiment_is_tested(name):
+    module = experiment_modules()[name].rpartition(".")[2]
+    assert mentioned(name, "experiments") or mentioned(module, "experiments")
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_every_engine_is_tested(mode):
+    assert mentioned(mode, "learners/test_engine.py")
+
+
+@pytest.mark.parametrize("kernel", get_args(SearchKernel))
+def test_every_search_kernel_is_tested(kernel):
+    assert mentioned(kernel, "nas")
+
+
+def test_every_kernel_layer_is_exported_and_tested():
+    for name in modules_of(kernels):
+        module = importlib.import_module(f"metabridge.kernels.{name}")
+        for kind in vars(module).values():
+            local = inspect.isclass(kind) and kind.__module__ == module.__name__ and not kind.__name__.startswith("_")
+            if local and kind not in (Activation, Layer) and not inspect.isabstract(kind) and _is_layer(kind):
+                assert kind.__name__ in kernels.__all__, f"add {kind.__name__} to kernels/__init__.py"
+                assert mentioned(kind.__name__, "kernels") or mentioned(kind.__name__.lower(), "kernels")
+
+
+def _is_layer(kind: type) -> bool:
+    members = [name for name in vars(Layer) if not name.startswith("_")]
+    return not getattr(kind, "_is_protocol", False) and all(hasattr(kind, name) for name in members)
