@@ -5,6 +5,7 @@ is imported on first use.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if name.startswith("__") and name != "__all__":
+        # A submodule must be missing here, or importing it by name would import everything first.
+        if (name.startswith("__") and name != "__all__") or find_spec(f"{__name__}.{name}"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module("metabridge.training.exports"), name)
 
