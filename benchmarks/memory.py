@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, as the kernel counts it (Linux)."""
+"""Measure the peak memory of a function with the counters of the Linux kernel."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def added_peak(work: Callable[[], object], times: int = 3) -> float:
-    """Return by how many MiB the process grows at the peak of calling `work` a few times."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+def added_peak(function: Callable[[], object], times: int = 3) -> float:
+    """Return how far the memory of the process rises, in MiB, while `function` is called `times` times."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _high_water()
     for _ in range(times):
-        work()
+        function()
     return _high_water() - before
 
 
 def _high_water() -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024

@@ -1,10 +1,10 @@
-"""Images per second that ResNet-12 trains on in bfloat16, with fused kernels and without, in one run.
+"""Measure how many images per second ResNet-12 trains on in bfloat16, with and without fused kernels.
 
     python benchmarks/resnet12.py --device cuda --json results/bench-resnet12-h200.json
 
-A step is all of it: looking up images that lie on the device in uint8, augmenting them, the gradient of the 64-class
-loss through `Engine`, and SGD with momentum. Beside it stands the rate of a large bfloat16 matrix product on the same
-card, and the share of it that the training makes use of: 3 × 2 × the multiplications of one forward pass.
+A step includes indexing images that are stored on the device in uint8, augmentation, the gradient of the 64-class loss
+through `Engine`, and SGD with momentum. The table also shows the rate of a large bfloat16 matrix product on the same
+GPU and the fraction of it that training reaches, counting 3 × 2 × the multiplications of one forward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPEATS = 3
 
 
 def seconds(step: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return what one `step` takes after a warm-up: the best mean over `times` of them."""
+    """Return the duration of one `step` after a warm-up: the best of several means over `times` steps."""
 
     def finish() -> None:
         if device.type == "cuda":
@@ -50,7 +50,7 @@ def seconds(step: Callable[[], object], times: int, device: torch.device) -> flo
 
 
 def operations(size: int) -> float:
-    """Floating-point operations that training on one image takes, forward and backward, in the convolutions."""
+    """Return the floating-point operations of the convolutions for one image, forward and backward."""
     total, inputs = 0, 3
     for width in WIDTHS:
         total += size**2 * (10 * inputs + 18 * width) * width
@@ -64,10 +64,10 @@ def matrix_rate(side: int, device: torch.device) -> float:
     return 2 * side**3 / seconds(lambda: left @ right, 20, device)
 
 
-def training_step(batch: int, size: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that takes one step of training on `batch` images."""
+def training_step(batch_size: int, size: int, device: torch.device) -> Callable[[], object]:
+    """Return a function that runs one training step on `batch_size` images."""
     net, rfs = resnet12(3, size, widths=WIDTHS).train(), method("rfs")
-    net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # so that no step turns weights round
+    net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # so that no step converts weights
     params = parameters(rfs, net, classes=CLASSES)
     engine = Engine(rfs, net, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(
@@ -79,8 +79,8 @@ def training_step(batch: int, size: int, device: torch.device) -> Callable[[], o
     classes = torch.arange(CLASSES, device=device)[None]
 
     def step() -> None:
-        chosen = torch.randint(IMAGES, (1, batch), generator=generator, device=device)
-        x, y = images[chosen].float() / 255, labels[chosen]
+        indices = torch.randint(IMAGES, (1, batch_size), generator=generator, device=device)
+        x, y = images[indices].float() / 255, labels[indices]
         engine(params, augment.episodes(Episodes(x, y, x, y, classes), generator)).assign(params)
         optimizer.step()
 
@@ -88,14 +88,14 @@ def training_step(batch: int, size: int, device: torch.device) -> Callable[[], o
 
 
 def main() -> None:
-    """Measure both paths at every batch size, print the table, and write the JSON."""
+    """Measure both variants at every batch size, print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--size", type=int, default=84, help="pixels of an image's side")
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="images of a step")
-    parser.add_argument("--steps", type=int, default=30, help="steps that are timed together")
-    parser.add_argument("--matrix", type=int, default=8192, help="side of the matrices whose product is timed")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--size", type=int, default=84, help="side of an image in pixels")
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="images per step")
+    parser.add_argument("--steps", type=int, default=30, help="steps per measurement")
+    parser.add_argument("--matrix", type=int, default=8192, help="side of the matrices of the matrix product")
+    parser.add_argument("--json", type=Path, help="file for the rows")
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
 

@@ -1,4 +1,4 @@
-"""Both ways of differentiating, plain and under a transform, agree at every depth."""
+"""The derivatives of `torch.autograd` and of `torch.func` agree at every depth."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def inner(p):
 
 
 def outer(p):
-    slope = grad(inner, p)
-    moved = {name: p[name] - 0.1 * slope[name] for name in p}
-    return inner(moved)
+    gradient = grad(inner, p)
+    updated = {name: p[name] - 0.1 * gradient[name] for name in p}
+    return inner(updated)
 
 
 POINT = {
@@ -24,10 +24,10 @@ POINT = {
 }
 
 
-def test_a_transform_is_seen_only_while_it_runs():
-    seen = []
-    torch.func.vmap(lambda x: seen.append(inside_transform()) or x)(torch.zeros(2))
-    assert seen == [True]
+def test_inside_transform_is_true_only_during_a_transform():
+    inside = []
+    torch.func.vmap(lambda x: inside.append(inside_transform()) or x)(torch.zeros(2))
+    assert inside == [True]
     assert not inside_transform()
 
 
@@ -48,16 +48,16 @@ def test_nested_gradient_equals_torch_func_and_finite_differences():
     assert not value.requires_grad
 
 
-def test_pull_back_can_be_used_more_than_once():
-    pull = vjp(lambda p: grad(inner, p), POINT)
-    once = pull(POINT)[0]
-    twice = pull({name: 2 * value for name, value in POINT.items()})[0]
+def test_a_vjp_can_be_called_more_than_once():
+    vjp_function = vjp(lambda p: grad(inner, p), POINT)
+    once = vjp_function(POINT)[0]
+    twice = vjp_function({name: 2 * value for name, value in POINT.items()})[0]
     expected = torch.func.vjp(torch.func.grad(inner), POINT)[1](POINT)[0]
     for name in POINT:
         assert torch.allclose(once[name], expected[name], rtol=1e-12)
         assert torch.allclose(twice[name], 2 * once[name], rtol=1e-12)
 
 
-def test_what_the_value_does_not_depend_on_has_gradient_zero():
+def test_inputs_that_do_not_affect_the_value_have_gradient_zero():
     gradient = grad(lambda p: p["a"].sum(), POINT)
     assert torch.equal(gradient["b"], torch.zeros(2, dtype=torch.float64))

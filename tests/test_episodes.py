@@ -9,7 +9,7 @@ from metabridge import Episodes, InputError
 X, Y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
 
 
-def test_a_slice_keeps_the_tasks_it_names():
+def test_a_slice_selects_tasks():
     episodes = clusters((4,), tasks=5)
     part = episodes[1:3]
     assert len(part) == 2
@@ -18,15 +18,19 @@ def test_a_slice_keeps_the_tasks_it_names():
     assert torch.equal(episodes[-1].support_x, episodes.support_x[-1:])
 
 
-def test_without_split_every_point_is_adapted_on_and_judged_on():
+def test_without_split_both_sets_contain_all_points():
     episodes = clusters((4,))
-    whole = episodes.without_split()
-    assert whole.support_x.shape[1] == episodes.support_x.shape[1] + episodes.query_x.shape[1]
-    assert whole.support_x is whole.query_x
-    assert not whole.is_split
-    part = whole[:1]
+    joint = episodes.without_split()
+    assert joint.support_x.shape[1] == episodes.support_x.shape[1] + episodes.query_x.shape[1]
+    assert joint.support_x is joint.query_x
+    assert not joint.is_split
+    part = joint[:1]
     assert part.query_y is part.support_y
-    assert whole.without_split() is whole
+    assert joint.without_split() is joint
+
+
+def test_the_representation_is_one_short_line():
+    assert repr(Episodes(X, Y, X, Y)) == "Episodes(2 classification tasks, 3 support and 3 query points of shape (4,))"
 
 
 def test_a_dtype_changes_points_and_values_but_not_labels():
@@ -49,7 +53,7 @@ def test_a_dtype_changes_points_and_values_but_not_labels():
         ((X, Y, X, Y, torch.zeros(3, 5, dtype=torch.int64)), "classes is int64 of shape (3, 5)"),
     ],
 )
-def test_a_wrong_shape_or_dtype_is_named(arguments, sentence):
+def test_the_error_names_the_wrong_shape_or_dtype(arguments, sentence):
     with pytest.raises(InputError) as error:
         Episodes(*arguments)
     assert sentence in str(error.value)

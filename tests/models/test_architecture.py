@@ -17,7 +17,7 @@ CELL = (
 )
 
 
-def drawn(count: int, seed: int = 0) -> list[Architecture]:
+def random_architectures(count: int, seed: int = 0) -> list[Architecture]:
     generator = torch.Generator().manual_seed(seed)
     return [random_architecture(generator) for _ in range(count)]
 
@@ -27,8 +27,8 @@ def test_a_cell_has_nine_edges_from_every_earlier_source():
     assert len(set(OPERATORS)) == 7
 
 
-def test_an_architecture_survives_json_and_a_file(tmp_path):
-    for architecture in drawn(20):
+def test_an_architecture_is_unchanged_after_json_and_a_file(tmp_path):
+    for architecture in random_architectures(20):
         assert Architecture.from_json(architecture.to_json()) == architecture
         assert Architecture.load(architecture.save(tmp_path / "architecture.json")) == architecture
     plain = json.loads(Architecture(CELL, CELL).to_json())
@@ -69,13 +69,13 @@ def with_node(node: int, pairs: object) -> dict[str, object]:
         (with_node(2, [[0, "skip"], [1, ["skip"]]]), "operator ['skip'] is unknown. Use one of max_pool"),
     ],
 )
-def test_what_is_no_architecture_is_refused_with_a_sentence(data, sentence):
+def test_data_that_is_not_an_architecture_raises_an_input_error(data, sentence):
     with pytest.raises(InputError) as caught:
         Architecture.from_json(json.dumps(data))
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_file_without_an_architecture_is_named(tmp_path):
+def test_the_error_for_a_file_without_an_architecture_names_the_file(tmp_path):
     with pytest.raises(InputError, match=r"the architecture .*none.json cannot be read \(No such file"):
         Architecture.load(tmp_path / "none.json")
     file = tmp_path / "bad.json"
@@ -85,19 +85,19 @@ def test_a_file_without_an_architecture_is_named(tmp_path):
             Architecture.load(file)
 
 
-def test_an_operator_is_taken_from_one_edge_alone():
+def test_without_removes_an_operator_from_one_edge_only():
     full = ActiveOperators.full()
-    less = full.without(("reduction", 4, "skip"))
-    assert set(full) - set(less) == {("reduction", 4, "skip")}
+    reduced = full.without(("reduction", 4, "skip"))
+    assert set(full) - set(reduced) == {("reduction", 4, "skip")}
     assert len(list(full)) == 2 * 9 * 7
-    assert list(less) == [choice for choice in full if choice != ("reduction", 4, "skip")]
+    assert list(reduced) == [choice for choice in full if choice != ("reduction", 4, "skip")]
     with pytest.raises(InputError, match="'skip' is not active on edge 4 of the reduction cell"):
-        less.without(("reduction", 4, "skip"))
+        reduced.without(("reduction", 4, "skip"))
     with pytest.raises(InputError, match="'skip' is not active on edge 9 of the normal cell"):
         full.without(("normal", 9, "skip"))
 
 
-def test_a_state_is_single_when_no_edge_has_a_choice_left():
+def test_at_most_one_per_edge_is_true_when_all_edges_have_one_operator():
     state = ActiveOperators.full()
     for kind, edge, operator in list(state):
         if operator != OPERATORS[edge % 7]:
@@ -107,7 +107,7 @@ def test_a_state_is_single_when_no_edge_has_a_choice_left():
     assert [set(operators) for operators in state.normal] == [{OPERATORS[edge % 7]} for edge in range(9)]
 
 
-def test_states_that_no_network_can_have_are_refused():
+def test_active_operators_of_an_impossible_network_are_refused():
     edges = ActiveOperators.full().normal
     with pytest.raises(InputError, match="the normal cell has 8 edges, but must have 9"):
         ActiveOperators(edges[:8], edges)
@@ -117,31 +117,31 @@ def test_states_that_no_network_can_have_are_refused():
         ActiveOperators(edges, (frozenset(), frozenset(), *edges[2:]))
 
 
-def test_the_best_operator_of_the_two_best_edges_stays():
+def test_the_best_architecture_has_the_best_operator_of_the_two_best_edges():
     """Node 1 has the edges 2, 3 and 4, and node 2 the edges 5 to 8."""
     scores = dict.fromkeys(ActiveOperators.full(), 0.0)
-    kept = {(0, "skip"): 2.0, (1, "conv_3x3"): -0.0, (2, "skip"): 1.0, (4, "conv_3x3"): 3.0}
-    kept |= {(6, "dil_conv_3x3"): 1.0, (5, "skip"): math.inf}
-    scores |= {("normal", *choice): score for choice, score in kept.items()}
+    high_scores = {(0, "skip"): 2.0, (1, "conv_3x3"): -0.0, (2, "skip"): 1.0, (4, "conv_3x3"): 3.0}
+    high_scores |= {(6, "dil_conv_3x3"): 1.0, (5, "skip"): math.inf}
+    scores |= {("normal", *choice): score for choice, score in high_scores.items()}
     scores["normal", 3, "skip"] = 0.5  # the third of its node
-    found = ActiveOperators.full().best_architecture(scores)
-    assert found.normal == (
+    architecture = ActiveOperators.full().best_architecture(scores)
+    assert architecture.normal == (
         ((0, "skip"), (1, OPERATORS[0])),
         ((0, "skip"), (2, "conv_3x3")),
         ((0, "skip"), (1, "dil_conv_3x3")),
     )
     first = OPERATORS[0]  # of equals
-    assert found.reduction == (((0, first), (1, first)),) * 3
+    assert architecture.reduction == (((0, first), (1, first)),) * 3
 
 
-def test_what_is_dead_is_never_chosen_however_good():
+def test_an_inactive_operator_is_not_selected_even_with_the_best_score():
     scores = {choice: float(choice[2] == "skip") for choice in ActiveOperators.full()}
     state = ActiveOperators.full().without(("normal", 0, "skip"))
     assert state.best_architecture(scores).normal[0] == ((0, OPERATORS[0]), (1, "skip"))
 
 
-def test_the_operators_of_an_architecture_alone_give_it_back():
-    for architecture in drawn(20):
+def test_the_active_operators_of_an_architecture_give_the_same_architecture():
+    for architecture in random_architectures(20):
         active = architecture.active_operators
         assert active.at_most_one_per_edge
         assert len(list(active)) == 12
@@ -149,7 +149,7 @@ def test_the_operators_of_an_architecture_alone_give_it_back():
 
 
 @pytest.mark.parametrize("score", [None, math.nan])
-def test_a_choice_without_a_score_is_refused(score):
+def test_an_operator_without_a_score_is_refused(score):
     scores = dict.fromkeys(ActiveOperators.full(), 1.0)
     scores["reduction", 8, "skip"] = score
     if score is None:
@@ -158,14 +158,14 @@ def test_a_choice_without_a_score_is_refused(score):
         ActiveOperators.full().best_architecture(scores)
 
 
-def test_random_architectures_use_all_operators_and_sources_alike():
-    assert drawn(3, seed=5) == drawn(3, seed=5)
+def test_random_architectures_use_all_operators_and_sources_equally_often():
+    assert random_architectures(3, seed=5) == random_architectures(3, seed=5)
     nodes = [
         (kind, node, pair)
-        for found in drawn(700)
+        for architecture in random_architectures(700)
         for kind in CELLS
         for node in (0, 1, 2)
-        for pair in getattr(found, kind)[node]
+        for pair in getattr(architecture, kind)[node]
     ]
     operators = Counter(operator for _, _, (_, operator) in nodes)
     assert all(abs(operators[name] / 1200 - 1) < 0.12 for name in OPERATORS)  # 1200 ± 32

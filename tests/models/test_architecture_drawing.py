@@ -22,12 +22,12 @@ def wired(sources) -> tuple:
     return tuple(tuple(zip(pair, OPERATORS)) for pair in sources)
 
 
-def drawn(seed: int = 0) -> Architecture:
+def random_cells(seed: int = 0) -> Architecture:
     return random_architecture(torch.Generator().manual_seed(seed))
 
 
-def followed(arrow: FancyArrowPatch, axes: Axes) -> np.ndarray:
-    """Points along an arrow, close to each other."""
+def points_along(arrow: FancyArrowPatch, axes: Axes) -> np.ndarray:
+    """Return closely spaced points along an arrow."""
     path = arrow.get_path().transformed(axes.transData)  # in pixels, to which curves are straightened
     lines = path.to_polygons(closed_only=False)
     steps = np.linspace(0, 1, 20)[:, None]
@@ -36,7 +36,7 @@ def followed(arrow: FancyArrowPatch, axes: Axes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("wiring", WIRINGS, ids=str)
-def test_no_arrow_of_any_wiring_runs_over_a_label(wiring):
+def test_no_arrow_of_any_architecture_crosses_a_label(wiring):
     axes = Figure(figsize=(9.6, 3.5)).add_axes((0, 0, 1, 1))
     draw_cell(wired(wiring), axes)
     arrows = [patch for patch in axes.patches if isinstance(patch, FancyArrowPatch)]
@@ -44,20 +44,20 @@ def test_no_arrow_of_any_wiring_runs_over_a_label(wiring):
     circles = [patch for patch in axes.patches if isinstance(patch, Circle)]
     assert (len(arrows), len(boxes), len(circles)) == (6 + 6 + 3, 6 + 3, 3)
     for arrow in arrows:
-        x, y = followed(arrow, axes).T
+        x, y = points_along(arrow, axes).T
         for box in boxes:
             edge = 0.04  # which an arrow's point may touch
-            left, low, wide, high = box.get_x(), box.get_y(), box.get_width(), box.get_height()
-            within = (x > left + edge) & (x < left + wide - edge) & (y > low + edge) & (y < low + high - edge)
+            left, bottom, width, height = box.get_x(), box.get_y(), box.get_width(), box.get_height()
+            within = (x > left + edge) & (x < left + width - edge) & (y > bottom + edge) & (y < bottom + height - edge)
             assert not within.any()
         for circle in circles:
             assert np.hypot(x - circle.center[0], y - circle.center[1]).min() > circle.radius - 0.04
 
 
-def test_labels_lie_within_their_boxes_and_name_what_they_stand_for():
-    whole = figure(Architecture(wired(WIRINGS[0]), wired(WIRINGS[-1])))
-    whole.draw_without_rendering()
-    for axes in whole.axes:
+def test_labels_lie_within_their_boxes_and_name_the_operators():
+    drawing = figure(Architecture(wired(WIRINGS[0]), wired(WIRINGS[-1])))
+    drawing.draw_without_rendering()
+    for axes in drawing.axes:
         said = [text.get_text() for text in axes.texts]
         assert {"0", "1", "2", "out", "$c_{k-2}$", "$c_{k-1}$", "conv 1×5 5×1", "sep conv 3×3"} == set(said)
         outlines = [p.get_window_extent() for p in axes.patches if isinstance(p, FancyBboxPatch | Circle)]
@@ -67,13 +67,13 @@ def test_labels_lie_within_their_boxes_and_name_what_they_stand_for():
 
 
 @pytest.mark.parametrize(("name", "opening"), [("cells.png", b"\x89PNG"), ("cells.svg", b"<?xml")])
-def test_the_ending_decides_the_format_and_the_same_cells_give_the_same_bytes(tmp_path, name, opening):
-    first = draw(drawn(), tmp_path / name).read_bytes()
+def test_the_suffix_selects_the_format_and_the_same_cells_give_the_same_bytes(tmp_path, name, opening):
+    first = draw(random_cells(), tmp_path / name).read_bytes()
     assert first.startswith(opening)
-    assert draw(drawn(), tmp_path / f"again-{name}").read_bytes() == first
-    assert draw(drawn(1), tmp_path / f"other-{name}").read_bytes() != first
+    assert draw(random_cells(), tmp_path / f"again-{name}").read_bytes() == first
+    assert draw(random_cells(1), tmp_path / f"other-{name}").read_bytes() != first
 
 
 def test_another_format_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"file is '.*cells.pdf', but must end in .png or .svg."):
-        draw(drawn(), tmp_path / "cells.pdf")
+        draw(random_cells(), tmp_path / "cells.pdf")

@@ -33,7 +33,7 @@ def test_batch_statistics_equal_pytorchs(shape):
         assert torch.allclose(result, F.batch_norm(task, None, None, weight, bias, training=True), atol=1e-12)
 
 
-def test_derivatives_to_second_order_pass_finite_differences_plainly_and_under_vmap():
+def test_derivatives_to_second_order_match_finite_differences_with_and_without_vmap():
     x, weight, bias = (value.requires_grad_() for value in (inputs(2, 3, 3, 2), inputs(3), inputs(3)))
 
     def plain(weight, bias, x):
@@ -48,25 +48,25 @@ def test_derivatives_to_second_order_pass_finite_differences_plainly_and_under_v
 
 
 @pytest.mark.parametrize("batched", ["weight", "x", "both"])
-def test_second_order_gradient_taken_outside_vmap_is_right(batched):
-    """The case in which PyTorch's own batch norm is silently wrong."""
+def test_second_order_gradient_outside_vmap_equals_that_of_each_task(batched):
+    """PyTorch's batch norm gives a wrong result here without an error."""
     x, weight, bias = inputs(2, 4, 3, 2, 2), 1 + inputs(2, 3) / 3, inputs(3)
 
     def loss(weight, x):
-        slope = torch.func.grad(lambda w: normalise(w, bias, x).pow(3).sum())(weight)
-        return normalise(weight - 0.1 * slope, bias, x).sin().sum()
+        grad = torch.func.grad(lambda w: normalise(w, bias, x).pow(3).sum())(weight)
+        return normalise(weight - 0.1 * grad, bias, x).sin().sum()
 
     dims = {"weight": (0, None), "x": (None, 0), "both": (0, 0)}[batched]
     arguments = (weight if dims[0] == 0 else weight[0], x if dims[1] == 0 else x[0])
     outside = torch.func.grad(lambda w, x: torch.func.vmap(loss, dims)(w, x).sum(), argnums=(0, 1))(*arguments)
-    picked = [tuple(a[i] if d == 0 else a for a, d in zip(arguments, dims)) for i in range(2)]
-    each = [torch.func.grad(loss, argnums=(0, 1))(*one) for one in picked]
-    for axis, (found, dim) in enumerate(zip(outside, dims)):
-        expected = torch.stack([one[axis] for one in each])
-        assert torch.allclose(found, expected if dim == 0 else expected.sum(0), rtol=1e-9)
+    task_arguments = [tuple(a[i] if d == 0 else a for a, d in zip(arguments, dims)) for i in range(2)]
+    per_task = [torch.func.grad(loss, argnums=(0, 1))(*task) for task in task_arguments]
+    for index, (gradient, dim) in enumerate(zip(outside, dims)):
+        expected = torch.stack([task[index] for task in per_task])
+        assert torch.allclose(gradient, expected if dim == 0 else expected.sum(0), rtol=1e-9)
 
 
-def test_running_statistics_are_those_of_the_batches_given():
+def test_running_statistics_are_those_of_the_batches():
     norm = BatchNorm(3, "running").double()
     net = nn.Sequential(norm)
     batches = [5 + 2 * inputs(40, 3), inputs(40, 3)]
@@ -75,11 +75,11 @@ def test_running_statistics_are_those_of_the_batches_given():
     assert torch.allclose(norm.mean, everything.mean(0))
     assert torch.allclose(norm.variance, everything.var(0, correction=0))
     alone = norm.eval()(everything[:1])
-    assert torch.allclose(alone, norm(everything)[:1])  # each point by itself
+    assert torch.allclose(alone, norm(everything)[:1])  # every point is independent
     assert torch.allclose(norm(everything).std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-4)
 
 
-def test_running_statistics_keep_their_digits_where_the_mean_is_large():
+def test_running_statistics_are_accurate_for_a_large_mean():
     norm = BatchNorm(3, "running")
     batches = [(1000 + inputs(400, 3) / 50).float(), (999 + inputs(400, 3) / 50).float()]
     estimate_statistics(nn.Sequential(norm), batches)
@@ -88,7 +88,7 @@ def test_running_statistics_keep_their_digits_where_the_mean_is_large():
     assert norm.eval()(batches[0]).isfinite().all()
 
 
-def test_batch_statistics_depend_on_the_other_points_even_in_evaluation():
+def test_batch_statistics_depend_on_the_other_points_also_in_evaluation():
     norm = BatchNorm(3).double().eval()
     x = inputs(6, 3)
     assert not torch.allclose(norm(x)[:2], norm(x[:2]))
@@ -102,20 +102,20 @@ def test_pytorch_batch_norms_are_refused_and_replaced_with_their_values():
     for statistics in ("batch", "running"):
         ours = replace_batch_norm(features, statistics)
         x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
-        assert isinstance(features[1], nn.BatchNorm1d)  # the original is left alone
+        assert isinstance(features[1], nn.BatchNorm1d)  # the original is unchanged
         expected = features.eval() if statistics == "running" else features.train()
         assert torch.allclose(ours.eval()(x), expected(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
-@pytest.mark.parametrize("lost", [("weight", "bias"), ("bias",)])
-def test_a_batch_norm_without_scale_or_shift_gets_none(statistics, lost):
+@pytest.mark.parametrize("missing", [("weight", "bias"), ("bias",)])
+def test_a_batch_norm_without_weight_or_bias_is_converted_to_one_without(statistics, missing):
     layer = nn.BatchNorm1d(3).double()
-    for role in lost:
+    for role in missing:
         setattr(layer, role, None)
     layer(3 + 2 * inputs(20, 3))
     ours, x = replace_batch_norm(layer, statistics), inputs(7, 3)
-    assert {name for name, _ in ours.named_parameters()} == {"weight", "bias"} - {*lost}
+    assert {name for name, _ in ours.named_parameters()} == {"weight", "bias"} - {*missing}
     assert str(ours) == f"BatchNorm(3, statistics='{statistics}')"
     expected = layer.eval() if statistics == "running" else layer.train()
     assert torch.allclose(ours.eval()(x), expected(x), atol=1e-12)
@@ -124,17 +124,17 @@ def test_a_batch_norm_without_scale_or_shift_gets_none(statistics, lost):
     assert torch.autograd.gradgradcheck(torch.func.vmap(ours), tasks.requires_grad_())
 
 
-def test_an_unknown_kind_of_statistics_is_refused():
+def test_unknown_statistics_are_refused():
     with pytest.raises(InputError, match="'batch' or 'running'"):
         BatchNorm(3, "moving")
 
 
-def test_a_net_that_is_applied_meanwhile_in_another_thread_leaves_the_estimate_alone():
+def test_estimated_statistics_ignore_calls_of_a_shallow_copy():
     net, x = nn.Sequential(nn.Identity(), BatchNorm(3, "running")).double(), inputs(8, 3)
 
-    def apply_a_copy(*_):
+    def call_a_copy(*_):
         shallow_copy(net)[1](100 + inputs(8, 3))
 
-    net[0].register_forward_hook(apply_a_copy)
+    net[0].register_forward_hook(call_a_copy)
     estimate_statistics(net, [x])
     assert torch.allclose(net[1].mean, x.mean(0))

@@ -39,21 +39,21 @@ def count(module: nn.Module) -> int:
     return sum(value.numel() for value in module.parameters())
 
 
-def twins(**options) -> tuple[Network, Network]:
-    """A supernet masked by an architecture, and that architecture's network with the same weights."""
-    made = cell_network(ARCHITECTURE, **SMALL, drop_rate=0, seed=1, **options)
-    whole = supernet(ActiveOperators.full(), **SMALL, **options)
-    missing, surplus = made.load_state_dict(whole.state_dict(), strict=False)
+def supernet_and_network(**options) -> tuple[Network, Network]:
+    """Return a supernet masked by an architecture, and the network of the architecture with the same weights."""
+    net = cell_network(ARCHITECTURE, **SMALL, drop_rate=0, seed=1, **options)
+    masked = supernet(ActiveOperators.full(), **SMALL, **options)
+    missing, surplus = net.load_state_dict(masked.state_dict(), strict=False)
     assert (missing, bool(surplus)) == ([], True)
-    mask(whole, ARCHITECTURE.active_operators)
-    return whole, made
+    mask(masked, ARCHITECTURE.active_operators)
+    return masked, net
 
 
 @pytest.mark.parametrize("size", [32, 84, 28, 21])
 @pytest.mark.parametrize(
     "make", [lambda **o: supernet(ActiveOperators.full(), **o), lambda **o: cell_network(ARCHITECTURE, **o)]
 )
-def test_images_of_any_size_become_as_many_outputs_as_asked_for(make, size):
+def test_networks_of_cells_accept_images_of_any_size(make, size):
     net = make(**SMALL, image_channels=1, size=size, outputs=7)
     x = images(2, size, channels=1)
     assert net.features(x).shape == (2, 3 * 4 * 4)  # three nodes, and channels doubled twice
@@ -67,31 +67,31 @@ def test_cells_at_one_and_two_thirds_of_the_depth_halve_the_sides_and_double_the
         cell.register_forward_hook(lambda cell, inputs, output: shapes.append(tuple(output.shape[1:])))
     net(images(2, 16))
     assert [index for index, cell in enumerate(net.features.cells) if cell.reduction] == reductions
-    passed = [sum(place <= index for place in reductions) for index in range(cells)]
-    assert shapes == [(12 * 2**times, 16 // 2**times, 16 // 2**times) for times in passed]
+    doublings = [sum(reduction <= index for reduction in reductions) for index in range(cells)]
+    assert shapes == [(12 * 2**times, 16 // 2**times, 16 // 2**times) for times in doublings]
 
 
-def test_the_parameters_of_one_cell_are_those_counted_by_hand():
+def test_a_cell_has_the_number_of_parameters_counted_by_hand():
     cell = cell_network(ARCHITECTURE, channels=48).features.cells[0]
     c, stem = 48, 3 * 48
-    entrances = 2 * (stem * c + 2 * c)  # a 1×1 convolution and a norm for each cell before
+    input_layers = 2 * (stem * c + 2 * c)  # a 1×1 convolution and a norm for each of the two previous cells
     separable = 9 * c + c * c + 2 * c
     operators = 2 * separable + 0 + separable + 2 * c + separable + (5 * c * c + 5 * c * c + 2 * c)
-    assert count(cell) == entrances + operators
+    assert count(cell) == input_layers + operators
 
     halved = cell_network(ARCHITECTURE, channels=48).features.cells[1]
     c = 96
-    entrances = 2 * (stem * c + 2 * c)
+    input_layers = 2 * (stem * c + 2 * c)
     separable = 9 * c + c * c + 2 * c
     skip = c * c + 2 * c  # with stride 2
     operators = skip + 2 * c + (10 * c * c + 2 * c) + 2 * separable + 0 + separable
-    assert count(halved) == entrances + operators
+    assert count(halved) == input_layers + operators
 
 
 def test_published_cells_have_the_published_number_of_parameters():
-    """The three cells that B's public code gives as found on mini-ImageNet; their paper counts 1.77 M on average."""
+    """The cells from the public code of Wang et al. 2022 for mini-ImageNet, whose mean in the paper is 1.77 M."""
     sep, dil, conv, fac, pool = "sep_conv_3x3", "dil_conv_3x3", "conv_3x3", "conv_1x5_5x1", "max_pool_3x3"
-    found = [
+    published = [
         (
             [[(0, sep), (1, sep)], [(1, sep), (2, sep)], [(0, conv), (2, sep)]],
             [[(0, sep), (1, sep)], [(1, fac), (2, dil)], [(2, dil), (3, dil)]],
@@ -106,30 +106,30 @@ def test_published_cells_have_the_published_number_of_parameters():
         ),
     ]
     counts = [
-        count(cell_network({"normal": normal, "reduction": reduction}, outputs=64)) for normal, reduction in found
+        count(cell_network({"normal": normal, "reduction": reduction}, outputs=64)) for normal, reduction in published
     ]
     assert sum(counts) / 3 == pytest.approx(1.77e6, rel=0.03)
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_a_masked_supernet_is_the_network_of_what_is_left(norm):
-    whole, made = twins(norm=norm, statistics="batch")
+def test_a_masked_supernet_computes_the_same_as_the_network_of_the_architecture(norm):
+    masked, net = supernet_and_network(norm=norm, statistics="batch")
     x = images(4)
     with torch.no_grad():
-        assert torch.equal(whole(x), made(x))
-        mask(whole, ActiveOperators.full())
-        assert relative(whole(x), made(x)) > 0.1
+        assert torch.equal(masked(x), net(x))
+        mask(masked, ActiveOperators.full())
+        assert relative(masked(x), net(x)) > 0.1
 
 
-def test_the_kernel_of_a_masked_supernet_is_that_of_the_network():
-    whole, made = twins(norm="group")
+def test_the_kernel_of_a_masked_supernet_equals_that_of_the_network():
+    masked, net = supernet_and_network(norm="group")
     x = images(4)
-    first, second = (EmpiricalKernel(net.double(), outputs="sum").ntk(x.double()) for net in (whole, made))
+    first, second = (EmpiricalKernel(net.double(), outputs="sum").ntk(x.double()) for net in (masked, net))
     assert relative(first, second) < 1e-12
-    assert torch.linalg.cond(second) < 1e6  # four images that the network tells apart
+    assert torch.linalg.cond(second) < 1e6  # the network distinguishes the four images
 
 
-def test_gradients_reach_all_that_is_alive_and_nothing_that_is_dead():
+def test_exactly_the_active_operators_get_gradients():
     generator, active = torch.Generator().manual_seed(0), ActiveOperators.full()
     for choice in list(active):
         if torch.rand((), generator=generator) < 0.4:
@@ -139,15 +139,15 @@ def test_gradients_reach_all_that_is_alive_and_nothing_that_is_dead():
     net(images(3)).square().sum().backward()
     cells = net.features.cells
     for cell in cells:
-        left = active.reduction if cell.reduction else active.normal
-        for operators, edge in zip(left, cell.edges):
+        cell_operators = active.reduction if cell.reduction else active.normal
+        for operators, edge in zip(cell_operators, cell.edges):
             assert set(edge) == set(OPERATORS)
             for name, operator in edge.items():
-                slopes = [value.grad for value in operator.parameters()]
+                grads = [value.grad for value in operator.parameters()]
                 if name in operators:
-                    assert all(slope is not None and slope.any() for slope in slopes)
+                    assert all(grad is not None and grad.any() for grad in grads)
                 else:
-                    assert all(slope is None for slope in slopes)
+                    assert all(grad is None for grad in grads)
     others = [value for name, value in net.named_parameters() if ".edges." not in name]
     assert all(value.grad is not None and value.grad.any() for value in others)
 
@@ -156,16 +156,16 @@ def test_every_edge_adds_up_its_operators():
     net = supernet(ActiveOperators.full(), **SMALL)
     cell = net.features.cells[0]
     before, last = images(2, channels=12), images(2, channels=12, seed=1)
-    one = frozenset({"conv_3x3"})
-    alone = (one,) * 9
-    both = (one, one | {"skip"}, *alone[2:])
-    difference = cell(before, last, both)[:, :4] - cell(before, last, alone)[:, :4]  # of node 0
+    convolution = frozenset({"conv_3x3"})
+    without_skip = (convolution,) * 9
+    with_skip = (convolution, convolution | {"skip"}, *without_skip[2:])
+    difference = cell(before, last, with_skip)[:, :4] - cell(before, last, without_skip)[:, :4]  # of node 0
     assert torch.allclose(difference, cell.last(last), atol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked, monkeypatch):
-    """With plain operations in place of the kernels, which have tests of their own."""
+def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
+    """The kernels are replaced by plain operations; other tests check the kernels."""
     if masked:
         net = supernet(ActiveOperators.full(), **SMALL, norm="batch", statistics="batch")
         mask(net, ARCHITECTURE.active_operators)
@@ -173,7 +173,7 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
         net = cell_network(ARCHITECTURE, cells=5, channels=4, drop_rate=0.2)
     net, x = net.double(), images(6, 13).double()
 
-    def slopes() -> list[torch.Tensor | None]:
+    def gradients() -> list[torch.Tensor | None]:
         torch.manual_seed(0)
         loss = net(x).square().sum()
         return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)]
@@ -185,7 +185,7 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
         term = norm_leaky_relu(x, weight, bias, eps) * (1 if factor is None else factor)
         return term if total is None else total + term
 
-    plain = slopes()
+    plain = gradients()
     monkeypatch.setattr(cells, "can_fuse", lambda x, channels: True)
     monkeypatch.setattr(fused_layers, "norm_leaky_relu", norm_leaky_relu)
     monkeypatch.setattr(fused_layers, "add_norm", add_norm)
@@ -193,35 +193,35 @@ def test_the_way_through_fused_kernels_is_the_same_as_through_the_modules(masked
         cell_triton_layers, "relu_concat", relu_concat := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1)))
     )
     monkeypatch.setattr(cell_triton_layers, "_with_input", lambda layer, x, *weight: (layer.plain(x, *weight), x))
-    for mine, expected in zip(slopes(), plain, strict=True):
-        assert (mine is None) == (expected is None)
-        assert mine is None or relative(mine, expected) < 1e-9
+    for gradient, expected in zip(gradients(), plain, strict=True):
+        assert (gradient is None) == (expected is None)
+        assert gradient is None or relative(gradient, expected) < 1e-9
     assert relu_concat.call_count == len(net.features.cells) - 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("stride", [1, 2])
-def test_means_pull_gradients_back_to_their_own_pixels_on_a_gpu_with_channels_last_too(stride):
-    x, slopes = images(2, 9), []
+def test_gradients_of_mean_pooling_are_right_on_a_gpu_with_channels_last_maps(stride):
+    x, grads = images(2, 9), []
     for form in (x, x.cuda().to(memory_format=torch.channels_last)):
         leaf = form.requires_grad_()
         y = cells.MeanPool(stride)(leaf)
-        slopes.append(torch.autograd.grad((y * torch.arange(y.numel(), device=y.device).view_as(y)).sum(), leaf)[0])
-    assert relative(slopes[1].cpu(), slopes[0]) < 1e-6
+        grads.append(torch.autograd.grad((y * torch.arange(y.numel(), device=y.device).view_as(y)).sum(), leaf)[0])
+    assert relative(grads[1].cpu(), grads[0]) < 1e-6
 
 
-def test_with_group_norm_no_image_depends_on_the_others_and_none_is_like_another():
+def test_with_group_norm_images_are_independent_and_their_features_differ():
     net = supernet(ActiveOperators.full(), **SMALL)
     x = images(6)
-    together, alone = net(x), torch.cat([net(image[None]) for image in x])
-    assert torch.allclose(together, alone, atol=1e-4)
-    assert bool((together.std(0) > 0.01).all())
+    batched, separate = net(x), torch.cat([net(image[None]) for image in x])
+    assert torch.allclose(batched, separate, atol=1e-4)
+    assert bool((batched.std(0) > 0.01).all())
     groups = {layer.num_channels: layer.num_groups for layer in net.modules() if isinstance(layer, nn.GroupNorm)}
     assert groups == {12: 12, 4: 4, 8: 8, 16: 16, 48: 16}
 
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
-def test_batch_norms_keep_the_statistics_asked_for(statistics):
+def test_batch_norms_of_cells_have_the_requested_statistics(statistics):
     net = cell_network(ARCHITECTURE, **SMALL, statistics=statistics)
     norms = [layer for layer in net.modules() if isinstance(layer, BatchNorm)]
     assert norms
@@ -229,7 +229,7 @@ def test_batch_norms_keep_the_statistics_asked_for(statistics):
     assert not any(isinstance(layer, nn.GroupNorm) for layer in net.modules())
 
 
-def test_the_same_seed_gives_the_same_weights_of_kaimings_variance():
+def test_the_same_seed_gives_the_same_weights_with_kaiming_variance():
     before = torch.get_rng_state()
     first, again, other = (supernet(ActiveOperators.full(), cells=3, channels=16, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(before, torch.get_rng_state())
@@ -238,11 +238,11 @@ def test_the_same_seed_gives_the_same_weights_of_kaimings_variance():
     assert not torch.equal(first(x), other(x))
     for layer in first.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear) and layer.weight.numel() > 2000:
-            wanted = 2 / layer.weight[0].numel()
-            assert float(layer.weight.detach().var()) == pytest.approx(wanted, rel=0.2)
+            variance = 2 / layer.weight[0].numel()
+            assert float(layer.weight.detach().var()) == pytest.approx(variance, rel=0.2)
 
 
-def test_dropped_paths_are_whole_and_keep_the_mean():
+def test_drop_path_drops_whole_points_and_keeps_the_mean():
     torch.manual_seed(0)
     drop = DropPath(0.2)
     out = drop(torch.ones(4000, 2, 3, 3))
@@ -254,7 +254,7 @@ def test_dropped_paths_are_whole_and_keep_the_mean():
     assert torch.equal(drop(out), out)
 
 
-def test_all_is_dropped_in_training_but_plain_skips():
+def test_drop_path_applies_to_all_operators_except_identities():
     cell = cell_network(ARCHITECTURE, **SMALL, drop_rate=0.5).features.cells[0]
     cell.drop.rate.fill_(1 - 1e-7)
     inputs = images(3, channels=12), images(3, channels=12, seed=1)
@@ -264,8 +264,14 @@ def test_all_is_dropped_in_training_but_plain_skips():
     assert all(node.any() for node in cell.eval()(*inputs, ARCHITECTURE.active_operators.normal).split(4, 1))
 
 
-def test_a_path_builds_the_network_of_the_architecture_there(tmp_path):
-    file = ARCHITECTURE.save(tmp_path / "found.json")
+def test_build_accepts_the_name_that_version_0_1_0_stored_in_runs():
+    net = build("network", architecture=json.loads(ARCHITECTURE.to_json()), **SMALL)
+    assert isinstance(net.features, Cells)
+    assert net.recipe["model"] == "cell_network"
+
+
+def test_build_with_a_path_returns_the_network_of_the_architecture(tmp_path):
+    file = ARCHITECTURE.save(tmp_path / "architecture.json")
     net = build(str(file), channels=4, cells=3, image_channels=1, size=28)
     assert image_shape(net) == (1, 28)
     again = build(**json.loads(json.dumps(net.recipe)))
@@ -278,12 +284,12 @@ def test_a_path_builds_the_network_of_the_architecture_there(tmp_path):
 
 
 def test_an_architecture_is_trained_and_loaded_by_the_command_line(metabridge, tmp_path):
-    file, out = ARCHITECTURE.save(tmp_path / "found.json"), tmp_path / "run"
+    file, out = ARCHITECTURE.save(tmp_path / "architecture.json"), tmp_path / "run"
     options = ["--iterations", 2, "--batch-size", 4, "--validate-every", 2, "--validate-tasks", 2, "--device", "cpu"]
     options += ["--model-option", "channels=4", "--model-option", "cells=3", "--out", out]
     status, _, complained = metabridge("train", "--method", "rfs", "--model", file, *options)
     assert status == 0, complained
-    file.unlink()  # the run knows its architecture
+    file.unlink()  # the run contains its architecture
     run = load(out)
     assert isinstance(run.net.features, Cells)
     assert Architecture.from_dict(run.net.recipe["architecture"]) == ARCHITECTURE
@@ -294,7 +300,7 @@ def test_an_architecture_is_trained_and_loaded_by_the_command_line(metabridge, t
         assert run.net.eval()(images(2, 28, channels=1)).isfinite().all()
 
 
-def test_random_architectures_can_all_be_built_and_trained():
+def test_networks_of_random_architectures_can_be_built_and_trained():
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
         net = cell_network(random_architecture(generator), **SMALL)
@@ -318,6 +324,6 @@ def test_random_architectures_can_all_be_built_and_trained():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(make, sentence):
+def test_impossible_options_are_refused_with_a_way_out(make, sentence):
     with pytest.raises(InputError, match=sentence):
         make()

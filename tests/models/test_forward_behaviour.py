@@ -38,7 +38,7 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_are_noticed_in_training_and_not_in_evaluation(name):
+def test_random_numbers_are_observed_in_training_and_not_in_evaluation(name):
     module, shape = RANDOM[name]
     x, state = torch.randn(shape), torch.get_rng_state()
     assert observe(module.train(), x).random
@@ -46,13 +46,13 @@ def test_random_numbers_are_noticed_in_training_and_not_in_evaluation(name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_dropout_at_the_rate_zero_and_layers_that_do_not_drop_are_not_random():
+def test_dropout_at_rate_zero_and_layers_without_dropout_are_not_random():
     for module in (nn.Dropout(0.0), Attention(), nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0), nn.LSTM(2, 3, 2)):
         assert not observe(module.train(), torch.randn(2, 3, 2)).random
     assert not observe(conv4(1, 16, filters=4).features, torch.randn(2, 1, 16, 16)).random
 
 
-def test_weight_norm_and_moving_buffers_are_noticed():
+def test_weight_norm_and_changed_buffers_are_observed():
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
     x = torch.randn(3, 4)
     assert observe(normed, x).weight_norm
@@ -66,7 +66,7 @@ def test_weight_norm_and_moving_buffers_are_noticed():
     ).changes_buffers
 
 
-def test_the_compiler_is_not_imported_for_it_and_compiled_modules_are_watched():
+def test_observing_does_not_import_the_compiler_and_works_for_compiled_modules():
     script = """
 import sys, torch
 from metabridge.models.forward_behaviour import observe
@@ -97,7 +97,7 @@ def test_a_parameter_that_cannot_be_replaced_is_refused():
         observe(Hidden(), torch.randn(2, 3))
 
 
-def test_tensors_that_are_changed_in_a_forward_pass_and_are_no_buffers_are_refused():
+def test_a_forward_pass_that_changes_an_unregistered_tensor_is_refused():
     class Centred(nn.Module):
         def __init__(self):
             super().__init__()

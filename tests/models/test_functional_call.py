@@ -15,30 +15,30 @@ from metabridge.models import conv4, mlp
 from metabridge.models.functional_call import bind_params, shallow_copy
 
 
-def moved(module):
+def changed_params(module):
     return {name: 1.1 * value.detach() + 0.1 for name, value in module.named_parameters()}
 
 
 @pytest.mark.parametrize("name", [name for name in ODD_FEATURES if name != "a layer under two names"])
-def test_a_bound_copy_computes_what_functional_call_does(name):
+def test_a_bound_copy_computes_the_same_as_functional_call(name):
     features, x = odd_net(name).features, odd_episodes(name).support_x[0]
-    params = moved(features)
-    found = bind_params(features, params, copy_buffers=True)(x)
-    assert torch.equal(found, functional_call(features, params, (x,)))
+    params = changed_params(features)
+    result = bind_params(features, params, copy_buffers=True)(x)
+    assert torch.equal(result, functional_call(features, params, (x,)))
 
 
 @pytest.mark.parametrize("name", ODD_FEATURES)
-def test_binding_leaves_the_module_as_it_was(name):
+def test_binding_does_not_change_the_module(name):
     features, x = odd_net(name).features, odd_episodes(name).support_x[0]
     before = {key: (value, value.clone()) for key, value in features.state_dict(keep_vars=True).items()}
-    bind_params(features, moved(features), copy_buffers=True)(x)
+    bind_params(features, changed_params(features), copy_buffers=True)(x)
     after = features.state_dict(keep_vars=True)
     assert all(after[key] is value and torch.equal(value, copy) for key, (value, copy) in before.items())
 
 
-def test_a_layer_under_two_names_is_replaced_under_both():
+def test_parameters_of_a_layer_with_two_names_are_replaced_under_both():
     features, x = odd_net("a layer under two names").features, torch.randn(3, 4, dtype=torch.float64)
-    params = moved(features)
+    params = changed_params(features)
     assert sorted(params) == ["first.bias", "first.weight"]
     once = torch.tanh(x @ params["first.weight"].T + params["first.bias"])
     expected = torch.tanh(once @ params["first.weight"].T + params["first.bias"])
@@ -50,22 +50,22 @@ def test_parameters_in_lists_methods_and_closures_are_replaced():
         def __init__(self):
             super().__init__()
             self.weight, self.layer = nn.Parameter(torch.rand(3)), nn.Linear(3, 3)
-            self.held = [{"weight": self.weight}, (self.layer,)]
+            self.container = [{"weight": self.weight}, (self.layer,)]
             self.method = self.layer.forward
             self.closure = lambda x: x * self.weight
             self.part = partial(F.linear, weight=self.layer.weight, bias=self.layer.bias)
-            self.held.append(self.held)  # which contains itself
+            self.container.append(self.container)  # it contains itself
 
         def forward(self, x):
-            return self.closure(self.method(x)) * self.held[0]["weight"] + self.held[1][0](x) + self.part(x)
+            return self.closure(self.method(x)) * self.container[0]["weight"] + self.container[1][0](x) + self.part(x)
 
     module, x = Odd(), torch.randn(2, 3)
-    params = moved(module)
+    params = changed_params(module)
     layer = x @ params["layer.weight"].T + params["layer.bias"]
     torch.testing.assert_close(bind_params(module, params)(x), layer * params["weight"] ** 2 + 2 * layer)
 
 
-def test_what_holds_no_parameter_is_shared():
+def test_objects_without_parameters_are_shared():
     module = mlp(2, 2)
     module.lock, module.cache = threading.Lock(), {"a": torch.ones(1)}
     copy = bind_params(module, {})
@@ -89,7 +89,7 @@ def test_a_torchscript_module_is_refused():
         bind_params(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), {})
 
 
-def test_a_closure_whose_cell_is_still_empty_is_left_alone():
+def test_a_closure_with_an_empty_cell_is_not_changed():
     def read():
         return defined_later
 

@@ -1,4 +1,4 @@
-"""Without a GPU these run in Triton's interpreter, if Triton is installed: `TRITON_INTERPRET=1 pytest`."""
+"""Fused layers of many tasks against PyTorch. Without a GPU, use `TRITON_INTERPRET=1 pytest`."""
 
 import os
 
@@ -34,45 +34,45 @@ def per_channel(count, channels):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("dtype", "error"), PRECISIONS)
-def test_batch_norm_and_its_two_derivatives_are_the_plain_ones(size, dtype, error):
+def test_batch_norm_and_its_two_derivatives_equal_the_plain_ones(size, dtype, error):
     g, x, u = maps(3, *size, dtype)
     weight, bias, v, s = per_channel(4, size[0])
     y, mean, r = fused_tasks.batch_norm(x + 3, weight, bias, 1e-5)
     exact = torch.native_batch_norm((x + 3).double(), weight.double(), bias.double(), None, None, True, 0.0, 1e-5)
-    assert all(relative(ours.double(), theirs) < error for ours, theirs in zip((y, mean, r), exact))
+    assert all(relative(result.double(), expected) < error for result, expected in zip((y, mean, r), exact))
 
     _, mean, r = fused_tasks.batch_norm(x, weight, bias, 1e-5)
     doubles = [value.double() for value in (g, x, weight, mean, r)]
-    found = fused_tasks.batch_norm_backward(g, x, weight, mean, r)
+    results = fused_tasks.batch_norm_backward(g, x, weight, mean, r)
     exact = torch.ops.aten.native_batch_norm_backward(
         *doubles[:3], None, None, *doubles[3:], True, 1e-5, [True, True, True]
     )
-    assert all(relative(ours.double(), theirs) < error for ours, theirs in zip(found, exact))
+    assert all(relative(result.double(), expected) < error for result, expected in zip(results, exact))
 
-    found = fused_tasks.batch_norm_double_backward(g, x, weight, mean, r, u, v, s)
+    results = fused_tasks.batch_norm_double_backward(g, x, weight, mean, r, u, v, s)
     exact = batch_norm._double_backward(*doubles, u.double(), v.double(), s.double())
-    assert all(relative(ours.double(), theirs) < error for ours, theirs in zip(found, exact))
-    assert all(ours.dtype == given for ours, given in zip(found, (dtype, dtype, torch.float32)))
+    assert all(relative(result.double(), expected) < error for result, expected in zip(results, exact))
+    assert all(result.dtype == expected for result, expected in zip(results, (dtype, dtype, torch.float32)))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pooling_spreading_and_picking_are_pytorchs(size, dtype):
+def test_pooling_unpooling_and_gathering_equal_pytorchs(size, dtype):
     x, u = maps(2, *size, dtype)
-    x = x.round()  # so that some windows hold equal values
-    y, places = fused_tasks.max_pool_2x2(x)
+    x = x.round()  # so that some windows contain equal values
+    y, choice = fused_tasks.max_pool_2x2(x)
     exact, indices = torch.ops.aten.max_pool2d_with_indices(x.float().contiguous(), *POOL_2X2)
     assert torch.equal(y.float(), exact)
     values = torch.randn_like(y)
-    spread = torch.ops.aten.max_pool2d_with_indices_backward(
+    unpooled = torch.ops.aten.max_pool2d_with_indices_backward(
         values.float().contiguous(), x.float().contiguous(), *POOL_2X2, indices
     )
-    assert torch.equal(fused_tasks.max_unpool_2x2(values, places, x).float(), spread)
-    picked = u.float().flatten(2).gather(2, indices.flatten(2)).view_as(indices)
-    assert torch.equal(fused_tasks.gather_2x2(u, places).float(), picked)
+    assert torch.equal(fused_tasks.max_unpool_2x2(values, choice, x).float(), unpooled)
+    gathered = u.float().flatten(2).gather(2, indices.flatten(2)).view_as(indices)
+    assert torch.equal(fused_tasks.gather_2x2(u, choice).float(), gathered)
 
 
-def test_what_is_not_a_number_stays_so():
+def test_the_maximum_of_a_window_with_nan_is_nan():
     (x,) = maps(1, 32, 4, 4, torch.float32)
     x[0, 0, 1, 1] = torch.nan
     assert fused_tasks.max_pool_2x2(x)[0].isnan().sum() == 1
@@ -82,11 +82,11 @@ def test_what_is_not_a_number_stays_so():
 def test_meta_gradient(name, monkeypatch):
     monkeypatch.setattr(triton_support, "can_fuse_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
     monkeypatch.setattr(task_folding, "is_faster", lambda x: True)
-    chosen, net = method(name, steps=2, lr=0.03), conv4(3, 20, 5, filters=16).to(DEVICE)
+    method_, net = method(name, steps=2, lr=0.03), conv4(3, 20, 5, filters=16).to(DEVICE)
     x = torch.randn(2, 2, 5, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5).expand(2, -1)
     episodes = Episodes(x[0], y, x[1], y)
-    exact = Engine(chosen, net.double(), mode="loop")
-    slopes = exact(parameters(chosen, net), episodes.to(DEVICE, dtype=torch.float64)).gradients
-    found = Engine(chosen, net.float(), mode="vectorised")(parameters(chosen, net), episodes.to(DEVICE)).gradients
-    assert all(relative(found[key].double(), value) < 1e-3 for key, value in slopes.items())
+    exact = Engine(method_, net.double(), mode="loop")
+    expected = exact(parameters(method_, net), episodes.to(DEVICE, dtype=torch.float64)).gradients
+    results = Engine(method_, net.float(), mode="vectorised")(parameters(method_, net), episodes.to(DEVICE)).gradients
+    assert all(relative(results[key].double(), value) < 1e-3 for key, value in expected.items())

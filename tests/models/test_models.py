@@ -17,14 +17,14 @@ from metabridge.models import DropBlock, Network, build, conv4, mlp, resnet12, w
         (lambda: mlp(12, 5), (3, 2, 2), 40),
     ],
 )
-def test_features_have_the_dimension_that_the_head_takes(net, shape, dimension):
+def test_features_have_the_dimension_of_the_heads_input(net, shape, dimension):
     net = net()
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     assert net.features(x).shape == (2, dimension)
     assert net(x).shape == (2, 5)
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_state_alone():
+def test_the_same_seed_gives_the_same_weights_and_keeps_the_global_random_state():
     before = torch.get_rng_state()
     first, again, other = conv4(1, 28, seed=3), conv4(1, 28, seed=3), conv4(1, 28, seed=4)
     assert torch.equal(before, torch.get_rng_state())
@@ -32,7 +32,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_state_alone(
     assert not torch.equal(first.features[0][0].weight, other.features[0][0].weight)
 
 
-def test_pooling_before_the_rectifier_changes_nothing():
+def test_pooling_before_relu_gives_the_same_result():
     net = conv4(1, 28)
     x = torch.randn(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     swapped = x
@@ -54,13 +54,13 @@ def test_drop_block_drops_squares_at_its_rate_and_keeps_the_mean():
     assert float((out == 0).float().mean()) == pytest.approx(0.2, abs=0.03)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
     dropped = (out == 0).float()
-    whole = -nn.functional.max_pool2d(-dropped, 3, stride=1)  # where a whole square is dropped
-    covered = nn.functional.max_pool2d(nn.functional.pad(whole, [2] * 4), 3, stride=1)
-    assert torch.equal(covered, dropped)  # whatever is dropped lies in a whole square that is dropped
+    corners = -nn.functional.max_pool2d(-dropped, 3, stride=1)  # 1 where a whole square is dropped
+    covered = nn.functional.max_pool2d(nn.functional.pad(corners, [2] * 4), 3, stride=1)
+    assert torch.equal(covered, dropped)  # whatever is dropped lies in a dropped square that is dropped
     assert torch.equal(block.eval()(out), out)
 
 
-def test_any_module_can_serve_as_features():
+def test_any_module_can_be_used_as_features():
     features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net = Network.around(features, torch.randn(2, 3, 8, 8), outputs=7)
     assert net(torch.randn(4, 3, 8, 8)).shape == (4, 7)
@@ -82,21 +82,21 @@ def test_any_module_can_serve_as_features():
         (lambda: DropBlock(1.5, 3), "drop_rate is 1.5"),
     ],
 )
-def test_impossible_networks_are_refused_with_the_way_out(make, sentence):
+def test_impossible_options_are_refused_with_a_way_out(make, sentence):
     with pytest.raises(InputError, match=sentence):
         make()
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "made"),
+    ("name", "options", "build_directly"),
     [
         ("conv4", {"channels": 1, "size": 28, "filters": 8}, lambda: conv4(1, 28, filters=8)),
         ("resnet12", {"size": 16, "widths": [4, 4, 4, 4]}, lambda: resnet12(size=16, widths=(4, 4, 4, 4))),
         ("mlp", {"inputs": 3, "outputs": 2}, lambda: mlp(3, 2)),
     ],
 )
-def test_a_name_builds_what_its_builder_does(name, options, made):
-    built, expected = build(name, **options), made()
+def test_build_with_a_name_gives_the_network_of_the_builder(name, options, build_directly):
+    built, expected = build(name, **options), build_directly()
     assert str(built) == str(expected)
     assert all(torch.equal(value, expected.state_dict()[key]) for key, value in built.state_dict().items())
 
@@ -121,7 +121,7 @@ def test_a_name_builds_what_its_builder_does(name, options, made):
         ("mlp", {"inputs": 3}, "mlp cannot be built with inputs=3 ("),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_a_sentence(name, options, sentence):
+def test_an_unknown_model_or_option_raises_an_input_error(name, options, sentence):
     with pytest.raises(InputError) as caught:
         build(name, **options)
     assert str(caught.value).startswith(sentence)

@@ -24,31 +24,31 @@ NETS = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_a_recipe_that_went_through_json_makes_the_same_network_again(name):
+def test_a_recipe_from_json_builds_the_same_network_again(name):
     net = NETS[name]()
     again = build(**json.loads(json.dumps(net.recipe)))
     assert str(again) == str(net)
     assert again.state_dict().keys() == net.state_dict().keys()
     assert all(torch.equal(value, net.state_dict()[key]) for key, value in again.state_dict().items())
-    assert BUILDERS[name].__doc__  # the builder is still the one that is documented
+    assert BUILDERS[name].__doc__  # the decorator keeps the docstring
 
 
-def test_a_network_made_by_hand_has_no_recipe():
+def test_a_network_without_a_builder_has_no_recipe():
     assert Network(nn.Linear(2, 3), nn.Linear(3, 1)).recipe is None
 
 
-def plainly(net: Network, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The features in bfloat16, each weight cast by itself."""
+def separate_casts(net: Network, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return the features in bfloat16, with a separate cast of every weight."""
     body = {name: value.to(torch.bfloat16) for name, value in params.items()}
     return functional_call(net.features, body, (x.to(torch.bfloat16),)).float()
 
 
-def through_one_cast(net: Network, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def joint_cast(net: Network, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return apply_features(net, {f"features.{name}": value for name, value in params.items()}, x, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv4"])
-def test_derivatives_through_the_joint_cast_are_those_of_plain_casts_to_second_order(name):
+def test_derivatives_through_the_joint_cast_equal_those_of_separate_casts_to_second_order(name):
     net = NETS[name]()
     x = torch.randn(6, *((12,) if name == "mlp" else (3, 20, 20)), generator=torch.Generator().manual_seed(0))
     params = {key: value.detach().requires_grad_() for key, value in net.features.named_parameters()}
@@ -56,15 +56,15 @@ def test_derivatives_through_the_joint_cast_are_those_of_plain_casts_to_second_o
     def derivatives(features):
         value = features(net, params, x).square().mean()
         first = torch.autograd.grad(value, list(params.values()), create_graph=True)
-        size = sum(slope.square().sum() for slope in first)
+        size = sum(grad.square().sum() for grad in first)
         return [value], first, torch.autograd.grad(size, list(params.values()), allow_unused=True)
 
-    for ours, expected in zip(derivatives(through_one_cast), derivatives(plainly)):
-        for mine, other in zip(ours, expected):
-            assert (mine is None) == (other is None)
-            if mine is not None:
-                assert mine.dtype == torch.float32
-                assert (mine - other).norm() <= 0.05 * other.norm() + 1e-6  # a bfloat16 has 8 bits
+    for joint, separate in zip(derivatives(joint_cast), derivatives(separate_casts)):
+        for value, expected in zip(joint, separate):
+            assert (value is None) == (expected is None)
+            if value is not None:
+                assert value.dtype == torch.float32
+                assert (value - expected).norm() <= 0.05 * expected.norm() + 1e-6  # a bfloat16 has 8 bits
 
 
 def test_features_without_parameters_can_be_computed_in_low_precision():
@@ -86,8 +86,8 @@ class Shared(nn.Module):
         return torch.tanh(self.c(torch.tanh(self.again(torch.tanh(self.a(x))))))
 
 
-class Spelled(nn.Module):
-    """The same function of the same parameters, each of which has one place."""
+class WithoutSharing(nn.Module):
+    """The same function of the same parameters without shared layers."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
@@ -99,40 +99,40 @@ class Spelled(nn.Module):
         return torch.tanh(F.linear(x, self.a.weight, self.c.bias))
 
 
-def shared_and_spelled() -> tuple[Network, Network]:
+def with_and_without_sharing() -> tuple[Network, Network]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         shared, head = Shared().double(), nn.Linear(4, 3).double()
-    return Network(shared, head), Network(Spelled(shared), copy.deepcopy(head))
+    return Network(shared, head), Network(WithoutSharing(shared), copy.deepcopy(head))
 
 
 @pytest.mark.parametrize("mode", ["loop", "workers", "vectorised"])
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "r2d2", "mtl", "reptile", "imaml"])
-def test_what_layers_share_stays_shared_from_one_meta_gradient_to_the_next(name: str, mode: Mode) -> None:
-    chosen, nets, episodes = method(name), shared_and_spelled(), clusters((4,))
-    params = [parameters(chosen, net, classes=6) for net in nets]
-    assert params[0].keys() == params[1].keys()  # so it is one parameter for an optimizer too
-    shared, spelled = (Engine(chosen, net, mode=mode) for net in nets)
-    expected = spelled(params[1], episodes).gradients
+def test_shared_parameters_stay_shared_in_repeated_meta_gradients(name: str, mode: Mode) -> None:
+    method_, nets, episodes = method(name), with_and_without_sharing(), clusters((4,))
+    params = [parameters(method_, net, classes=6) for net in nets]
+    assert params[0].keys() == params[1].keys()  # an optimizer also sees one parameter
+    shared, unshared = (Engine(method_, net, mode=mode) for net in nets)
+    expected = unshared(params[1], episodes).gradients
     for _ in range(2):
-        found = shared(params[0], episodes).gradients
-        assert found.keys() == expected.keys()
+        gradients = shared(params[0], episodes).gradients
+        assert gradients.keys() == expected.keys()
         for key, value in expected.items():
-            assert value.norm() == found[key].norm() == 0 or relative(found[key], value) < 1e-9
+            assert value.norm() == gradients[key].norm() == 0 or relative(gradients[key], value) < 1e-9
 
 
-def test_a_call_with_other_parameters_replaces_them_wherever_they_are_and_leaves_the_module_as_it_was() -> None:
-    shared, spelled = (net.features for net in shared_and_spelled())
-    own = list(shared.parameters())
+def test_call_with_params_replaces_shared_parameters_everywhere_and_restores_the_module() -> None:
+    shared, unshared = (net.features for net in with_and_without_sharing())
+    originals = list(shared.parameters())
     params = {name: value.detach() + 1 for name, value in shared.named_parameters()}
     x = clusters((4,)).support_x[0]
-    assert torch.equal(call_with_params(shared, params, x), call_with_params(spelled, params, x))
+    assert torch.equal(call_with_params(shared, params, x), call_with_params(unshared, params, x))
     assert shared.c.weight is shared.a.weight is shared.again.weight
-    assert all(value is before for value, before in zip(shared.parameters(), own, strict=True))
+    assert all(value is before for value, before in zip(shared.parameters(), originals, strict=True))
 
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
-def test_a_batch_norm_in_several_places_stays_one(statistics: str) -> None:
+def test_a_batch_norm_that_is_used_several_times_stays_one_layer(statistics: str) -> None:
     norm, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     other.weight = norm.weight
     block = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
@@ -149,7 +149,7 @@ def test_a_batch_norm_in_several_places_stays_one(statistics: str) -> None:
     assert grouped[1][1].weight is grouped[0][1].weight
 
 
-def test_around_changes_nothing_of_the_module_it_copies() -> None:
+def test_around_does_not_change_the_original_module() -> None:
     norm = nn.BatchNorm1d(4)
     module = nn.Sequential(nn.Linear(4, 4), norm, norm)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -161,13 +161,13 @@ def test_around_changes_nothing_of_the_module_it_copies() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_dropout_of_the_example_leaves_the_random_state_as_it_was() -> None:
+def test_dropout_of_the_example_keeps_the_global_random_state() -> None:
     before = torch.get_rng_state()
     Network.around(nn.Dropout(), torch.ones(3, 4), 2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_frozen_or_in_evaluation_mode_stays_so_around_it() -> None:
+def test_around_keeps_frozen_parameters_and_evaluation_mode() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     module[0].bias.requires_grad_(False)
     module[1].weight.requires_grad_(False)
@@ -198,12 +198,12 @@ def test_features_in_double_precision_get_a_head_in_double_precision() -> None:
         (nn.BatchNorm1d(4), torch.zeros(1, 4), "one value per channel"),
     ],
 )
-def test_an_example_that_a_module_cannot_map_to_features_is_refused_in_a_sentence(module, example, sentence) -> None:
+def test_an_example_that_a_module_cannot_map_to_features_raises_an_input_error(module, example, sentence) -> None:
     with pytest.raises(InputError, match=sentence):
         Network.around(module, example, 2)
 
 
-def test_a_head_that_is_tied_to_the_body_is_refused_with_the_way_out() -> None:
+def test_a_head_that_is_tied_to_the_body_is_refused_with_a_way_out() -> None:
     net = Network(nn.Linear(3, 3), nn.Linear(3, 3))
     net.head.weight = net.features.weight
     with pytest.raises(InputError, match=r"head\.weight is also a parameter of the features.*Untie it") as caught:
@@ -214,12 +214,12 @@ def test_a_head_that_is_tied_to_the_body_is_refused_with_the_way_out() -> None:
 
 @pytest.mark.parametrize("mode", ["loop", "workers", "vectorised"])
 @pytest.mark.parametrize("name", ["maml", "anil"])
-def test_a_set_of_one_vector_cannot_be_normalised_by_itself_in_any_mode(name: str, mode: Mode) -> None:
+def test_a_set_of_one_vector_cannot_be_normalised_in_any_mode(name: str, mode: Mode) -> None:
     net = Network.around(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.zeros(3, 4), 3).double()
     tasks = clusters((4,))
-    one = type(tasks)(tasks.support_x, tasks.support_y, tasks.query_x[:, :1], tasks.query_y[:, :1])
+    single_query = type(tasks)(tasks.support_x, tasks.support_y, tasks.query_x[:, :1], tasks.query_y[:, :1])
     with pytest.raises(
         InputError,
         match=r"batch norm got a set of shape \(1, 3\), which has one value per channel.*at least two points",
     ):
-        Engine(method(name), net, mode=mode)(parameters(method(name), net), one)
+        Engine(method(name), net, mode=mode)(parameters(method(name), net), single_query)

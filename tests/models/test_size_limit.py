@@ -24,7 +24,7 @@ from metabridge.nas import random_architecture
         ("architecture.json", {"channels": 10**9}),
     ],
 )
-def test_a_network_that_is_too_large_is_refused_before_memory_is_taken(tmp_path, monkeypatch, model, options):
+def test_a_network_that_is_too_large_is_refused_before_memory_is_allocated(tmp_path, monkeypatch, model, options):
     monkeypatch.chdir(tmp_path)
     random_architecture(torch.Generator().manual_seed(0)).save("architecture.json")
     with pytest.raises(InputError, match=r"more than 1073741824 values in its tensors, which is too large to build\."):
@@ -38,7 +38,7 @@ def test_a_network_of_too_many_layers_is_refused(monkeypatch):
             build("mlp", inputs=1, outputs=1, depth=10**9, **options)
 
 
-def test_what_is_within_the_limit_is_built_as_without_it():
+def test_a_network_within_the_limit_is_the_same_as_without_it():
     with SizeLimit(values=1000, tensors=20):
         limited = build("mlp", inputs=1, outputs=1, width=8)
     free = build("mlp", inputs=1, outputs=1, width=8)
@@ -46,7 +46,7 @@ def test_what_is_within_the_limit_is_built_as_without_it():
     assert limited.head.weight.device.type == "cpu"
 
 
-def test_a_limit_is_of_its_own_thread():
+def test_a_limit_applies_to_its_thread_only():
     built: list[nn.Module] = []
     with SizeLimit(values=1):
         thread = threading.Thread(target=lambda: built.append(nn.Linear(10, 10)))

@@ -1,4 +1,4 @@
-"""Convolutions and poolings of many tasks at once, against those of each task by itself."""
+"""Convolutions and poolings of many tasks at once, compared with those of every task."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def draw(*shape):
 
 @pytest.fixture(autouse=True)
 def folded(monkeypatch):
-    """Fold on a CPU too."""
+    """Fold also on a CPU."""
     monkeypatch.setattr(task_folding, "is_faster", lambda x: True)
 
 
 @pytest.fixture
 def aligned(monkeypatch):
-    """As on a GPU: channels last, and groups of a multiple of four channels."""
+    """Use the layout of a GPU: channels-last, and groups padded to a multiple of four channels."""
     monkeypatch.setattr(
         task_folding, "_channels_last", lambda value: value.contiguous(memory_format=torch.channels_last)
     )
@@ -36,31 +36,31 @@ def aligned(monkeypatch):
 
 @pytest.fixture(params=["plain", "aligned"])
 def layout(request):
-    """As on a CPU, and as on a GPU."""
+    """Use the layouts of a CPU and of a GPU."""
     if request.param == "aligned":
         request.getfixturevalue("aligned")
 
 
-def slopes(function, *arguments):
-    """Return a scalar's gradient and the gradient of that gradient's size, for every argument."""
+def first_and_second_gradients(function, *arguments):
+    """Return the gradient of a scalar and the gradient of its squared norm, for every argument."""
 
-    def size(*arguments):
-        found = torch.func.grad(lambda args: function(*args).square().sum())(arguments)
-        return sum(value.square().sum() for value in found), found
+    def squared_norm(*arguments):
+        grads = torch.func.grad(lambda args: function(*args).square().sum())(arguments)
+        return sum(value.square().sum() for value in grads), grads
 
-    outer, inner = torch.func.grad(lambda args: size(*args), has_aux=True)(arguments)
+    outer, inner = torch.func.grad(lambda args: squared_norm(*args), has_aux=True)(arguments)
     return (*inner, *outer)
 
 
 def compare(function, *arguments):
-    def folded(*own):
+    def folded(*tensors):
         with Folding():
-            return function(*own)
+            return function(*tensors)
 
-    found = torch.func.vmap(lambda *own: slopes(folded, *own))(*arguments)
-    each = [slopes(function, *(value[task] for value in arguments)) for task in range(TASKS)]
-    for place, value in enumerate(found):
-        exact = torch.stack([task[place] for task in each])
+    results = torch.func.vmap(lambda *tensors: first_and_second_gradients(folded, *tensors))(*arguments)
+    per_task = [first_and_second_gradients(function, *(value[task] for value in arguments)) for task in range(TASKS)]
+    for index, value in enumerate(results):
+        exact = torch.stack([task[index] for task in per_task])
         torch.testing.assert_close(value, exact, rtol=1e-9, atol=1e-9 * float(exact.abs().max()))
 
 
@@ -68,7 +68,7 @@ def compare(function, *arguments):
     ("inputs", "outputs", "options"),
     [
         (3, 8, {"padding": 1}),
-        (3, 5, {"stride": 2}),  # of seven pixels: one is met by no window
+        (3, 5, {"stride": 2}),  # one of the seven pixels is in no window
         (4, 6, {"padding": 2, "dilation": 2, "groups": 2}),
         (2, 3, {"stride": (2, 1), "padding": (1, 0)}),
         (2, 3, {"padding": "same"}),
@@ -84,7 +84,7 @@ def test_pooling(layout, options):
     compare(lambda x: F.max_pool2d(x, **options), draw(2, 3, 9, 8))
 
 
-def test_calls_of_another_form_are_pytorchs():
+def test_unsupported_calls_use_pytorchs_functions():
     x = draw(3, 2, 9, 8)[0]
     with Folding():
         assert torch.equal(F.max_pool2d(x, 2, return_indices=True)[1], F.max_pool2d_with_indices(x, 2)[1])
@@ -100,27 +100,27 @@ def episodes(size=16):
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_meta_gradient(layout, name):
-    chosen, net = method(name, steps=2, lr=0.03), conv4(3, 16, 5, filters=6).double()
-    params = parameters(chosen, net)
-    together, apart = (Engine(chosen, net, mode=mode)(params, episodes()) for mode in ("vectorised", "loop"))
-    for key, value in apart.gradients.items():
-        torch.testing.assert_close(together.gradients[key], value, rtol=1e-9, atol=1e-12)
+    method_, net = method(name, steps=2, lr=0.03), conv4(3, 16, 5, filters=6).double()
+    params = parameters(method_, net)
+    vectorised, loop = (Engine(method_, net, mode=mode)(params, episodes()) for mode in ("vectorised", "loop"))
+    for key, value in loop.gradients.items():
+        torch.testing.assert_close(vectorised.gradients[key], value, rtol=1e-9, atol=1e-12)
 
 
-class Copied(TorchDispatchMode):
-    """Counts the copies of maps that have more than a few pixels and a multiple of seven channels."""
+class CopyCounter(TorchDispatchMode):
+    """Count the copies of maps that have more than a few pixels and a multiple of seven channels."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
-            self.count += made.ndim > 3 and made.shape[-1] > 5 and made.numel() % 7 == 0
-        return made
+            self.count += result.ndim > 3 and result.shape[-1] > 5 and result.numel() % 7 == 0
+        return result
 
 
 def test_maps_are_not_copied(aligned):
     maml, net = method("maml", steps=1), conv4(3, 64, 5, filters=28)
-    with Copied() as copied:
+    with CopyCounter() as counter:
         Engine(maml, net, mode="vectorised")(parameters(maml, net), episodes(64).to(dtype=torch.float32))
-    assert copied.count == 0
+    assert counter.count == 0

@@ -11,7 +11,7 @@ from metabridge.models import build, timm
 
 
 @pytest.mark.parametrize("make", [lambda: timm("resnet18"), lambda: build("timm:resnet18", size=32)])
-def test_without_timm_the_sentence_says_how_to_install_it(monkeypatch, make):
+def test_without_timm_the_error_says_how_to_install_it(monkeypatch, make):
     for module in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "timm", None)
@@ -22,7 +22,7 @@ def test_without_timm_the_sentence_says_how_to_install_it(monkeypatch, make):
     )
 
 
-def test_a_backbone_of_timm_gets_a_head_and_can_be_made_again_from_its_recipe():
+def test_a_timm_backbone_gets_a_head_and_can_be_rebuilt_from_its_recipe():
     pytest.importorskip("timm")
     net = build("timm:resnet10t", size=32, outputs=3)
     assert net.recipe["name"] == "resnet10t"
@@ -31,7 +31,7 @@ def test_a_backbone_of_timm_gets_a_head_and_can_be_made_again_from_its_recipe():
         timm("resnet9000")
 
 
-def test_images_that_a_backbone_cannot_compute_are_refused_with_its_name_and_their_size(monkeypatch):
+def test_the_error_for_images_that_a_backbone_does_not_accept_names_it_and_their_size(monkeypatch):
     backbone = nn.Sequential(nn.Conv2d(3, 4, 7), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     fake = SimpleNamespace(create_model=lambda name, **options: backbone, is_model=lambda name: True)
     monkeypatch.setitem(sys.modules, "timm", fake)
