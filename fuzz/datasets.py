@@ -127,14 +127,14 @@ def _tiered(**changes: object) -> dict[str, object]:
 
 def _tiered_files(labels: object, images: object = None, protocol: int = 2) -> Files:
     pictures = [np.frombuffer(encoded(value=value), dtype=np.uint8) for value in (0, 40, 90)]
-    found: dict[str, bytes] = {}
-    for part, own, shown in (
+    files: dict[str, bytes] = {}
+    for part, part_labels, part_images in (
         ("train", labels, pictures if images is None else images),
         ("test", _tiered(label_specific_str=["ash", "fir"]), pictures),
     ):
-        for end, value in (("images_png", shown), ("labels", own)):
-            found[f"data/{part}_{end}.pkl"] = value if isinstance(value, bytes) else pickled(value, protocol)
-    return found
+        for end, value in (("images_png", part_images), ("labels", part_labels)):
+            files[f"data/{part}_{end}.pkl"] = value if isinstance(value, bytes) else pickled(value, protocol)
+    return files
 
 
 def _hostile_tiered(inputs: Sequence[Files]) -> list[Hostile]:
@@ -290,7 +290,7 @@ def _zip_bomb(name: str) -> bytes:
 
 
 def _hostile_omniglot(inputs: Sequence[Files]) -> list[Hostile]:
-    whole, name = inputs[0], "data/images_background.zip"
+    valid_files, name = inputs[0], "data/images_background.zip"
     drawings = _drawings("images_background")
     contents = [
         _zip_bomb("images_background/A/b/1.png"),
@@ -307,13 +307,13 @@ def _hostile_omniglot(inputs: Sequence[Files]) -> list[Hostile]:
             for odd in ("../../../outside/x/1.png", "/x/1.png", "a/b/" + "c" * 300 + ".png")
         ),
     ]
-    return [Hostile({**whole, name: content}) for content in contents]
+    return [Hostile({**valid_files, name: content}) for content in contents]
 
 
 def _tables(rows: Sequence[Sequence[str]]) -> Files:
     stream = io.StringIO()
     csv.writer(stream).writerows([["filename", "label"], *rows])
-    images = {f"data/images/{name}.png": encoded(value=place) for place, name in enumerate("abcd")}
+    images = {f"data/images/{name}.png": encoded(value=index) for index, name in enumerate("abcd")}
     test = b"filename,label\nc.png,n3\nd.png,n4\n"
     return {"data/train.csv": stream.getvalue().encode("utf-8", "surrogatepass"), "data/test.csv": test, **images}
 
@@ -352,10 +352,10 @@ def _hostile_tables(inputs: Sequence[Files]) -> list[Hostile]:
         b"filename,label\na.png\n",
     ]
     contents.append(b"filename,label" + b",x" * 20_000 + b"\n" + b"a.png,n1\n" * 20_000 + b"a.png\n")
-    whole = _tables([good])
+    valid_files = _tables([good])
     return [
         *(Hostile(_tables(each)) for each in rows),
-        *(Hostile({**whole, "data/train.csv": text}) for text in contents),
+        *(Hostile({**valid_files, "data/train.csv": text}) for text in contents),
     ]
 
 
@@ -471,22 +471,22 @@ ODD: tuple[Any, ...] = (None, 7, [], {}, "x", [10**9] * 4, [-1], [[1]])
 
 
 def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
-    (whole,) = inputs
-    found = []
-    for name in whole:
+    (valid_files,) = inputs
+    cases = []
+    for name in valid_files:
         if name.startswith("cache/") and name.endswith(".json"):
-            content = whole[name]
+            content = valid_files[name]
             assert isinstance(content, bytes)
-            held = json.loads(content)
+            index = json.loads(content)
             texts = [b"", b"[" * mutate.DEEP, b"null", b"7", b"[]", b"{}"]
-            texts += [json.dumps(held | {key: value}).encode() for key in held for value in ODD]
-            found += [Hostile({**whole, name: text}, "same") for text in texts]
-            del held["checksum"]
-            forged = [held | {key: value} for key in ("shape", "labels", "classes", "same", "blocks") for value in ODD]
-            forged += [held | {"labels": [value] * 6} for value in (-1, 3, 10**12, 0.5)]
-            sealed = (json.dumps({**each, "checksum": image_cache._checksum(each)}).encode() for each in forged)
-            found += [Hostile({**whole, name: text}) for text in sealed]
-    return found
+            texts += [json.dumps(index | {key: value}).encode() for key in index for value in ODD]
+            cases += [Hostile({**valid_files, name: text}, "same") for text in texts]
+            del index["checksum"]
+            forged = [index | {key: value} for key in ("shape", "labels", "classes", "same", "blocks") for value in ODD]
+            forged += [index | {"labels": [value] * 6} for value in (-1, 3, 10**12, 0.5)]
+            sealed = (json.dumps({**entry, "checksum": image_cache._checksum(entry)}).encode() for entry in forged)
+            cases += [Hostile({**valid_files, name: text}) for text in sealed]
+    return cases
 
 
 def _few_glyphs() -> LabelledImages:

@@ -118,13 +118,13 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n%%EndComments\n(x) run\
 
 def _foreign() -> list[bytes]:
     """Return files of formats that are not accepted, to be stored under an accepted suffix."""
-    found = [EPS, b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 32, len(EPS), 0, 0, 0, 0) + b"\0\0\0\0" + EPS]
-    found += [
+    files = [EPS, b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 32, len(EPS), 0, 0, 0, 0) + b"\0\0\0\0" + EPS]
+    files += [
         b"<svg xmlns='http://www.w3.org/2000/svg'/>",
         b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 30000, 30000, 8, 3),
     ]
-    found += [b"SIMPLE  =                    T" + b" " * 50 + b"NAXIS   =                    2" + b" " * 2800]
-    found += [
+    files += [b"SIMPLE  =                    T" + b" " * 50 + b"NAXIS   =                    2" + b" " * 2800]
+    files += [
         b"icns\0\0\0\x10" + bytes(8),
         b"\xd7\xcd\xc6\x9a" + bytes(60),
         b"P6 100000 100000 255\n",
@@ -133,10 +133,10 @@ def _foreign() -> list[bytes]:
     ]
     for form in ("TGA", "PCX", "SGI", "DDS", "IM", "PDF", "JPEG2000", "ICO", "MSP", "XBM"):
         try:
-            found.append(encoded("1" if form in ("MSP", "XBM") else "RGB", form))
+            files.append(encoded("1" if form in ("MSP", "XBM") else "RGB", form))
         except (OSError, KeyError, ValueError):
             continue  # this Pillow cannot write the format
-    return found
+    return files
 
 
 def _png_bombs() -> list[bytes]:
@@ -203,28 +203,28 @@ def _tiff() -> list[bytes]:
     ]
 
 
-def _large_sides(content: bytes, places: Sequence[int], layout: str) -> list[bytes]:
+def _large_sides(content: bytes, offsets: Sequence[int], layout: str) -> list[bytes]:
     """Return copies of a file with other widths and heights in its header."""
-    found = []
+    files = []
     for sides in ((13000, 13000), (30000, 30000), (65535, 65535), (0, 5), (5, 0), (1, 65535)):
         changed = bytearray(content)
-        for place, side in zip(places, sides):
-            struct.pack_into(layout, changed, place, side)
-        found.append(bytes(changed))
-    return found
+        for offset, side in zip(offsets, sides):
+            struct.pack_into(layout, changed, offset, side)
+        files.append(bytes(changed))
+    return files
 
 
 def _tiff_bombs() -> list[bytes]:
-    found = []
+    files = []
     for content in _tiff()[:1] + _tiff()[8:10]:
         for old, new in ((6, 60000), (6, 13000), (5, 60000)):
-            found.append(
+            files.append(
                 content.replace(
                     struct.pack("<HHIH", 256 if old == 6 else 257, 4, 1, old),
                     struct.pack("<HHIH", 256 if old == 6 else 257, 4, 1, new),
                 )
             )
-            found.append(
+            files.append(
                 content.replace(
                     struct.pack("<HHIH", 256 if old == 6 else 257, 3, 1, old),
                     struct.pack("<HHIH", 256 if old == 6 else 257, 3, 1, new),
@@ -233,8 +233,8 @@ def _tiff_bombs() -> list[bytes]:
     tags = {256: 5, 257: 5, 258: 8, 259: 8, 262: 1, 277: 1, 323: 2**32 - 1, 324: 8, 325: 8}
     entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
     entries.insert(6, struct.pack("<HHI4s", 322, 2, 4, b"aaa"))  # the tile width as text
-    found.append(b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4))
-    return [*found, *_foreign()]
+    files.append(b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4))
+    return [*files, *_foreign()]
 
 
 IMAGE_READERS = (
@@ -287,8 +287,8 @@ IMAGE_READERS = (
 FOLDERS: tuple[Files, ...] = (
     {f"data/{name}/{image}.png": encoded(value=image) for name in ("cat", "dog", "elm", "oak") for image in (0, 1)},
     {
-        f"data/{split}/x/{name}{split}/0.png": encoded(value=place)
-        for place, split in enumerate(("train", "val", "test"))
+        f"data/{split}/x/{name}{split}/0.png": encoded(value=index)
+        for index, split in enumerate(("train", "val", "test"))
         for name in "ab"
     },
 )

@@ -62,9 +62,11 @@ def _read_back(folder: Path) -> Files:
 def _ordered(file: Path) -> bytes:
     """Return a safetensors file with its metadata sorted: their order is random, and cases must be reproducible."""
     header, values = checkpoint._split(file.read_bytes())
-    held = json.loads(header[8:])
-    held["__metadata__"] = dict(sorted(held["__metadata__"].items())) | {checkpoint.CHECKSUM: checkpoint._NO_CHECKSUM}
-    text = json.dumps(held, separators=(",", ":")).encode()
+    content = json.loads(header[8:])
+    content["__metadata__"] = dict(sorted(content["__metadata__"].items())) | {
+        checkpoint.CHECKSUM: checkpoint._NO_CHECKSUM
+    }
+    text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     sum_of = checkpoint._checksum(header, values, checkpoint._NO_CHECKSUM)
@@ -97,7 +99,7 @@ def _image_run(folder: Path) -> None:
 
 def _runs(folder: Path) -> list[Files]:
     """Return a finished and a stopped training on sinusoids."""
-    found = list[Files]()
+    runs = list[Files]()
     for steps in (4, 2):
         lay_out(folder, {})
         with _steady():
@@ -105,9 +107,9 @@ def _runs(folder: Path) -> list[Files]:
             for _ in range(steps):
                 trainer.step()
             trainer.save()
-        found.append(_read_back(folder))
+        runs.append(_read_back(folder))
         trainer.close()
-    return found
+    return runs
 
 
 def read_run(folder: Path) -> object:
@@ -216,7 +218,7 @@ MODELS: tuple[dict[str, Any], ...] = (
 
 
 def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
-    whole = inputs[0]
+    valid_files = inputs[0]
     texts = [
         b"",
         b"[" * mutate.DEEP,
@@ -230,23 +232,23 @@ def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
     ]
     texts.append(b'{"version": "\\u001b[31m"}')
     return [
-        *(Hostile(_set(whole, "model", model), "refused") for model in MODELS),
-        *(Hostile({**whole, "run/settings.json": text}, "refused") for text in texts),
-        Hostile({**whole, "run/settings.json": Node("pipe")}, "refused"),
-        Hostile({**whole, "run/weights.safetensors": Link("/dev/zero")}, "refused"),
+        *(Hostile(_set(valid_files, "model", model), "refused") for model in MODELS),
+        *(Hostile({**valid_files, "run/settings.json": text}, "refused") for text in texts),
+        Hostile({**valid_files, "run/settings.json": Node("pipe")}, "refused"),
+        Hostile({**valid_files, "run/weights.safetensors": Link("/dev/zero")}, "refused"),
     ]
 
 
 def _methods(folder: Path) -> list[Files]:
     """Return runs of every regression method."""
-    found = list[Files]()
+    runs = list[Files]()
     for name in PRESETS:
         lay_out(folder, {})
         with _steady(), suppress(InputError):  # the method needs class labels
             net, tasks = mlp(1, 1, width=4), Sinusoid()
             fit(net, method(name), tasks, iterations=1, batch_size=1, out=folder / "run", progress=False)
-            found.append(_read_back(folder))
-    return found
+            runs.append(_read_back(folder))
+    return runs
 
 
 def change_settings(part: str | None) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
@@ -269,7 +271,7 @@ def change_settings(part: str | None) -> Callable[[Files, random.Random, Sequenc
 
 
 def _adapted(folder: Path) -> list[Files]:
-    found, images = list[Files](), _pictures()
+    runs, images = list[Files](), _pictures()
     for head in (None, "logistic", "svm"):
         lay_out(folder, {})
         with _steady():
@@ -278,11 +280,11 @@ def _adapted(folder: Path) -> list[Files]:
             images.images[:8, 0].numpy(),
             [images.class_names[label] for label in images.labels[:8].tolist()],
         )
-        chosen = [place for place, label in enumerate(labels) if head is not None or label != "c"]
+        rows = [row for row, label in enumerate(labels) if head is not None or label != "c"]
         classifier = FewShotClassifier(load(folder / "run"), head=head)
-        classifier.fit(shown[chosen], [labels[place] for place in chosen]).save(folder / "run")
-        found.append({"run/adapted.safetensors": _ordered(folder / "run" / "adapted.safetensors")})
-    return found
+        classifier.fit(shown[rows], [labels[row] for row in rows]).save(folder / "run")
+        runs.append({"run/adapted.safetensors": _ordered(folder / "run" / "adapted.safetensors")})
+    return runs
 
 
 def use_adapted(folder: Path) -> object:
@@ -294,22 +296,25 @@ def use_adapted(folder: Path) -> object:
 
 def locked(folder: Path) -> object:
     """Lock a folder that is already locked, and whose lock file names the holder."""
-    with (folder / "run" / LOCK).open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with (folder / "run" / LOCK).open("rb") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         return FolderLock(folder / "run")
 
 
 def _locks(inputs: Sequence[Files]) -> list[Hostile]:
-    held = {"pid": 1, "host": "abacus", "since": "today", "command": "metabridge train"}
+    holder = {"pid": 1, "host": "abacus", "since": "today", "command": "metabridge train"}
     odd: tuple[Any, ...] = ("a\nb", "\x1b[31m", [], None, 10**400)
-    texts = [*TEXTS, *(json.dumps(held | {key: value}).encode() for key in held for value in odd)]
-    return [Hostile({f"run/{LOCK}": text}, "refused") for text in (*texts, json.dumps(held).encode())]
+    texts = [*TEXTS, *(json.dumps(holder | {key: value}).encode() for key in holder for value in odd)]
+    return [Hostile({f"run/{LOCK}": text}, "refused") for text in (*texts, json.dumps(holder).encode())]
 
 
 def change_lock(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
     """Change the content of a lock file; the folder stays locked whatever it says."""
-    name, held = f"run/{LOCK}", json.dumps({"pid": 1, "host": "abacus", "since": "today", "command": "train"}).encode()
-    return {name: rng.choice((mutate.change_json, mutate.damage))(held, rng)}, "refused"
+    name, holder = (
+        f"run/{LOCK}",
+        json.dumps({"pid": 1, "host": "abacus", "since": "today", "command": "train"}).encode(),
+    )
+    return {name: rng.choice((mutate.change_json, mutate.damage))(holder, rng)}, "refused"
 
 
 LOG = {"kernel": "maml", "cells": 3, "channels": 2, "seed": 0}

@@ -138,7 +138,7 @@ class Sandbox:
         self.log = _Log()
         logging.getLogger("metabridge").addHandler(self.log)
         self.corpora: dict[str, Corpus] = {}
-        self.known: dict[tuple[str, int], set[str]] = {}
+        self.valid_digests: dict[tuple[str, int], set[str]] = {}
         self.watch = Watch(self.folder)
 
     def prepare(self, name: str) -> int:
@@ -147,7 +147,7 @@ class Sandbox:
             lay_out(self.folder, {})
             corpus = self.corpora[name] = Corpus.of(self.readers[name], self.folder)
             for entry, read in enumerate(corpus.reader.entries):
-                digests = self.known.setdefault((name, entry), set())
+                digests = self.valid_digests.setdefault((name, entry), set())
                 for files in corpus.inputs:
                     lay_out(self.folder, files)
                     digests.add(digest(read(self.folder)))
@@ -169,7 +169,7 @@ class Sandbox:
         try:
             result = self.readers[name].entries[case.entry](self.folder)
             self.watch.active = False
-            equal = digest(result) in self.known[name, case.entry]
+            equal = digest(result) in self.valid_digests[name, case.entry]
             kind = "equal" if equal else "different"
             if case.expected == "refused" or (case.expected == "same" and not equal):
                 kind, what = "silent", f"accepted, but {_expectation(case.expected)}"

@@ -94,10 +94,10 @@ def test_a_stopped_run_continues_to_the_same_counts(tmp_path):
 
     run_campaign(20, tmp_path / "parts")
     before, parts = run_campaign(50, tmp_path / "parts")
-    _, whole = run_campaign(50, tmp_path / "whole")
+    _, complete = run_campaign(50, tmp_path / "complete")
     assert before == {"sound": 20, "traceback": 20}
-    peaks = [row.pop("peak_mib") for rows in (parts, whole) for row in rows.values()]
-    assert parts == whole
+    peaks = [row.pop("peak_mib") for rows in (parts, complete) for row in rows.values()]
+    assert parts == complete
     assert max(peaks) < 64
     assert parts["sound"]["refused"] + parts["sound"]["accepted_equal"] == 50
     assert parts["traceback"]["tracebacks"] == 50 - parts["traceback"]["accepted_equal"]

@@ -80,14 +80,14 @@ def test_changing_the_images_in_memory_does_not_change_the_cache(folder):
 @pytest.mark.parametrize("end", ["pixels", "json"])
 @pytest.mark.parametrize("how", ["missing", "empty", "cut short", "too long"])
 def test_a_damaged_entry_is_decoded_again(folder, end, how):
-    whole = load_or_decode("toy", "key", FORM, good).images.clone()
+    expected = load_or_decode("toy", "key", FORM, good).images.clone()
     (file,) = folder.glob(f"*.{end}")
     content = file.read_bytes()
     file.unlink()  # a memory-mapped file must not be truncated
     if how != "missing":
         file.write_bytes({"empty": b"", "cut short": content[: len(content) // 2], "too long": content + b"0"}[how])
-    assert torch.equal(load_or_decode("toy", "key", FORM, good).images, whole)
-    assert torch.equal(load_or_decode("toy", "key", FORM, never).images, whole)
+    assert torch.equal(load_or_decode("toy", "key", FORM, good).images, expected)
+    assert torch.equal(load_or_decode("toy", "key", FORM, never).images, expected)
 
 
 def test_the_files_of_a_process_killed_while_decoding_are_not_used(folder):
@@ -190,7 +190,7 @@ def test_a_read_only_cache_is_refused(folder):
 
 
 def test_a_read_only_file_system_is_read_but_not_written(folder, monkeypatch):
-    whole = load_or_decode("toy", "key", FORM, good)
+    expected = load_or_decode("toy", "key", FORM, good)
 
     system_open = os.open
 
@@ -200,7 +200,7 @@ def test_a_read_only_file_system_is_read_but_not_written(folder, monkeypatch):
         return system_open(path, flags, *arguments)
 
     monkeypatch.setattr(os, "open", read_only)
-    assert torch.equal(load_or_decode("toy", "key", FORM, never).images, whole.images)
+    assert torch.equal(load_or_decode("toy", "key", FORM, never).images, expected.images)
     with pytest.raises(
         InputError,
         match=r"cannot be cached in .*cache \(Read-only file system\).* METABRIDGE_CACHE to a writable folder\.$",
@@ -262,10 +262,10 @@ def test_the_fingerprint_covers_contents_of_few_files_and_times_of_many(tmp_path
 
 def test_the_fingerprint_does_not_depend_on_the_location(tmp_path, monkeypatch):
     keys = set()
-    for place in ("here", "there/deeper"):
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "a.png").write_bytes(b"one")
-        keys.add(fingerprint([tmp_path / place / "a.png"], tmp_path / place))
+    for folder_name in ("here", "there/deeper"):
+        (tmp_path / folder_name).mkdir(parents=True)
+        (tmp_path / folder_name / "a.png").write_bytes(b"one")
+        keys.add(fingerprint([tmp_path / folder_name / "a.png"], tmp_path / folder_name))
     monkeypatch.chdir(tmp_path / "here")
     keys.add(fingerprint([Path("a.png")], Path()))
     assert len(keys) == 1

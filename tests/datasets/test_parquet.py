@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("empty_cache")
 def write(
     file: Path, values: list[int], labels: list, *, names: list[str] | None = None, column: str = "image"
 ) -> Path:
-    """Images told by their brightness, as the hub writes them."""
+    """Write images, each with its own brightness, in the layout of the hub."""
     images = [{"bytes": encoded(flat(value)), "path": f"{value}.png"} for value in values]
     table = pyarrow.table({column: images, "label": labels})
     if names is not None:
@@ -79,8 +79,8 @@ def test_an_unreadable_image_is_named_by_file_and_path(tmp_path, caplog):
     images = [{"bytes": encoded(flat(1)), "path": "good.png"}, {"bytes": b"no", "path": "bad.png"}, None]
     parquet.write_table(pyarrow.table({"image": images, "label": [0, 0, 0]}), tmp_path / "a.parquet")
     assert len(load(tmp_path).images) == 1
-    told = "Skipped 2 unreadable images: a.parquet: bad.png (it is not an image that Pillow reads), a.parquet: row"
-    assert f"{told} 2 (" in caplog.text
+    warning = "Skipped 2 unreadable images: a.parquet: bad.png (it is not an image that Pillow reads), a.parquet: row"
+    assert f"{warning} 2 (" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["end", "middle"])

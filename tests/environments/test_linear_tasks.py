@@ -34,8 +34,8 @@ def random_landscape(dimension: int = 3, noise: float = 0.0) -> Landscape:
 
 def solved(episodes):
     """Return w* of every task, from noise-free points."""
-    whole = episodes.without_split()
-    return torch.linalg.lstsq(whole.support_x.double(), whole.support_y.double()).solution.squeeze(-1)
+    points = episodes.without_split()
+    return torch.linalg.lstsq(points.support_x.double(), points.support_y.double()).solution.squeeze(-1)
 
 
 def same(measured: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> bool:
@@ -53,12 +53,12 @@ def test_inputs_and_solutions_have_the_distribution_of_their_group():
     landscape = random_landscape()
     episodes = LinearTasks(landscape, 6, 4).sample(6000, seeded())
     w = solved(episodes)
-    for place in range(2):
-        mine = episodes.classes[:, 0] == place
-        law = [part[place] for part in landscape.distribution]
-        check_covariance(episodes.query_x[mine].double().flatten(0, 1), law[1])
-        assert same(w[mine].mean(0), law[2], (law[3].diagonal() / mine.sum()).sqrt())
-        check_covariance(w[mine] - law[2], law[3])
+    for group in range(2):
+        in_group = episodes.classes[:, 0] == group
+        _, covariance, centre, spread, _ = (field[group] for field in landscape.distribution)
+        check_covariance(episodes.query_x[in_group].double().flatten(0, 1), covariance)
+        assert same(w[in_group].mean(0), centre, (spread.diagonal() / in_group.sum()).sqrt())
+        check_covariance(w[in_group] - centre, spread)
 
 
 def test_groups_are_sampled_with_their_probabilities():
@@ -70,9 +70,9 @@ def test_target_noise_has_the_variance_of_the_group():
     episodes = LinearTasks(random_landscape(noise=0.5), 20, 20).sample(2000, seeded()).without_split()
     x, y = episodes.support_x.double(), episodes.support_y.double()
     residuals = y - x @ torch.linalg.lstsq(x, y).solution
-    for place, variance in enumerate((0.5, 0.25)):
-        own = residuals[episodes.classes[:, 0] == place].square().sum((1, 2)) / (40 - 3)
-        assert abs(float(own.mean()) - variance) < 4.5 * float(own.std()) / math.sqrt(len(own))
+    for group, variance in enumerate((0.5, 0.25)):
+        variances = residuals[episodes.classes[:, 0] == group].square().sum((1, 2)) / (40 - 3)
+        assert abs(float(variances.mean()) - variance) < 4.5 * float(variances.std()) / math.sqrt(len(variances))
 
 
 def test_support_and_query_of_a_task_have_one_solution():
@@ -83,10 +83,10 @@ def test_support_and_query_of_a_task_have_one_solution():
 
 
 def test_hard_and_easy_tasks_are_groups_of_scaled_identities():
-    law, identity = WORLD.landscape.distribution, torch.eye(3, dtype=torch.float64)
-    torch.testing.assert_close(law.covariance, torch.stack([0.2 * identity, identity]))
-    torch.testing.assert_close(law.centre, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=torch.float64))
-    torch.testing.assert_close(law.spread, torch.stack([0.5 * identity, 0.1 * identity]))
+    distribution, identity = WORLD.landscape.distribution, torch.eye(3, dtype=torch.float64)
+    torch.testing.assert_close(distribution.covariance, torch.stack([0.2 * identity, identity]))
+    torch.testing.assert_close(distribution.centre, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=torch.float64))
+    torch.testing.assert_close(distribution.spread, torch.stack([0.5 * identity, 0.1 * identity]))
 
 
 def test_sampled_landscapes_have_fixed_tasks_with_several_episodes():
@@ -126,24 +126,24 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(environment:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_method_learns_and_predicts_logistic_tasks(name):
     environment = ENVIRONMENTS[1]
-    chosen = method(name)
+    learner = method(name)
     body = {"activation": "linear", "bias": False} if name == "burer-monteiro" else {}
     net = mlp(3, environment.outputs, width=4, depth=1, **body)
-    params = parameters(chosen, net, classes=environment.classes)
+    params = parameters(learner, net, classes=environment.classes)
     episodes = environment.sample(4, seeded())
-    found = meta_gradient(chosen, net, params, episodes)
-    assert all(slope.isfinite().all() for slope in found.gradients.values())
-    assert predict(chosen, net, params, episodes).shape == (4, 4, 2)
+    result = meta_gradient(learner, net, params, episodes)
+    assert all(grad.isfinite().all() for grad in result.gradients.values())
+    assert predict(learner, net, params, episodes).shape == (4, 4, 2)
 
 
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "r2d2", "nal", "burer-monteiro"])
 def test_every_method_of_regression_learns_and_predicts_linear_tasks(name):
     environment = ENVIRONMENTS[0]
-    chosen, net = method(name), mlp(3, environment.outputs, width=4, depth=1, activation="linear", bias=False)
-    params = parameters(chosen, net, classes=environment.classes)
+    learner, net = method(name), mlp(3, environment.outputs, width=4, depth=1, activation="linear", bias=False)
+    params = parameters(learner, net, classes=environment.classes)
     episodes = environment.sample(4, seeded())
-    assert all(slope.isfinite().all() for slope in meta_gradient(chosen, net, params, episodes).gradients.values())
-    assert predict(chosen, net, params, episodes).shape == (4, 4, 1)
+    assert all(grad.isfinite().all() for grad in meta_gradient(learner, net, params, episodes).gradients.values())
+    assert predict(learner, net, params, episodes).shape == (4, 4, 1)
 
 
 SINGULAR = torch.tensor([[1.0, 1.0], [1.0, 1.0]])

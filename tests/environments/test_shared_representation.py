@@ -18,8 +18,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def slopes_of(world: SharedRepresentation, tasks: int) -> torch.Tensor:
     """Return the regression vectors, computed from noise-free tasks with enough points."""
-    drawn = world.sample(tasks, seeded())
-    return torch.linalg.lstsq(drawn.support_x.double(), drawn.support_y.double()).solution[..., 0]
+    episodes = world.sample(tasks, seeded())
+    return torch.linalg.lstsq(episodes.support_x.double(), episodes.support_y.double()).solution[..., 0]
 
 
 def test_task_parameters_lie_in_the_representation_with_the_given_mean_and_variances():
@@ -51,11 +51,11 @@ def test_the_default_variances_are_those_of_the_paper():
 
 def test_tasks_of_a_pool_are_fixed_and_have_heads():
     world = SharedRepresentation(6, (1.0, 1.0), pool=10, seed=3)
-    drawn = world.sample(4, seeded())
-    assert len(set(drawn.classes.flatten().tolist())) == 4
-    for place, row in enumerate(drawn.classes.flatten()):
-        assert torch.equal(drawn.support_x[place], world.tasks.support_x[row])
-        assert torch.equal(drawn.query_y[place], world.tasks.query_y[row])
+    episodes = world.sample(4, seeded())
+    assert len(set(episodes.classes.flatten().tolist())) == 4
+    for index, row in enumerate(episodes.classes.flatten()):
+        assert torch.equal(episodes.support_x[index], world.tasks.support_x[row])
+        assert torch.equal(episodes.query_y[index], world.tasks.query_y[row])
     assert torch.equal(SharedRepresentation(6, (1.0, 1.0), pool=10, seed=3).tasks.support_y, world.tasks.support_y)
 
 
@@ -72,9 +72,9 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others():
 def test_every_regression_method_trains_on_the_tasks(name):
     world = SharedRepresentation(6, (1.0, 1.0), pool=8)
     net = mlp(6, 1, width=5, depth=1, activation="linear", bias=False)
-    chosen = method(name)
-    gradient = Engine(chosen, net, mode="loop")(
-        parameters(chosen, net, classes=world.classes), world.sample(world.pool, seeded())
+    learner = method(name)
+    gradient = Engine(learner, net, mode="loop")(
+        parameters(learner, net, classes=world.classes), world.sample(world.pool, seeded())
     )
     assert gradient.loss.isfinite()
 

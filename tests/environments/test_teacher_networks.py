@@ -32,7 +32,7 @@ def test_a_network_with_the_neurons_of_the_teacher_has_zero_error(activation):
 
 def test_fixed_teachers_are_equally_frequent():
     tasks = TeacherTasks(FixedNeurons(NEURONS), "tanh").sample(2000, seeded()).without_split()
-    answers = torch.stack([neuron_sum("tanh", own, tasks.support_x) for own in NEURONS])
+    answers = torch.stack([neuron_sum("tanh", teacher, tasks.support_x) for teacher in NEURONS])
     matches = (answers - tasks.support_y).abs().amax((-2, -1)) < 1e-12
     assert matches.sum(0).eq(1).all()
     assert abs(int(matches[0].sum()) - 1000) < 4 * math.sqrt(500)
@@ -56,7 +56,7 @@ def test_gaussian_neurons_have_the_given_mean_and_variance():
     torch.testing.assert_close(drawn.flatten(1).T.cov(), 0.25 * torch.eye(6), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("neurons", [FixedNeurons(NEURONS), GaussianNeurons(2)], ids=["given", "drawn"])
+@pytest.mark.parametrize("neurons", [FixedNeurons(NEURONS), GaussianNeurons(2)], ids=["fixed", "gaussian"])
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(neurons):
     first, again, other = (TeacherTasks(neurons, noise=0.1).sample(3, seeded(seed)) for seed in (1, 1, 2))
     for one, two, three in zip(first.tensors(), again.tensors(), other.tensors()):
@@ -68,9 +68,9 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(neurons):
 def test_every_regression_method_trains_on_hard_and_easy_teachers(name):
     easy, hard = TeacherTasks(GaussianNeurons(2)), TeacherTasks(GaussianNeurons(2, mean=2.0), covariance=0.5)
     environment = Mixture((easy, hard), (0.5, 0.5))
-    chosen, net = method(name), mlp(2, environment.outputs, width=8)
-    params = parameters(chosen, net)
-    _, gradients = meta_gradient(chosen, net, params, environment.sample(4, seeded()))
+    learner, net = method(name), mlp(2, environment.outputs, width=8)
+    params = parameters(learner, net)
+    _, gradients = meta_gradient(learner, net, params, environment.sample(4, seeded()))
     assert any(slope.abs().max() > 0 for slope in gradients.values())
     assert all(slope.isfinite().all() for slope in gradients.values())
 

@@ -173,7 +173,14 @@ class LabelledImages:
         )
 
     def split_class_names(self, split: str) -> tuple[str, ...]:
-        """Return the names of a split's classes, in the order of `splits[split]`."""
+        """Return the names of the classes of a split.
+
+        Args:
+            split: A key of `splits`.
+
+        Returns:
+            The names, in the order of `splits[split]`.
+        """
         return tuple(self.class_names[index] for index in self.splits[split].tolist())
 
     def float_images(self, rows: Tensor) -> Tensor:

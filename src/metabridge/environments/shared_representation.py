@@ -21,7 +21,7 @@ class SharedRepresentation:
     """Linear tasks y = ⟨B*w*, x⟩ + z with a common representation B* (Yüksel et al. 2023, assumption 1).
 
     Inputs are x ~ N(0, I_d), task parameters w* ~ N(μ*, Σ*), and noise z ~ N(0, σ²). B* is a random d × k matrix with
-    orthonormal columns. Σ* is diagonal, which is no restriction: B* can be chosen so.
+    orthonormal columns. Σ* is diagonal without loss of generality.
 
     Args:
         dimension: The dimension d of the inputs.
