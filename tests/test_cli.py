@@ -23,7 +23,7 @@ def test_help_of_every_command_shows_an_example(metabridge):
         assert f"Example: metabridge {name}" in printed
 
 
-def test_help_waits_for_no_library():
+def test_help_does_not_import_torch_or_numpy():
     program = (
         "import sys; sys.modules.update(torch=None, numpy=None, sklearn=None, matplotlib=None); "
         "from metabridge.cli import app; sys.exit(app(sys.argv[1:], standalone_mode=False))"
@@ -32,13 +32,13 @@ def test_help_waits_for_no_library():
         subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("room", ["models", "search", "kernels", "learners"])
-def test_a_room_can_be_imported_by_itself(room):
-    subprocess.run([sys.executable, "-c", f"import metabridge.{room}"], check=True)
+@pytest.mark.parametrize("package", ["models", "nas", "kernels", "learners"])
+def test_a_package_can_be_imported_on_its_own(package):
+    subprocess.run([sys.executable, "-c", f"import metabridge.{package}"], check=True)
 
 
-def test_what_the_library_offers_is_there_when_asked_for():
-    import metabridge.diagnosis  # a room whose name is not the function's
+def test_public_names_are_imported_on_first_use():
+    import metabridge.diagnosis
 
     assert set(library.__all__) <= {*dir(library)}
     assert all(getattr(library, name) is not None for name in library.__all__)
@@ -55,7 +55,7 @@ def test_without_a_command_the_help_is_shown(metabridge):
     assert "reproduce" in printed
 
 
-def test_methods_lists_the_whole_taxonomy(metabridge):
+def test_methods_lists_all_methods(metabridge):
     status, printed, _ = metabridge("methods")
     assert status == 0
     first_words = {line.split()[1] for line in printed.splitlines() if len(line.split()) > 2}
@@ -63,7 +63,7 @@ def test_methods_lists_the_whole_taxonomy(metabridge):
     assert "gradient descent: steps 5, lr 0.01" in printed
 
 
-def test_the_demo_writes_its_page_and_names_it(metabridge, tiny, tmp_path):
+def test_the_demo_writes_its_page_and_prints_its_path(metabridge, tiny, tmp_path):
     status, printed, _ = metabridge("demo", "--out", tmp_path / "demo", "--device", "cpu")
     assert status == 0
     assert printed.endswith(f"The page is {tmp_path / 'demo' / 'index.html'}\n")
@@ -93,7 +93,7 @@ def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (
             ["reproduce", "figure-1"],
@@ -106,50 +106,53 @@ def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny,
         (["demo", "--seed", 10**20], "metabridge demo: Invalid value for '--seed'"),
         (["train", "--size", 100_000], "metabridge train: Invalid value for '--size'"),
         (["train", "--minutes", "nan"], "metabridge train: Invalid value for '--minutes'"),
-        (["score", "--model", "conv4", "--time", "nan"], "metabridge score: Invalid value for '--time'"),
+        (
+            ["score", "--model", "conv4", "--adaptation-time", "nan"],
+            "metabridge score: Invalid value for '--adaptation-time'",
+        ),
         (["score", "--model", "conv4", "--ridge", "nan"], "metabridge score: Invalid value for '--ridge'"),
         (["search", "--channels", 10**9], "metabridge search: Invalid value for '--channels'"),
         (["dance"], "metabridge: No such command 'dance'"),
     ],
 )
-def test_what_cannot_be_used_is_named_in_one_line_with_status_2(metabridge, arguments, complaint):
-    status, printed, complained = metabridge(*arguments)
+def test_wrong_arguments_end_with_a_message_of_one_line_and_status_2(metabridge, arguments, message):
+    status, printed, errors = metabridge(*arguments)
     assert (status, printed) == (2, "")
-    assert complained.startswith(complaint)
-    assert complained.count("\n") == 1
+    assert errors.startswith(message)
+    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("library", "told"),
+    ("message", "printed"),
     [
         ("ways is 9. Use ways=7 or fewer.", "ways is 9. Use --ways 7 or fewer."),
         ("Use min_images=3 or fewer.", "Use --min-images 3 or fewer."),
         ("Use groups='hardness'.", "Use --groups hardness."),
-        ("Use adapts='head'.", "Use adapts='head'."),  # no option of the command
+        ("Use adapts='head'.", "Use adapts='head'."),  # not an option of the command
         ("--option is ways=7, which anil cannot take.", "--option is ways=7, which anil cannot take."),
     ],
 )
-def test_what_the_library_advises_is_told_as_an_option_of_the_command(metabridge, monkeypatch, library, told):
+def test_advice_of_the_library_names_the_option_of_the_command(metabridge, monkeypatch, message, printed):
     def refuse(*_, **__):
-        raise InputError(library)
+        raise InputError(message)
 
     monkeypatch.setattr("metabridge.datasets.load", refuse)
-    assert metabridge("diagnose", "--device", "cpu", "--data", "glyphs") == (2, "", f"metabridge diagnose: {told}\n")
+    assert metabridge("diagnose", "--device", "cpu", "--data", "glyphs") == (2, "", f"metabridge diagnose: {printed}\n")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_any_training(metabridge, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", lambda *_: pytest.fail("trained first"))
-    status, _, complained = metabridge("demo", "--out", tmp_path / "file")
+    monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", lambda *_: pytest.fail("training started"))
+    status, _, errors = metabridge("demo", "--out", tmp_path / "file")
     assert status == 2
-    assert f"metabridge demo: the folder {tmp_path / 'file'} cannot be created" in complained
+    assert f"metabridge demo: the folder {tmp_path / 'file'} cannot be created" in errors
 
 
 def test_cuda_without_a_gpu_is_refused(metabridge, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    status, _, complained = metabridge("demo", "--out", tmp_path, "--device", "cuda")
+    status, _, errors = metabridge("demo", "--out", tmp_path, "--device", "cuda")
     assert status == 2
-    assert "PyTorch finds no GPU" in complained
+    assert "PyTorch finds no GPU" in errors
 
 
 def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monkeypatch):
@@ -162,9 +165,9 @@ def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monk
 
 def test_only_and_minutes_are_refused_by_an_experiment_that_is_computed_as_a_whole(metabridge, tmp_path):
     for option in (("--only", "maml"), ("--minutes", 1)):
-        status, _, complained = metabridge("reproduce", "glyphs", "--out", tmp_path, *option)
+        status, _, errors = metabridge("reproduce", "glyphs", "--out", tmp_path, *option)
         assert status == 2
-        assert f"glyphs takes no {option[0]}, since it is computed as a whole" in complained
+        assert f"glyphs takes no {option[0]}, since it is computed as a whole" in errors
 
 
 def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_path):
@@ -176,9 +179,9 @@ def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_pat
                 experiment.run(ExperimentOptions("quick", out=tmp_path, only=("no such training",)))
 
 
-def test_an_interrupted_training_says_that_it_can_go_on(metabridge, monkeypatch):
+def test_an_interrupted_training_says_that_it_can_be_continued(metabridge, monkeypatch):
     monkeypatch.setattr("metabridge.training.image_training.image_trainer", lambda *_, **__: _interrupt())
-    assert metabridge("train")[2].endswith("metabridge train: interrupted. The same command goes on from there.\n")
+    assert metabridge("train")[2].endswith("metabridge train: interrupted. The same command continues from there.\n")
 
 
 def _interrupt() -> None:
@@ -186,12 +189,12 @@ def _interrupt() -> None:
 
 
 @pytest.mark.parametrize("command", ["score", "diagnose"])
-def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge, monkeypatch, tmp_path, command):
-    monkeypatch.setattr("metabridge.datasets.load", lambda *_, **__: pytest.fail("read images"))
+def test_an_unknown_model_is_refused_before_images_are_read(metabridge, monkeypatch, tmp_path, command):
+    monkeypatch.setattr("metabridge.datasets.load", lambda *_, **__: pytest.fail("images were read"))
     monkeypatch.chdir(tmp_path)
-    status, _, complained = metabridge(command, "--model", "vgg", "--device", "cpu")
+    status, _, errors = metabridge(command, "--model", "vgg", "--device", "cpu")
     assert status == 2
-    assert complained.startswith(f"metabridge {command}: model is 'vgg'")
+    assert errors.startswith(f"metabridge {command}: model is 'vgg'")
     assert not list(tmp_path.iterdir())
 
 
@@ -204,19 +207,19 @@ def test_a_model_that_there_is_not_is_refused_before_images_are_read(metabridge,
         ),
         (["evaluate", "run"], "ways queries tasks copies seed min-images"),
         (["diagnose"], "ways shots queries tasks size seed"),
-        (["search"], "cells channels tasks ways shots queries repeats inputs size"),
+        (["search"], "cells channels tasks ways shots queries repeats region-inputs size"),
         (["data", "check", "folder"], "ways shots queries"),
     ],
 )
 def test_whole_numbers_have_an_upper_bound(metabridge, command, options):
     for option in options.split():
-        status, printed, complained = metabridge(*command, f"--{option}", 10**20)
-        assert (status, printed, complained.count("\n")) == (2, "", 1)
-        assert f"Invalid value for '--{option}'" in complained
+        status, printed, errors = metabridge(*command, f"--{option}", 10**20)
+        assert (status, printed, errors.count("\n")) == (2, "", 1)
+        assert f"Invalid value for '--{option}'" in errors
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--batch-size", 900_000], "batch_size is 900000, but the images of such a step take"),
         (["--method", "rfs", "--ways", 10**6, "--model-option", "filters=100000"], "the network has more than"),
@@ -224,30 +227,32 @@ def test_whole_numbers_have_an_upper_bound(metabridge, command, options):
         (["--shots", 10**6], "class '"),
     ],
 )
-def test_what_would_take_all_memory_is_refused(metabridge, glyphs, tmp_path, monkeypatch, arguments, complaint):
+def test_a_step_or_network_too_large_for_the_memory_is_refused(
+    metabridge, glyphs, tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.setattr("os.sysconf", lambda name: 2**15)  # pages of as many bytes: 1 GiB
-    status, printed, complained = metabridge("train", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+    status, printed, errors = metabridge("train", *arguments, "--device", "cpu", "--out", tmp_path / "run")
     assert (status, printed) == (2, "")
-    assert complained.splitlines()[-1].startswith(f"metabridge train: {complaint}")
+    assert errors.splitlines()[-1].startswith(f"metabridge train: {message}")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("error", "complaint"),
+    ("error", "message"),
     [
         (PermissionError(13, "Permission denied", "some/file"), "some/file cannot be used (Permission denied)."),
-        (MemoryError(), "there is not enough memory for this. Use smaller images, networks or batches."),
+        (MemoryError(), "not enough memory. Use smaller images, networks or batches."),
     ],
 )
-def test_what_the_system_refuses_ends_in_one_sentence(metabridge, tmp_path, monkeypatch, error, complaint):
+def test_errors_of_the_system_end_with_a_message_of_one_line(metabridge, tmp_path, monkeypatch, error, message):
     def refuse(*_: object) -> None:
         raise error
 
     monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", refuse)
-    assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (2, "", f"metabridge demo: {complaint}\n")
+    assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (2, "", f"metabridge demo: {message}\n")
 
 
-def test_a_device_called_gpu_is_answered_with_cuda(metabridge):
-    status, _, complained = metabridge("demo", "--device", "gpu")
+def test_an_unknown_device_is_refused_with_the_known_ones(metabridge):
+    status, _, errors = metabridge("demo", "--device", "gpu")
     assert status == 2
-    assert "'gpu' is not one of 'auto', 'cpu', 'cuda'" in complained
+    assert "'gpu' is not one of 'auto', 'cpu', 'cuda'" in errors

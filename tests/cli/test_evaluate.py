@@ -146,7 +146,10 @@ def test_other_data_comes_in_the_form_that_the_run_takes(metabridge, photographs
     assert metabridge(*asked, "--data", photographs)[1] == metabridge(*asked)[1]
     status, _, complained = metabridge(*asked, "--data", "glyphs")
     assert status == 2
-    assert "glyphs have 1 channel and 28×28 pixels, but the run takes images of 3 and 16×16" in complained
+    assert (
+        "glyphs have 1 channel and 28×28 pixels, but the run takes images with 3 channels and 16×16 pixels"
+        in complained
+    )
 
 
 def test_all_shots_are_checked_before_any_is_judged(metabridge, runs, monkeypatch):

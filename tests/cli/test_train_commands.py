@@ -267,7 +267,7 @@ def test_a_command_that_failed_before_its_first_step_does_not_keep_its_folder(me
     monkeypatch.setattr("metabridge.learners.engine.Engine.__call__", lambda *_: _fail())
     status, _, complained = metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
     assert status == 2
-    assert "there is not enough memory for this. Use smaller images" in complained
+    assert "not enough memory. Use smaller images" in complained
     monkeypatch.undo()
     assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "run")[0] == 0
 

@@ -218,14 +218,29 @@ def test_the_usual_padding_grows_with_the_image():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"padding": -1}, "padding is -1, but must be 0 pixels or more."),
-        ({"jitter": 1.5}, "jitter is 1.5, but must be between 0 and 1."),
-        ({"jitter": -0.1}, "jitter is -0.1, but must be between 0 and 1."),
-        ({"scale": (0.0, 1.0)}, "scale is (0.0, 1.0), but must be two shares of the area, from small to at most 1."),
-        ({"scale": (0.8, 0.5)}, "scale is (0.8, 0.5), but must be two shares of the area, from small to at most 1."),
-        ({"growth": (0, 0.5)}, "growth is (0, 0.5), but must be a size in pixels and a share of the training."),
-        ({"growth": (8, 1.5)}, "growth is (8, 1.5), but must be a size in pixels and a share of the training."),
-        ({"scale": (0.5, 1.2)}, "scale is (0.5, 1.2), but must be two shares of the area, from small to at most 1."),
+        ({"padding": -1}, "padding is -1, but must be 0 pixels or more. Use padding=0."),
+        ({"jitter": 1.5}, "jitter is 1.5, but must be between 0 and 1. Use jitter=0.4."),
+        ({"jitter": -0.1}, "jitter is -0.1, but must be between 0 and 1. Use jitter=0.4."),
+        (
+            {"scale": (0.0, 1.0)},
+            "scale is (0.0, 1.0), but must be two shares of the area in ascending order, such as (0.3, 1.0).",
+        ),
+        (
+            {"scale": (0.8, 0.5)},
+            "scale is (0.8, 0.5), but must be two shares of the area in ascending order, such as (0.3, 1.0).",
+        ),
+        (
+            {"growth": (0, 0.5)},
+            "growth is (0, 0.5), but must be a size in pixels and a share of training, such as (60, 0.5).",
+        ),
+        (
+            {"growth": (8, 1.5)},
+            "growth is (8, 1.5), but must be a size in pixels and a share of training, such as (60, 0.5).",
+        ),
+        (
+            {"scale": (0.5, 1.2)},
+            "scale is (0.5, 1.2), but must be two shares of the area in ascending order, such as (0.3, 1.0).",
+        ),
     ],
 )
 def test_impossible_changes_are_refused_with_a_sentence(options, sentence):

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. What is heavy is imported by the command that needs it."""
+"""The command line. Commands import PyTorch and other large packages only when they run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from metabridge.cli import (  # noqa: F401  # registers the commands
     use_commands,
 )
 from metabridge.cli.options import app
-from metabridge.cli.terminal import note, speaking
+from metabridge.cli.terminal import note, terminal_output
 from metabridge.errors import InputError
 
 __all__ = ["app", "main"]
 
-# Typer shows one of the usage errors; this is the class they all come from.
+# The base class of all usage errors, which typer itself does not export.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; what the user can mend ends in one sentence and the status 2."""
+    """Run the command line. Errors that the user can fix end in one message and exit status 2."""
     try:
-        with speaking():
+        with terminal_output():
             status = app(prog_name="metabridge", standalone_mode=False)
     except InputError as error:
         _end(_in_options(str(error)), 2)
@@ -44,13 +44,14 @@ def main() -> None:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
             raise
-        _end("there is not enough memory for this. Use smaller images, networks or batches.", 2)
+        _end("not enough memory. Use smaller images, networks or batches.", 2)
     if status == INTERRUPTED:
-        _end(f"interrupted.{' The same command goes on from there.' if _resumes(sys.argv[1:]) else ''}", INTERRUPTED)
+        _end(f"interrupted.{' The same command continues from there.' if _resumes(sys.argv[1:]) else ''}", INTERRUPTED)
     sys.exit(status)
 
 
 def _resumes(words: list[str]) -> bool:
+    """Return whether the same command would continue where it was interrupted."""
     from metabridge.experiments import experiment_modules, load_experiment
 
     if words[:1] == ["reproduce"]:
@@ -59,29 +60,30 @@ def _resumes(words: list[str]) -> bool:
 
 
 def _in_options(message: str) -> str:
-    """Advise `Use --min-images 3` where the library advises `Use min_images=3` and the command has that option."""
+    """Replace `Use min_images=3` in a message by `Use --min-images 3` if the command has that option."""
     command = typer.main.get_command(app)
     for word in _path():
         command = command.commands[word]  # type: ignore[attr-defined]
     flags = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
 
-    def told(found: re.Match[str]) -> str:
-        return f"{flags[found[1]]} {found[3]}" if found[1] in flags else found[0]
+    def as_flag(match: re.Match[str]) -> str:
+        return f"{flags[match[1]]} {match[3]}" if match[1] in flags else match[0]
 
-    return re.sub(r"(?<=\bUse )(\w+)=(['\"]?)([\w.-]*\w)\2", told, message)
+    return re.sub(r"(?<=\bUse )(\w+)=(['\"]?)([\w.-]*\w)\2", as_flag, message)
 
 
 def _path() -> list[str]:
-    """The words that name the command that was given."""
-    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    """Return the words of the command line that name the command."""
+    names = {command.callback.__name__ for command in app.registered_commands if command.callback}
     groups = {group.name for group in app.registered_groups if group.name}
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
-    while words and words[0] not in known | groups:
+    while words and words[0] not in names | groups:
         words.pop(0)
     return words[: 2 if words[:1] and words[0] in groups else 1]
 
 
 def _end(message: str, status: int) -> NoReturn:
+    """Print an error message with the command's name, and exit."""
     with contextlib.suppress(OSError):
         note(f"{' '.join(['metabridge', *_path()])}: {message}")
     sys.exit(status)

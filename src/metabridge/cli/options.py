@@ -1,4 +1,4 @@
-"""What every command shares: the application, its common options, and how they are read."""
+"""The command line application, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -18,54 +18,58 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 
 class Device(StrEnum):
-    """Where to compute."""
+    """Device to compute on."""
 
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
 
 
-MOST = 1_000_000  # which no count of tasks, classes or images exceeds
+MOST = 1_000_000  # largest number of tasks, classes or images
 
 
 def is_number(value: float | None) -> float | None:
-    """Refuse NaN, which no comparison with a bound finds."""
+    """Refuse NaN, which comparisons with bounds let through."""
     if value is not None and math.isnan(value):
         raise typer.BadParameter("nan is not a number.")
     return value
 
 
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes a GPU if there is one.")]
+DeviceOption = Annotated[Device, typer.Option(help="Device to compute on; auto uses a GPU if there is one.")]
 SeedOption = Annotated[
-    int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same result on the same machine.")
+    int,
+    typer.Option(min=0, max=2**63 - 1, help="Random seed. The same seed gives the same result on the same machine."),
 ]
-SizeOption = Annotated[int | None, typer.Option(min=8, max=1024, help="Side of the images in pixels.")]
+SizeOption = Annotated[int | None, typer.Option(min=8, max=1024, help="Side length to resize images to, in pixels.")]
 MinutesOption = Annotated[
-    float | None, typer.Option(min=0, callback=is_number, help="Stop after so long; the same command goes on.")
+    float | None,
+    typer.Option(min=0, callback=is_number, help="Stop after this number of minutes; the same command continues."),
 ]
-MinImagesOption = Annotated[int | None, typer.Option(min=1, max=MOST, help="Leave out classes with fewer images.")]
+MinImagesOption = Annotated[
+    int | None, typer.Option(min=1, max=MOST, help="Leave out classes with fewer images than this.")
+]
 
 
 def images_for(model: Model, data: str, min_images: int | None) -> LabelledImages:
-    """Load a data set in the form in which a trained network takes images."""
+    """Load a data set, with images of the size and channels that a trained network takes."""
     from metabridge.datasets import load
     from metabridge.datasets.loading import parse_name
     from metabridge.use.image_input import image_shape
 
     channels, size = image_shape(model.net)
-    if parse_name(data)[0] != "glyphs":  # which have one form
+    if parse_name(data)[0] != "glyphs":  # whose size is fixed
         return load(data, size=size, channels=channels, min_images=min_images)
     images = load(data, min_images=min_images)
     if images.images.shape[1:] != (channels, size, size):
         raise InputError(
-            f"glyphs have 1 channel and 28×28 pixels, but the run takes images of {channels} and {size}×{size}. "
-            "Name other data."
+            f"glyphs have 1 channel and 28×28 pixels, but the run takes images with {channels} channels and "
+            f"{size}×{size} pixels. Use another data set."
         )
     return images
 
 
 def device_name(device: Device) -> str:
-    """Return the device that was asked for, if it is there."""
+    """Return the name of the device, or raise an `InputError` if the machine has none."""
     import torch
 
     if device is Device.auto:
@@ -79,10 +83,10 @@ def device_name(device: Device) -> str:
 def metabridge(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Learn from few examples: gradient-based meta-learning and multi-task learning, side by side.
+    """Few-shot learning with gradient-based meta-learning and multi-task learning.
 
-    Start with **metabridge demo**, which needs no data and a few minutes. With images of your own, a folder
-    for every class: **metabridge data check FOLDER**, then train, evaluate and adapt.
+    Start with **metabridge demo**, which takes a few minutes and needs no data. For your own images, make a folder
+    with a subfolder for each class: **metabridge data check FOLDER**, then train, evaluate and adapt.
     """
     if version:
         from metabridge import __version__

@@ -1,7 +1,7 @@
-"""What commands write to the terminal: results on standard output, notes on standard error, names as data.
+"""Output to the terminal: results on standard output, notes on standard error.
 
-Names of classes and files come from anywhere. They are never read as markup, and what a terminal would obey or could
-not show is written as a visible escape.
+Names of classes and files can contain anything. They are never interpreted as markup, and control characters in them
+are printed as visible escapes.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import TextIO
 
 from metabridge.errors import InputError
 
-NARROWEST = 12  # columns below which a column of text is not folded further
-PIPE_CLOSED = 1  # the status where nobody reads the output any more, as Rich has it
+MIN_TEXT_WIDTH = 12  # narrowest column of folded text, in characters
+PIPE_CLOSED = 1  # exit status if the reader of the output has closed it, as in Rich
 
 
 def printable(text: object) -> str:
-    r"""Return text without control characters: each becomes a visible escape, and so does a byte that is no UTF-8.
+    r"""Return text with control characters, and bytes that are not UTF-8, replaced by visible escapes.
 
     >>> printable("\x1b[31mred\n"), printable("caf\udce9")
     ('\\x1b[31mred\\n', 'caf\\xe9')
     """
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in str(text))
+    return "".join(character if character.isprintable() else _escape(character) for character in str(text))
 
 
 def say(text: object) -> None:
-    """Print a line of results."""
+    """Print one line of results to standard output."""
     print(printable(text))
 
 
 def note(text: object) -> None:
-    """Print a line that is not a result to standard error."""
+    """Print one line that is not a result to standard error."""
     print(printable(text), file=sys.stderr)
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, text: Sequence[str] = (), title: str | None = None
 ) -> None:
-    """Print a table whose cells are never cut; only columns named in `text` are folded, the others hold numbers.
+    """Print a table. Cells are never cut off; the columns named in `text` may be folded.
 
-    Where not all columns fit beside each other, every row is printed as lines of `heading: cell`.
+    If the columns do not fit side by side, each row is printed as lines of `heading: cell`.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -53,16 +53,16 @@ def print_table(
 
     console = Console()
     cells = [[printable(cell) for cell in row] for row in rows]
-    least, most = [], []
-    for place, column in enumerate(columns):
-        widest = max((cell_len(row[place]) for row in cells), default=0)
+    least, most = [], []  # widths of the columns
+    for index, column in enumerate(columns):
+        widest = max((cell_len(row[index]) for row in cells), default=0)
         most.append(max(cell_len(column), widest))
-        least.append(max(*map(cell_len, column.split()), min(widest, NARROWEST) if column in text else widest))
-    room = console.width - 3 * len(columns) - 1  # without borders and padding
-    if sum(least) > room:
+        least.append(max(*map(cell_len, column.split()), min(widest, MIN_TEXT_WIDTH) if column in text else widest))
+    available = console.width - 3 * len(columns) - 1  # without borders and padding
+    if sum(least) > available:
         _print_rows(columns, cells, title)
         return
-    widths = most if sum(most) <= room else least
+    widths = most if sum(most) <= available else least
     table = Table(title=None if title is None else Text(printable(title)))
     for column, width in zip(columns, widths):
         if column in text:
@@ -75,6 +75,7 @@ def print_table(
 
 
 def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
+    """Print each row of a table as lines of `heading: cell`."""
     if title is not None:
         say(title)
     for row in rows:
@@ -85,20 +86,20 @@ def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
 
 
 @contextlib.contextmanager
-def speaking() -> Iterator[None]:
-    """Let output go to any terminal: what its encoding lacks is escaped, and warnings and log messages are notes.
+def terminal_output() -> Iterator[None]:
+    """Escape characters that the terminal's encoding lacks, and print warnings and log messages as notes.
 
-    If standard output cannot be written, raise an `InputError`; if nobody reads it any more, end quietly.
+    If standard output cannot be written, raise an `InputError`. If its reader has closed it, exit without a message.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with warnings.catch_warnings(), _logged():
+        with warnings.catch_warnings(), _log_as_notes():
             warnings.simplefilter("default", UserWarning)
-            warnings.showwarning = _noted
+            warnings.showwarning = _show_warning
             yield
-            if sys.stdout is not None:  # as it is where the program was started without
+            if sys.stdout is not None:  # it is None if the program was started without one
                 sys.stdout.flush()
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):
@@ -111,23 +112,25 @@ def speaking() -> Iterator[None]:
         raise InputError(f"the output cannot be written ({error.strerror}).") from error
 
 
-class _Notes(logging.Handler):
+class _NoteHandler(logging.Handler):
+    """Prints log messages as notes."""
+
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())
 
 
 @contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    """Print what the library logs as notes; what Python prints without a handler has names as they are."""
-    log, notes = logging.getLogger("metabridge"), _Notes(logging.WARNING)
-    log.addHandler(notes)
+def _log_as_notes() -> Iterator[None]:
+    """Print log messages of the library as notes; Python's own handler would not escape names."""
+    log, handler = logging.getLogger("metabridge"), _NoteHandler(logging.WARNING)
+    log.addHandler(handler)
     try:
         yield
     finally:
-        log.removeHandler(notes)
+        log.removeHandler(handler)
 
 
-def _noted(
+def _show_warning(
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -135,17 +138,19 @@ def _noted(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
+    """Print a warning as a note."""
     note(f"Note: {message}")
 
 
 def _discard(stream: TextIO) -> None:
-    """Point a stream that cannot be written to nowhere, so that the interpreter does not fail on it at its end."""
+    """Redirect a stream that cannot be written to the null device, so that flushing it at exit does not fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
-def _escaped(letter: str) -> str:
-    code = ord(letter)
-    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else repr(letter)[1:-1]
+def _escape(character: str) -> str:
+    """Return a visible escape of a character; Python decodes bytes that are not UTF-8 as U+DC80 to U+DCFF."""
+    code = ord(character)
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else repr(character)[1:-1]

@@ -1,4 +1,4 @@
-"""Random changes to training images, for a whole batch at once and where the batch lies."""
+"""Random changes to training images: crops, color jitter and flips of a whole batch at once, on its device."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from torch.nn import functional as F
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 
-LUMA = (0.299, 0.587, 0.114)  # how bright red, green and blue look (ITU-R 601)
+LUMA = (0.299, 0.587, 0.114)  # perceived brightness of red, green and blue (ITU-R BT.601)
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Padded random crop, colour jitter and horizontal flip, drawn for every image by itself (A §5.2).
+    """Padded random crop, color jitter and horizontal flip, drawn for each image (Wang et al. 2021, section 5.2).
 
-    - Crop: pad with `padding` zeros on every side and cut out the original size anywhere in it. With
-      `scale`, a pair of shares, cut out a rectangle instead that has a share of the area between them
-      and sides of a ratio between 3/4 and 4/3, and stretch it to the original size.
-    - Jitter: brightness, contrast and saturation in random order; each replaces x by
-      clamp(f·x + (1 − f)·o) with f uniform in [1 − jitter, 1 + jitter], where o is black, the mean
-      grey of the image, and the image in grey.
-    - Flip: mirror half of the images.
+    Color jitter changes brightness, contrast and saturation in random order. Each replaces an image x by
+    clamp(f·x + (1 − f)·o), where f is uniform in [1 − jitter, 1 + jitter], and o is black, the mean gray value of the
+    image, or the image in gray.
 
-    With `growth`, a pair of a size and a share, images are shrunk to that size for the first share of a
-    training: what is learnt there costs less, and the last share learns to see the full size.
+    Args:
+        padding: Number of zeros added on each side before an area of the original size is cut out.
+        jitter: Strength of the color jitter, from 0 to 1.
+        flip: Whether to mirror half of the images.
+        scale: Smallest and largest share of the area. If given, a rectangle with such a share and an aspect ratio
+            between 3/4 and 4/3 is cut out and resized to the original size, instead of the padded crop.
+        growth: A size in pixels and a share of training. If given, images are shrunk to that size for that first share
+            of training, which makes these steps cheaper.
+
+    Raises:
+        InputError: If an argument is out of range.
 
     >>> images = torch.rand(4, 3, 84, 84)
     >>> Augment()(images, torch.Generator().manual_seed(0)).shape
@@ -43,38 +48,75 @@ class Augment:
 
     def __post_init__(self) -> None:
         if self.padding < 0:
-            raise InputError(f"padding is {self.padding}, but must be 0 pixels or more.")
+            raise InputError(f"padding is {self.padding}, but must be 0 pixels or more. Use padding=0.")
         if not 0 <= self.jitter <= 1:
-            raise InputError(f"jitter is {self.jitter}, but must be between 0 and 1.")
+            raise InputError(f"jitter is {self.jitter}, but must be between 0 and 1. Use jitter=0.4.")
         if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise InputError(f"scale is {self.scale}, but must be two shares of the area, from small to at most 1.")
+            raise InputError(
+                f"scale is {self.scale}, but must be two shares of the area in ascending order, such as (0.3, 1.0)."
+            )
         if self.growth is not None and not (self.growth[0] > 0 and 0 <= self.growth[1] <= 1):
-            raise InputError(f"growth is {self.growth}, but must be a size in pixels and a share of the training.")
+            raise InputError(
+                f"growth is {self.growth}, but must be a size in pixels and a share of training, such as (60, 0.5)."
+            )
 
     @classmethod
     def for_size(cls, size: int) -> Augment:
-        """Return the usual changes for photographs of `size` pixels: padding 8 at 84 pixels, 4 at 32."""
+        """Return the usual changes for photographs of a size: padding 8 from 64 pixels on, and 4 below.
+
+        Args:
+            size: Side of the images in pixels.
+
+        Returns:
+            The changes.
+        """
         return cls(padding=8 if size >= 64 else 4)
 
     def __call__(self, images: Tensor, generator: torch.Generator, size: int | None = None) -> Tensor:
-        """Return changed copies of images (n, channels, height, width) with values from 0 to 1, `size` pixels wide."""
+        """Return randomly changed copies of images.
+
+        Args:
+            images: Images (n, channels, height, width) with values from 0 to 1.
+            generator: Random generator on the device of the images.
+            size: Side of the copies in pixels. None for the size of the images.
+
+        Returns:
+            The changed copies.
+        """
         shape = images.shape[-2:] if size is None else (size, size)
         if self.scale is not None:
-            images = self._stretched(images, self.scale, shape, generator)
+            images = self._random_rectangles(images, self.scale, shape, generator)
         elif self.padding or self.flip:
-            images = self._moved(images, generator)
+            images = self._random_shifts(images, generator)
         if shape != images.shape[-2:]:
             images = F.interpolate(images, shape, mode="bilinear", antialias=True)
-        return self._coloured(images, generator) if self.jitter else images
+        return self._color_jitter(images, generator) if self.jitter else images
 
-    def episodes(self, episodes: Episodes, generator: torch.Generator, done: float = 1.0) -> Episodes:
-        """Change every image of every task, when so much of the training is done."""
-        size = self.size_at(done)
+    def episodes(self, episodes: Episodes, generator: torch.Generator, progress: float = 1.0) -> Episodes:
+        """Return tasks with each image changed at random.
+
+        Args:
+            episodes: Tasks of images.
+            generator: Random generator on the device of the images.
+            progress: Fraction of training that is done, which `growth` depends on.
+
+        Returns:
+            The changed tasks.
+        """
+        size = self.size_at(progress)
         return episodes.map_inputs(lambda x: self(x.flatten(0, 1), generator, size).unflatten(0, x.shape[:2]))
 
-    def shrunk(self, episodes: Episodes, done: float) -> Episodes:
-        """Shrink every image to the size that `growth` asks for when so much of the training is done."""
-        size = self.size_at(done)
+    def shrunk(self, episodes: Episodes, progress: float) -> Episodes:
+        """Return tasks with each image resized to the size that `growth` demands.
+
+        Args:
+            episodes: Tasks of images.
+            progress: Fraction of training that is done.
+
+        Returns:
+            The tasks, unchanged if images have their full size now.
+        """
+        size = self.size_at(progress)
         if size is None:
             return episodes
 
@@ -84,11 +126,19 @@ class Augment:
 
         return episodes.map_inputs(shrink)
 
-    def size_at(self, done: float) -> int | None:
-        """Return the size of images when so much of the training is done; None is the full size."""
-        return self.growth[0] if self.growth is not None and done < self.growth[1] else None
+    def size_at(self, progress: float) -> int | None:
+        """Return the side of the images in pixels at some point of training.
 
-    def _moved(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        Args:
+            progress: Fraction of training that is done.
+
+        Returns:
+            The side, or None for the full size.
+        """
+        return self.growth[0] if self.growth is not None and progress < self.growth[1] else None
+
+    def _random_shifts(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Return padded random crops, half of them mirrored."""
         n, _, height, width = images.shape
         device = images.device
         down, right = torch.randint(2 * self.padding + 1, (2, n, 1), generator=generator, device=device)
@@ -98,17 +148,18 @@ class Augment:
             columns = torch.where(mirrored, width - 1 - columns, columns)
         padded = F.pad(images, [self.padding] * 4)
         image = torch.arange(n, device=device)[:, None, None]
-        # indexing puts the channels last, which is how convolutions like them
+        # indexing puts the channels last, the layout in which convolutions are fastest
         return padded[image, :, (rows + down)[:, :, None], (columns + right)[:, None, :]].movedim(-1, 1)
 
-    def _stretched(
+    def _random_rectangles(
         self, images: Tensor, scale: tuple[float, float], shape: tuple[int, ...], generator: torch.Generator
     ) -> Tensor:
+        """Return random rectangles resized to `shape`, half of them mirrored."""
         n, channels = images.shape[:2]
         area, ratio, down, right, side = torch.rand(5, n, generator=generator, device=images.device)
         area = scale[0] + (scale[1] - scale[0]) * area
-        root = torch.exp((ratio - 0.5) * math.log(4 / 3))  # of the ratio of width to height
-        root = root.clamp(area.sqrt(), area.rsqrt())  # a large share fits into the image only if it is nearly square
+        root = torch.exp((ratio - 0.5) * math.log(4 / 3))  # square root of the aspect ratio
+        root = root.clamp(area.sqrt(), area.rsqrt())  # a large rectangle fits only if it is nearly square
         width, height = area.sqrt() * root, area.sqrt() / root
         zero = torch.zeros_like(width)
         mirrored = torch.where(side < 0.5, -width, width) if self.flip else width
@@ -117,14 +168,15 @@ class Augment:
         grid = F.affine_grid(torch.stack([across, along], 1), [n, channels, *shape], align_corners=False)
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
-    def _coloured(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def _color_jitter(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Return images with random brightness, contrast and saturation."""
         n, channels = images.shape[:2]
         draws = torch.rand(2, 3, n, 1, 1, 1, generator=generator, device=images.device)
         order = draws[0].argsort(0)  # 0 brightness, 1 contrast, 2 saturation
         factors = 1 + self.jitter * (2 * draws[1] - 1)
         luma = torch.tensor(LUMA if channels == 3 else (1 / channels,) * channels, device=images.device)
         for kind, factor in zip(order, factors):
-            grey = (images * luma.view(-1, 1, 1)).sum(1, keepdim=True)
-            other = torch.where(kind == 2, grey, torch.where(kind == 1, grey.mean((-2, -1), keepdim=True), 0))
+            gray = (images * luma.view(-1, 1, 1)).sum(1, keepdim=True)
+            other = torch.where(kind == 2, gray, torch.where(kind == 1, gray.mean((-2, -1), keepdim=True), 0))
             images = torch.lerp(other.expand_as(images), images, factor).clamp(0, 1)
         return images

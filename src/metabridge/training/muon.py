@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum for convolutions (Jordan et al. 2024), SGD for everything else."""
+"""The Muon optimizer: orthogonalised momentum for convolutions (Jordan et al. 2024), SGD for everything else."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ FILTER_RATE = 0.1  # learning rate of the convolutions, relative to that of SGD
 
 
 class Muon(Optimizer):
-    """SGD with Nesterov momentum, whose steps are made semi-orthogonal for convolutions.
+    """SGD with Nesterov momentum that takes semi-orthogonal steps for the weights of convolutions.
 
-    A filter bank of shape (out, in, height, width) is a matrix with `out` rows. Before each step it is rescaled to
-    norm √out, which changes no output where batch norm follows, and its step of singular values near 1 has the rate
-    `0.1 * lr`. Depthwise convolutions, linear layers and vectors are trained by plain SGD.
+    A filter bank of shape (out, in, height, width) is treated as a matrix with `out` rows. Before each step it is
+    rescaled to norm √out, which does not change the outputs if batch norm follows. Its step has singular values near 1
+    and the learning rate `0.1 * lr`. Depthwise convolutions, linear layers and vectors are trained by plain SGD.
 
-    On a GPU the first step runs eagerly and all later ones as one CUDA graph.
+    On a GPU the first step runs eagerly and all later steps as one CUDA graph.
 
     Args:
         params: Parameters to train.
         lr: Learning rate of SGD.
         momentum: Decay of the momentum.
-        weight_decay: Weight decay of SGD. Filter banks need none, since their norm is fixed.
+        weight_decay: Weight decay of SGD. Filter banks have none, since their norm is fixed.
+
+    Raises:
+        InputError: If `lr` is not positive or `weight_decay` is negative.
 
     >>> layer = torch.nn.Conv2d(3, 8, 3)
     >>> optimizer = Muon(layer.parameters(), lr=0.1)
@@ -46,7 +49,11 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step with the gradients that the parameters hold."""
+        """Take one step with the gradients of the parameters.
+
+        Args:
+            closure: Not used.
+        """
         params = [param for group in self.param_groups for param in group["params"]]
         first = not self.state
         for param in params:
@@ -60,12 +67,21 @@ class Muon(Optimizer):
         self._capture.replay()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the momentum; the next step is captured again, since the tensors are new."""
+        """Restore the momentum.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
         super().load_state_dict(state_dict)
-        self._capture = None
+        self._capture = None  # its tensors are no longer used
 
     def update(self, grads: dict[Tensor, Tensor], rates: Sequence[float | Tensor]) -> None:
-        """Change parameters and momentum in place, with a learning rate for each group."""
+        """Update parameters and momentum in place.
+
+        Args:
+            grads: Gradient of each parameter.
+            rates: Learning rate of each parameter group.
+        """
         for group, rate in zip(self.param_groups, rates):
             banks = [param for param in group["params"] if is_filter_bank(param)]
             rest = [param for param in group["params"] if not is_filter_bank(param)]
@@ -88,32 +104,33 @@ class Muon(Optimizer):
 
 
 def is_filter_bank(param: Tensor) -> bool:
-    """Whether a parameter is the weight of a convolution that mixes channels."""
+    """Return whether a parameter is the weight of a convolution that mixes channels."""
     return param.ndim == 4 and param.shape[1] > 1
 
 
 def orthogonal(banks: Sequence[Tensor]) -> list[Tensor]:
-    """Return each filter bank with its singular values driven towards 1, those of one shape side by side.
+    """Return filter banks with singular values near 1. Banks of the same shape are processed as one batch.
 
     >>> bank = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
     >>> bool((torch.linalg.svdvals(orthogonal([bank])[0].flatten(1)) - 1).abs().max() < 0.5)
     True
     """
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
     for shape in {bank.shape: None for bank in banks}:
         members = [index for index, bank in enumerate(banks) if bank.shape == shape]
         matrices = torch.stack([banks[index].flatten(1) for index in members])
         for index, matrix in zip(members, _newton_schulz(matrices)):
-            found[index] = matrix.view(shape)
-    return [found[index] for index in range(len(banks))]
+            result[index] = matrix.view(shape)
+    return [result[index] for index in range(len(banks))]
 
 
 def _newton_schulz(matrices: Tensor) -> Tensor:
+    """Return matrices with the same singular vectors and singular values near 1."""
     wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if wide else matrices.mT
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     if x.device.type == "cuda":
-        x = x.bfloat16()  # which is precise enough, since the result is only near orthogonal
+        x = x.bfloat16()  # precise enough: the result is only nearly orthogonal
     a, b, c = NEWTON_SCHULZ
     for _ in range(ITERATIONS):
         square = x @ x.mT
@@ -122,20 +139,21 @@ def _newton_schulz(matrices: Tensor) -> Tensor:
 
 
 def _grad(param: Tensor) -> Tensor:
+    """Return the gradient of a parameter, zero if it has none."""
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
 class _Capture:
-    """The update as a CUDA graph, with gradients and learning rates of its own to read."""
+    """The update as a CUDA graph, which reads gradients and learning rates from fixed tensors."""
 
     def __init__(self, optimizer: Muon, params: list[Tensor]) -> None:
         self.optimizer, self.params = optimizer, params
         self.grads = {param: torch.zeros_like(param) for param in params}
         self.rates = [torch.zeros((), device=params[0].device) for _ in optimizer.param_groups]
-        self.recording = CapturedGraph(lambda: optimizer.update(self.grads, self.rates), warmup=0)
+        self._graph = CapturedGraph(lambda: optimizer.update(self.grads, self.rates), warmup=0)
 
     def replay(self) -> None:
         torch._foreach_copy_(list(self.grads.values()), [_grad(param) for param in self.params])
         for rate, group in zip(self.rates, self.optimizer.param_groups):
             rate.fill_(group["lr"])
-        self.recording.replay()
+        self._graph.replay()

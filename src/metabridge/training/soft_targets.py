@@ -1,4 +1,4 @@
-"""Soft targets for training one classifier: smoothed labels, mixed images, and a teacher's predictions."""
+"""Soft targets for training one classifier: label smoothing, mixup and distillation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ from metabridge.training.evaluation import Model
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """How class labels become probabilities.
+    """How class labels become target probabilities, for methods that train one classifier (mtl, rfs).
 
-    - `smoothing`: share of the target that is spread evenly over all classes (Szegedy et al. 2016).
-    - `mixup`: parameter α of Beta(α, α), from which the weights of mixed pairs of images are drawn (Zhang et al. 2018).
-    - `distillation`: share of the target that is the teacher's prediction for the same image (Furlanello et al. 2018).
-    - `temperature`: divides the teacher's logits.
+    Args:
+        smoothing: Label smoothing: share of the target that is spread evenly over all classes (Szegedy et al. 2016).
+        mixup: Mixup: parameter α of the distribution Beta(α, α) of the weights of mixed pairs of images (Zhang et al.
+            2018). 0 for no mixup.
+        distillation: Share of the target that is the teacher's prediction for the same image (Furlanello et al. 2018).
+        temperature: Temperature of the teacher's predictions.
+
+    Raises:
+        InputError: If an argument is out of range.
 
     >>> soft = SoftTargets(smoothing=0.2)
     >>> soft.probabilities(torch.tensor([1]), ways=4)
@@ -40,7 +45,7 @@ class SoftTargets:
     def __post_init__(self) -> None:
         for name in ("smoothing", "distillation"):
             if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be a share from 0 to 1.")
+                raise InputError(f"{name} is {getattr(self, name)}, but must be a share from 0 to 1. Use {name}=0.1.")
         if self.mixup < 0 or self.temperature <= 0:
             raise InputError(
                 f"mixup is {self.mixup} and temperature {self.temperature}, but mixup must be 0 or more and "
@@ -48,47 +53,64 @@ class SoftTargets:
             )
 
     def probabilities(self, labels: Tensor, ways: int) -> Tensor:
-        """Return smoothed one-hot targets (..., ways) of labels (...)."""
+        """Return smoothed one-hot targets.
+
+        Args:
+            labels: Class labels (...).
+            ways: Number of classes.
+
+        Returns:
+            Probabilities (..., ways).
+        """
         return F.one_hot(labels, ways) * (1 - self.smoothing) + self.smoothing / ways
 
     def mixed(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Mix every point of (tasks, points, ...) with another of its task, and the targets likewise."""
+        """Mix each point with another point of its task, and their targets with the same weights.
+
+        Args:
+            x: Points (tasks, points, ...).
+            y: Targets (tasks, points, classes).
+            generator: Random generator on the device of the points.
+
+        Returns:
+            Mixed points and targets.
+        """
         shape = (2, *x.shape[:2])
         gamma = torch._standard_gamma(torch.full(shape, self.mixup, device=x.device), generator=generator)
         weight = (gamma[0] + 1e-9) / (gamma.sum(0) + 2e-9)
         order = torch.rand(x.shape[:2], generator=generator, device=x.device).argsort(1)
         task = torch.arange(len(x), device=x.device)[:, None]
-        of_x, of_y = weight.view(*shape[1:], *[1] * (x.ndim - 2)), weight[..., None]
-        return torch.lerp(x[task, order], x, of_x), torch.lerp(y[task, order], y, of_y)
+        x_weight, y_weight = weight.view(*shape[1:], *[1] * (x.ndim - 2)), weight[..., None]
+        return torch.lerp(x[task, order], x, x_weight), torch.lerp(y[task, order], y, y_weight)
 
 
 class Softener:
-    """Gives episodes of a method that trains one classifier their soft targets."""
+    """Replaces the labels of tasks by soft targets."""
 
     def __init__(self, soft: SoftTargets, method: Method, teacher: Model | None) -> None:
         if method.training_head not in ROWS:
             raise InputError(
-                f"soft targets are for methods that train one classifier, such as mtl and rfs, but this method's head "
-                f"is {method.training_head!r}. Leave out smoothing, mixup and the teacher."
+                f"soft targets are for methods that train one classifier, such as mtl and rfs, but this method's "
+                f"training_head is {method.training_head!r}. Remove smoothing, mixup and the teacher."
             )
         if (soft.distillation > 0) != (teacher is not None):
             raise InputError(
                 f"distillation is {soft.distillation}, but there is {'no' if teacher is None else 'a'} teacher. "
-                "Give both or neither."
+                "Give both or none."
             )
         if teacher is not None and teacher.method.training_head != method.training_head:
             raise InputError(
                 f"the teacher's training_head is {teacher.method.training_head!r}, but this method's is "
                 f"{method.training_head!r}. Use a teacher that was trained with the same method."
             )
-        # a copy in evaluation mode, since the network may be the one that is trained
+        # a copy, since the network may also be the one that is trained
         self.teacher = None if teacher is None else replace(teacher, net=copy.deepcopy(teacher.net).eval())
         self.soft, self.method = soft, method
         self._captures: dict[torch.Size, _Capture] = {}
 
     @torch.no_grad()
     def __call__(self, episodes: Episodes, generator: torch.Generator) -> Episodes:
-        """Return the episodes as one set a task, with probabilities as targets."""
+        """Return the tasks with support and query set joined, and probabilities as targets."""
         episodes = episodes.without_split()
         assert episodes.classes is not None
         x, ways = episodes.support_x, episodes.classes.shape[1]
@@ -101,6 +123,7 @@ class Softener:
         return replace(episodes, support_x=x, support_y=y, query_x=x, query_y=y)
 
     def _logits(self, x: Tensor, episodes: Episodes) -> Tensor:
+        """Return the teacher's logits for points (tasks, points, ...)."""
         assert self.teacher is not None
         points = x.flatten(0, 1)
         if points.device.type == "cuda":
@@ -112,22 +135,25 @@ class Softener:
         heads = initial_heads(self.teacher.method, self.teacher.params, episodes)
         features = features.unflatten(0, x.shape[:2])
         return torch.stack(
-            [apply_head({key: head[at] for key, head in heads.items()}, each) for at, each in enumerate(features)]
+            [
+                apply_head({key: head[task] for key, head in heads.items()}, of_task)
+                for task, of_task in enumerate(features)
+            ]
         )
 
 
 class _Capture:
-    """The teacher's features as a CUDA graph, with points of its own to read."""
+    """The teacher's features as a CUDA graph, which reads points from a fixed tensor."""
 
     def __init__(self, teacher: Model, points: Tensor) -> None:
         self.points = points.clone()
-        self.recording = CapturedGraph(lambda: apply_features(teacher.net, teacher.params, self.points, teacher.dtype))
+        self._graph = CapturedGraph(lambda: apply_features(teacher.net, teacher.params, self.points, teacher.dtype))
 
     def replay(self, points: Tensor) -> Tensor:
         self.points.copy_(points, non_blocking=True)
-        return self.recording.replay()
+        return self._graph.replay()
 
 
 def soft_cross_entropy(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy against target probabilities (points, classes)."""
+    """Return the mean cross-entropy against target probabilities (points, classes)."""
     return F.cross_entropy(prediction, target)
