@@ -6,8 +6,9 @@ from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 
-from metabridge import InputError, Sinusoid, fit, method
+from metabridge import InputError, fit, method
 from metabridge.cli.config_options import given_flag, with_config_options
+from metabridge.environments import Sinusoid
 from metabridge.learners import PRESETS
 from metabridge.models import mlp
 from metabridge.schedules import Cosine

@@ -11,20 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from metabridge import (
-    Augment,
-    FewShotClassifier,
-    InputError,
-    LabelledImages,
-    Sinusoid,
-    SoftTargets,
-    evaluate,
-    fit,
-    load,
-    method,
-)
+from metabridge import FewShotClassifier, InputError, LabelledImages, evaluate, fit, load, method
+from metabridge.environments import Sinusoid
 from metabridge.models import conv4, mlp
 from metabridge.schedules import Plateau, Step
+from metabridge.training import Augment, SoftTargets
 from metabridge.training.checkpoint import RunFolder, part
 
 DATA = Path(__file__).parent.parent / "data" / "v0.1.0"
