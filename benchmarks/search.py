@@ -42,7 +42,7 @@ from metabridge.models.architecture import EdgeOperator
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network
 from metabridge.nas import EDGES, NODES, OPERATORS, ActiveOperators
-from metabridge.nas.proxies import ConditionNumber, KernelMatrices, all_images, condition_number
+from metabridge.nas.proxies import ConditionNumber, KernelMatrices, all_images, condition_number_score
 from metabridge.nas.pruning import count_evaluations
 from metabridge.nas.supernet_ntk import CandidateKernels
 from metabridge.report.results import Machine
@@ -85,7 +85,7 @@ def by_kernels(net: Network, active: ActiveOperators, tasks: Episodes, removals:
         kernel = EmpiricalKernel(net, outputs="sum")
         ends = tasks.query_x, tasks.support_x
         matrix = split_kernel(kernel, *ends, adapts="all", time=CONDITION.time, ridge=CONDITION.ridge)
-        found[removal] = condition_number(matrix.double().cpu(), torch.finfo(matrix.dtype).eps).value
+        found[removal] = condition_number_score(matrix.double().cpu(), torch.finfo(matrix.dtype).eps).value
     return found
 
 

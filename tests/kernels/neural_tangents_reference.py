@@ -23,13 +23,13 @@ if find_spec("neural_tangents"):  # pytest imports this file too, to collect doc
 FOLDER = Path(__file__).parent / "reference"
 HE = (2.0, 0.0)
 BIASED = (1.5, 0.3)
-ACTIVATIONS = ("relu", "leaky-relu", "erf", "gelu", "sine", "cosine", "identity")
+ACTIVATIONS = ("relu", "leaky-relu", "erf", "gelu", "sin", "cos", "identity")
 
 
 def activate(name):
     if name == "leaky-relu":
         return stax.LeakyRelu(0.01)
-    return getattr(stax, {"sine": "Sin", "cosine": "Cos"}.get(name, name.title()))()
+    return getattr(stax, name.title())()
 
 
 def dense(weight_variance, bias_variance):

@@ -21,7 +21,7 @@ from metabridge.nas.proxies import (
     KernelMatrices,
     ProxyScore,
     all_images,
-    condition_number,
+    condition_number_score,
     count_linear_regions,
     mean_score,
 )
@@ -263,8 +263,8 @@ def test_a_kernel_that_is_not_finite_is_reported(kernel: str, bad: float) -> Non
 
 def test_a_smallest_eigenvalue_lost_in_rounding_is_reported() -> None:
     exact = torch.diag(torch.tensor([1.0, 1e-8], dtype=torch.float64))
-    assert condition_number(exact, eps=1e-16).value == pytest.approx(1e8)
-    assert "lost in rounding" in str(condition_number(exact, eps=1e-7).failure)
+    assert condition_number_score(exact, eps=1e-16).value == pytest.approx(1e8)
+    assert "lost in rounding" in str(condition_number_score(exact, eps=1e-7).failure)
     single = ConditionNumber("ntk").from_matrices(KernelMatrices(exact.float(), None), tasks=1, queries=1)
     assert "lost in rounding" in str(single.failure)
 

@@ -1,6 +1,6 @@
 """Kernels of wide and finite networks (NTK and NNGP), kernels between tasks, and the predictions that follow."""
 
-from metabridge.kernels.activations import Cosine, Erf, Gelu, ReLU, Sine
+from metabridge.kernels.activations import Cos, Erf, Gelu, ReLU, Sin
 from metabridge.kernels.analytic_kernel import AnalyticKernel
 from metabridge.kernels.architectures import conv4_kernel, convolutional_kernel, fully_connected_kernel, residual_kernel
 from metabridge.kernels.conv_layers import AveragePool, Conv, Flatten, GlobalAveragePool
@@ -20,7 +20,7 @@ __all__ = [
     "AnalyticKernel",
     "AveragePool",
     "Conv",
-    "Cosine",
+    "Cos",
     "Dense",
     "EmpiricalKernel",
     "Erf",
@@ -33,7 +33,7 @@ __all__ = [
     "LayerNorm",
     "ReLU",
     "Residual",
-    "Sine",
+    "Sin",
     "anil_kernel",
     "conv4_kernel",
     "convolutional_kernel",

@@ -123,13 +123,13 @@ class Gelu(Activation):
 
 
 @dataclass(frozen=True)
-class Sine(Activation):
+class Sin(Activation):
     """sin x: E[φφ] = (e⁺ − e⁻)/2 and E[φ'φ'] = (e⁺ + e⁻)/2, where e^± is exp(±E[uv] − (E[u²] + E[v²])/2).
 
     Example:
         >>> import torch
-        >>> from metabridge.kernels import Sine, fully_connected_kernel
-        >>> fully_connected_kernel(depth=2, activation=Sine()).nngp(torch.ones(1, 4))
+        >>> from metabridge.kernels import Sin, fully_connected_kernel
+        >>> fully_connected_kernel(depth=2, activation=Sin()).nngp(torch.ones(1, 4))
         tensor([[0.9817]])
     """
 
@@ -140,13 +140,13 @@ class Sine(Activation):
 
 
 @dataclass(frozen=True)
-class Cosine(Activation):
+class Cos(Activation):
     """cos x: the two expectations of sin x, exchanged.
 
     Example:
         >>> import torch
-        >>> from metabridge.kernels import Cosine, fully_connected_kernel
-        >>> fully_connected_kernel(depth=2, activation=Cosine()).nngp(torch.ones(1, 4))
+        >>> from metabridge.kernels import Cos, fully_connected_kernel
+        >>> fully_connected_kernel(depth=2, activation=Cos()).nngp(torch.ones(1, 4))
         tensor([[1.0183]])
     """
 
@@ -167,8 +167,8 @@ ACTIVATIONS: dict[str, tuple[Activation, ...]] = {
     "leaky-relu": (ReLU(slope=0.01),),  # torch.nn.LeakyReLU's default
     "erf": (Erf(),),
     "gelu": (Gelu(),),
-    "sine": (Sine(),),
-    "cosine": (Cosine(),),
+    "sin": (Sin(),),
+    "cos": (Cos(),),
     "identity": (),
 }
 

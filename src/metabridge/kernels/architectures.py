@@ -24,7 +24,7 @@ def fully_connected_kernel(
 
     Args:
         depth: Number of layers with weights; depth − 1 of them are hidden.
-        activation: "relu", "leaky-relu", "erf", "gelu", "sine", "cosine" or "identity", or an instance such as
+        activation: "relu", "leaky-relu", "erf", "gelu", "sin", "cos" or "identity", or an instance such as
             `ReLU(slope=0.1)`.
         weight_variance: σ_w² of every layer, including the readout. The default is He's for ReLU.
         bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.

@@ -53,6 +53,10 @@ class SearchResult(NamedTuple):
         seconds: Computing time, including that of earlier runs that this one continued.
         evaluated: Number of networks whose proxies were computed.
         failed: Number of them for which a proxy failed. The search log has the reasons.
+
+    >>> architecture = random_architecture(torch.Generator().manual_seed(0))
+    >>> SearchResult(architecture, seconds=12.5, evaluated=1533, failed=0).evaluated
+    1533
     """
 
     architecture: Architecture
@@ -404,6 +408,9 @@ class RepeatedScore(NamedTuple):
     Args:
         mean: The mean over the initializations.
         repeats: The score for each of them.
+
+    >>> RepeatedScore(ProxyScore(3.0), (ProxyScore(2.0), ProxyScore(4.0))).mean.value
+    3.0
     """
 
     mean: ProxyScore

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.kernels import kernel_systems
 from metabridge.kernels.empirical import EmpiricalKernel
+from metabridge.kernels.kernel_systems import condition_number
 from metabridge.kernels.meta_kernels import Adapts, residual_operator, sandwich
 
 KernelName = Literal["maml", "anil", "ntk"]
@@ -156,7 +156,7 @@ class ConditionNumber:
         if not all(_is_finite(matrix) for matrix in (kernel.theta, kernel.k) if matrix is not None):
             return ProxyScore(math.nan, _KERNEL_NOT_FINITE)
         if self.kernel == "ntk":
-            return condition_number(kernel.theta, eps)
+            return condition_number_score(kernel.theta, eps)
         try:
             return self._meta_ntk(kernel, torch.arange(len(kernel.theta)).view(tasks, -1), queries, eps)
         except InputError as error:  # support points that the kernel cannot distinguish
@@ -172,7 +172,7 @@ class ConditionNumber:
         matrix = sandwich(left, kernel.theta, left)
         theta_norm, phi_norm = (float(torch.linalg.matrix_norm(values, 2)) for values in (kernel.theta, matrix))
         error = eps * theta_norm * float(torch.linalg.matrix_norm(left, 2).max()) ** 2
-        return condition_number(matrix, error / phi_norm if phi_norm else math.inf)
+        return condition_number_score(matrix, error / phi_norm if phi_norm else math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +213,7 @@ def all_images(tasks: Episodes) -> Tensor:
     return torch.cat([tasks.query_x, tasks.support_x], 1).flatten(0, 1)
 
 
-def condition_number(matrix: Tensor, eps: float) -> ProxyScore:
+def condition_number_score(matrix: Tensor, eps: float) -> ProxyScore:
     """Return σ_max/σ_min of a positive semi-definite matrix, or a failure if rounding may have changed σ_min.
 
     Args:
@@ -223,14 +223,14 @@ def condition_number(matrix: Tensor, eps: float) -> ProxyScore:
     Returns:
         The condition number, or why it failed.
 
-    >>> condition_number(torch.diag(torch.tensor([1.0, 4.0])), eps=1e-7)
+    >>> condition_number_score(torch.diag(torch.tensor([1.0, 4.0])), eps=1e-7)
     ProxyScore(value=4.0, failure=None)
-    >>> condition_number(torch.ones(2, 2), eps=1e-7).failure
+    >>> condition_number_score(torch.ones(2, 2), eps=1e-7).failure
     'the smallest of 2 eigenvalues is lost in rounding'
     """
     if not _is_finite(matrix):
         return ProxyScore(math.nan, _KERNEL_NOT_FINITE)
-    value = kernel_systems.condition_number(matrix, eps=eps)
+    value = condition_number(matrix, eps=eps)
     if math.isinf(value):
         return ProxyScore(value, f"the smallest of {len(matrix)} eigenvalues is lost in rounding")
     return ProxyScore(value)
