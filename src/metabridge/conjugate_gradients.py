@@ -91,7 +91,7 @@ def _iterate(
     floor: Tensor | float,
     steps: int,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the solutions and which systems are solved; without a tolerance, take all steps without looking."""
+    """Return the solutions and which systems are solved; without a tolerance, take all steps."""
     solution, residual = [torch.zeros_like(part) for part in target], target
     direction = scaled = precondition(residual)
     size = dot(residual, scaled)

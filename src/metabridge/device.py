@@ -25,7 +25,7 @@ def as_device(device: torch.device | str) -> torch.device:
     if parsed.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
-            raise InputError(f"device is {str(parsed)!r}, but PyTorch finds no GPU here. Use device='cpu'.")
+            raise InputError(f"device is {str(parsed)!r}, but PyTorch finds no GPU. Use device='cpu'.")
         if (parsed.index or 0) >= count:
             raise InputError(f"device is {str(parsed)!r}, but there are {count} GPUs. Use device='cuda:{count - 1}'.")
     return parsed

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Smallest target of the mean complementarity: at it the gap is safely small and the factors are still exact.
+# Smallest target of the mean complementarity: the gap is small enough, and the factors are still precise.
 _LEAST_COMPLEMENTARITY = 1e-13
 # Weight of ‖step‖², relative to Q, that keeps the factors of a singular Q positive. It does not move the solution.
 _PROXIMAL = 1e-12
@@ -22,7 +22,7 @@ class QPSolution(NamedTuple):
         alpha: The minimiser, (..., b, n).
         dual: The multipliers of the equalities, (..., m).
         lower: The non-negative multipliers of the lower bounds, (..., b, n).
-        upper: Those of the upper bounds.
+        upper: The non-negative multipliers of the upper bounds, (..., b, n).
         slack: The distances of α from its lower and upper bounds, (..., 2, b, n).
         gap: Σ slack·multiplier, which is the duality gap if `residual` vanishes.
         residual: The largest violation of stationarity or of an equality.

@@ -1,4 +1,4 @@
-"""Base of the classes that are found by name: inner solvers and test-time heads.
+"""Base of the classes that are registered by name: inner solvers and test-time heads.
 
 Such a class is a frozen dataclass in a module of its package. Importing the package imports all its modules, and each
 class registers itself, so that no other place lists the classes.
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 
 class Registered:
-    """A dataclass that its root class finds by name.
+    """A dataclass that is registered by name in its root class.
 
     A root class is declared with `root=True` and an empty `registry`. Its subclasses set the class attributes below.
 

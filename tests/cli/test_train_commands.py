@@ -112,7 +112,7 @@ def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own
 def test_another_setting_in_the_same_folder_is_refused(metabridge, runs):
     status, _, complained = metabridge(*TRAIN, "--method", "anil", "--lr", 0.5, "--out", runs["anil"])
     assert status == 2
-    assert "holds a run with other settings (training.lr is 0.001 there and 0.5 here)" in complained
+    assert "holds a run with other settings (training.lr was 0.001 and is now 0.5)" in complained
 
 
 def test_options_reach_the_method_the_model_and_the_training(metabridge, tmp_path):
@@ -254,7 +254,7 @@ def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, phot
     (photographs / "train" / "train 1").rename(photographs / "train" / "other")
     status, _, complained = metabridge(*command)
     assert status == 2
-    assert "holds a run with other settings (tasks.class_names[0] is train 0 there and other here)" in complained
+    assert "holds a run with other settings (tasks.class_names[0] was train 0 and is now other)" in complained
 
 
 def test_a_search_does_not_go_into_the_folder_of_a_run(metabridge, runs):

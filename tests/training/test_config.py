@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass
 import pytest
 
 from metabridge import InputError, fit, method
-from metabridge.cli.config_options import given_flag, with_config_options
+from metabridge.cli.config_options import flag_name, with_config_options
 from metabridge.environments import Sinusoid
 from metabridge.learners import PRESETS
 from metabridge.models import mlp
@@ -34,7 +34,7 @@ def test_every_option_is_an_option_of_train_with_its_help_text(metabridge):
     assert status == 0
     text = " ".join(printed.replace("│", " ").split())
     for field in options_of(ImageTrainingConfig).values():
-        for flag in field.metadata["flags"] or [given_flag(field)]:
+        for flag in field.metadata["flags"] or [flag_name(field)]:
             assert f" {flag} " in text
         if field.name != "soft_targets":  # which is made of three options with their own help texts
             assert field.metadata["help"].replace("`", "") in text

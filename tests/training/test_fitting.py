@@ -155,9 +155,9 @@ def test_without_a_terminal_every_validation_is_told_on_a_line_of_stderr(capsys)
 
 
 def test_points_of_another_shape_than_the_networks_are_refused_with_the_way_out(tasks):
-    with pytest.raises(InputError, match=r"of shape \(1,\), but the network was made with inputs=2."):
+    with pytest.raises(InputError, match=r"of shape \(1,\), but the network was built with inputs=2."):
         fit(mlp(2, 1), method("maml"), Sinusoid(), progress=False)
-    with pytest.raises(InputError, match=r"of shape \(1, 28, 28\), but the network was made with channels=3."):
+    with pytest.raises(InputError, match=r"of shape \(1, 28, 28\), but the network was built with channels=3."):
         fit(conv4(3, 28), method("anil"), tasks["train"], progress=False)
 
 
@@ -334,7 +334,7 @@ def test_numbers_of_numpy_in_a_method_and_in_tasks_are_kept_as_plain_ones(tmp_pa
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InputError, match=r"device is 'cuda', but PyTorch finds no GPU here\. Use device='cpu'\."):
+    with pytest.raises(InputError, match=r"device is 'cuda', but PyTorch finds no GPU\. Use device='cpu'\."):
         fit(mlp(1, 1), method("maml"), Sinusoid(), device="cuda", out=tmp_path / "run")
     with pytest.raises(InputError, match="device is 'gpu'"):
         load(tmp_path, device="gpu")

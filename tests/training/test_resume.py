@@ -238,23 +238,23 @@ def test_a_write_that_fails_leaves_the_old_files_whole_and_the_run_can_go_on(tmp
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"lr": 0.5}, "training.lr is 0.001 there and 0.5 here"),
-        ({"batch_size": 3}, "training.batch_size is 2 there and 3 here"),
-        ({"optimizer": "sgd"}, "training.optimizer is adam there and sgd here"),
-        ({"weight_decay": 0.1}, "training.weight_decay is 0.0 there and 0.1 here"),
-        ({"schedule": Cosine()}, "training.schedule.name is constant there and cosine here"),
-        ({"augment": Augment()}, "training.augment is None there and {'padding': 8"),
-        ({"patience": 3}, "training.patience is None there and 3 here"),
-        ({"validate_every": 5}, "training.validate_every is 4 there and 5 here"),
-        ({"validate_tasks": 7}, "training.validate_tasks is 6 there and 7 here"),
-        ({"precision": "bfloat16"}, "training.precision is float32 there and bfloat16 here"),
-        ({"seed": 1}, "training.seed is 0 there and 1 here"),
-        ({"net": mlp(1, 1, width=9)}, "model.width is 8 there and 9 here"),
-        ({"net": Network(nn.Linear(1, 4), nn.Linear(4, 1))}, "model is {'model': 'mlp'"),
-        ({"method": method("anil", steps=1, lr=0.02)}, "method.adapts is all there and head here"),
-        ({"method": method("maml", steps=2, lr=0.02)}, "method.inner.steps is 1 there and 2 here"),
-        ({"environment": Sinusoid(shots=11)}, "tasks.shots is 10 there and 11 here"),
-        ({"validate": None}, "validation is {'environment': 'Sinusoid'"),
+        ({"lr": 0.5}, "training.lr was 0.001 and is now 0.5"),
+        ({"batch_size": 3}, "training.batch_size was 2 and is now 3"),
+        ({"optimizer": "sgd"}, "training.optimizer was adam and is now sgd"),
+        ({"weight_decay": 0.1}, "training.weight_decay was 0.0 and is now 0.1"),
+        ({"schedule": Cosine()}, "training.schedule.name was constant and is now cosine"),
+        ({"augment": Augment()}, "training.augment was None and is now {'padding': 8"),
+        ({"patience": 3}, "training.patience was None and is now 3"),
+        ({"validate_every": 5}, "training.validate_every was 4 and is now 5"),
+        ({"validate_tasks": 7}, "training.validate_tasks was 6 and is now 7"),
+        ({"precision": "bfloat16"}, "training.precision was float32 and is now bfloat16"),
+        ({"seed": 1}, "training.seed was 0 and is now 1"),
+        ({"net": mlp(1, 1, width=9)}, "model.width was 8 and is now 9"),
+        ({"net": Network(nn.Linear(1, 4), nn.Linear(4, 1))}, "model was {'model': 'mlp'"),
+        ({"method": method("anil", steps=1, lr=0.02)}, "method.adapts was all and is now head"),
+        ({"method": method("maml", steps=2, lr=0.02)}, "method.inner.steps was 1 and is now 2"),
+        ({"environment": Sinusoid(shots=11)}, "tasks.shots was 10 and is now 11"),
+        ({"validate": None}, "validation was {'environment': 'Sinusoid'"),
     ],
 )
 def test_another_setting_than_the_runs_is_named_and_refused(tmp_path, change, named):
@@ -296,7 +296,7 @@ def test_turned_classes_are_another_setting(tmp_path):
         net, tasks = mlp(3 * 18 * 18, 3), images.tasks("train", ways=3, shots=1, queries=1)
         if images is data:
             fit(net, method("anil"), tasks, **options)
-    with pytest.raises(InputError, match=r"tasks\.classes is 4 there and 16 here"):
+    with pytest.raises(InputError, match=r"tasks\.classes was 4 and is now 16"):
         fit(net, method("anil"), tasks, **options)
 
 
@@ -383,7 +383,7 @@ def test_a_run_can_be_made_longer_and_no_shorter_than_it_is(tmp_path, optimizer)
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["training"]["iterations"] == 32
     with pytest.raises(InputError, match=r"has done 32 iterations, but iterations is 31\. Use iterations=32 or more"):
         on_sinusoids(tmp_path / "run", iterations=31, **options)
-    with pytest.raises(InputError, match=r"training\.batch_size is 2 there and 3 here"):
+    with pytest.raises(InputError, match=r"training\.batch_size was 2 and is now 3"):
         on_sinusoids(tmp_path / "run", iterations=40, batch_size=3, **options)
     assert on_sinusoids(tmp_path / "run", iterations=32, **options).finished
 

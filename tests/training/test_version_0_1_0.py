@@ -136,9 +136,9 @@ def test_a_run_of_version_0_1_0_is_lengthened_to_the_same_weights(name, tmp_path
 
 def test_other_options_than_those_of_a_run_of_version_0_1_0_are_refused(tmp_path):
     shutil.copytree(DATA / "maml-rates", tmp_path / "run")
-    with pytest.raises(InputError, match=r"training\.batch_size is 2 there and 3 here"):
+    with pytest.raises(InputError, match=r"training\.batch_size was 2 and is now 3"):
         train("maml-rates", tmp_path / "run", batch_size=3)
-    with pytest.raises(InputError, match=r"training\.ema_decay is 0\.9 there and 0\.5 here"):
+    with pytest.raises(InputError, match=r"training\.ema_decay was 0\.9 and is now 0\.5"):
         train("maml-rates", tmp_path / "run", ema_decay=0.5)
 
 

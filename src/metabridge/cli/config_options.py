@@ -1,4 +1,4 @@
-"""Command line options made from the fields of a configuration dataclass."""
+"""Command line options derived from the fields of a configuration dataclass."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the `**config` parameter of a command by an option for each field of `ImageTrainingConfig`.
 
-    The command receives the values given on the command line; those left out are not among them.
+    The command receives only the options that are given on the command line.
     """
     every_training = options_of(TrainingConfig)
     options = {name: field for name, field in options_of(ImageTrainingConfig).items() if _type(field) is not None}
@@ -79,7 +79,7 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def given_flag(field: Field[Any]) -> str:
+def flag_name(field: Field[Any]) -> str:
     """Return the option's name on the command line."""
     return str(field.metadata["flags"][0]) if field.metadata["flags"] else f"--{field.name.replace('_', '-')}"
 
@@ -97,7 +97,7 @@ def _annotation(field: Field[Any]) -> Any:
 
 
 def _type(field: Field[Any]) -> Any:
-    """Return an option's type on the command line; None if it is made of other options, as soft targets are."""
+    """Return an option's type on the command line; None if several options set it, as for soft targets."""
     if field.type == "SoftTargets | None":
         return None
     return TYPES.get(str(field.type).removesuffix(" | None"), str)
@@ -105,12 +105,13 @@ def _type(field: Field[Any]) -> Any:
 
 def _help(field: Field[Any]) -> str:
     """Return the help text, with the default if it is the same for all methods."""
+    repeatable = " Can be repeated." if _type(field) == list[str] else ""
     defaults = [getattr(config, field.name) for config in (default_config("maml"), *METHOD_DEFAULTS.values())]
     if field.name == "method" or all(default == defaults[0] for default in defaults):
-        return help_text(field)
+        return help_text(field) + repeatable
     return f"{field.metadata['help']} Default: depends on the method."
 
 
 def _read(field: Field[Any], value: Any) -> Any:
     reader = READERS.get(str(field.type))
-    return value if reader is None else reader(value, given_flag(field))
+    return value if reader is None else reader(value, flag_name(field))

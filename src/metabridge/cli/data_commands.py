@@ -26,9 +26,9 @@ def show_help(context: typer.Context) -> None:
 
 @data.command()
 def check(
-    path: Annotated[Path, typer.Argument(help="Folder or file of the data set.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder or file of the data set.")],
     data: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the data set (default: as detected).")
+        str | None, typer.Option(metavar="NAME", help="Name of the data set, such as omniglot. Default: detected.")
     ] = None,
     ways: Annotated[int, typer.Option(min=1, max=MOST, help="Number of classes per task.")] = 5,
     shots: Annotated[int, typer.Option(min=1, max=MOST, help="Support images per class.")] = 1,

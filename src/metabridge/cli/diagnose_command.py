@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from metabridge.cli.options import MOST, Device, DeviceOption, MinImagesOption, SeedOption, app, device_name, images_for
+from metabridge.cli.options import (
+    MOST,
+    Device,
+    DeviceOption,
+    MinImagesOption,
+    SeedOption,
+    SizeOption,
+    app,
+    device_name,
+    images_for,
+)
 from metabridge.cli.terminal import say
 from metabridge.cli.train_commands import DataOption
 from metabridge.errors import InputError
@@ -39,14 +49,12 @@ def diagnose(
         Groups, typer.Option(help="Separate hard and easy tasks by their estimated hardness or by superclasses.")
     ] = Groups.hardness,
     alpha: Annotated[
-        float | None, typer.Option(help="Step size of adaptation (default: the largest that is stable).")
+        float | None, typer.Option(help="Step size of adaptation. Default: one that diverges on no task.")
     ] = None,
     kernels: Annotated[
         bool, typer.Option(help="Also predict accuracies with the kernels of infinitely wide networks.")
     ] = True,
-    size: Annotated[
-        int | None, typer.Option(min=8, max=1024, help="Side of the images in pixels; smaller is faster.")
-    ] = None,
+    size: SizeOption = None,
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,

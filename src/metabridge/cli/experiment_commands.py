@@ -52,33 +52,36 @@ def demo(
 @app.command()
 def reproduce(
     name: Annotated[
-        str, typer.Argument(metavar="ID", help="Name of the experiment, such as glyphs. An unknown name lists all.")
+        str, typer.Argument(metavar="ID", help="Name of the experiment, such as glyphs; an unknown name lists all.")
     ],
-    scale: Annotated[Scale, typer.Option(help="quick: minutes on a CPU. paper: full size.")] = Scale.quick,
+    scale: Annotated[
+        Scale, typer.Option(help="quick: minutes on a CPU; paper: the size of the published experiment.")
+    ] = Scale.quick,
     device: DeviceOption = Device.auto,
     seed: SeedOption = 0,
-    out: Annotated[Path, typer.Option(help="Folder for ID.json, ID.png and the trainings.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder for ID.json, ID.png and the training runs.")] = Path("runs"),
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with the datasets omniglot/ and mini-imagenet/.", envvar="METABRIDGE_DATA"),
+        typer.Option(help="Folder that contains the data sets omniglot/ and mini-imagenet/.", envvar="METABRIDGE_DATA"),
     ] = None,
     only: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Run only these trainings. An unknown name lists all.")
+        str,
+        typer.Option(metavar="NAME,...", help="Run only these trainings; an unknown name lists all. Default: all."),
     ] = "",
     minutes: Annotated[
         float | None,
         typer.Option(
             min=0,
             callback=is_number,
-            help="Stop each training after this many minutes (several that run in turns: together). "
-            "Run the same command again to resume.",
+            help="Stop each training, or all that run at the same time, after this number of minutes; the same "
+            "command continues. Default: no limit.",
         ),
     ] = None,
 ) -> None:
     """Run an experiment and compare its numbers with the published ones.
 
     Writes ID.json with the settings, the machine and all numbers, and ID.png with the figure. The quick scale runs the
-    same code as the paper scale with smaller settings, and uses the built-in glyphs if the dataset is not available.
+    same code as the paper scale with smaller settings, and uses the built-in glyphs if the data set is not available.
     Experiments that share a training run it once: its scores are stored in OUT/records/.
 
     Example: **metabridge reproduce glyphs --scale quick --out runs**

@@ -40,13 +40,21 @@ SeedOption = Annotated[
     int,
     typer.Option(min=0, max=2**63 - 1, help="Random seed. The same seed gives the same result on the same machine."),
 ]
-SizeOption = Annotated[int | None, typer.Option(min=8, max=1024, help="Side length to resize images to, in pixels.")]
+SizeOption = Annotated[
+    int | None,
+    typer.Option(min=8, max=1024, help="Side length to resize images to, in pixels. Default: as usual for the data."),
+]
 MinutesOption = Annotated[
     float | None,
-    typer.Option(min=0, callback=is_number, help="Stop after this number of minutes; the same command continues."),
+    typer.Option(
+        min=0,
+        callback=is_number,
+        help="Stop after this number of minutes; the same command continues. Default: no limit.",
+    ),
 ]
 MinImagesOption = Annotated[
-    int | None, typer.Option(min=1, max=MOST, help="Leave out classes with fewer images than this.")
+    int | None,
+    typer.Option(min=1, max=MOST, help="Leave out classes with fewer images than this. Default: use all classes."),
 ]
 
 
@@ -75,7 +83,7 @@ def device_name(device: Device) -> str:
     if device is Device.auto:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device is Device.cuda and not torch.cuda.is_available():
-        raise InputError("device is cuda, but PyTorch finds no GPU here. Use --device cpu.")
+        raise InputError("device is cuda, but PyTorch finds no GPU. Use --device cpu.")
     return device.value
 
 

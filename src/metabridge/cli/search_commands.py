@@ -48,7 +48,7 @@ class SearchKernel(StrEnum):
 
 CellsOption = Annotated[int, typer.Option(min=3, max=1000, help="Number of cells of the network.")]
 ChannelsOption = Annotated[int, typer.Option(min=1, max=4096, help="Number of channels of the first cells.")]
-TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of tasks that the kernel is computed for.")]
+TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of tasks that the kernel is computed on.")]
 WaysOption = Annotated[int, typer.Option(min=2, max=MOST, help="Number of classes per task.")]
 ShotsOption = Annotated[int, typer.Option(min=1, max=MOST, help="Number of support images per class.")]
 QueriesOption = Annotated[int, typer.Option(min=1, max=MOST, help="Number of query images per class.")]
@@ -58,17 +58,17 @@ RepeatsOption = Annotated[
 AdaptationTimeOption = Annotated[
     float,
     typer.Option(
-        min=0, callback=is_number, help="Learning rate times steps of the kernel's adaptation; inf for convergence."
+        min=0, callback=is_number, help="Adaptation of the kernel: learning rate times steps; inf for convergence."
     ),
 ]
 RidgeOption = Annotated[
     float,
     typer.Option(
-        min=0, callback=is_number, help="Added to the diagonal of the kernel matrices that adaptation inverts."
+        min=0, callback=is_number, help="Number added to the diagonal of the kernel matrices that adaptation inverts."
     ),
 ]
 RegionInputsOption = Annotated[
-    int, typer.Option(min=2, max=100_000, help="Number of image patches by which linear regions are counted.")
+    int, typer.Option(min=2, max=100_000, help="Number of image patches used to count linear regions.")
 ]
 
 
@@ -97,7 +97,7 @@ def search(
     min_images: MinImagesOption = None,
     operators: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="Operators to choose from, such as skip,conv_3x3 (default: all)."),
+        typer.Option(metavar="NAME,...", help="Operators to choose from, such as skip,conv_3x3. Default: all."),
     ] = None,
     minutes: MinutesOption = None,
     seed: SeedOption = 0,
@@ -157,7 +157,7 @@ def score(
     model: Annotated[str, typer.Option(help="An architecture.json, or conv4, resnet12, mlp or timm:NAME.")],
     data: DataOption = "glyphs",
     kernel: Annotated[
-        list[ScoreKernel] | None, typer.Option(help="Kernel to compute; can be repeated (default: all).")
+        list[ScoreKernel] | None, typer.Option(help="Kernel to compute; can be repeated. Default: all.")
     ] = None,
     cells: CellsOption = 5,
     channels: ChannelsOption = 48,
@@ -174,7 +174,7 @@ def score(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the scores to this JSON file; - for stdout only.")
+        Path | None, typer.Option("--json", help="Also write the scores to this JSON file; - prints only JSON.")
     ] = None,
 ) -> None:
     """Print the proxies of an untrained network: condition numbers of its kernels and its number of linear regions.

@@ -36,7 +36,7 @@ HeadOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Test-time head to fit on the features; `metabridge methods` lists all. Default: that of the method.",
+        help="Test-time head to fit on the features: centroid, logistic, ridge or svm. Default: that of the method.",
     ),
 ]
 DataOption = Annotated[
@@ -58,14 +58,21 @@ def train(
     min_images: MinImagesOption = None,
     smoothing: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Label smoothing: share of each label spread over all classes (mtl, rfs)."),
+        typer.Option(
+            min=0, max=1, help="Label smoothing: share of each label that is spread over all classes (mtl, rfs)."
+        ),
     ] = 0.0,
     mixup: Annotated[
-        float, typer.Option(min=0, max=100, help="Mixup: mix pairs of images with weights from Beta(A, A) (mtl, rfs).")
+        float,
+        typer.Option(
+            min=0, max=100, help="Mixup: parameter A of the weights Beta(A, A) of mixed images; 0 for none (mtl, rfs)."
+        ),
     ] = 0.0,
     teacher: Annotated[
         Path | None,
-        typer.Option(help="Distillation: folder of a run whose predictions are half of the target (mtl, rfs)."),
+        typer.Option(
+            help="Distillation: folder of a run whose predictions are half of each target (mtl, rfs). Default: none."
+        ),
     ] = None,
     minutes: MinutesOption = None,
     device: DeviceOption = Device.auto,
@@ -73,9 +80,9 @@ def train(
 ) -> None:
     """Train a few-shot model.
 
-    Options left out have the values that the method is usually trained with. The run's folder holds the settings, the
-    best weights, the learning curve and the training state: the same command given again continues a run that was
-    stopped.
+    Options that are not given have the values that the method is usually trained with. The folder of the run contains
+    the settings, the best weights, the learning curve and the training state. Running the same command again continues
+    a stopped run.
 
     Example: **metabridge train --data photos --method mtl --out runs/photos**
     """
@@ -93,7 +100,7 @@ def train(
     method(defaults.method)
     device_used = device_name(device)
     options = replace(defaults, **config, soft_targets=_soft_targets(smoothing, mixup, teacher))
-    # what is wrong without regard to the images is refused before they are read
+    # check everything that does not depend on the images before they are read
     _check_method(options)
     builder(options.model, **options.model_options)
     if out.is_file():
@@ -122,7 +129,7 @@ def _soft_targets(smoothing: float, mixup: float, teacher: Path | None) -> SoftT
 
 
 def _check_method(config: ImageTrainingConfig) -> None:
-    """Refuse method options that the method cannot take or a run cannot store."""
+    """Raise an `InputError` for method options that the method cannot take or a run cannot store."""
     from metabridge.training.checkpoint import write_method
     from metabridge.training.image_training import method_of
 
@@ -174,7 +181,7 @@ def _draw_curve(run: Run, folder: Path, name: str) -> None:
 @app.command()
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of trained runs.")],
-    shots: Annotated[str, typer.Option(metavar="K,...", help="Support images per class.")] = "1,5",
+    shots: Annotated[str, typer.Option(metavar="K,...", help="Numbers of support images per class.")] = "1,5",
     tasks: Annotated[int, typer.Option(min=2, max=MOST, help="Number of test tasks.")] = 2000,
     ways: Annotated[
         int | None, typer.Option(min=2, max=MOST, help="Number of classes per task. Default: as in training.")
@@ -182,16 +189,18 @@ def evaluate(
     queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images per class.")] = 15,
     split: Annotated[str, typer.Option(help="Classes to evaluate on: train, validation or test.")] = "test",
     data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Data set. Default: the one that the run was trained on.")
+        str | None, typer.Option(metavar="DATA", help="Data set, as for train. Default: that of the run.")
     ] = None,
     trained_classes: Annotated[
-        bool, typer.Option("--trained-classes", help="Allow classes with the names of training classes.")
+        bool, typer.Option("--trained-classes", help="Allow classes that have the same names as training classes.")
     ] = False,
     min_images: MinImagesOption = None,
     head: HeadOption = None,
-    penalty: Annotated[float | None, typer.Option(help="L2 penalty of the head (1/C for svm).")] = None,
+    penalty: Annotated[
+        float | None, typer.Option(help="L2 penalty of --head (1/C for svm). Default: that of the head.")
+    ] = None,
     copies: Annotated[
-        int, typer.Option(min=0, max=1000, help="Number of augmented copies of each support image to adapt to as well.")
+        int, typer.Option(min=0, max=1000, help="Number of augmented copies of each support image to adapt to too.")
     ] = 0,
     mirrored: Annotated[
         bool, typer.Option("--mirrored", help="Average features over each image and its mirror image.")
@@ -207,14 +216,14 @@ def evaluate(
     device: DeviceOption = Device.auto,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write all results as JSON; - is standard output."),
+        typer.Option("--json", metavar="FILE", help="Also write all results to this JSON file; - prints only JSON."),
     ] = None,
 ) -> None:
     """Evaluate trained runs on new tasks, with 95 % confidence intervals.
 
     Prints the accuracy over tasks, the class with the lowest accuracy, and the expected calibration error of the
-    probabilities. All runs are evaluated on the same tasks. With several runs it also prints the difference of each to
-    the first, taken task by task, with its own interval.
+    probabilities. All runs are evaluated on the same tasks. With several runs it also prints how much the accuracy of
+    each differs from that of the first, with the interval of the differences on single tasks.
 
     Example: **metabridge evaluate runs/mtl runs/maml --shots 1,5 --tasks 2000**
     """
@@ -250,12 +259,13 @@ def evaluate(
         }
         for count in counts:
             environment = environments[count]
-            found = assess(model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=True)
-            first.setdefault(count, found)
-            difference = None if found is first[count] else found.score.minus(first[count].score)
+            assessment = assess(model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=True)
+            first.setdefault(count, assessment)
+            is_first = assessment is first[count]
+            difference = None if is_first else assessment.score.minus(first[count].score)
             calibrated = _has_probabilities(model)
-            rows.append(_table_row(folder, count, found, difference, calibrated=calibrated))
-            report.append(_json_entry(folder, count, found, difference, calibrated=calibrated))
+            rows.append(_table_row(folder, count, assessment, difference, calibrated=calibrated))
+            report.append(_json_entry(folder, count, assessment, difference, calibrated=calibrated))
     columns = ("run", "shots", "accuracy, %", "worst class", "calibration error", "difference to the first, %")
     title = f"{ways}-way tasks of the {split} split, {tasks} for each number of shots"
     if str(json_file) != STDOUT:
@@ -305,7 +315,7 @@ def _of_training_tasks(folder: Path, run: Run, key: str, kind: type[T]) -> T | N
 
 
 def _sources(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]]:
-    """Return how to load the data of each run; they must be the same but for size and channels of the images."""
+    """Return how to load the data of each run; they must be equal except for the size and channels of the images."""
     sources, origins = [], []
     for folder, run in zip(folders, runs):
         source = _of_training_tasks(folder, run, "data", dict)
@@ -343,7 +353,7 @@ def _images(
 
 
 def _check_new_classes(folder: Path, run: Run, images: LabelledImages, split: str, *, same_data: bool) -> None:
-    """Refuse to evaluate on classes with the names of training classes."""
+    """Raise an `InputError` if classes of the split have the names of training classes."""
     if split == "train" or split not in images.splits:
         return
     trained = _of_training_tasks(folder, run, "class_names", list) or []

@@ -23,7 +23,7 @@ PRINTED_ROWS = 10
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
 QueryOption = Annotated[Path, typer.Option(metavar="DIR", help="Folder of images to classify, searched recursively.")]
-OutOption = Annotated[Path, typer.Option(metavar="FILE", help="CSV file of the predictions; - writes them to stdout.")]
+OutOption = Annotated[Path, typer.Option(metavar="FILE", help="CSV file of the predictions; - is standard output.")]
 
 
 @app.command()
@@ -83,12 +83,14 @@ def predict(
 @app.command()
 def export(
     run: RunArgument,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the ONNX graph; - is stdout.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the ONNX graph; - is standard output.")] = Path(
         "features.onnx"
     ),
     support: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder with one subfolder of images per class: adapt to them first."),
+        typer.Option(
+            metavar="DIR", help="Adapt to these classes first: a folder with one subfolder of images per class."
+        ),
     ] = None,
     head: HeadOption = None,
 ) -> None:

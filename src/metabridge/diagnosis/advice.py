@@ -42,6 +42,10 @@ class KernelPrediction:
         ci95: Half-width of its 95 % interval.
         gain: Improvement over "support alone", positive if the method is better.
         gain_ci95: Half-width of its 95 % interval.
+
+    >>> prediction = KernelPrediction("maml", "accuracy", mean=0.8, ci95=0.02, gain=0.05, gain_ci95=0.01)
+    >>> prediction.gain > prediction.gain_ci95
+    True
     """
 
     method: str
@@ -61,6 +65,10 @@ class MethodCost:
         adapted_parameters: Number of parameters that adapt to a test task.
         test_gradients: Number of gradient evaluations of the network for that.
         training_gradients: Number of gradients of the whole network per training task; 1 for plain pre-training.
+
+    >>> cost = MethodCost("maml", adapted_parameters=5000, test_gradients=5, training_gradients=16.0)
+    >>> f"{cost.method} costs {cost.training_gradients:.0f} times as much as plain pre-training"
+    'maml costs 16 times as much as plain pre-training'
     """
 
     method: str
@@ -79,6 +87,9 @@ class Advice:
         confidence: Share of resampled sets of tasks with the same result.
         reasons: Reasons for the recommendation.
         problem: Why nothing is recommended and what to do about it, or None.
+
+    >>> Advice("maml", adapts=True, confidence=0.95, reasons=()).headline
+    'Train with MAML. Resampled tasks agree in 95 % of cases.'
     """
 
     method: str | None

@@ -64,6 +64,11 @@ class Group:
         rate: Geometric mean of their convergence rates.
         dispersion: Variance r of their solutions.
         kurtosis: Fourth moments of their inputs relative to normal inputs.
+
+    >>> hard = Group("hard", tasks=100, rate=0.1, dispersion=0.5, kurtosis=1.0)
+    >>> easy = Group("easy", tasks=100, rate=1.0, dispersion=0.5, kurtosis=1.0)
+    >>> easy.rate / hard.rate
+    10.0
     """
 
     name: str
@@ -101,6 +106,14 @@ class Diagnosis:
         kernel_predictions: Scores of methods at infinite width, if a kernel was given.
         costs: Costs of the methods that were compared.
         advice: The recommendation.
+
+    >>> from metabridge.environments import HardEasy, LinearTasks
+    >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
+    >>> diagnosis = diagnose(LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0, tasks=100)
+    >>> diagnosis
+    Diagnosis('Train with MAML. Resampled tasks agree in 100 % of cases.')
+    >>> [group.name for group in diagnosis.groups]
+    ['hard', 'easy']
     """
 
     space: str

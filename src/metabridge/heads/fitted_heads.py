@@ -19,6 +19,11 @@ class LinearHead(NamedTuple):
         weight: (..., outputs, d), with any task axes in front.
         bias: (..., outputs).
         normalise: Whether features are scaled to unit length first.
+
+    >>> import torch
+    >>> head = LinearHead(weight=torch.eye(2), bias=torch.zeros(2))
+    >>> head.scores(torch.tensor([[3.0, 4.0]])).argmax(-1)
+    tensor([1])
     """
 
     weight: Tensor
@@ -59,6 +64,11 @@ class PairwiseHead(NamedTuple):
         weight: (..., pairs, d), with any task axes in front.
         bias: (..., pairs). A positive decision is for i, a negative one for j.
         normalise: Whether features are scaled to unit length first.
+
+    >>> import torch
+    >>> head = PairwiseHead(weight=torch.tensor([[1.0], [1.0], [1.0]]), bias=torch.tensor([-1.0, -2.0, -3.0]))
+    >>> head.scores(torch.tensor([[0.0], [2.5], [5.0]])).argmax(-1)
+    tensor([2, 0, 0])
     """
 
     weight: Tensor

@@ -1,4 +1,4 @@
-"""Base class of the test-time heads, and how heads are found by name."""
+"""Base class of the test-time heads, and `create_head`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ class Head(Registered, ABC, root=True):
         calibrated: Whether the softmax of the scores estimates probabilities; otherwise scores only rank the outputs.
         fits_values: Whether targets may be real values instead of class labels.
         normalise: A field of every head: whether features are scaled to unit length.
-        default_penalty: The penalty of heads made by name, or None if the head has no penalty.
+        default_penalty: The penalty that `create_head` uses by default, or None if the head has no penalty.
+
+    >>> import torch
+    >>> head, labels = create_head("ridge"), torch.arange(5).expand(8, -1)
+    >>> isinstance(head, Head), head.fit(torch.randn(8, 5, 16), labels, outputs=5).scores(torch.randn(8, 3, 16)).shape
+    (True, torch.Size([8, 3, 5]))
     """
 
     registry: ClassVar[dict[str, type[Head]]] = {}
@@ -76,8 +81,11 @@ def create_head(name: str, penalty: float | None = None) -> Head:
     """Return a test-time head by name, on features of unit length.
 
     Args:
-        name: A name in `Head.registry`: "centroid", "logistic", "ridge", "svm" or that of your own head.
-        penalty: The weight of the squared norm of the head's weights (default: that of the head).
+        name: A name in `Head.registry`: "centroid", "logistic", "ridge", "svm" or the name of a custom head.
+        penalty: The weight of the squared norm of the head's weights (default: the head's `default_penalty`).
+
+    Returns:
+        The head, not fitted yet.
 
     Raises:
         InputError: If there is no such head, it has no penalty but one is given, or the penalty is not positive.

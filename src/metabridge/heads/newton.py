@@ -14,7 +14,7 @@ from metabridge.conjugate_gradients import Product, conjugate_gradients
 STEPS = 60
 HINGE_STEPS = 20  # squared-hinge problems that are unsolved after these steps are solved in their duals
 _LAST_DECREMENT = 1e-10  # Newton decrement, relative to the objective, from which on a step is the last one
-_SLOPE_SHARE = 0.1  # the line search ends where the slope along the step is below this share of the first slope
+_DERIVATIVE_SHARE = 0.1  # the line search ends when the derivative along the step is below this share of the first
 _CG_STEPS = 60  # conjugate-gradient steps before a factor of the Hessian replaces its diagonal as preconditioner
 _LARGEST_FACTORED = 2048  # the largest Hessian that is factored
 
@@ -55,7 +55,7 @@ class Loss(NamedTuple):
         return (-2,) if self.separate else (-2, -1)
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the dimensions of every problem, with these dimensions kept."""
+        """Return the sum over the dimensions of every problem, which stay with size 1."""
         return values.sum(self.dims, keepdim=True)
 
 
@@ -129,7 +129,7 @@ def minimise(loss: Loss, labels: Tensor, points: Tensor, penalty: Tensor, output
         # The penalty along the step is norm + t · (linear + t · quadratic / 2).
         norm = loss.total(penalty * V.square()) / 2
         linear, quadratic = loss.total(penalty * V * step), loss.total(penalty * step.square())
-        # Bisect the step length until the objective has fallen and most of its slope along the step is gone.
+        # Bisect the step length until the objective has decreased and its derivative along the step is small.
         length, least, most = (
             torch.ones_like(decrement),
             torch.zeros_like(decrement),
@@ -140,10 +140,10 @@ def minimise(loss: Loss, labels: Tensor, points: Tensor, penalty: Tensor, output
             new_V, new_scores = V + length * step, scores + length * score_step
             new_expansion = loss.expand(truth, new_scores)
             new_objective = new_expansion.value + (norm + length * (linear + length * quadratic / 2))
-            slope = loss.total(new_expansion.grad * score_step) + linear + length * quadratic
+            derivative = loss.total(new_expansion.grad * score_step) + linear + length * quadratic
             sufficient = new_objective <= objective - 1e-4 * length * decrement + 1e-12 * objective
-            too_long = ~sufficient | (slope > _SLOPE_SHARE * decrement)
-            too_short = ~too_long & (slope < -_SLOPE_SHARE * decrement) & ~last
+            too_long = ~sufficient | (derivative > _DERIVATIVE_SHARE * decrement)
+            too_short = ~too_long & (derivative < -_DERIVATIVE_SHARE * decrement) & ~last
             too_long &= ~(last & (new_objective <= objective))
             if not (too_long | too_short).any():
                 break

@@ -19,7 +19,7 @@ _users = 0  # threads inside _plain_attention
 
 @contextlib.contextmanager
 def second_derivatives(*, weight_norm: bool) -> Iterator[None]:
-    """Make attention, and weight normalisation if asked, twice differentiable for computations inside the context.
+    """Make attention twice differentiable inside the context, and weight normalisation too if `weight_norm` is true.
 
     Args:
         weight_norm: Whether the network uses PyTorch's fused weight normalisation.

@@ -35,7 +35,7 @@ from metabridge.threads import map_over_threads
 log = logging.getLogger("metabridge")
 
 Mode = Literal["auto", "loop", "workers", "vectorised", "captured"]
-MOST_CAPTURES = 8  # CUDA graphs that are kept, one for each shape of batches; each has memory of its own
+MOST_CAPTURES = 8  # largest number of CUDA graphs, one for each shape of batches; each allocates memory
 
 
 class MetaGradient(NamedTuple):
@@ -124,8 +124,8 @@ class Engine:
         behaviour = self.behaviour(params, episodes)
         if self.flat and self.method.adapts == "all" and behaviour.random:
             raise InputError(
-                "flat computes every inner step twice, but this network draws random numbers, as dropout does in "
-                "training, and would draw others the second time. Use flat=False, or net.eval()."
+                "flat computes every inner step twice, but this network draws random numbers (dropout), which would "
+                "differ the second time. Use flat=False, or net.eval()."
             )
         if not self.method.split:
             episodes = episodes.without_split()
@@ -207,7 +207,7 @@ class Engine:
         key = (self.net.training, *((tensor.shape, tensor.dtype) for tensor in episodes.tensors()))
         full = key not in self._captures and len(self._captures) == MOST_CAPTURES
         if addresses != self._captured_addresses or full:
-            self._captures.clear()  # frees their memory before the next capture takes its own
+            self._captures.clear()  # frees their memory before the next capture allocates more
             self._captured_addresses = addresses
         if key not in self._captures:
             try:

@@ -30,14 +30,14 @@ class Method:
         adapts: The parameters that the inner loop adapts: "all", the "head" only, or "none".
         inner: The inner solver, or None if nothing adapts during training.
         outer: How the outer gradient treats the inner solve, a name in `OUTER_RULES`: "exact" differentiates through
-            it, "first-order" takes its Jacobian for the identity, "implicit" solves the linear system of its
+            it, "first-order" treats its Jacobian as the identity, "implicit" solves the linear system of its
             optimality conditions, "displacement" is θ − θ' (Reptile; times λ for the proximal problem), and "plain"
             has no inner solve.
         training_head: The head during training: "learned", a shared initial head; "frozen", the same but not trained;
             "solved", solved on each support set; "task-rows", one row for each training class, of which a task uses
             those of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
-        split: Whether a task's loss is computed on a query set other than its support set. If false, both are all
-            points of the task.
+        split: Whether the loss of a task is computed on a query set, separate from its support set. If false, both
+            sets contain all points of the task.
         loss: The loss of predictions and targets.
         test: How to adapt at test time, if not by `inner`: an iterative solver or a test-time head.
         regulariser: A function of the parameters that is added to the mean loss.

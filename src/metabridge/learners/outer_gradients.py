@@ -36,7 +36,7 @@ class Task(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The variables of the outer gradient. Points are () unless they are features."""
+    """The variables of the outer gradient. The points are () if they are raw inputs instead of features."""
 
     start: Params
     solver_params: Params

@@ -42,7 +42,7 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
     tied = [name for name, _ in net.head.named_parameters() if f"head.{name}" not in params]
     if tied:
         raise InputError(
-            f"head.{tied[0]} is also a parameter of the features, but tasks need a head of their own. "
+            f"head.{tied[0]} is also a parameter of the features, but each task needs a separate head. "
             f"Untie it: net.head.{tied[0]} = torch.nn.Parameter(net.head.{tied[0]}.detach().clone())."
         )
     if method.training_head in ROWS:
@@ -116,7 +116,7 @@ def check_training(
         return _check_targets(episodes, params["head.weight"].shape[0])
     rows = params.get("heads.weight")
     if rows is None:
-        raise InputError("params has no 'heads.weight'. Make params with parameters(method, net, classes=...).")
+        raise InputError("params has no 'heads.weight'. Create params with parameters(method, net, classes=...).")
     if episodes.classes is None:
         raise InputError(
             f"training_head is {method.training_head!r}, but the episodes do not say which classes their outputs are. "
@@ -131,7 +131,7 @@ def check_training(
     if low < 0 or high >= len(rows):
         raise InputError(
             f"episodes.classes holds {low if low < 0 else high}, but there are {len(rows)} head rows. "
-            "Make params with parameters(method, net, classes=environment.classes)."
+            "Create params with parameters(method, net, classes=environment.classes)."
         )
     return _check_targets(episodes, episodes.classes.shape[1])
 
@@ -147,7 +147,7 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
     missing = [name for name, _ in net.named_parameters() if name not in params]
     if missing:
         raise InputError(
-            f"params lacks {missing[0]!r}, which the network has. Make params with parameters(method, net)."
+            f"params lacks {missing[0]!r}, which the network has. Create params with parameters(method, net)."
         )
     _check_frozen(method, net, params)
     if method.inner is not None and method.inner.needs_labels and not episodes.is_classification:
@@ -210,8 +210,8 @@ def _check_inputs(net: Network, shape: tuple[int, ...]) -> None:
     for name, value in expected.get(str(recipe.get("model")), {}).items():
         if recipe[name] != value:
             raise InputError(
-                f"points have shape {shape}, but the network was made with {name}={recipe[name]}. "
-                f"Make it with {name}={value}."
+                f"points have shape {shape}, but the network was built with {name}={recipe[name]}. "
+                f"Build it with {name}={value}."
             )
 
 
@@ -221,7 +221,7 @@ def _check_targets(episodes: Episodes, outputs: int) -> None:
         if values != outputs:
             raise InputError(
                 f"Targets have {values} values each, but the head has {outputs} outputs. "
-                f"Make the network with outputs={values}."
+                f"Build the network with outputs={values}."
             )
         return
     low = min(int(episodes.support_y.min()), int(episodes.query_y.min()))
@@ -229,7 +229,7 @@ def _check_targets(episodes: Episodes, outputs: int) -> None:
     if low < 0 or high >= outputs:
         raise InputError(
             f"A label is {low if low < 0 else high}, but the head has {outputs} outputs (labels 0 to {outputs - 1}). "
-            f"Make the network with outputs={high + 1}, or use tasks of {outputs} ways."
+            f"Build the network with outputs={high + 1}, or use tasks of {outputs} ways."
         )
 
 

@@ -24,6 +24,10 @@ class Solver(Registered, ABC, root=True):
         closed_form: Whether it solves for a linear head in closed form, without an initial head.
         needs_labels: Whether targets must be class labels.
         rates: Whether step sizes are "fixed", or meta-learned "per-tensor" or "per-element".
+
+    >>> from metabridge.solvers import GradientDescent
+    >>> isinstance(GradientDescent(steps=3), Solver), GradientDescent.outer_rules
+    (True, ('exact', 'first-order', 'displacement'))
     """
 
     registry: ClassVar[dict[str, type[Solver]]] = {}
@@ -56,14 +60,25 @@ class Solver(Registered, ABC, root=True):
         Args:
             problem: The inner problem of one task.
             start: The initial parameters.
-            solver_params: The solver's learned parameters, as `solver_params` made them.
+            solver_params: The solver's learned parameters, named as `solver_params` returns them.
             exact: Whether the result can be differentiated through the solve. If false, gradients of the support loss
                 count as constants, so that the outer gradient is of first order.
         """
 
 
 class IterativeSolver(Solver, root=True):
-    """Base class of solvers that take `steps` steps from the initial parameters."""
+    """Base class of solvers that take `steps` steps from the initial parameters.
+
+    Attributes:
+        steps: A field of every iterative solver: the number of steps.
+
+    >>> import torch
+    >>> from metabridge.solvers import GradientDescent, Problem, task_loss
+    >>> problem = Problem(lambda params, x: x * params["a"], task_loss, torch.ones(4, 1), torch.ones(4, 1))
+    >>> start = {"a": torch.zeros(())}
+    >>> GradientDescent(lr=0.5).step(problem, start, start, {}, exact=False)
+    {'a': tensor(0.5000)}
+    """
 
     steps: int
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # A submodule must be missing here, or importing it by name would import everything first.
+        # An AttributeError for a submodule lets Python import it alone, instead of everything.
         if (name.startswith("__") and name != "__all__") or find_spec(f"{__name__}.{name}"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module("metabridge.training.exports"), name)

@@ -46,7 +46,7 @@ class RunFolder:
     path: Path
 
     def resumable(self) -> dict[str, Any] | None:
-        """Return the settings of the run that can be continued here, if there is one."""
+        """Return the settings of the run in this folder if it can be continued, otherwise None."""
         settings = self.settings() if (self.path / "settings.json").exists() else None
         present = [name for name in FILES if (self.path / name).exists()]
         if settings is None and present:
@@ -54,7 +54,7 @@ class RunFolder:
         return settings if "state.safetensors" in present else None  # without a state nothing was trained
 
     def check(self, settings: Mapping[str, Any]) -> bool:
-        """Refuse settings that differ from those of the run in the folder, if there is one, in more than its length.
+        """Raise an `InputError` if the folder holds a run whose settings differ in more than the number of iterations.
 
         Returns:
             Whether the number of iterations differs.
@@ -227,18 +227,18 @@ def read_network(settings: Mapping[str, Any], net: Network | None, stored: Param
 
 
 def check_match(expected: Mapping[str, Tensor], stored: Params, folder: Path) -> None:
-    """Refuse a network whose tensors differ in name, shape or dtype from those stored in a run."""
+    """Raise an `InputError` if tensors of a network differ in name, shape or dtype from those stored in a run."""
     for name, value in expected.items():
-        found = stored.get(name)
-        if found is None or found.shape != value.shape:
-            shape = "no such tensor" if found is None else f"{tuple(found.shape)}"
+        tensor = stored.get(name)
+        if tensor is None or tensor.shape != value.shape:
+            shape = "no such tensor" if tensor is None else f"{tuple(tensor.shape)}"
             raise InputError(
                 f"the network has {name!r} of shape {tuple(value.shape)}, but the run in {folder} has {shape}. "
                 "Pass the network that was trained, or name another folder."
             )
-        if found.dtype != value.dtype:
+        if tensor.dtype != value.dtype:
             raise InputError(
-                f"the network has {name!r} in {value.dtype}, but the run in {folder} in {found.dtype}. "
+                f"the network has {name!r} in {value.dtype}, but the run in {folder} has it in {tensor.dtype}. "
                 "Pass the network that was trained, or name another folder."
             )
 
@@ -341,4 +341,4 @@ def _difference(stored: object, new: object, name: str = "") -> str | None:
             if difference:
                 return difference
         return None
-    return None if stored == new else f"{name} is {stored} there and {new} here"
+    return None if stored == new else f"{name} was {stored} and is now {new}"

@@ -75,8 +75,8 @@ def option(
 def inherited_option(base: type, name: str, default: Any = MISSING, **changes: Any) -> Any:
     """Return the option `name` of `base` with another default, help text or check."""
     original = _field(base, name)
-    given = {key: value for key, value in original.metadata.items() if key in ("help", "check", "flags")}
-    return option(original.default if default is MISSING else default, **given | changes)
+    inherited = {key: value for key, value in original.metadata.items() if key in ("help", "check", "flags")}
+    return option(original.default if default is MISSING else default, **inherited | changes)
 
 
 def options_of(config: type) -> dict[str, Field[Any]]:
@@ -222,7 +222,7 @@ class TrainingConfig:
     )
     patience: int | None = option(
         None,
-        help="Stop after more than this number of validations in a row without a new best score.",
+        help="Stop after more than this number of validations in a row without a new best score. Default: never.",
         check=WholeNumber(0, optional=True),
     )
     validate_every: int | None = option(
@@ -232,7 +232,9 @@ class TrainingConfig:
         100, help="Number of validation tasks, which are the same each time.", check=WholeNumber(2)
     )
     precision: Precision = option(
-        "float32", help="Number format of the features: float32 or bfloat16.", check=Choice(get_args(Precision))
+        "float32",
+        help="Data type in which features are computed: float32 or bfloat16.",
+        check=Choice(get_args(Precision)),
     )
     soft_targets: SoftTargets | None = option(
         None,
@@ -243,7 +245,8 @@ class TrainingConfig:
     )
     ema_decay: float | None = option(
         None,
-        help="Validate and keep a moving average of the weights with this decay, such as 0.999.",
+        help="Decay of a moving average of the weights, such as 0.999; the average is validated and saved. Default: no "
+        "average.",
         check=_check_decay,
     )
     seed: int = option(
@@ -301,7 +304,8 @@ class ImageTrainingConfig(TrainingConfig):
     ways: int = option(5, help="Number of classes per task.", check=WholeNumber(2))
     training_ways: int | None = option(
         None,
-        help="Number of classes per training task, if not `ways`. Needs a method whose head allows it, such as mtl.",
+        help="Number of classes per training task, for methods with one row of the head per class, such as mtl. "
+        "Default: as `ways`.",
         check=WholeNumber(2, optional=True),
     )
     shots: int = option(1, help="Support images per class in training.", check=WholeNumber(1))
@@ -317,7 +321,7 @@ class ImageTrainingConfig(TrainingConfig):
         check=_check_image_augment,
     )
     rotated_classes: bool = option(
-        False, help="Add each training class rotated by 90, 180 and 270 degrees as further classes."
+        False, help="Add the training classes rotated by 90, 180 and 270 degrees as new classes. Default: no."
     )
     validate_tasks: int = inherited_option(TrainingConfig, "validate_tasks", 200)
     validate_shots: int = option(1, help="Support images per class in validation.", check=WholeNumber(1))
@@ -329,7 +333,7 @@ def training_options(config: TrainingConfig, **changes: Any) -> TrainingConfig:
 
 
 # How each method is usually trained, where that differs from ImageTrainingConfig. Methods that solve a head on the
-# features predict each query on its own, so their batch norm uses running statistics.
+# features predict each query independently, so their batch norm uses running statistics.
 METHOD_DEFAULTS: dict[str, ImageTrainingConfig] = {
     "r2d2": ImageTrainingConfig("r2d2", statistics="running", queries=10, schedule=Cosine()),
     "metaoptnet": ImageTrainingConfig("metaoptnet", statistics="running", queries=10, schedule=Cosine()),

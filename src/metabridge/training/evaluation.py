@@ -38,7 +38,7 @@ class Model:
         method: The method that adapts.
         net: The network.
         params: All trained parameters: the network's, and what the method learns besides.
-        dtype: Number format of the features, if it differs from that of the parameters.
+        dtype: Data type in which features are computed, if it differs from that of the parameters.
 
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import mlp
@@ -104,6 +104,10 @@ class Score:
         values: Score of each task (tasks,).
         metric: "accuracy" or "squared error".
         diverged: Number of tasks on which adaptation diverged.
+
+    >>> score = Score.of(torch.tensor([0.6, 0.8, 0.7]))
+    >>> score.tasks, round(score.mean, 2), str(score)
+    (3, 0.7, '70.0 ± 24.8 %')
     """
 
     mean: float
@@ -288,7 +292,7 @@ def evaluate(
 ) -> Score:
     """Adapt a model to tasks of an environment and score its predictions of their queries.
 
-    The same seed draws the same tasks for every model, so scores of two models can be compared task by task with
+    With the same seed, all models are evaluated on the same tasks, so their scores can be compared task by task with
     `Score.minus`. Outputs that are not finite count as wrong, and the score counts the tasks that have any.
 
     Args:
@@ -374,7 +378,7 @@ with a lower learning rate, or use an earlier checkpoint.
 
 
 def _check_statistics(model: Model) -> None:
-    """Refuse running statistics that still have their initial values."""
+    """Raise an `InputError` if running statistics still have their initial values."""
     layers = running_batch_norms(model.net)
     if any(not layer.mean.any() and (layer.variance == 1).all() for layer in layers):
         raise InputError(
@@ -415,7 +419,7 @@ class FeatureTable:
         return cls(torch.stack([torch.cat(parts) for parts in features]), positions.to(device))
 
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
-        """Score models that have these features and different heads, on the tasks that `evaluate` draws."""
+        """Score models that have these features and different heads, on the same tasks as `evaluate`."""
         generator = torch.Generator().manual_seed(seed)
         values: list[list[Tensor]] = [[] for _ in models]
         has_diverged: list[list[Tensor]] = [[] for _ in models]
@@ -456,7 +460,7 @@ class FeatureTable:
 
 
 def _sampled(environment: Environment, tasks: int, generator: torch.Generator, device: torch.device) -> Episodes:
-    """Draw tasks in blocks, so that a seed draws the same for every batch size."""
+    """Draw tasks in blocks, so that a seed gives the same tasks for every batch size."""
     blocks = [environment.sample(size, generator).to(device) for size in _batches(tasks, BLOCK)]
     return Episodes.concatenate(blocks)
 

@@ -47,7 +47,7 @@ class FitArguments(TrainingConfig):
     """The keyword arguments of `fit`: all training options, and where and how long to train."""
 
     validate: Environment | None = option(
-        None, help="Source of validation tasks. The weights with the best validation score are kept."
+        None, help="Source of validation tasks. The run has the weights with the best validation score."
     )
     teacher: Model | None = option(
         None, help="Trained model whose predictions are part of the targets; see `SoftTargets.distillation`."
@@ -56,7 +56,9 @@ class FitArguments(TrainingConfig):
         None, help="Training options to start from; options given by name replace those in it."
     )
     device: torch.device | str = option("cpu", help="Where to compute.")
-    mode: Mode = option("auto", help="How meta-gradients are computed: auto, loop, vectorised, threaded or captured.")
+    mode: Mode = option(
+        "auto", help="How meta-gradients are computed: auto, loop, workers, vectorised or captured; see `Engine`."
+    )
     out: str | Path | None = option(None, help="Folder to save the run in. None to save nothing.")
     minutes: float | None = option(
         None,
@@ -97,8 +99,8 @@ def _takes(
 def fit(net: Network, method: Method, environment: Environment, **arguments: Any) -> Run:
     """Train a network with a method on the tasks of an environment.
 
-    With `validate`, the weights with the best validation score are kept; each validation uses the same tasks. Without
-    it the last weights are kept. The network itself ends with these weights.
+    With `validate`, the run has the weights with the best validation score, and all validations use the same tasks.
+    Without it, the run has the last weights. The network ends with the weights of the run.
 
     With `out`, the run is saved in that folder at each validation and at least every minute. Called again with the same
     settings, `fit` continues where it stopped, and ends in the same weights as if it had not stopped. With more
@@ -130,12 +132,12 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
         raise TypeError(f"fit() got an unexpected keyword argument {min(unknown)!r}")
     args = FitArguments(**arguments)
     start = args if args.config is None else training_options(args.config)
-    given = {name: arguments[name] for name in options_of(TrainingConfig) if name in arguments}
+    changes = {name: arguments[name] for name in options_of(TrainingConfig) if name in arguments}
     trainer = Trainer(
         net,
         method,
         environment,
-        training_options(start, **given),
+        training_options(start, **changes),
         validate=args.validate,
         device=args.device,
         mode=args.mode,

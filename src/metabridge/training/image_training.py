@@ -130,7 +130,7 @@ def augmentation_of(config: ImageTrainingConfig, images: LabelledImages) -> Augm
 
 
 def _check_memory(config: ImageTrainingConfig, images: LabelledImages) -> None:
-    """Refuse a step whose images alone need more than the machine's memory."""
+    """Raise an `InputError` if the images of one step alone need more than the machine's memory."""
     if not hasattr(os, "sysconf"):
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

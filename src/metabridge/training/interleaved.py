@@ -37,7 +37,7 @@ def train_interleaved(
     The result of a training does not depend on the others. The seconds of a run are its share of the total time.
 
     Args:
-        trainers: For each name a function that makes the trainer; called when the training starts.
+        trainers: For each name a function that creates the trainer; called when the training starts.
         at_once: Number of trainings at the same time. More than one needs networks without dropout, since all
             trainings share the global random generators.
         minutes: Stop all trainings after this number of minutes, and start no more. None for no limit.

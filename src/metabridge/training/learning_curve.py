@@ -24,6 +24,9 @@ class Point:
         loss: Mean outer loss since the previous point.
         score: Validation score, if there are validation tasks.
         best: Whether the score was the best so far.
+
+    >>> print(Point(100, 2.5, loss=0.693, score=None))
+    loss 0.693
     """
 
     iteration: int

@@ -55,7 +55,7 @@ class Run(Model):
         method: The method that it was trained with.
         net: The network, with the best weights.
         params: All trained parameters: the network's, and what the method learns besides.
-        dtype: Number format of the features, if it differs from that of the parameters.
+        dtype: Data type in which features are computed, if it differs from that of the parameters.
         curve: Points of the learning curve.
         seconds: Training time, without validation.
         settings: Model, method, tasks and training options, as stored in settings.json.
@@ -175,7 +175,7 @@ class Trainer:
 
     def _make_optimizer(self) -> Optimizer:
         """Return the optimizer of all parameters that require gradients."""
-        solver = solver_params(self.params)  # without weight decay, which would pull learned rates to zero
+        solver = solver_params(self.params)  # without weight decay, which would shrink learned rates
         trained = {name: value for name, value in self.params.items() if value.requires_grad}
         if not trained:
             raise InputError(
@@ -327,7 +327,7 @@ class Trainer:
             estimate_statistics(self.net.features, (batch.support_x.to(self.device).flatten(0, 1) for batch in batches))
 
     def _current_weights(self) -> tuple[Params, Params]:
-        """Return copies of the current parameters, averaged if asked for, and buffers."""
+        """Return copies of the buffers and of the current parameters, or of their moving average with `ema_decay`."""
         return _copy(self._average or self.params), _copy(dict(self.net.named_buffers()))
 
     def speed(self) -> str:

@@ -185,7 +185,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         recipe = dict(adapted.net.recipe or {})
         notes = {
             "version": VERSION,
-            "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are here
+            "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are in this file
             "form": asdict(self.form_),
             "classes": self.classes_.tolist(),
             "head": None if head is None else {"kind": type(head).__name__, "normalise": head.normalise},
