@@ -42,10 +42,10 @@ def with_point(episodes, field, task, point, value):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_points_are_named_by_task_in_training_and_at_test(learner, value):
     broken = with_point(make_tasks(), "query_x", 2, 1, value)
-    with pytest.raises(InputError, match="query points of training tasks hold NaN or infinity: 1 of training task 2"):
+    with pytest.raises(InputError, match="query points of training tasks are NaN or infinite: 1 of training task 2"):
         learner.fit(broken)
     fitted = learner.fit(make_tasks())
-    with pytest.raises(InputError, match=r"query points of test tasks hold NaN or infinity: 1 of test task 2. Remove"):
+    with pytest.raises(InputError, match=r"query points of test tasks are NaN or infinite: 1 of test task 2. Remove"):
         fitted.predict(broken)
 
 

@@ -287,8 +287,8 @@ def test_an_architecture_is_trained_and_loaded_by_the_command_line(metabridge, t
     file, out = ARCHITECTURE.save(tmp_path / "architecture.json"), tmp_path / "run"
     options = ["--iterations", 2, "--batch-size", 4, "--validate-every", 2, "--validate-tasks", 2, "--device", "cpu"]
     options += ["--model-option", "channels=4", "--model-option", "cells=3", "--out", out]
-    status, _, complained = metabridge("train", "--method", "rfs", "--model", file, *options)
-    assert status == 0, complained
+    status, _, errors = metabridge("train", "--method", "rfs", "--model", file, *options)
+    assert status == 0, errors
     file.unlink()  # the run contains its architecture
     run = load(out)
     assert isinstance(run.net.features, Cells)

@@ -59,11 +59,11 @@ def linear_net(w: torch.Tensor) -> Network:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_adapted_covariance_is_the_mean_of_the_step_on_both_sides_of_the_covariance(seed):
     """E[(I − αS)Σ(I − αS)] over S = X̂ᵀX̂/m, by drawing S."""
-    Sigma, draws = random_covariance(seed), 40_000
-    x = torch.randn(draws, M, 4, generator=seeded(), dtype=torch.float64) @ torch.linalg.cholesky(Sigma).mT
+    Sigma, samples = random_covariance(seed), 40_000
+    x = torch.randn(samples, M, 4, generator=seeded(), dtype=torch.float64) @ torch.linalg.cholesky(Sigma).mT
     step = torch.eye(4, dtype=torch.float64) - ALPHA * x.mT @ x / M
     values = step @ Sigma @ step
-    error = values.std(0) / math.sqrt(draws)
+    error = values.std(0) / math.sqrt(samples)
     assert ((values.mean(0) - theory.adapted_covariance(Sigma, ALPHA, M)).abs() <= 4.5 * error).all()
 
 

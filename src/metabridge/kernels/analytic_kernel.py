@@ -2,7 +2,7 @@
 
 Covariances are computed in double precision for inputs of either precision: an angle is the arc cosine of a
 correlation, and near 1 single precision would leave three digits of it. Results have the precision of the inputs.
-Nothing here is differentiable.
+The kernels are not differentiable.
 """
 
 from __future__ import annotations

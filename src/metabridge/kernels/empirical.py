@@ -282,7 +282,7 @@ class EmpiricalKernel:
                 yield rows.flatten(1).div_(math.sqrt(profile.outputs) if self.outputs == "mean" else 1)
 
     def _all_params(self) -> Params:
-        """Return all parameters, those of the network replaced by the ones given."""
+        """Return the parameters of the network, replaced by those in `params`."""
         network_params = {name: value.detach() for name, value in self.net.named_parameters()}
         for name, value in (self.params or {}).items():
             if name not in network_params or network_params[name].shape != value.shape:
@@ -509,4 +509,4 @@ def _check_shapes(params: Params, x: Tensor, z: Tensor | None) -> None:
 def _check_finite(x: Tensor, z: Tensor | None) -> None:
     for name, points in (("x", x), ("z", z)):
         if points is not None and not torch.stack(points.aminmax()).isfinite().all():  # aminmax propagates NaN
-            raise InputError(f"{name} holds values that are NaN or infinite. Fix or remove these samples.")
+            raise InputError(f"{name} contains values that are NaN or infinite. Fix or remove these samples.")

@@ -1,8 +1,8 @@
 """The MetaNTK of a finite network by its definition, and full-batch gradient descent, to compare with wide limits.
 
-The loss is ½‖F − Y‖² over the queries of all tasks (Wang et al. 2022, eq. 23). For networks in the NTK
-parameterization, the paper's learning rate η₀/l at width l is η₀ here, its Φ̂ = JJᵀ/l is JJᵀ, and its parameters are
-those here divided by √l.
+The loss is ½‖F − Y‖² over the queries of all tasks (Wang et al. 2022, eq. 23). In the NTK
+parameterization, η₀ and JJᵀ correspond to the paper's learning rate η₀/l and kernel Φ̂ = JJᵀ/l at width l, and the
+paper's parameters are those of this module divided by √l.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metabridge.solvers import Problem
 
 
 def squared_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """½‖prediction − target‖², summed over points (Wang et al. 2022, eq. 23)."""
+    """Return ½‖prediction − target‖², summed over points (Wang et al. 2022, eq. 23)."""
     return (prediction - target).square().sum() / 2
 
 
@@ -64,7 +64,7 @@ def gradient_descent(
 
 
 def empirical_meta_ntk(method: Method, net: Network, params: Params, episodes: Episodes) -> Tensor:
-    """Φ̂ = JJᵀ, where J is the Jacobian of all adapted outputs, through the inner loop (Wang et al. 2022, eq. 4).
+    """Return Φ̂ = JJᵀ, where J is the Jacobian of all adapted outputs, through the inner loop (Wang et al. 2022, eq. 4).
 
     Args:
         method: The method; J is with respect to all parameters it trains, for MTL the body and one head per task.

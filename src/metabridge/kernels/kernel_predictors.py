@@ -133,7 +133,7 @@ class KernelLearner:
             episodes = episodes.map_inputs(lambda x: x.flatten(2))
         for name, x in (("support", episodes.support_x), ("query", episodes.query_x)):
             values = x.flatten(2)
-            _check_none(~values.isfinite().all(2), f"{name} points of {task_kind}s hold NaN or infinity", "", task_kind)
+            _check_none(~values.isfinite().all(2), f"{name} points of {task_kind}s are NaN or infinite", "", task_kind)
             zero = ~values.any(2)
             if zero.any() and not self._accepts(x[zero][:1]):
                 alternative = " or give the network a bias_variance"
@@ -152,8 +152,9 @@ class KernelLearner:
 class FittedKernelLearner:
     """A `KernelLearner` that has been fitted to its training tasks. Created by `KernelLearner.fit`.
 
-    Both published formulas have one form. Let R_i remove from the gradients of task i's points Z_i what its inner loop
-    explains, and let Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Then F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train).
+    Both published formulas have one form. Let R_i remove from the gradients of task i's points Z_i the part that its
+    inner loop explains, and let Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Then
+    F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train).
 
     - With a split, R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ.
     - Without a split, R = I − KT(X) in training, which is e^{−sK} without an inner ridge. C' = Θ − K, since the head at

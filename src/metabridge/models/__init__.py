@@ -64,8 +64,8 @@ def build(model: str, **options: object) -> Network:
         The network.
 
     Raises:
-        InputError: If the model or an option is unknown or out of range, or if the network would be too large. A size
-            check comes before any memory is allocated.
+        InputError: If the model or an option is unknown or out of range, or if the network would be too large. The size
+            is checked before any memory is allocated.
 
     >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
     32

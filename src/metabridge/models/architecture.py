@@ -222,7 +222,7 @@ class ActiveOperators:
             scores: A score for every active operator. The highest is the best, and the first if several are equal.
 
         Raises:
-            InputError: If an operator has no score, or NaN.
+            InputError: If the score of an operator is missing or NaN.
         """
         for candidate in self:
             if math.isnan(scores.get(candidate, math.nan)):

@@ -34,7 +34,7 @@ class BatchNorm(nn.Module):
 
     Args:
         channels: Number of channels.
-        statistics: "batch" to normalise by the current set always; "running" to use fixed statistics in evaluation,
+        statistics: "batch" to always normalise by the current set; "running" to use fixed statistics in evaluation,
             which `estimate_statistics` sets.
         eps: Added to the variance.
 
@@ -63,10 +63,10 @@ class BatchNorm(nn.Module):
             self.register_buffer("variance", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, of shape (points, channels, ...), normalised.
+        """Return the normalised `x`, of shape (points, channels, ...).
 
         Raises:
-            InputError: If every channel has only one value and its own statistics are needed.
+            InputError: If the statistics of `x` are needed, but each channel has only one value.
         """
         dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
         weight = x.new_ones(self.channels, dtype=dtype) if self.weight is None else self.weight

@@ -41,20 +41,20 @@ class WindowGrid(NamedTuple):
 
 @constexpr_function
 def is_in_window(GRID, DILATION, pixel, k):
-    """Return whether a pixel, numbered within the strides of a row's windows, is pixel `k` of a window of the grid."""
+    """Return whether `pixel`, a number within the strides of a row's windows, is pixel `k` of a window."""
     down, right = pixel // GRID.stride - (k // 3 - 1) * DILATION, pixel % GRID.stride - (k % 3 - 1) * DILATION
     return down % GRID.stride == 0 and right % GRID.stride == 0
 
 
 @constexpr_function
 def window_below(GRID, DILATION, pixel, k):
-    """Return how many windows below the row's first one that window lies."""
+    """Return how many windows the one with `pixel` as pixel `k` is below the row's first window."""
     return (pixel // GRID.stride - (k // 3 - 1) * DILATION) // GRID.stride
 
 
 @constexpr_function
 def window_right(GRID, DILATION, pixel, k):
-    """Return how many windows to the right of the row's first one that window lies."""
+    """Return how many windows the one with `pixel` as pixel `k` is to the right of the row's first window."""
     return (pixel % GRID.stride - (k % 3 - 1) * DILATION) // GRID.stride
 
 

@@ -140,8 +140,8 @@ def mask(net: Network, active: ActiveOperators) -> None:
 class Cells(nn.Module):
     """A stem, the cells, and global average pooling; the features have three times the channels of the last cell.
 
-    The mean over a map that was normalised separately is the same for all images. With group norm it is nearly so, so
-    that another norm and a ReLU come before the pooling, as in the public code of Wang et al. 2022.
+    If each map is normalised separately, its mean is the same for all images. With group norm the means are nearly the
+    same, so another norm and a ReLU come before the pooling, as in the public code of Wang et al. 2022.
     """
 
     def __init__(
@@ -190,7 +190,8 @@ class Cells(nn.Module):
 class Cell(nn.Module):
     """Three nodes that read the outputs of the two previous cells.
 
-    If `halved` is true, the previous cell is a reduction cell, so that the output of the cell before it is halved here.
+    If `halved` is true, the previous cell is a reduction cell. The output of the cell before it is then halved to the
+    same size.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class MeanPool(nn.AvgPool2d):
     """The mean of the pixels in each 3×3 window.
 
     On a GPU, PyTorch up to 2.13 assigns gradients to wrong pixels if the input is channels-last and windows are padded,
-    so that the input is made contiguous first.
+    so the input is made contiguous first.
     """
 
     def __init__(self, stride: int) -> None:

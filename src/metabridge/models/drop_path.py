@@ -15,7 +15,7 @@ class Drop(nn.Module):
     CUDA graph: `layer.rate.fill_(0.05)`.
 
     Args:
-        rate: The full rate, which is also the first value of the current one.
+        rate: The full rate, which is also the initial current rate.
 
     Raises:
         InputError: If `rate` is not at least 0 and less than 1.
@@ -50,5 +50,5 @@ class DropPath(Drop):
 
     def factor(self, x: Tensor) -> Tensor:
         """Draw the factor of each point's maps in training, of shape (points, 1, 1, 1) and in float32."""
-        kept = torch.rand_like(x[:, :1, :1, :1], dtype=torch.float32) >= self.rate
-        return kept / (1 - self.rate)
+        mask = torch.rand_like(x[:, :1, :1, :1], dtype=torch.float32) >= self.rate
+        return mask / (1 - self.rate)

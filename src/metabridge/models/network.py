@@ -43,7 +43,7 @@ class Network(nn.Module):
     torch.Size([3, 5])
     """
 
-    recipe: dict[str, object] | None = None  # the builder's name and options; None if not made by a builder
+    recipe: dict[str, object] | None = None  # the builder's name and options; None without a builder
 
     def __init__(self, features: nn.Module, head: nn.Linear) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Network(nn.Module):
             The network.
 
         Raises:
-            InputError: If the module cannot compute the example, or gives features of another shape.
+            InputError: If the module cannot compute the example, or returns features of another shape.
 
         >>> Network.around(nn.Flatten(), torch.zeros(2, 3, 4, 4), outputs=5).head
         Linear(in_features=48, out_features=5, bias=True)
@@ -220,20 +220,20 @@ def records_recipe(build: Callable[P, Network]) -> Callable[P, Network]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Return a context in which PyTorch draws from `seed`; the global random state is restored at its end."""
+    """Seed PyTorch's random numbers inside the context; restore the global random state at its end."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
-    """Return a copy of `net` with group norms instead of batch norms; weights and biases are kept.
+    """Return a copy of `net` in which group norms with the same weights and biases replace the batch norms.
 
     The copy is a different network: it normalises each point separately, over groups of channels.
 
     Args:
         net: Any module, which is not changed.
-        groups: Largest number of groups. A layer has the largest number of groups up to it that divides the channels.
+        groups: Largest number of groups. Each layer has the largest number up to it that divides its channels.
 
     Returns:
         The copy.

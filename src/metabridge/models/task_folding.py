@@ -38,7 +38,7 @@ class Folding(TorchFunctionMode):
 
 
 def is_faster(x: Tensor) -> bool:
-    """Return whether folding is faster than PyTorch's rules for `vmap`: on a GPU it is, on a CPU not."""
+    """Return whether folding is faster than PyTorch's rules for `vmap`, which is the case on a GPU only."""
     return x.is_cuda
 
 

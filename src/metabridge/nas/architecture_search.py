@@ -49,10 +49,10 @@ class SearchResult(NamedTuple):
     """The result of a search.
 
     Args:
-        architecture: The architecture that was found.
+        architecture: The architecture.
         seconds: Computing time, including that of earlier runs that this one continued.
         evaluated: Number of networks whose proxies were computed.
-        failed: Number of them for which a proxy failed. The search log has the reasons.
+        failed: Number of these networks for which a proxy failed. The search log has the reasons.
 
     >>> architecture = random_architecture(torch.Generator().manual_seed(0))
     >>> SearchResult(architecture, seconds=12.5, evaluated=1533, failed=0).evaluated
@@ -79,7 +79,7 @@ class SearchConfig:
             without evaluating anything.
         cells: Number of cells of the network, at least 3.
         channels: Number of channels of the first cells.
-        tasks: Number of tasks that the kernel is computed for.
+        tasks: Number of tasks for which the kernel is computed.
         ways: Number of classes per task.
         shots: Number of support images per class.
         queries: Number of query images per class.
@@ -173,7 +173,7 @@ def search(
             without evaluating anything.
         cells: Number of cells of the network, at least 3.
         channels: Number of channels of the first cells.
-        tasks: Number of tasks that the kernel is computed for.
+        tasks: Number of tasks for which the kernel is computed.
         ways: Number of classes per task.
         shots: Number of support images per class.
         queries: Number of query images per class.
@@ -186,7 +186,7 @@ def search(
         device: Where to compute, such as "cpu" or "cuda".
         out: Folder for `search.jsonl`, the log of all scores, and `architecture.json`. If the folder has the log of
             a search with the same settings and images, that search is continued. It is locked during the search.
-        minutes: Time limit.
+        minutes: Time limit in minutes.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -236,7 +236,7 @@ def run_search(
         device: Where to compute.
         out: Folder of the search.
         implementation: "fast" shares computations between candidates; "reference" runs each of them by itself.
-        minutes: Time limit.
+        minutes: Time limit in minutes.
         progress: Whether to show a progress bar.
 
     Returns:

@@ -97,9 +97,9 @@ class ForwardTrace(Generic[S]):
 class CachedForward(Generic[S]):
     """Runs a stack of cells layer by layer, taking results from a `ForwardCache` where it has them.
 
-    `runner` turns a sequence of modules into a function from their input to a `LayerResult`. A reduction module
-    that starts with a ReLU is passed to it without that ReLU, so it must expect an input that is already rectified.
-    `wrap_operator` can replace the function of the last layers of each operator.
+    `runner` turns a sequence of modules into a function from their input to a `LayerResult`. The ReLU at the start of
+    an operator is a separate layer. A `Halving` contains its ReLU, but its input is already rectified. `wrap_operator`
+    can replace the function of the last layers of each operator.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ CANDIDATES_PER_PASS = 64  # on a GPU
 class _SignedOutput(NamedTuple):
     """The output of some layers and a hash of the signs of their ReLU inputs, one number for each network input.
 
-    `present` says for which copies of the inputs the layers take part; None means for all of them.
+    `present` is true for the copies of the inputs in which the layers take part; None stands for all copies.
     """
 
     output: Tensor
@@ -138,7 +138,7 @@ def _sum_signs(trace: ForwardTrace[_SignedOutput]) -> Tensor:
         for first_step, result in itertools.chain(*cell.operators):
             readers.setdefault(first_step, []).append(result)
         for first_step, (reader, *others) in readers.items():
-            if not others:  # a ReLU that only this operator reads is absent where the operator is
+            if not others:  # without its only reader, the ReLU is not part of the network
                 first = cell.first_steps[first_step]
                 results[id(first)] = first.signs, reader.present
     return torch.stack(

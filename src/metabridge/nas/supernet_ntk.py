@@ -183,7 +183,7 @@ class CandidateKernels:
 
 
 def _accumulate(grads: dict[Any, Tensor], key: object, grad: Tensor) -> None:
-    """Add a gradient in place to the one under the key, which nothing else uses."""
+    """Store a gradient, or add it in place to the one stored under the key, which nothing else uses."""
     if key in grads:
         grads[key].add_(grad)
     else:
@@ -311,8 +311,8 @@ def _every_second_pixel(start: int, x: Tensor) -> _Differentiable:
 
     def backward(grad: Tensor, theta: _GramSum) -> Tensor:
         input_grad = torch.zeros_like(x)
-        taken = input_grad[..., start::2, start::2]
-        taken.copy_(grad[..., : taken.shape[-2], : taken.shape[-1]])
+        selected = input_grad[..., start::2, start::2]
+        selected.copy_(grad[..., : selected.shape[-2], : selected.shape[-1]])
         return input_grad
 
     return _Differentiable(padded[..., start::2, start::2].contiguous(), backward)

@@ -302,9 +302,9 @@ class Spectrum(NamedTuple):
     """Squared singular values of a representation along and orthogonally to the true one (Yüksel et al. 2023, §5).
 
     Args:
-        smallest: Smallest squared singular value of B*ᵀB, which is to be learned.
+        smallest: Smallest squared singular value of B*ᵀB, the part to be learned.
         largest: Largest squared singular value of B*ᵀB.
-        orthogonal_mean: Mean of the squared singular values of B*⊥ᵀB, which is to be unlearned.
+        orthogonal_mean: Mean of the squared singular values of B*⊥ᵀB, the part to be unlearned.
         orthogonal_largest: Largest squared singular value of B*⊥ᵀB.
 
     Example:

@@ -210,7 +210,7 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
     def loss(alpha: float) -> float:
         try:
             w = solution(name, landscape, alpha, m)
-        except InputError:  # not unique, as the step solves all tasks in some direction: use that of a nearby step
+        except InputError:  # not unique, as the step solves all tasks in some direction: use a smaller step
             w = solution(name, landscape, (1 - 1e-4) * alpha, m)
         return float(risk_above_floor(landscape, w, alpha, m)) + noise_floor(landscape, alpha, m)
 

@@ -1,4 +1,4 @@
-"""SGD of MAML and NAL on linear models, many independent runs side by side (Collins et al. 2022, app. C.1).
+"""SGD of MAML and NAL on linear models, many independent runs together (Collins et al. 2022, app. C.1).
 
 The gradients are written out by hand, so that one step of all runs is a few small batched products.
 """
@@ -98,7 +98,7 @@ Loss = SquaredLoss | LogisticLoss
 
 
 def maml_gradient(inner: Loss, outer: Loss, w: Tensor, alpha: float) -> Tensor:
-    """(I − α∇²inner(w)) ∇outer(w − α∇inner(w)), the gradient of MAML with one inner step (Collins et al. 2022, eq. 4).
+    """Return (I − α∇²inner(w)) ∇outer(w − α∇inner(w)), MAML's gradient for one inner step (Collins et al. 2022, eq. 4).
 
     Args:
         inner: Loss of each task on its support points.
@@ -184,8 +184,8 @@ def sampled_test_loss(
 def label_entropy(landscape: Landscape) -> float:
     """Return the expected logistic loss at each task's w*, the entropy of its labels, for groups of a single task.
 
-    ⟨w*, x⟩ is normal with variance w*ᵀΣw*, so the mean over x is a one-dimensional integral, here by Gauss–Hermite
-    quadrature with 200 nodes.
+    ⟨w*, x⟩ is normal with variance w*ᵀΣw*, so the mean over x is a one-dimensional integral. It is computed by
+    Gauss–Hermite quadrature with 200 nodes.
 
     Args:
         landscape: Groups of tasks with zero spread.

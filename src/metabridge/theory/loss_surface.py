@@ -14,7 +14,7 @@ from metabridge.models.network import Params
 from metabridge.solvers import GradientDescent, Problem, task_loss
 
 EXTENT = 2.0  # surfaces cover −2 to 2 along both axes
-SEARCH_POINTS = 25  # grid points per axis; the search for a minimum starts from the lowest
+SEARCH_POINTS = 25  # grid points per axis; the search for a minimum starts from the one with the lowest loss
 PRECISION = 1e-4  # of the position of a minimum
 
 
