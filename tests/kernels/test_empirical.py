@@ -30,7 +30,7 @@ from metabridge.models.network import with_group_norm
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_every_form_part_and_strategy_equals_the_product_of_explicit_jacobians(name: str, outputs: str) -> None:
+def test_every_reduction_part_and_strategy_equals_the_product_of_explicit_jacobians(name: str, outputs: str) -> None:
     make, shape = NETS[name]
     net, x, z = make(), random_normal(1, 4, *shape), random_normal(2, 3, *shape)
     head = "last." if name == "unusual" else "head."

@@ -59,9 +59,9 @@ def test_prediction_without_a_split_equals_lemma_1(small, name, inner, outer):
     x, y, test_time = tasks.support_x, tasks.support_y, 0.7
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
     same_task = torch.block_diag(*torch.ones(4, 10, 10)).bool()
-    left = torch.block_diag(*(torch.from_numpy(expm(-inner * KERNEL.nngp(points).numpy())) for points in x))
-    phi = torch.where(same_task, ntk, ntk - nngp) if name == "mtl" else left @ ntk @ left
-    weights = left @ flow(phi, outer) @ left @ y.flatten(0, 1)
+    decay = torch.block_diag(*(torch.from_numpy(expm(-inner * KERNEL.nngp(points).numpy())) for points in x))
+    phi = torch.where(same_task, ntk, ntk - nngp) if name == "mtl" else decay @ ntk @ decay
+    weights = decay @ flow(phi, outer) @ decay @ y.flatten(0, 1)
     fitted = KernelLearner(KERNEL, name, inner_time=inner, test_time=test_time, outer_time=outer).fit(train)
     predictions = fitted.predict(test)
     for task in range(3):
@@ -94,8 +94,8 @@ def test_prediction_with_a_split_equals_theorem_2(small, name, outer):
 
     s, t = 0.3, 0.7
     sets = zip(train.query_x, train.query_y, train.support_x, train.support_y)
-    left = [y - explained(x, sx, s) @ sy for x, y, sx, sy in sets]
-    weights = flow(between(train, train, s, s), outer) @ torch.cat(left)
+    residuals = [y - explained(x, sx, s) @ sy for x, y, sx, sy in sets]
+    weights = flow(between(train, train, s, s), outer) @ torch.cat(residuals)
     inner_only = torch.stack(
         [explained(x, sx, t) @ sy for x, sx, sy in zip(test.query_x, test.support_x, test.support_y)]
     )

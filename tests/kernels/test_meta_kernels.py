@@ -38,9 +38,9 @@ def is_positive_semidefinite(matrix):
 @pytest.mark.parametrize("time", [0.0, 1e-9, 0.3, 5.0, math.inf])
 def test_adaptation_and_decay_equal_their_definition_by_gradient_flow(tasks, time):
     gram = KERNEL.ntk(tasks[0][0])
-    left = torch.zeros_like(gram) if math.isinf(time) else torch.from_numpy(expm(-time * gram.numpy()))
-    assert torch.allclose(residual_decay(gram, time), left, atol=1e-12)
-    expected = torch.linalg.solve(gram, torch.eye(4, dtype=gram.dtype) - left)
+    decay = torch.zeros_like(gram) if math.isinf(time) else torch.from_numpy(expm(-time * gram.numpy()))
+    assert torch.allclose(residual_decay(gram, time), decay, atol=1e-12)
+    expected = torch.linalg.solve(gram, torch.eye(4, dtype=gram.dtype) - decay)
     assert torch.allclose(adaptation_operator(gram, time), expected, rtol=1e-6 if time == 1e-9 else 1e-10, atol=1e-16)
 
 
@@ -68,12 +68,12 @@ def test_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_tasks(task
 def test_anil_kernel_applies_the_decay_of_both_tasks(tasks):
     x, time = tasks[0], 0.2
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
-    left = torch.block_diag(*(torch.from_numpy(expm(-time * block.numpy())) for block in diagonal_blocks(nngp, 4)))
+    decay = torch.block_diag(*(torch.from_numpy(expm(-time * block.numpy())) for block in diagonal_blocks(nngp, 4)))
     kernel = anil_kernel(KERNEL, x, time)
-    assert torch.allclose(kernel, left @ ntk @ left, atol=1e-12)
+    assert torch.allclose(kernel, decay @ ntk @ decay, atol=1e-12)
     assert is_positive_semidefinite(kernel)
     within_tasks = torch.block_diag(*diagonal_blocks(ntk, 4))
-    assert torch.allclose(anil_kernel(KERNEL, x, time, "independent"), left @ within_tasks @ left, atol=1e-12)
+    assert torch.allclose(anil_kernel(KERNEL, x, time, "independent"), decay @ within_tasks @ decay, atol=1e-12)
 
 
 @pytest.mark.parametrize("time", [0.3, math.inf])
@@ -141,12 +141,12 @@ def test_body_kernel_between_tasks_remains_with_shared_heads_and_vanishes_with_i
 
 def test_support_set_explains_its_points_completely_at_infinite_time(tasks):
     support = tasks[1]
-    left = residual_operator(KERNEL, support, support, "all", math.inf)
-    assert torch.allclose(left[..., :2] + left[..., 2:], torch.zeros(3, 2, 2, dtype=torch.float64), atol=1e-10)
+    operator = residual_operator(KERNEL, support, support, "all", math.inf)
+    assert torch.allclose(operator[..., :2] + operator[..., 2:], torch.zeros(3, 2, 2, dtype=torch.float64), atol=1e-10)
 
 
 @pytest.mark.parametrize("time", [0.0, 0.3, 5.0, math.inf])
 def test_decay_with_a_ridge_is_the_part_that_adaptation_does_not_explain(tasks, time):
     gram = KERNEL.ntk(tasks[0][0])
-    left = torch.eye(len(gram), dtype=gram.dtype) - gram @ adaptation_operator(gram, time, ridge=0.2)
-    assert torch.allclose(residual_decay(gram, time, ridge=0.2), left, atol=1e-12)
+    decay = torch.eye(len(gram), dtype=gram.dtype) - gram @ adaptation_operator(gram, time, ridge=0.2)
+    assert torch.allclose(residual_decay(gram, time, ridge=0.2), decay, atol=1e-12)

@@ -97,6 +97,14 @@ def tap_index(row, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, line: tl
 
 
 @jit
+def window_of_pixel(row, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, pixel: tl.constexpr, k: tl.constexpr):
+    """Return the index in the output of the window that has `pixel` as pixel `k`, and whether it exists."""
+    return window_index(
+        row, rows, c, GRID, window_below(GRID, DILATION, pixel, k), window_right(GRID, DILATION, pixel, k)
+    )
+
+
+@jit
 def pixels_in_window(row, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
     """Return the number of pixels of the map in the window `down` and `right` of a row's first one."""
     GROUPS: tl.constexpr = (GRID.down + GRID.lines - 1) // GRID.lines
@@ -184,14 +192,7 @@ def relu_depthwise_conv_backward(
             total = tl.zeros([BR, BC], tl.float32)
             for k in tl.static_range(9):
                 if is_in_window(GRID, DILATION, pixel, k):
-                    index, inside = window_index(
-                        row,
-                        rows,
-                        c,
-                        GRID,
-                        window_below(GRID, DILATION, pixel, k),
-                        window_right(GRID, DILATION, pixel, k),
-                    )
+                    index, inside = window_of_pixel(row, rows, c, GRID, DILATION, pixel, k)
                     grad = load_float(g + index + column, inside)
                     total += grad * tl.load(weight + k * c + column).to(tl.float32)
                     sums = sums[:k] + (sums[k] + grad * value,) + sums[k + 1 :]
@@ -237,9 +238,7 @@ def max_pool_backward(g, more, choice, gx, rows, c, GRID: tl.constexpr, BR: tl.c
         total = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
             if is_in_window(GRID, 1, pixel, k):
-                index, inside = window_index(
-                    row, rows, c, GRID, window_below(GRID, 1, pixel, k), window_right(GRID, 1, pixel, k)
-                )
+                index, inside = window_of_pixel(row, rows, c, GRID, 1, pixel, k)
                 chosen = tl.load(choice + index + column, mask=inside, other=9) == k
                 total += tl.where(chosen, load_float(g + index + column, inside), 0.0)
         totals = totals + (total,)
@@ -274,9 +273,7 @@ def mean_pool_backward(g, more, gx, rows, c, GRID: tl.constexpr, BR: tl.constexp
         total = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
             if is_in_window(GRID, 1, pixel, k):
-                index, inside = window_index(
-                    row, rows, c, GRID, window_below(GRID, 1, pixel, k), window_right(GRID, 1, pixel, k)
-                )
+                index, inside = window_of_pixel(row, rows, c, GRID, 1, pixel, k)
                 count = pixels_in_window(row, GRID, window_below(GRID, 1, pixel, k), window_right(GRID, 1, pixel, k))
                 total += load_float(g + index + column, inside) / count
         totals = totals + (total,)

@@ -168,10 +168,10 @@ class ConditionNumber:
         Rounding of Θ changes Φ by up to eps σ_max(Θ) ‖R‖², however small Φ is.
         """
         query_support = indices[:, :queries], indices[:, queries:]
-        left = residual_operator(kernel, *query_support, _ADAPTED_PART[self.kernel], self.time, self.ridge, eps)
-        matrix = sandwich(left, kernel.theta, left)
+        operator = residual_operator(kernel, *query_support, _ADAPTED_PART[self.kernel], self.time, self.ridge, eps)
+        matrix = sandwich(operator, kernel.theta, operator)
         theta_norm, phi_norm = (float(torch.linalg.matrix_norm(values, 2)) for values in (kernel.theta, matrix))
-        error = eps * theta_norm * float(torch.linalg.matrix_norm(left, 2).max()) ** 2
+        error = eps * theta_norm * float(torch.linalg.matrix_norm(operator, 2).max()) ** 2
         return condition_number_score(matrix, error / phi_norm if phi_norm else math.inf)
 
 
