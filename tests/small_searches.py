@@ -1,4 +1,4 @@
-"""Small architecture searches, and experiments of searches made small."""
+"""Small architecture searches, and small settings for the experiments of architecture search."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from metabridge.environments import LabelledImages
-from metabridge.experiments import nas_trainings, training_records
-from metabridge.experiments.nas_trainings import Scale
-from metabridge.experiments.result import Environment
+from metabridge.experiments import ExperimentOptions, nas_searches, nas_trainings, training_records
+from metabridge.experiments.nas_searches import Settings
 from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord
 from metabridge.nas import EDGES, OPERATORS, ActiveOperators, SearchConfig
+from metabridge.report.results import Machine
 
-MACHINE = Environment("abacus", "0", "0", None)
+MACHINE = Machine("abacus", "0", "0", None)
 SEARCH = SearchConfig(channels=2, tasks=1, ways=2, repeats=1, region_inputs=20, operators=("skip",))
 
 
@@ -37,23 +37,31 @@ def small_images(images: LabelledImages) -> LabelledImages:
     return replace(images, images=images.images[..., 6:22, 6:22], splits=splits)
 
 
-def small_scale() -> Scale:
-    """Return a scale with searches of 19 networks and trainings of one step, or ten steps for the longer ones."""
-    quick = nas_trainings.SCALES["quick"]
+def small_settings() -> Settings:
+    """Return settings with searches of 19 networks and trainings of one step, or ten steps for the longer ones."""
+    quick = nas_searches.SETTINGS["quick"]
     plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch_size=8)
     plan = replace(plan, model_options={**plan.model_options, "widths": [4, 4, 8, 8]})
-    return replace(quick, search=SEARCH, plan=plan, longer=10, tasks=2, looks=())
+    return replace(quick, search=SEARCH, plan=plan, longer=10, tasks=2, views=())
 
 
-def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
-    """Make the experiments of searches small."""
-    patch.setitem(nas_trainings.SCALES, "quick", small_scale())
-    patch.setattr(nas_trainings, "images", lambda work, size: small_images(glyphs))
+def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> list[int]:
+    """Make the experiments small, and return the list of the image sizes that they will load."""
+    sizes = []
+
+    def load_images(options: ExperimentOptions, size: int) -> LabelledImages:
+        sizes.append(size)
+        return small_images(glyphs)
+
+    patch.setitem(nas_searches.SETTINGS, "quick", small_settings())
+    for module in (nas_searches, nas_trainings):
+        patch.setattr(module, "load_images", load_images)
     patch.setattr(training_records, "PENALTIES", (1.0,))
+    return sizes
 
 
 def make_record(accuracy: float) -> TrainingRecord:
-    """Return the record of a training that reached this accuracy."""
+    """Return the record of a training with this accuracy ± 1 %."""
     scores = tuple(
         SplitAccuracy(split, shots, accuracy, 0.01, 10, 0.1) for split in ("validation", "test") for shots in (1, 5)
     )

@@ -26,9 +26,9 @@ def outcome():
         return EXPERIMENT.run(ExperimentOptions("quick"))
 
 
-def exact_runs(depth: int, pace: float, points: int) -> list[Run]:
+def exact_runs(depth: int, factor: float, points: int) -> list[Run]:
     """Return two runs in which every quantity equals its limit."""
-    largest, smallest = (pace * factor * depth for factor in ((points + 3) / 4, 3 / 4))
+    largest, smallest = (factor * limit * depth for limit in ((points + 3) / 4, 3 / 4))
     return [Run(1 / depth, largest, smallest, largest - 5, smallest - 0.5, depth**-2.0)] * 2
 
 

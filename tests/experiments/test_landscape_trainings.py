@@ -366,3 +366,14 @@ def test_the_figures_are_drawn(finished, tmp_path):
     for table in TABLES:
         table.EXPERIMENT.draw(finished[table][1], tmp_path / "figure.png")
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_planned_trainings_run_with_their_settings(glyphs, tmp_path):
+    training = NetTraining("maml", 0.02, 2, batch_size=3, test_tasks=2, filters=4, steps=2, inner_lr=0.3, seed=5)
+    planned = PlannedTraining("part", training, glyphs.tasks("train", queries=2), {}, {})
+    train_all(ExperimentOptions("quick", out=tmp_path, progress=False), "table", glyphs, [planned])
+    (folder,) = (tmp_path / "runs").iterdir()
+    settings = RunFolder(folder).settings()
+    assert [settings["training"][key] for key in ("iterations", "batch_size", "lr", "seed")] == [2, 3, 0.02, 5]
+    assert (settings["method"]["inner"]["steps"], settings["method"]["inner"]["lr"]) == (2, 0.3)
+    assert (settings["model"]["filters"], settings["model"]["seed"]) == (4, 5)

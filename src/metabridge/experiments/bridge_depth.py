@@ -81,7 +81,7 @@ def measure(options: ExperimentOptions) -> Spectra:
     drawn = draw_tasks(settings.runs, settings.training_tasks, settings.test_tasks, options.seed, options.device)
     tasks = list(drawn.values())
     runs = {
-        name: {depth: [measure_run(net(depth), *own) for own in tasks] for depth in settings.depths}
+        name: {depth: [measure_run(net(depth), train, test) for train, test in tasks] for depth in settings.depths}
         for name, net in NETS.items()
     }
     train = tasks[0][0]
@@ -149,22 +149,23 @@ def kernel_rows(spectra: Spectra) -> list[Row]:
     """Return how the extreme eigenvalues and the difference of the inverses change between the two largest depths."""
     rows = []
     for net in spectra.runs:
-        pace = 1.0 if net == "plain" else 0.5
-        slopes = {"largest": pace * (spectra.points + 3) / 4, "smallest": pace * 3 / 4}
+        depth_factor = 1.0 if net == "plain" else 0.5
+        limits = {"largest": depth_factor * (spectra.points + 3) / 4, "smallest": depth_factor * 3 / 4}
         for kernel, label in (("anil", "Φ_ANIL = Θ"), ("mtl", "Φ_MTL")):
-            for end, slope in slopes.items():
+            for end, limit in limits.items():
                 values = spectra.values(net, f"{kernel}_{end}")
                 name = f"{net}, {end} eigenvalue of {label}, {last_interval(values)}"
-                rows.append(_limit_row(name, "growth per layer / K(x, x)", slope, last_slopes(values), pace))
+                growth = growth_per_layer(values)
+                rows.append(_limit_row(name, "growth per layer / K(x, x)", limit, growth, depth_factor))
         values = spectra.values(net, "inverses")
         name = f"{net}, ‖Θ⁻¹ − Φ_MTL⁻¹‖, {last_interval(values)}"
         rows.append(_limit_row(name, "exponent of L", -2.0, last_exponents(values), 1.0))
     return rows
 
 
-def _limit_row(name: str, metric: str, limit: float, values: list[float], pace: float) -> Row:
+def _limit_row(name: str, metric: str, limit: float, values: list[float], depth_factor: float) -> Row:
     ours, margin = mean_interval(values)
-    note = f"agrees if within {TOLERANCE:.0%}" + ("" if pace == 1 else "; lemma 4 with L/2 instead of L")
+    note = f"agrees if within {TOLERANCE:.0%}" + ("" if depth_factor == 1 else "; lemma 4 with L/2 instead of L")
     agrees = abs(ours - limit) <= TOLERANCE * abs(limit)
     return Row(name, metric, published=limit, ours=ours, ci95=margin, agrees=agrees, note=note)
 
@@ -175,7 +176,7 @@ def last_exponents(values: Mapping[int, list[float]]) -> list[float]:
     return [math.log(new / old) / math.log(last / first) for old, new in zip(before, after)]
 
 
-def last_slopes(values: Mapping[int, list[float]]) -> list[float]:
+def growth_per_layer(values: Mapping[int, list[float]]) -> list[float]:
     """Return the growth per layer between the two largest depths, for every run."""
     (first, before), (last, after) = list(values.items())[-2:]
     return [(new - old) / (last - first) for old, new in zip(before, after)]

@@ -324,8 +324,8 @@ def figure(outcome: Outcome[Comparison]) -> Figure:
         for index, kind in enumerate(kinds):
             selected = [
                 (trial.learner, score)
-                for trial, own, score in points
-                if (trial.dataset, trial.shots) == panel and own == kind
+                for trial, trained_on, score in points
+                if (trial.dataset, trial.shots) == panel and trained_on == kind
             ]
             axes.errorbar(
                 [100 * score.mean for _, score in selected],

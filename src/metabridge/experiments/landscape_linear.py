@@ -1,4 +1,4 @@
-"""What the experiments on linear landscapes share: settings of SGD, its test, rows and panels.
+"""Shared parts of the experiments on linear landscapes: settings of SGD, its test, rows and panels.
 
 The settings are those of Collins et al. (2022, app. C.1).
 """

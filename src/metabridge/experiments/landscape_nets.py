@@ -1,4 +1,4 @@
-"""Minima of NAL and MAML for students of a single neuron: what the figures 4 to 6 of Collins et al. 2022 share.
+"""Minima of NAL and MAML for students of a single neuron (Collins et al. 2022, figures 4 to 6).
 
 A task is a teacher of one neuron in the plane (M = 1, d = 2); hard tasks have inputs of half the variance. Each task
 has τ episodes of n₂ support and n₁ query points. MAML's loss is that of the queries after one gradient step on the
@@ -196,7 +196,7 @@ def population_rows(minima: Minima) -> Iterator[Row]:
 
 
 def draw_landscape(axes: Axes, losses: Tensor, title: str) -> None:
-    """Draw a loss over the plane as contours at equal ratios, with a colour bar."""
+    """Draw a loss over the plane as contours at equal ratios, with a color bar."""
     from metabridge.report.result_figures import draw_contours
 
     draw_contours(axes, losses.numpy(), EXTENT)

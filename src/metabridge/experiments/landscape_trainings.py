@@ -1,4 +1,4 @@
-"""Trainings on easy and hard tasks that tables 1 and 2 of Collins et al. 2022 and `diagnose-images` are made of."""
+"""Trainings on easy and hard tasks, for tables 1 and 2 of Collins et al. 2022 and `diagnose-images`."""
 
 from __future__ import annotations
 

@@ -79,7 +79,11 @@ def predicted_orders(
         diagnosis = diagnoses[data, shots]
         formulas = {method: float((method in NOT_ADAPTING) != diagnosis.advice.adapts) for method in accuracy}
         yield MethodOrder(nets, "formulas", formulas, accuracy)
-        gains = {twin.method: twin.gain for twin in diagnosis.kernel_predictions if twin.method in accuracy}
+        gains = {
+            prediction.method: prediction.gain
+            for prediction in diagnosis.kernel_predictions
+            if prediction.method in accuracy
+        }
         yield MethodOrder(nets, "kernels", gains, accuracy)
 
 

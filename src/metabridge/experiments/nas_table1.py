@@ -1,45 +1,62 @@
-"""B's table 1: cells found by MetaNTK-NAS, trained by RFS on mini-ImageNet, beside ResNet-12 trained equally long."""
+"""Wang et al. 2022, table 1: cells found by MetaNTK-NAS and trained by RFS on mini-ImageNet, compared with ResNet-12.
+
+All networks are trained for the same number of steps, except that one is also trained longer.
+"""
 
 from __future__ import annotations
 
-from metabridge.experiments import beside, nas_trainings
-from metabridge.experiments.nas_trainings import DEEP, METANTK, Outcome
-from metabridge.experiments.result import UnportedExperiment, Work
+from collections.abc import Mapping
 
-ID, OURS, LONGER, RESNET12 = "nas-table1", "5 cells, MAML kernel", "5 cells, MAML kernel, longer", "ResNet-12"
-CASES = {OURS: METANTK, "8 cells, ANIL kernel": DEEP}
+from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
+from metabridge.experiments.nas_rows import accuracy_rows, cost_rows, gain_rows
+from metabridge.experiments.nas_searches import DEEP, METANTK
+from metabridge.experiments.nas_trainings import finished_trainings, longer_label, resnet12_label, search_and_train
+from metabridge.experiments.records import Record
+from metabridge.report.results import Row
 
-# accuracy in percent and its standard deviation over searches, for 1 and 5 shots
+SHALLOW_CELLS, DEEP_CELLS = "5 cells, MAML kernel", "8 cells, ANIL kernel"
+LONGER, RESNET12 = "5 cells, MAML kernel, longer", "ResNet-12"
+VARIANTS = {SHALLOW_CELLS: METANTK, DEEP_CELLS: DEEP}
+
+# accuracy in percent and its standard deviation over searches, by shots
 PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
-    OURS: {1: (63.88, 0.81), 5: (80.07, 0.45)},
+    SHALLOW_CELLS: {1: (63.88, 0.81), 5: (80.07, 0.45)},
     LONGER: {1: (63.88, 0.81), 5: (80.07, 0.45)},
-    "8 cells, ANIL kernel": {1: (64.26, 0.14), 5: (80.35, 0.12)},
+    DEEP_CELLS: {1: (64.26, 0.14), 5: (80.35, 0.12)},
     RESNET12: {1: (62.02, 0.63), 5: (79.64, 0.44)},  # one training, with the 95 % interval over tasks
 }
-PARAMETERS = {OURS: 1.77, LONGER: 1.77, "8 cells, ANIL kernel": 3.21, RESNET12: 12.5}  # millions
-HOURS = {OURS: 1.54, "8 cells, ANIL kernel": 1.92}  # of searching, on a V100
+PARAMETERS = {SHALLOW_CELLS: 1.77, LONGER: 1.77, DEEP_CELLS: 3.21, RESNET12: 12.5}  # millions
+HOURS = {SHALLOW_CELLS: 1.54, DEEP_CELLS: 1.92}  # of search on a V100
 
 
-def run(work: Work) -> Outcome:
-    """Search and train, or read what that measured."""
-    further = {LONGER: nas_trainings.longer(next(iter(METANTK.labels(work)))), RESNET12: nas_trainings.resnet12(work)}
-    found, trained = nas_trainings.studied(work, CASES.values(), further=further.values())
-    records = {name: case.own(work, trained) for name, case in CASES.items()}
-    for name, label in further.items():
-        records[name] = [trained[label]] if label in trained else []
-    judged, rows = work.scale == "paper", []
-    for name, own in records.items():
-        rows += nas_trainings.accuracy_rows(name, own, PUBLISHED[name], judged=judged)
-    for name in CASES:
-        ends = (records[name], records[RESNET12]), (PUBLISHED[name], PUBLISHED[RESNET12])
-        rows += nas_trainings.gain_rows(f"{name}, over {RESNET12}", *ends, judged=judged)
-    for name, own in records.items():
-        searches = CASES[name].own(work, found) if name in CASES else []
-        rows += nas_trainings.cost_rows(name, searches, own, parameters=PARAMETERS[name], hours=HOURS.get(name))
-    return Outcome.of(work, ID, rows, found, trained)
+def additional_labels(options: ExperimentOptions) -> dict[str, str]:
+    """Return the labels of the trainings that are not one of each search."""
+    return {LONGER: longer_label(next(iter(METANTK.seeds(options)))), RESNET12: resnet12_label(options)}
 
 
-figure = beside.figure
+def measure(options: ExperimentOptions) -> dict[str, Record]:
+    """Return the records of all searches and trainings."""
+    return search_and_train(options, VARIANTS.values(), additional=additional_labels(options).values())
 
 
-EXPERIMENT = UnportedExperiment("nas-table1", run, figure, resumable=True)
+def rows(records: Mapping[str, Record], options: ExperimentOptions) -> list[Row]:
+    """Return accuracies, gains over ResNet-12, and costs."""
+    trainings = {name: finished_trainings(records, variant.seeds(options)) for name, variant in VARIANTS.items()}
+    for name, label in additional_labels(options).items():
+        trainings[name] = finished_trainings(records, [label])
+    comparable = options.scale == "paper"
+    rows = []
+    for name, trained in trainings.items():
+        rows += accuracy_rows(name, trained, PUBLISHED[name], comparable=comparable)
+    for name in VARIANTS:
+        compared, published = (trainings[name], trainings[RESNET12]), (PUBLISHED[name], PUBLISHED[RESNET12])
+        rows += gain_rows(f"{name}, over {RESNET12}", compared, published, comparable=comparable)
+    for name, trained in trainings.items():
+        searches = VARIANTS[name].searches(records, options) if name in VARIANTS else []
+        rows += cost_rows(
+            name, searches, trained, published_parameters=PARAMETERS[name], published_hours=HOURS.get(name)
+        )
+    return rows
+
+
+EXPERIMENT = TrainingExperiment("nas-table1", measure, rows)

@@ -1,19 +1,23 @@
-"""B's table 2: what a search has from the MetaNTK, from the NTK in its place, and from linear regions alone.
+"""Wang et al. 2022, table 2: MetaNTK-NAS compared with searches by the NTK or by linear regions alone.
 
-Stacks of 5 cells, trained by one schedule on mini-ImageNet. Random cells are the level that a search must pass.
+Networks of 5 cells, trained with one schedule on mini-ImageNet. Random cells are the baseline.
 """
 
 from __future__ import annotations
 
-from metabridge.experiments import beside, nas_trainings
-from metabridge.experiments.nas_trainings import METANTK, NTK, RANDOM, REGIONS, Outcome
-from metabridge.experiments.result import UnportedExperiment, Work
+from collections.abc import Mapping
 
-ID = "nas-table2"
+from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
+from metabridge.experiments.nas_rows import accuracy_rows, cost_rows, gain_rows
+from metabridge.experiments.nas_searches import METANTK, NTK, RANDOM, REGIONS
+from metabridge.experiments.nas_trainings import finished_trainings, search_and_train
+from metabridge.experiments.records import Record
+from metabridge.report.results import Row
+
 OURS = "MetaNTK and regions"
-CASES = {OURS: METANTK, "NTK and regions": NTK, "regions alone": REGIONS, "random cells": RANDOM}
+VARIANTS = {OURS: METANTK, "NTK and regions": NTK, "regions alone": REGIONS, "random cells": RANDOM}
 
-# accuracy in percent and its standard deviation over searches, for 1 and 5 shots
+# accuracy in percent and its standard deviation over searches, by shots
 PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
     OURS: {1: (63.88, 0.81), 5: (80.07, 0.45)},
     "NTK and regions": {1: (62.51, 0.42), 5: (79.02, 0.35)},
@@ -22,22 +26,24 @@ PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
 }
 
 
-def run(work: Work) -> Outcome:
-    """Search and train, or read what that measured."""
-    found, trained = nas_trainings.studied(work, CASES.values())
-    records = {name: case.own(work, trained) for name, case in CASES.items()}
-    judged, rows = work.scale == "paper", []
-    for name, own in records.items():
-        rows += nas_trainings.accuracy_rows(name, own, PUBLISHED[name], judged=judged)
-    for name in list(CASES)[1:]:
-        ends = (records[OURS], records[name]), (PUBLISHED[OURS], PUBLISHED[name])
-        rows += nas_trainings.gain_rows(f"{OURS}, over {name}", *ends, judged=judged)
-    for name, case in CASES.items():
-        rows += nas_trainings.cost_rows(name, case.own(work, found), records[name])
-    return Outcome.of(work, ID, rows, found, trained)
+def measure(options: ExperimentOptions) -> dict[str, Record]:
+    """Return the records of all searches and trainings."""
+    return search_and_train(options, VARIANTS.values())
 
 
-figure = beside.figure
+def rows(records: Mapping[str, Record], options: ExperimentOptions) -> list[Row]:
+    """Return accuracies, gains of the MetaNTK over the others, and costs."""
+    trainings = {name: finished_trainings(records, variant.seeds(options)) for name, variant in VARIANTS.items()}
+    comparable = options.scale == "paper"
+    rows = []
+    for name, trained in trainings.items():
+        rows += accuracy_rows(name, trained, PUBLISHED[name], comparable=comparable)
+    for name in list(VARIANTS)[1:]:
+        compared, published = (trainings[OURS], trainings[name]), (PUBLISHED[OURS], PUBLISHED[name])
+        rows += gain_rows(f"{OURS}, over {name}", compared, published, comparable=comparable)
+    for name, variant in VARIANTS.items():
+        rows += cost_rows(name, variant.searches(records, options), trainings[name])
+    return rows
 
 
-EXPERIMENT = UnportedExperiment("nas-table2", run, figure, resumable=True)
+EXPERIMENT = TrainingExperiment("nas-table2", measure, rows)

@@ -23,7 +23,7 @@ from metabridge.report.results import Machine
 class Record:
     """What one training or search measured. Subclasses add the measurements as fields.
 
-    The field names are the keys of `records/*.json`.
+    The field names are the keys of `records/*.json`, unless `to_json` says otherwise.
 
     Args:
         name: Name of the file, without `.json`.
@@ -65,11 +65,15 @@ class Record:
         """Return the record with these fields, as JSON holds them. Subclasses convert their own fields."""
         return cls(**stored)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as `from_json` reads them."""
+        return asdict(self)
+
     def save(self, options: ExperimentOptions) -> None:
         """Write the record for `load`."""
         file = _file(options, self.name)
         make_folder(file.parent)
-        write_atomically(file, f"{json.dumps(asdict(self), indent=1)}\n".encode())
+        write_atomically(file, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
 
 
 def as_json(plan: Mapping[str, object]) -> dict[str, Any]:

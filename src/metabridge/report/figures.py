@@ -1,4 +1,4 @@
-"""Figures of trained runs and their scores, on light and on dark paper."""
+"""Figures of trained runs and their scores, with a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARKERS = ("o", "x", "v", "^", "s")
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as the bytes of a PNG file, of 256 colours: a third of the bytes, and the eye sees no less."""
+    """Return the figure as a PNG file with a palette of 256 colors, which has a third of the size."""
     drawn, packed = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=150)
     Image.open(drawn).convert("RGB").quantize(256).save(packed, "PNG", optimize=True)
@@ -36,19 +36,19 @@ def png(figure: Figure) -> bytes:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Write the figure as a PNG file, whole or not at all."""
+    """Write the figure as a PNG file."""
     write_atomically(file, png(figure))
 
 
 def plain_numbers(axis: Axis) -> None:
-    """Write 0.02 and not 2e-02 along a logarithmic axis."""
+    """Label a logarithmic axis with numbers such as 0.02 instead of 2e-02."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FormatStrFormatter("%g"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:
-    """Validation accuracy with its 95 % interval, against iterations or against seconds of training."""
+    """Draw validation accuracies with their 95 % intervals against iterations or seconds of training."""
     with theme.context():
         figure = Figure(figsize=(4.8, 4), layout="constrained")
         axes = figure.subplots()
@@ -65,14 +65,14 @@ def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "secon
 
 
 def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) -> Figure:
-    """Accuracies with their 95 % intervals, a line for each method and a mark for each kind of score."""
+    """Draw accuracies with their 95 % intervals, with a line for each method and a marker for each kind of score."""
     with theme.context():
         figure = Figure(figsize=(5.6, 1.6 + 0.6 * len(scores)), layout="constrained")
         axes = figure.subplots()
         kinds = list(next(iter(scores.values())))
         for index, (kind, marker, colour) in enumerate(zip(kinds, MARKERS, COLOURS)):
-            shift = 0.16 * (index - (len(kinds) - 1) / 2)  # apart, so that intervals do not cover each other
-            means, margins = _percent([own[kind] for own in scores.values()])
+            shift = 0.16 * (index - (len(kinds) - 1) / 2)  # so that intervals do not cover each other
+            means, margins = _percent([by_kind[kind] for by_kind in scores.values()])
             axes.errorbar(
                 means,
                 np.arange(len(means)) + shift,
@@ -92,5 +92,5 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
 
 
 def _percent(scores: Sequence[Score]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The means and the half-widths of their intervals, in percent."""
+    """Return the means and the half-widths of their intervals, in percent."""
     return 100 * np.array([score.mean for score in scores]), 100 * np.array([score.ci95 for score in scores])

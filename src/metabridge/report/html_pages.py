@@ -1,4 +1,4 @@
-"""HTML pages that are one file: the pictures are inside, and nothing is loaded from elsewhere."""
+"""HTML pages in a single file, which contains the pictures and loads nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Picture:
 
 
 def render(template: str, **values: object) -> bytes:
-    """Return the page that a template of this package makes of the values."""
+    """Render a template of this package as an HTML page."""
     templates = Environment(
         loader=PackageLoader("metabridge", "report"),
         autoescape=True,

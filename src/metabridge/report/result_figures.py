@@ -75,7 +75,7 @@ def accuracy_over_time(curves: Mapping[str, Sequence[tuple[float, float, float]]
 
 def plot_means(axes: Axes, curves: Mapping[str, Mapping[X, Sequence[float]]]) -> None:
     """Plot the means over runs with their 95 % intervals; a curve maps each x to the values of all runs."""
-    widths = itertools.count(3.2, -0.6)  # thinner each time, so that lines that coincide all stay visible
+    widths = itertools.count(3.2, -0.6)  # decreasing, so that coinciding lines stay visible
     for (name, points), colour, marker, width in zip(curves.items(), COLOURS, MARKERS, widths):
         xs = list(points)
         means, margins = (np.array(column) for column in zip(*map(mean_interval, points.values())))
@@ -143,7 +143,7 @@ def format_exponent(law: PowerLaw) -> str:
 
 
 def draw_contours(axes: Axes, losses: NDArray[np.float64], extent: float) -> None:
-    """Draw a positive function on the square from −extent to extent as contours at equal ratios, with a colour bar.
+    """Draw a positive function on the square from −extent to extent as contours at equal ratios, with a color bar.
 
     The first axis of `losses` is the horizontal one.
     """

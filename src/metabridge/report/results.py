@@ -7,10 +7,10 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder, read_regular_file, write_atomically
@@ -109,16 +109,6 @@ class Result:
     environment: Machine
     seconds: float
     rows: tuple[Row, ...]
-
-    @classmethod
-    def of(cls, options: Any, name: str, rows: tuple[Row, ...], records: Mapping[str, Any]) -> Result:
-        """Return the result of records, for modules that do not use `TrainingExperiment` yet."""
-        if not rows:
-            raise InputError(f"no training of {name} is finished. Run the command again, or give it more --minutes.")
-        first = next(iter(records.values()))
-        plans = {label: record.plan for label, record in records.items()}
-        minutes = sum(record.minutes for record in records.values())
-        return cls(name, options.scale, options.seed, {"plans": plans}, first.environment, 60 * minutes, rows)
 
     def write(self, folder: str | Path) -> Path:
         """Write `ID.json` into the folder and return its path."""

@@ -1,4 +1,4 @@
-"""Pictures of tasks: what a model saw, what it was asked, and where it was wrong."""
+"""Pictures of tasks: support images, query images and the predictions of a model."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ from metabridge.report.figures import LIGHT, Theme
 from metabridge.training.evaluation import Model, score_tasks
 
 RIGHT, WRONG = "#2a9d4a", "#e0352b"
-FRAME, GAP, TITLE = 3, 6, 18  # pixels around an image, between images, and for the words above a task
+FRAME, GAP, TITLE = 3, 6, 18  # pixels around an image, between images, and for the title of a task
 COLUMNS = 2  # tasks side by side
-PIXELS_AN_INCH = 84
+PIXELS_PER_INCH = 84
 
 
 def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = LIGHT) -> Figure:
-    """Draw each task with a column for each class: its first support image above its first queries.
+    """Draw each task with one column per class: its first support image above its first queries.
 
-    A query's frame says whether the class predicted for it is right, and the small image below it
-    is the support image of that class.
+    A query's frame shows whether the prediction is right. The small image below is the support image of the predicted
+    class.
+
+    Args:
+        model: The model that predicts.
+        episodes: The tasks.
+        shown: Number of queries per class.
+        theme: Colors of the figure.
     """
     with torch.no_grad():
         outputs = model.predict(episodes.to(model.params["head.weight"].device)).cpu()
     episodes = episodes.to("cpu")
     blocks = [_block(episodes[task], outputs[task].argmax(-1), shown, theme) for task in range(len(episodes))]
     height, width = blocks[0].shape[:2]
-    places = [(height * (task // COLUMNS), width * (task % COLUMNS)) for task in range(len(blocks))]
-    canvas = _blank(places[-1][0] + height, width * min(COLUMNS, len(blocks)), theme.paper)
+    corners = [(height * (task // COLUMNS), width * (task % COLUMNS)) for task in range(len(blocks))]
+    canvas = _blank(corners[-1][0] + height, width * min(COLUMNS, len(blocks)), theme.paper)
     with theme.context():
-        figure = Figure(figsize=(canvas.shape[1] / PIXELS_AN_INCH, canvas.shape[0] / PIXELS_AN_INCH))
+        figure = Figure(figsize=(canvas.shape[1] / PIXELS_PER_INCH, canvas.shape[0] / PIXELS_PER_INCH))
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         right = score_tasks(outputs, episodes).tolist()
-        for task, ((top, left), block) in enumerate(zip(places, blocks)):
+        for task, ((top, left), block) in enumerate(zip(corners, blocks)):
             canvas[top : top + height, left : left + width] = block
             axes.text(left, top + TITLE - 6, f"task {task + 1}: {100 * right[task]:.0f} % right", fontsize=8)
         axes.imshow(canvas, interpolation="nearest")
@@ -45,7 +51,7 @@ def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = 
 
 
 def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArray[np.float64]:
-    """One task's images, (height, width, 3), with room for words above and for air around."""
+    """Return the images of one task, (height, width, 3), with space for the title and margins."""
     labels, truth = task.support_y[0], task.query_y[0]
     queries = _dark_on_light(task.query_x[0])
     support = [_dark_on_light(task.support_x[0, labels == label])[0] for label in range(int(labels.max()) + 1)]
@@ -64,7 +70,7 @@ def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArr
 
 
 def _dark_on_light(images: Tensor) -> NDArray[np.float64]:
-    """Images (n, channels, h, w) as (n, h, w, 3); of one channel, ink is dark."""
+    """Return images (n, channels, h, w) as (n, h, w, 3); those with one channel are inverted, so that ink is dark."""
     rows = images.double().clamp(0, 1).permute(0, 2, 3, 1)
     return (1 - rows.expand(-1, -1, -1, 3) if rows.shape[-1] == 1 else rows).numpy()
 
@@ -74,7 +80,7 @@ def _blank(height: int, width: int, colour: str) -> NDArray[np.float64]:
 
 
 def _framed(image: NDArray[np.float64], colour: str, theme: Theme) -> NDArray[np.float64]:
-    """An image in a frame, with a gap to its right."""
+    """Return an image in a frame, with a gap to its right."""
     height, width = image.shape[:2]
     cell = _blank(height + 2 * FRAME, width + 2 * FRAME + GAP, theme.paper)
     cell[:, :-GAP] = to_rgb(colour)
@@ -83,7 +89,7 @@ def _framed(image: NDArray[np.float64], colour: str, theme: Theme) -> NDArray[np
 
 
 def _small(image: NDArray[np.float64], theme: Theme) -> NDArray[np.float64]:
-    """An image at half its size, in the middle of a cell as wide as a framed one."""
+    """Return an image at half its size, centered in a cell as wide as a framed image."""
     height, width = image.shape[0] // 2, image.shape[1] // 2
     # The mean of 2×2 pixels keeps thin strokes, which every second pixel would lose.
     halved = image[: 2 * height, : 2 * width].reshape(height, 2, width, 2, 3).mean((1, 3))

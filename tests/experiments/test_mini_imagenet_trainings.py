@@ -19,10 +19,9 @@ from metabridge.experiments import (
 from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, VIEWS
 from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, plan_dict
 from metabridge.report.results import Machine, Result
-from metabridge.training import TestTimeAugmentation
 from metabridge.training.config import ImageTrainingConfig
 
-NAMES = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
+EXPERIMENTS = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 
 
 def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
@@ -51,7 +50,7 @@ def small(monkeypatch, glyphs) -> None:
 
 @pytest.fixture(scope="module")
 def out(glyphs, tmp_path_factory) -> Path:
-    """A folder with the records of every training, done once."""
+    """A folder with the records of all trainings."""
     folder = tmp_path_factory.mktemp("bridge")
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, glyphs)
@@ -66,20 +65,20 @@ def untrainable(monkeypatch) -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_records_are_read_and_nothing_is_trained_again(small, out, untrainable, monkeypatch, tmp_path, name):
+@pytest.mark.parametrize("id", EXPERIMENTS)
+def test_records_are_read_instead_of_training_again(small, out, untrainable, monkeypatch, tmp_path, id):
     monkeypatch.setattr(mini_imagenet_trainings, "load", lambda *_, **__: pytest.fail("loaded images"))
-    first, again = (load_experiment(name).run(ExperimentOptions("quick", out=out, progress=False)) for _ in range(2))
+    first, again = (load_experiment(id).run(ExperimentOptions("quick", out=out, progress=False)) for _ in range(2))
     assert first.result == again.result
     assert Result.read(first.result.write(tmp_path)).rows == first.result.rows
-    load_experiment(name).draw(first, tmp_path / "figure.png")
+    load_experiment(id).draw(first, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def rows(name: str, out: Path, **options):
+def rows(id: str, out: Path, **options):
     return {
         row.name: row
-        for row in load_experiment(name).run(ExperimentOptions("quick", out=out, progress=False, **options)).result.rows
+        for row in load_experiment(id).run(ExperimentOptions("quick", out=out, progress=False, **options)).result.rows
     }
 
 
@@ -125,12 +124,12 @@ def test_only_runs_the_named_training(small, tmp_path):
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["glyphs-metaoptnet-quick-0"]
 
 
-def test_only_refuses_a_training_that_the_experiment_does_not_have(tmp_path):
+def test_unknown_names_in_only_raise_an_error(tmp_path):
     with pytest.raises(InputError, match=r"only names maml-1, but the trainings are mtl, metaoptnet\."):
         load_experiment("bridge-table4").run(ExperimentOptions("quick", out=tmp_path, only=("maml-1",), progress=False))
 
 
-def test_a_stopped_training_leaves_no_record_and_resumes(small, tmp_path):
+def test_interrupted_trainings_leave_no_record_and_resume(small, tmp_path):
     with pytest.raises(InputError, match="no training of bridge-table5 is finished"):
         rows("bridge-table5", tmp_path, minutes=0)
     assert not (tmp_path / "records").exists()
@@ -138,7 +137,7 @@ def test_a_stopped_training_leaves_no_record_and_resumes(small, tmp_path):
 
 
 @pytest.mark.parametrize("data", [None, Path("nowhere")])
-def test_the_paper_scale_without_its_dataset_is_refused(tmp_path, data):
+def test_the_paper_scale_without_its_dataset_raises_an_error(tmp_path, data):
     with pytest.raises(InputError) as caught:
         load_experiment("bridge-table3").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
     assert str(caught.value) == (
@@ -147,7 +146,7 @@ def test_the_paper_scale_without_its_dataset_is_refused(tmp_path, data):
     )
 
 
-def test_a_record_of_another_plan_is_ignored(small, out):
+def test_records_of_other_plans_are_ignored(small, out):
     options = ExperimentOptions("quick", out=out, progress=False)
     plan = replace(mini_imagenet_trainings.plans("quick")["mtl"], seed=0)
     assert TrainingRecord.load(options, "glyphs-mtl-quick-0", plan_dict(plan)) is not None
@@ -155,7 +154,7 @@ def test_a_record_of_another_plan_is_ignored(small, out):
     assert TrainingRecord.load(options, "glyphs-mtl-quick-1", plan_dict(plan)) is None
 
 
-def test_a_malformed_record_is_refused(small, tmp_path):
+def test_malformed_records_raise_an_error(small, tmp_path):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "glyphs-mtl-quick-0.json").write_text(json.dumps({"name": "mtl"}))
     with pytest.raises(InputError, match=r"glyphs-mtl-quick-0\.json is not a record of this version"):
@@ -193,18 +192,12 @@ def test_the_ratio_of_hours_is_that_of_the_times_to_the_best_accuracy_that_both_
     assert table["mtl, training"].ours == pytest.approx(mtl[-1][0] / 60)
 
 
-def test_the_test_score_is_that_of_the_head_with_the_best_validation_score():
-    scores = (
-        SplitAccuracy("validation", 5, 0.70, 0.01, 10, 0.1),
-        SplitAccuracy("validation", 5, 0.75, 0.01, 10, 0.1, TestTimeAugmentation(5)),
-        SplitAccuracy("validation", 5, 0.72, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),
-        SplitAccuracy("validation", 1, 0.99, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),
-        SplitAccuracy("test", 5, 0.60, 0.01, 10, 0.1),
-        SplitAccuracy("test", 5, 0.61, 0.01, 10, 0.1, TestTimeAugmentation(5)),
-        SplitAccuracy("test", 5, 0.69, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),
-    )
-    trained = record("mtl", [(1, 0.5)], scores)
-    assert trained.selected(5).mean == 0.61
-    assert trained.score("test", 5, penalty=0.1).mean == 0.60
-    with pytest.raises(InputError, match="the record of mtl has no such score on test with 1 shots"):
-        trained.selected(1)
+def test_trainings_have_the_seed_of_the_options(monkeypatch, tmp_path):
+    seeds = {}
+
+    def note_seed(options: ExperimentOptions, training: str, name: str, plan: ImageTrainingConfig, *_) -> None:
+        seeds[name] = plan.seed
+
+    monkeypatch.setattr(mini_imagenet_trainings, "train_or_load", note_seed)
+    mini_imagenet_trainings.train_or_load_all(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
+    assert seeds == {"glyphs-mtl-quick-3": 3, "glyphs-maml-5-quick-3": 3}

@@ -1,0 +1,200 @@
+"""Architecture searches on mini-ImageNet (Wang et al. 2022, figure 2 and tables 1 and 2).
+
+Every search leaves a record. Its name for `--only` is "search-LABEL".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from metabridge.datasets import load
+from metabridge.environments.image_tasks import LabelledImages
+from metabridge.experiments.experiment import ExperimentOptions
+from metabridge.experiments.mini_imagenet_trainings import VIEWS, load_mini_imagenet, plans
+from metabridge.experiments.records import Record, as_json, run_folder
+from metabridge.models.architecture import Architecture
+from metabridge.models.cells import cell_network
+from metabridge.nas.architecture_search import SearchConfig, SearchKernel, TimeLimitError, run_search
+from metabridge.report.results import Machine
+from metabridge.training import TestTimeAugmentation
+from metabridge.training.config import ImageTrainingConfig
+
+IMAGE_SIZE = 32  # pixels of mini-ImageNet, for searches
+GLYPH_CLASSES = 25  # of each split, at the quick scale
+
+
+@dataclass(frozen=True)
+class SearchVariant:
+    """What guides a search, for a network with this number of cells (Wang et al. 2022, appendix E)."""
+
+    kernel: SearchKernel
+    cells: int = 5
+    adaptation_time: float = math.inf
+    ridge: float = 1e-3
+
+    def seeds(self, options: ExperimentOptions) -> dict[str, int]:
+        """Return the seed of each search by its label."""
+        guide = "regions" if self.kernel == "none" else self.kernel
+        seeds = range(options.seed, options.seed + SETTINGS[options.scale].seeds)
+        return {f"{guide}-{self.cells}-{seed}": seed for seed in seeds}
+
+    def searches(self, records: Mapping[str, Record], options: ExperimentOptions) -> list[SearchRecord]:
+        """Return the records of this variant's searches."""
+        finished = (records.get(f"search-{label}") for label in self.seeds(options))
+        return [record for record in finished if isinstance(record, SearchRecord)]
+
+
+METANTK = SearchVariant("maml")
+DEEP = SearchVariant("anil", cells=8, adaptation_time=1.0, ridge=1e-5)
+NTK = SearchVariant("ntk")
+REGIONS = SearchVariant("none")
+RANDOM = SearchVariant("random")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to search and train.
+
+    Args:
+        seeds: Number of searches of each variant.
+        search: How to search, except for the fields of `SearchVariant`.
+        plan: The training of ResNet-12, and of cells with the learning rate `lr`.
+        longer: Number of steps of the longer training.
+        lr: Learning rate for networks of cells.
+        drop_rate: Drop rate for networks of cells.
+        tasks: Number of tasks to evaluate on, in validation and test.
+        views: Test-time augmentations to choose from in validation.
+        data: Name of the dataset.
+        image_channels: Number of channels of its images.
+    """
+
+    seeds: int
+    search: SearchConfig
+    plan: ImageTrainingConfig
+    longer: int
+    lr: float
+    drop_rate: float
+    tasks: int
+    views: tuple[TestTimeAugmentation, ...]
+    data: str
+    image_channels: int
+
+
+SETTINGS = {
+    "quick": Settings(
+        seeds=2,
+        search=SearchConfig(channels=4, tasks=2, ways=3, repeats=1, region_inputs=100, operators=("skip", "conv_3x3")),
+        plan=replace(plans("quick")["rfs"], iterations=8, validate_every=8),
+        longer=20,
+        lr=0.1,
+        drop_rate=0.2,
+        tasks=40,
+        views=VIEWS[1:2],
+        data="glyphs",
+        image_channels=1,
+    ),
+    "paper": Settings(
+        seeds=3,
+        search=SearchConfig(),
+        plan=replace(plans("paper")["rfs"], iterations=5000, validate_every=2500),
+        longer=30_000,
+        lr=0.4,  # `lr` and `drop_rate` were chosen in validation after 1000 steps
+        drop_rate=0.0,
+        tasks=2000,
+        views=VIEWS[1:3],  # crops are the most expensive and did not improve RFS with ResNet-12
+        data="mini-imagenet",
+        image_channels=3,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SearchRecord(Record):
+    """The result of one search.
+
+    Args:
+        architecture: The cells found.
+        parameters: Number of parameters of the features of their network.
+        evaluated: Number of networks whose proxies were computed.
+        failed: Number of them for which a proxy failed.
+    """
+
+    architecture: Architecture
+    parameters: int
+    evaluated: int
+    failed: int
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> SearchRecord:
+        """Return the record with these fields, as JSON holds them."""
+        fields = {**stored, "architecture": Architecture.from_dict(stored["architecture"])}
+        return cls(evaluated=fields.pop("measured"), failed=fields.pop("troubled"), **fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as `from_json` reads them."""
+        keys = {"evaluated": "measured", "failed": "troubled"}
+        return {keys.get(name, name): value for name, value in super().to_json().items()}
+
+
+def search_all(options: ExperimentOptions, variants: Iterable[SearchVariant]) -> dict[str, SearchRecord]:
+    """Return the records of all finished searches, after running those that `only` selects, as far as time allows."""
+    records = {
+        f"search-{label}": search_or_load(options, variant, label, seed)
+        for variant in variants
+        for label, seed in variant.seeds(options).items()
+    }
+    return {name: record for name, record in records.items() if record is not None}
+
+
+def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: str, seed: int) -> SearchRecord | None:
+    """Return the stored record of a search, or search; None if `only` excludes it or the time runs out."""
+    settings, part = SETTINGS[options.scale], f"search-{label}"
+    search = replace(
+        settings.search,
+        kernel=variant.kernel,
+        cells=variant.cells,
+        adaptation_time=variant.adaptation_time,
+        ridge=variant.ridge,
+        seed=seed,
+    )
+    plan, name = as_json({"data": settings.data, **search.to_dict()}), f"nas-{part}-{options.scale}"
+    record = SearchRecord.load(options, name, plan)
+    if record is not None or not options.includes(part):
+        return record
+    try:
+        result = run_search(
+            load_images(options, IMAGE_SIZE),
+            search,
+            device=options.device,
+            out=run_folder(options, name, plan),
+            minutes=options.minutes,
+            progress=options.progress,
+        )
+    except TimeLimitError:
+        return None
+    net = cell_network(
+        result.architecture, cells=search.cells, channels=search.channels, image_channels=settings.image_channels
+    )
+    record = SearchRecord(
+        name=name,
+        plan=plan,
+        environment=Machine.current(options.device),
+        minutes=result.seconds / 60,
+        architecture=result.architecture,
+        parameters=sum(value.numel() for value in net.features.parameters()),
+        evaluated=result.evaluated,
+        failed=result.failed,
+    )
+    record.save(options)
+    return record
+
+
+def load_images(options: ExperimentOptions, size: int) -> LabelledImages:
+    """Return mini-ImageNet with images of this size; at the quick scale, some classes of the glyphs."""
+    if SETTINGS[options.scale].data != "glyphs":
+        return load_mini_imagenet(options, size)
+    glyphs = load("glyphs")
+    return replace(glyphs, splits={split: classes[:GLYPH_CLASSES] for split, classes in glyphs.splits.items()})

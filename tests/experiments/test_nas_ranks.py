@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from metabridge import InputError
+from metabridge.experiments import ExperimentOptions, Outcome, load_experiment, nas_ranks, nas_ranks_trainings
+from metabridge.experiments.nas_ranks import correlation
+from metabridge.experiments.nas_ranks_trainings import KERNELS, PROXIES, SETTINGS, RankRecord, ScoredArchitecture, score
+from metabridge.nas import random_architecture, score_model
+from metabridge.training import evaluate
+from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.image_training import train_on_images
+from small_searches import MACHINE, SEARCH, small_images
+
+
+@pytest.fixture
+def small(monkeypatch, glyphs) -> None:
+    plan = replace(SETTINGS["quick"].plan, iterations=2, validate_every=2, validate_tasks=2, batch_size=8)
+    settings = nas_ranks_trainings.Settings(4, replace(SEARCH, cells=3), plan, test_tasks=4, resamples=20)
+    monkeypatch.setitem(SETTINGS, "quick", settings)
+    monkeypatch.setattr(nas_ranks_trainings, "load", lambda name: small_images(glyphs))
+
+
+def run(out: Path, **options) -> Outcome:
+    return load_experiment("nas-ranks").run(ExperimentOptions("quick", out=out, progress=False, **options))
+
+
+def architectures(outcome: Outcome) -> tuple[ScoredArchitecture, ...]:
+    (record,) = outcome.data.values()
+    return record.architectures
+
+
+def test_every_proxy_is_correlated_and_trained_architectures_are_stored(small, monkeypatch, tmp_path):
+    with pytest.raises(InputError, match="nas-ranks has trained 0 architectures, but needs at least 3"):
+        run(tmp_path, minutes=0)
+    whole = run(tmp_path)
+    assert {row.name for row in whole.result.rows[:-2]} == {
+        f"{proxy}, {kind}" for proxy in PROXIES for kind in ("Spearman", "Kendall")
+    }
+    assert all(set(scored.proxies) == set(PROXIES) for scored in architectures(whole))
+    assert len({scored.architecture for scored in architectures(whole)}) == 4
+    load_experiment("nas-ranks").draw(whole, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(nas_ranks_trainings, "image_trainer", lambda *_, **__: pytest.fail("trained"))
+    assert run(tmp_path).result == whole.result
+    monkeypatch.setitem(SETTINGS, "quick", replace(SETTINGS["quick"], architectures=3))
+    assert architectures(run(tmp_path)) == architectures(whole)[:3]
+
+
+def test_an_architecture_that_the_record_lacks_is_trained_even_if_later_ones_are_stored(small, tmp_path):
+    whole = architectures(run(tmp_path))
+    (file,) = (tmp_path / "records").iterdir()
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "judged": record["judged"][1:]}))
+    assert {scored.architecture for scored in architectures(run(tmp_path))} == {scored.architecture for scored in whole}
+
+
+def test_records_of_older_versions_are_read(small, tmp_path):
+    whole = run(tmp_path)
+    (file,) = (tmp_path / "records").iterdir()
+    record = json.loads(file.read_text())
+    assert list(record) == ["name", "plan", "environment", "judged"]
+    training = record["plan"]["training"]
+    training["batch"] = training.pop("batch_size")
+    del training["ema_decay"], training["soft_targets"]
+    file.write_text(json.dumps(record))
+    assert run(tmp_path).result == whole.result
+
+
+def test_failed_proxies_rank_last():
+    architecture = random_architecture(torch.Generator().manual_seed(0))
+
+    def predicted_quality(proxy: str, value: float | None) -> float:
+        return ScoredArchitecture(architecture, {proxy: value}, 0.5, 0.1, 1.0).predicted_quality(proxy)
+
+    assert predicted_quality("NTK", None) < predicted_quality("NTK", 1e9) < predicted_quality("NTK", 2.0)
+    assert (
+        predicted_quality("parameters", None)
+        < predicted_quality("parameters", 2.0)
+        < predicted_quality("parameters", 1e9)
+    )
+
+
+def test_proxies_are_means_over_repeats_and_accuracies_those_of_test_tasks(glyphs, tmp_path):
+    images, search = small_images(glyphs), replace(SEARCH, cells=3, tasks=2, repeats=2)
+    plan = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
+    run = train_on_images(plan, images, progress=False)
+    architecture = random_architecture(torch.Generator().manual_seed(0))
+    scored = score(ExperimentOptions("quick"), architecture, search, images, run, 20)
+    file = str(architecture.save(tmp_path / "architecture.json"))
+    for proxy, kernel in {**KERNELS, "linear regions": "none"}.items():
+        expected = score_model(file, images, replace(search, kernel=kernel)).mean.value
+        assert scored.proxies[proxy] == pytest.approx(expected, rel=1e-5)
+    validation, test = (evaluate(run, images.tasks(split), tasks=20, seed=0) for split in ("validation", "test"))
+    assert scored.accuracy == test.mean != validation.mean
+
+
+@pytest.mark.parametrize("kind", nas_ranks.STATISTICS)
+def test_rank_correlations_depend_only_on_the_order(kind):
+    x = [float(value) for value in range(20)]
+    rising = correlation(kind, x, [value**3 for value in x], resamples=50, seed=0)
+    assert (rising.value, rising.low, rising.high) == pytest.approx((1, 1, 1))
+    falling = correlation(kind, x, [float("-inf") if value == 19 else -value for value in x], resamples=50, seed=0)
+    assert falling.value == pytest.approx(-1)
+    unrelated = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
+    interval = correlation(kind, x, unrelated, resamples=200, seed=0)
+    assert interval.low < 0 < interval.high
+    assert correlation(kind, x, [1.0] * 20, resamples=5, seed=0).value == 0
+
+
+def test_the_interval_of_a_correlation_covers_95_percent():
+    y = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
+    interval = correlation("Spearman", [float(x) for x in range(20)], y, resamples=500, seed=0)
+    assert 0.7 < interval.high - interval.low < 1.2  # about 2 · 1.96/√19 if x and y are independent
+
+
+def test_rows_contain_half_the_width_of_the_interval():
+    generator = torch.Generator().manual_seed(0)
+    scored = tuple(
+        ScoredArchitecture(random_architecture(generator), dict.fromkeys(PROXIES, float(index)), accuracy, 0.1, 1.0)
+        for index, accuracy in enumerate((0.5, 0.4, 0.7, 0.6))
+    )
+    rows = {
+        row.name: row
+        for row in nas_ranks.rows({"": RankRecord("", {}, MACHINE, 4.0, scored)}, ExperimentOptions("quick"))
+    }
+    resamples = SETTINGS["quick"].resamples
+    for proxy, interval in nas_ranks.correlations(scored, "Spearman", resamples=resamples, seed=0).items():
+        assert interval.low < interval.value < interval.high
+        assert rows[f"{proxy}, Spearman"].ours == interval.value
+        assert rows[f"{proxy}, Spearman"].ci95 == pytest.approx((interval.high - interval.low) / 2)
