@@ -62,7 +62,7 @@ def engine_step(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentati
     """Return a function that takes one step of every run with the library's engine."""
     learner = method(name, steps=1, lr=SETTINGS.alpha)
     net = mlp(B.shape[1], 1, width=B.shape[2], depth=1, activation="linear", bias=False).to(B.device)
-    engine = Engine(learner, net, mode="captured" if B.is_cuda else "vectorised")
+    engine = Engine(learner, net, mode="captured" if B.is_cuda else "vectorized")
     episodes = [world.tasks.to(B.device) for world in worlds]
     params = parameters(learner, net)
 

@@ -46,11 +46,11 @@ class Contest(NamedTuple):
 CONTESTS = (
     Contest(
         "logistic regression",
-        LogisticRegression(PENALTY, normalise=False),
+        LogisticRegression(PENALTY, normalize=False),
         lambda: linear_model.LogisticRegression(C=1 / PENALTY, max_iter=1000),
     ),
-    Contest("SVM, squared hinge", SVM(normalise=False), svm.LinearSVC),
-    Contest("SVM, hinge", SVM(loss="hinge", normalise=False), lambda: svm.SVC(kernel="linear", break_ties=True)),
+    Contest("SVM, squared hinge", SVM(normalize=False), svm.LinearSVC),
+    Contest("SVM, hinge", SVM(loss="hinge", normalize=False), lambda: svm.SVC(kernel="linear", break_ties=True)),
     Contest("ridge", RidgeClassifier(), linear_model.Ridge),
     Contest("nearest centroid", NearestCentroid(), neighbors.NearestCentroid),
 )

@@ -119,7 +119,7 @@ CONTENDERS = {
     "cuda": {
         "metabridge": ours("captured"),
         "metabridge, memory-flat": ours("captured", flat=True),
-        "metabridge, not captured": ours("vectorised"),
+        "metabridge, not captured": ours("vectorized"),
         "higher": with_higher,
     },
 }

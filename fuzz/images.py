@@ -109,8 +109,8 @@ def image_reader(
     )
 
 
-def _header(width: int, height: int, depth: int = 8, colours: int = 2) -> tuple[bytes, bytes]:
-    return b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0)
+def _header(width: int, height: int, depth: int = 8, colors: int = 2) -> tuple[bytes, bytes]:
+    return b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colors, 0, 0, 0)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n%%EndComments\n(x) run\n%%EOF\n"
@@ -145,9 +145,9 @@ def _png_bombs() -> list[bytes]:
     start, end, some = _header(5, 5), (b"IEND", b""), (b"IDAT", zlib.compress(bytes(80)))
     return [
         *(
-            mutate.png_file([_header(side, side, depth, colours), some, end])
+            mutate.png_file([_header(side, side, depth, colors), some, end])
             for side in (13000, 23000, 60000, 2**31 - 1)
-            for depth, colours in ((8, 2), (1, 0), (16, 6))
+            for depth, colors in ((8, 2), (1, 0), (16, 6))
         ),
         mutate.png_file([_header(22000, 22000, 1, 0), (b"IDAT", stream), end]),
         mutate.png_file([_header(5000, 5000, 8, 0), (b"IDAT", stream), end]),

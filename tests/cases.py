@@ -186,11 +186,11 @@ class MovingBuffers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
-        centred = (x - self.mean.clone()).tanh() / (1 + 0.1 * self.calls)
+        centered = (x - self.mean.clone()).tanh() / (1 + 0.1 * self.calls)
         if self.training:
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
             self.calls = self.calls + 1
-        return centred
+        return centered
 
 
 class Adapter(nn.Module):
@@ -238,7 +238,7 @@ ODD_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "multi-head attention": (MultiheadAttention, (3, 2)),
     "transformer": (transformer, (2, 4)),
     "embedding": (Tokens, (3,)),
-    "parametrised layer": (symmetric_layer, (4,)),
+    "parametrized layer": (symmetric_layer, (4,)),
     "weight norm": (normed_layer, (4,)),
     "buffers that move": (MovingBuffers, (4,)),
     "parameter in a closure": (Adapter, (4,)),
@@ -265,14 +265,14 @@ def odd_episodes(name: str, tasks: int = 3) -> Episodes:
 
 
 def clusters(shape: tuple[int, ...], tasks: int = 3, shots: int = 2, queries: int = 3, seed: int = 0) -> Episodes:
-    """Return classification tasks in float64: a random centre for each class, plus noise."""
+    """Return classification tasks in float64: a random center for each class, plus noise."""
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(tasks, WAYS, *shape, generator=generator, dtype=torch.float64)
+    centers = torch.randn(tasks, WAYS, *shape, generator=generator, dtype=torch.float64)
 
     def draw(points: int) -> tuple[Tensor, Tensor]:
         labels = torch.arange(WAYS).repeat_interleave(points).expand(tasks, -1).contiguous()
         noise = torch.randn(tasks, WAYS * points, *shape, generator=generator, dtype=torch.float64)
-        return centres.repeat_interleave(points, dim=1) + 0.8 * noise, labels
+        return centers.repeat_interleave(points, dim=1) + 0.8 * noise, labels
 
     classes = torch.stack([torch.randperm(CLASSES, generator=generator)[:WAYS] for _ in range(tasks)])
     return Episodes(*draw(shots), *draw(queries), classes=classes)

@@ -1,4 +1,4 @@
-"""Trainings of a few steps, on sinusoids and on images in colour, and commands for such."""
+"""Trainings of a few steps, on sinusoids and on images in color, and commands for such."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Watched:
         return self.environment.sample(tasks, generator)
 
 
-def colours() -> LabelledImages:
-    """Eight classes of 18-pixel colour images, four to train on and four to validate on."""
+def colors() -> LabelledImages:
+    """Eight classes of 18-pixel color images, four to train on and four to validate on."""
     labels = torch.arange(8).repeat_interleave(12)
     generator = torch.Generator().manual_seed(0)
     shades = torch.randint(40, 215, (8, 3, 18, 18), generator=generator)
@@ -64,9 +64,9 @@ def on_sinusoids(out: Path | None, told=lambda count: None, **options) -> Run:
     return fit(net, chosen, Watched(Sinusoid(), told), validate=Sinusoid(), out=out, **SINUSOIDS | options)
 
 
-def on_colours(name: str, out: Path | None, told=lambda count: None, **options) -> Run:
+def on_colors(name: str, out: Path | None, told=lambda count: None, **options) -> Run:
     """A ResNet-12 with DropBlock, running statistics and augmented images."""
-    data, chosen = colours(), method(name)
+    data, chosen = colors(), method(name)
     net = resnet12(3, 18, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
     train = data.batches("train", size=24) if name == "rfs" else data.tasks("train", ways=3, shots=2, queries=2)
     validate = data.tasks("validation", ways=3, shots=1, queries=5)

@@ -62,7 +62,7 @@ def test_names_that_version_0_1_0_stored_still_load():
     assert {"GradientDescent", "Proximal", "Ridge", "SupportVectors"} <= Solver.by_stored_name().keys()
     assert {"LogisticRegression", "SVM", "Ridge", "NearestCentroid"} <= Head.by_stored_name().keys()
     assert Solver.from_dict({"solver": "Ridge", "penalty": 2.0, "scale": 5.0}) == solvers.RidgeSolver(2.0)
-    assert Head.from_dict({"solver": "Ridge", "penalty": 2.0, "normalise": True}) == heads.RidgeClassifier(2.0, True)
+    assert Head.from_dict({"solver": "Ridge", "penalty": 2.0, "normalize": True}) == heads.RidgeClassifier(2.0, True)
 
 
 class Pet(Registered, root=True):

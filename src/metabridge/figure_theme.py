@@ -1,4 +1,4 @@
-"""Colours and Matplotlib settings of all figures, for light and dark pages."""
+"""Colors and Matplotlib settings of all figures, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 
-# The palette of Okabe and Ito (2008), which colour-blind readers can distinguish, adjusted for light and dark pages.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
+# The palette of Okabe and Ito (2008), which color-blind readers can distinguish, adjusted for light and dark pages.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of the page, the text and thin lines."""
+    """The colors of the page, the text and thin lines."""
 
     paper: str
     ink: str

@@ -16,10 +16,10 @@ _STEP_SHARE = 0.995
 
 
 class QPSolution(NamedTuple):
-    """A minimiser of a quadratic program, its multipliers, and a bound on its error.
+    """A minimizer of a quadratic program, its multipliers, and a bound on its error.
 
     Args:
-        alpha: The minimiser, (..., b, n).
+        alpha: The minimizer, (..., b, n).
         dual: The multipliers of the equalities, (..., m).
         lower: The non-negative multipliers of the lower bounds, (..., b, n).
         upper: The non-negative multipliers of the upper bounds, (..., b, n).
@@ -71,7 +71,7 @@ def solve_qp(
     iterations: int = 16,
     tolerance: float | None = None,
 ) -> QPSolution:
-    """Minimise Σ_k ½ α_kᵀ Q_k α_k − ⟨e, α⟩ subject to Σ_k A_k α_k = r and lo ≤ α ≤ hi, in float64.
+    """Minimize Σ_k ½ α_kᵀ Q_k α_k − ⟨e, α⟩ subject to Σ_k A_k α_k = r and lo ≤ α ≤ hi, in float64.
 
     The method is Mehrotra's predictor-corrector. The reduced system is block diagonal, Q_k + diag(multiplier / slack),
     so b matrices of n×n and one of m×m are factored. Without a `tolerance` the number of iterations is fixed and

@@ -12,6 +12,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, ClassVar, Self
 
+_FIELD_NAMES = {"normalise": "normalize"}  # fields by their names in files, which must never change
+
 
 class Registered:
     """A dataclass that is registered by name in its root class.
@@ -63,12 +65,14 @@ class Registered:
         Raises:
             KeyError: If no registered class has the stored name.
         """
-        options = dict(data)
+        options = {_FIELD_NAMES.get(name, name): value for name, value in data.items()}
         return cls.by_stored_name()[options.pop("solver")](**options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the stored name, under the key "solver", and the fields."""
-        return {"solver": self.stored_name} | asdict(self)  # type: ignore[call-overload, no-any-return]
+        stored = {field: name for name, field in _FIELD_NAMES.items()}
+        options = {stored.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
+        return {"solver": self.stored_name} | options
 
     def summary(self) -> str:
         """Return the label with all numbers, and with the other fields that differ from their defaults."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
-    """Return W (..., k, d) that minimises ‖XWᵀ − Y‖² + penalty‖W‖², without bias.
+    """Return W (..., k, d) that minimizes ‖XWᵀ − Y‖² + penalty‖W‖², without bias.
 
     With fewer points than features it is computed as Wᵀ = Xᵀ(XXᵀ + penalty·I)⁻¹Y, otherwise as (XᵀX +
     penalty·I)⁻¹XᵀY, so that the smaller matrix is factored.
@@ -28,10 +28,10 @@ def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
 
 
 def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a (..., k, n) and b (..., k) such that W = aX and b minimise ‖XWᵀ + b − Y‖² + penalty‖W‖².
+    """Return a (..., k, n) and b (..., k) such that W = aX and b minimize ‖XWᵀ + b − Y‖² + penalty‖W‖².
 
-    With K the Gram matrix of centred features, (K + penalty·I)aᵀ = Y minus its mean. So the coefficients of an output
-    sum to 0, and the features themselves need not be centred.
+    With K the Gram matrix of centered features, (K + penalty·I)aᵀ = Y minus its mean. So the coefficients of an output
+    sum to 0, and the features themselves need not be centered.
 
     Args:
         gram: XXᵀ, (..., n, n).
@@ -45,15 +45,15 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
     """
     column_mean = gram.mean(-2, keepdim=True)
     target_mean = targets.mean(-2, keepdim=True)
-    centred = gram - (column_mean.mT + (column_mean - column_mean.mean(-1, keepdim=True)))
-    solution = _solve(centred, targets - target_mean, penalty)
+    centered = gram - (column_mean.mT + (column_mean - column_mean.mean(-1, keepdim=True)))
+    solution = _solve(centered, targets - target_mean, penalty)
     solution = solution - solution.mean(-2, keepdim=True)  # 0 but for rounding errors, which a small penalty magnifies
     return solution.mT, (target_mean - column_mean @ solution)[..., 0, :]
 
 
 def _solve(gram: Tensor, target: Tensor, penalty: Tensor) -> Tensor:
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    # With a penalty below the rounding errors of the matrix, the Cholesky factorisation could fail.
+    # With a penalty below the rounding errors of the matrix, the Cholesky factorization could fail.
     trace = gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     factor = torch.linalg.cholesky_ex(gram + torch.maximum(penalty, torch.finfo(gram.dtype).eps * trace) * eye).L
     # Two triangular solves, since cholesky_solve allocates memory that a CUDA graph does not see.

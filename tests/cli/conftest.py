@@ -26,7 +26,7 @@ def runs(glyphs, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def photographs(tmp_path) -> Path:
-    """Class folders of small PNG files in colour, each class with a hue of its own, split by folders."""
+    """Class folders of small PNG files in color, each class with a hue of its own, split by folders."""
     draw = np.random.default_rng(0)
     for split, classes in (("train", 4), ("validation", 3), ("test", 3)):
         for label in range(classes):

@@ -72,7 +72,7 @@ def test_a_run_is_made_longer_with_more_iterations(metabridge, runs, tmp_path):
 DAMAGES = {
     "tasks": (lambda s: s.update(tasks=[1]), "its tasks is [1]"),
     "data": (lambda s: s["tasks"].update(data=5), "its tasks have the data 5"),
-    "source": (lambda s: s["tasks"]["data"].update(colour="red"), "its data {'name': 'glyphs'"),
+    "source": (lambda s: s["tasks"]["data"].update(color="red"), "its data {'name': 'glyphs'"),
     "names": (lambda s: s["tasks"].update(class_names=7), "its tasks have the class_names 7"),
     "outputs": (lambda s: s["model"].update(outputs="x"), "its settings cannot be read"),
     "depth": (lambda s: s["model"].update(filters=10**9), "too large to build"),
@@ -205,7 +205,7 @@ def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, p
     tasks = ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
     assert metabridge(*TRAIN, "--method", method, *tasks, "--out", out)[0] == 0
     settings = json.loads((out / "settings.json").read_text())
-    assert settings["training"]["augment"]["padding"] == 4  # images in colour are augmented
+    assert settings["training"]["augment"]["padding"] == 4  # images in color are augmented
     assert settings["tasks"]["data"] == {"name": "folder", "root": str(photographs.resolve()), "size": 16}
     status, printed, _ = metabridge(
         "evaluate", out, "--ways", 3, "--queries", 3, "--shots", "1,2", "--tasks", 30, "--device", "cpu"

@@ -300,7 +300,7 @@ def test_the_command_writes_a_report(metabridge, glyphs, tmp_path):
         ({"tasks": 6}, "tasks is 6, but two groups need at least 10"),
         ({"groups": "superclasses"}, "only image tasks have superclasses"),
         ({"groups": "parts"}, "is not a Mixture of two"),
-        ({"groups": "colours"}, "groups is 'colours', but must be one of"),
+        ({"groups": "colors"}, "groups is 'colors', but must be one of"),
         ({"net": mb.models.mlp(5, 1), "features": torch.tanh}, "net and features are both given"),
     ],
 )

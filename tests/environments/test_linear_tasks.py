@@ -55,10 +55,10 @@ def test_inputs_and_solutions_have_the_distribution_of_their_group():
     w = solved(episodes)
     for group in range(2):
         in_group = episodes.classes[:, 0] == group
-        _, covariance, centre, spread, _ = (field[group] for field in landscape.distribution)
+        _, covariance, center, spread, _ = (field[group] for field in landscape.distribution)
         check_covariance(episodes.query_x[in_group].double().flatten(0, 1), covariance)
-        assert same(w[in_group].mean(0), centre, (spread.diagonal() / in_group.sum()).sqrt())
-        check_covariance(w[in_group] - centre, spread)
+        assert same(w[in_group].mean(0), center, (spread.diagonal() / in_group.sum()).sqrt())
+        check_covariance(w[in_group] - center, spread)
 
 
 def test_groups_are_sampled_with_their_probabilities():
@@ -85,7 +85,7 @@ def test_support_and_query_of_a_task_have_one_solution():
 def test_hard_and_easy_tasks_are_groups_of_scaled_identities():
     distribution, identity = WORLD.landscape.distribution, torch.eye(3, dtype=torch.float64)
     torch.testing.assert_close(distribution.covariance, torch.stack([0.2 * identity, identity]))
-    torch.testing.assert_close(distribution.centre, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=torch.float64))
+    torch.testing.assert_close(distribution.center, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=torch.float64))
     torch.testing.assert_close(distribution.spread, torch.stack([0.5 * identity, 0.1 * identity]))
 
 
@@ -96,7 +96,7 @@ def test_sampled_landscapes_have_fixed_tasks_with_several_episodes():
         episodes = LinearTasks(few, 6, 4).sample_every_group(3, seeded(seed))
         assert episodes.classes[:, 0].tolist() == [task for task in range(5) for _ in range(3)]
         torch.testing.assert_close(
-            solved(episodes), few.distribution.centre.repeat_interleave(3, 0), atol=1e-4, rtol=1e-4
+            solved(episodes), few.distribution.center.repeat_interleave(3, 0), atol=1e-4, rtol=1e-4
         )
 
 
@@ -162,7 +162,7 @@ SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
         (lambda: Landscape((TaskGroup(SKEWED),), 2), "covariance of group 0 is not symmetric: it differs"),
         (lambda: Landscape((TaskGroup(torch.eye(3)),), 2), "covariance of group 0 is float32 of shape (3, 3), but"),
         (lambda: Landscape((TaskGroup(math.nan),), 2), "covariance of group 0 has infinite or NaN values"),
-        (lambda: Landscape((TaskGroup(1.0, torch.ones(3)),), 2), "centre of group 0 is float32 of shape (3,), but"),
+        (lambda: Landscape((TaskGroup(1.0, torch.ones(3)),), 2), "center of group 0 is float32 of shape (3,), but"),
         (lambda: Landscape((TaskGroup(1.0, 0.0, SKEWED),), 2), "spread of group 0 is not symmetric"),
         (lambda: Landscape((TaskGroup(1.0, 0.0, -1.0),), 2), "spread of group 0 has the eigenvalue -1, but"),
         (lambda: Landscape((TaskGroup(1.0, noise=-0.1),), 2), "noise of group 0 is -0.1, but must be a finite number"),
@@ -185,7 +185,7 @@ def test_invalid_arguments_are_refused(make, sentence):
 
 def test_repr_shows_the_shape_of_tensors_and_not_their_values():
     group = TaskGroup(torch.eye(50), torch.ones(50))
-    assert "covariance=float32 of shape (50, 50), centre=float32 of shape (50,), spread=0.0" in repr(group)
+    assert "covariance=float32 of shape (50, 50), center=float32 of shape (50,), spread=0.0" in repr(group)
     landscape = Landscape((group,), 50)
     assert repr(landscape) == "Landscape(1 groups, dimension=50)"
     assert repr(LinearTasks(landscape)) == f"LinearTasks(landscape={landscape!r}, shots=10, queries=10)"

@@ -58,14 +58,14 @@ def test_quadratic_targets_have_the_scaled_chi_squared_distribution():
     assert high - 0.06 < widths.quantile(0.95) < high
 
 
-def test_quadratic_targets_are_computed_before_inputs_are_normalised():
+def test_quadratic_targets_are_computed_before_inputs_are_normalized():
     """Undone by hand: the inputs' directions and one unknown length each reproduce the targets."""
     generator = seeded(3)
-    centre = torch.randn(6, 1, 10, generator=generator)
+    center = torch.randn(6, 1, 10, generator=generator)
     width = torch.empty(6, 1, 1).uniform_(1.3, 1.6, generator=generator)
-    x = centre + width * torch.randn(6, 15, 10, generator=generator)
+    x = center + width * torch.randn(6, 15, 10, generator=generator)
     tasks = Quadratic().sample(6, seeded(3)).without_split()
-    torch.testing.assert_close(tasks.support_y, width * (x - centre).square().sum(-1, keepdim=True))
+    torch.testing.assert_close(tasks.support_y, width * (x - center).square().sum(-1, keepdim=True))
     torch.testing.assert_close(tasks.support_x, math.sqrt(10) * x / x.norm(dim=-1, keepdim=True))
 
 

@@ -83,7 +83,7 @@ def test_training_on_a_pool_lowers_the_loss():
     world = SharedRepresentation(6, (4.0,), noise=0.01, pool=40)
     net = mlp(6, 1, width=6, depth=1, activation="linear", bias=False)
     learner = method("fo-anil", steps=1, lr=0.1)
-    run = fit(net, learner, world, iterations=80, batch_size=20, lr=0.05, mode="vectorised", progress=False)
+    run = fit(net, learner, world, iterations=80, batch_size=20, lr=0.05, mode="vectorized", progress=False)
     assert run.curve[-1].loss < 0.7 * run.curve[0].loss
 
 

@@ -17,8 +17,8 @@ every_head = pytest.mark.parametrize("name", Head.registry)
 def points() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(4).repeat(2, 5)
-    centres = 3 * torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
-    x = centres.gather(1, y[..., None].expand(-1, -1, 6))
+    centers = 3 * torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    x = centers.gather(1, y[..., None].expand(-1, -1, 6))
     return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64), y
 
 
@@ -26,7 +26,7 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_head_made_by_name_classifies_separated_classes(name):
     x, y = points()
     head = create_head(name)
-    assert head.normalise
+    assert head.normalize
     fitted = head.fit(x, y, 4)
     assert torch.equal(fitted.scores(x).argmax(-1), y)
     assert FITTED_HEADS[type(fitted).__name__] is type(fitted)

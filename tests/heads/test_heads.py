@@ -62,8 +62,8 @@ HEADS = [
     LogisticRegression(0.1),
     SVM(),
     SVM(loss="hinge"),
-    RidgeClassifier(normalise=True),
-    NearestCentroid(normalise=True),
+    RidgeClassifier(normalize=True),
+    NearestCentroid(normalize=True),
 ]
 every_head = pytest.mark.parametrize("head", HEADS, ids=repr)
 
@@ -95,14 +95,14 @@ def test_logistic_regression_equals_that_of_scikit_learn(tasks, penalty):
     # A constant added to all biases changes nothing: ours sum to 0, those of scikit-learn do not.
     theirs = theirs - theirs.mean(-1, keepdim=True)
     assert_same(
-        LogisticRegression(penalty, normalise=False).fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query), theirs, 1e-5
+        LogisticRegression(penalty, normalize=False).fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query), theirs, 1e-5
     )
 
 
 @pytest.mark.parametrize("penalty", [1e-4, 0.33, 10.0])
 def test_logistic_regression_with_two_classes_equals_that_of_scikit_learn_with_half_the_penalty(penalty):
     reference = linear_model.LogisticRegression(C=2 / penalty, solver="newton-cholesky", tol=1e-13, max_iter=1000)
-    scores = LogisticRegression(penalty, normalise=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
+    scores = LogisticRegression(penalty, normalize=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
     difference = scores[..., 1] - scores[..., 0]
     torch.testing.assert_close(difference, sklearn_decisions(reference, TWO_WAYS), rtol=1e-5, atol=1e-5)
 
@@ -111,7 +111,7 @@ def test_logistic_regression_with_two_classes_equals_that_of_scikit_learn_with_h
 @pytest.mark.parametrize("C", [0.1, 1.0, 10.0])
 def test_the_squared_hinge_svm_equals_linear_svc(tasks, C):
     reference = svm.LinearSVC(C=C, tol=1e-9, max_iter=1_000_000, random_state=0)
-    head = SVM(C, normalise=False).fit(tasks.x, tasks.y, tasks.ways)
+    head = SVM(C, normalize=False).fit(tasks.x, tasks.y, tasks.ways)
     assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
 
 
@@ -119,7 +119,7 @@ def test_the_squared_hinge_svm_equals_linear_svc(tasks, C):
 @pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
 def test_the_hinge_svm_has_the_votes_and_confidences_of_svc(tasks, C):
     reference = svm.SVC(C=C, kernel="linear", tol=1e-9)
-    head = SVM(C, loss="hinge", normalise=False).fit(tasks.x, tasks.y, tasks.ways)
+    head = SVM(C, loss="hinge", normalize=False).fit(tasks.x, tasks.y, tasks.ways)
     assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
 
 
@@ -127,7 +127,7 @@ def test_the_hinge_svm_has_the_votes_and_confidences_of_svc(tasks, C):
 @pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
 def test_the_hinge_svm_has_the_pairwise_decisions_of_svc(tasks, C):
     reference = svm.SVC(C=C, kernel="linear", tol=1e-9, decision_function_shape="ovo")
-    head = SVM(C, loss="hinge", normalise=False).fit(tasks.x, tasks.y, tasks.ways)
+    head = SVM(C, loss="hinge", normalize=False).fit(tasks.x, tasks.y, tasks.ways)
     theirs = sklearn_decisions(reference, tasks)
     torch.testing.assert_close(LinearHead(*head).scores(tasks.query), theirs, rtol=1e-5, atol=1e-5)
 
@@ -135,7 +135,7 @@ def test_the_hinge_svm_has_the_pairwise_decisions_of_svc(tasks, C):
 @pytest.mark.parametrize("loss", ["squared-hinge", "hinge"])
 def test_svms_with_two_classes_predict_as_scikit_learn(loss):
     reference = svm.LinearSVC(tol=1e-9, max_iter=1_000_000) if loss == "squared-hinge" else svm.SVC(kernel="linear")
-    scores = SVM(loss=loss, normalise=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
+    scores = SVM(loss=loss, normalize=False).fit(TWO_WAYS.x, TWO_WAYS.y, 2).scores(TWO_WAYS.query)
     assert (scores.argmax(-1) == sklearn_decisions(reference, TWO_WAYS, "predict")).all()
 
 
@@ -181,11 +181,11 @@ def test_nearest_centroid_predicts_the_nearest_class_mean(tasks):
 
 
 @every_head
-def test_heads_that_normalise_ignore_the_length_of_features(head):
+def test_heads_that_normalize_ignore_the_length_of_features(head):
     tasks = KINDS["5-way 5-shot, wide"]
     fitted = head.fit(tasks.x, tasks.y, tasks.ways)
     stretched = head.fit(3 * tasks.x, tasks.y, tasks.ways)
-    unit = type(head)(**{**vars(head), "normalise": False}).fit(
+    unit = type(head)(**{**vars(head), "normalize": False}).fit(
         torch.nn.functional.normalize(tasks.x, dim=-1), tasks.y, tasks.ways
     )
     scores = fitted.scores(tasks.query)
@@ -290,7 +290,7 @@ def test_a_head_that_is_not_solved_logs_one_warning(head, remedy, monkeypatch, c
     head.fit(tasks.x, tasks.y, tasks.ways)
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{head!r} stopped ")
-    assert record.getMessage().endswith(f"in 3 of 3 tasks. Use {remedy}, or normalise=True.")
+    assert record.getMessage().endswith(f"in 3 of 3 tasks. Use {remedy}, or normalize=True.")
 
 
 def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
@@ -302,10 +302,10 @@ def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
 
 
 def test_a_head_warns_if_its_objective_is_more_than_1e_5_above_the_minimum(monkeypatch, caplog):
-    tasks, minimise = gaussian_tasks(2, [3, 3], 4), newton.minimise
+    tasks, minimize = gaussian_tasks(2, [3, 3], 4), newton.minimize
     for missing, warnings in ((0.9e-5, 0), (1.1e-5, 1)):
         left = torch.tensor([[0.0], [missing]])
-        monkeypatch.setattr(newton, "minimise", lambda *given: (minimise(*given)[0], left))  # noqa: B023
+        monkeypatch.setattr(newton, "minimize", lambda *given: (minimize(*given)[0], left))  # noqa: B023
         LogisticRegression().fit(tasks.x, tasks.y, tasks.ways)
         assert len(caplog.records) == warnings
 
@@ -322,7 +322,7 @@ def test_the_ridge_classifier_of_equal_points_with_different_labels_is_accurate_
     torch.testing.assert_close(single, double, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("head", [RidgeClassifier(1e-4), SVM(10.0, "hinge", normalise=False)])
+@pytest.mark.parametrize("head", [RidgeClassifier(1e-4), SVM(10.0, "hinge", normalize=False)])
 def test_heads_of_points_far_from_zero_are_accurate_in_float32(head):
     """The products of these points are not exact in float32."""
     generator = torch.Generator().manual_seed(0)
@@ -380,7 +380,7 @@ def assert_scores(ours: Tensor, theirs: np.ndarray, raw: Transformation, dtype: 
 def test_a_squared_hinge_svm_warns_if_rounding_moves_it_from_its_minimum(caplog):
     x, y, _, ways = gaussian_tasks(2, [8] * 5, 6, spread=6.0)
     for scale, warnings in ((1e4, 0), (1e12, 1)):
-        SVM(1e4, normalise=False).fit(scale * x + 1e6, y, ways)
+        SVM(1e4, normalize=False).fit(scale * x + 1e6, y, ways)
         assert len(caplog.records) == warnings
 
 
@@ -403,14 +403,14 @@ def test_the_ridge_classifier_of_raw_features_equals_the_solution_by_singular_va
 @raw_features
 @shapes
 @both_dtypes
-def test_the_hinge_svm_of_raw_features_equals_svc_of_standardised_ones(raw, shots, d, dtype, caplog):
+def test_the_hinge_svm_of_raw_features_equals_svc_of_standardized_ones(raw, shots, d, dtype, caplog):
     x, y, query, ways = raw.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     tall = x.shape[-2] > d
     for C in STRENGTHS:
         if tall and C * raw.scale**2 > 1e9:
             continue  # with overlapping classes, coefficients as large as C cancel; the head warns
-        head = SVM(C, "hinge", normalise=False).fit(x, y, ways)
+        head = SVM(C, "hinge", normalize=False).fit(x, y, ways)
         points, queries, labels = x[0].double().numpy(), query[0].double().numpy(), y[0].numpy()
         mean, size = points.mean(0), np.abs(points - points.mean(0)).max()
         reference = svm.SVC(C=C * size**2, kernel="linear", tol=1e-9, decision_function_shape="ovo", max_iter=10**6)
@@ -440,7 +440,7 @@ def test_the_squared_hinge_svm_of_raw_features_solves_its_dual(raw, shots, d, dt
     x, query = x.to(dtype), query.to(dtype)
     tall = x.shape[-2] > d
     for C in STRENGTHS:
-        scores = SVM(C, normalise=False).fit(x, y, ways).scores(query)
+        scores = SVM(C, normalize=False).fit(x, y, ways).scores(query)
         if tall and C * max(raw.scale, raw.offset) ** 2 > 1e6:
             continue  # coefficients of near-duplicates, as large as C, cancel
         for output in range(2):
@@ -454,8 +454,8 @@ def test_the_squared_hinge_svm_of_raw_features_solves_its_dual(raw, shots, d, dt
 def test_the_squared_hinge_svm_of_overlapping_classes_does_not_depend_on_the_scale(scale, C, caplog):
     x, y, query, ways = gaussian_tasks(25, [8] * 5, 6, spread=6.0)
     # Both penalties are negligible, so scaling the features does not change the scores.
-    scores = SVM(C, normalise=False).fit(scale * x, y, ways).scores(scale * query)
-    torch.testing.assert_close(scores, SVM(1e8, normalise=False).fit(x, y, ways).scores(query), rtol=0, atol=1e-3)
+    scores = SVM(C, normalize=False).fit(scale * x, y, ways).scores(scale * query)
+    torch.testing.assert_close(scores, SVM(1e8, normalize=False).fit(x, y, ways).scores(query), rtol=0, atol=1e-3)
     assert not caplog.records
 
 
@@ -466,7 +466,7 @@ def test_logistic_regression_of_raw_features_is_stationary(raw, shots, d, dtype,
     x, y, query, ways = raw.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     for penalty in (*STRENGTHS, 1e-8):
-        head = LogisticRegression(penalty, normalise=False)
+        head = LogisticRegression(penalty, normalize=False)
         scores = head.fit(x, y, ways).scores(query)
         fitted = head.fit(x.double(), y, ways)
         assert_scores(scores, fitted.scores(query.double()).numpy(), raw, dtype)
@@ -494,11 +494,11 @@ def test_nearest_centroid_of_raw_features_is_accurate_in_float32(raw, shots, d):
 def test_the_hinge_svm_of_duplicate_points_is_at_its_minimum():
     count, ways, shots = 30, 3, 5
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(count, ways, 32, generator=generator)
-    x = centres.repeat_interleave(shots, 1) + torch.randn(count, ways * shots, 32, generator=generator)
+    centers = torch.randn(count, ways, 32, generator=generator)
+    x = centers.repeat_interleave(shots, 1) + torch.randn(count, ways * shots, 32, generator=generator)
     x[:, 1] = x[:, 0]
     x, y = torch.nn.functional.normalize(x, dim=-1).double(), torch.arange(ways).repeat_interleave(shots)
-    head = SVM(C=1.0, loss="hinge", normalise=True).fit(x, y.expand(count, -1), ways)
+    head = SVM(C=1.0, loss="hinge", normalize=True).fit(x, y.expand(count, -1), ways)
 
     def objective(weight, bias, points, sign):
         return 0.5 * (weight**2).sum() + np.maximum(1 - sign * (points @ weight + bias), 0).sum()

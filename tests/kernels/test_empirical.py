@@ -234,7 +234,7 @@ def test_weight_of_no_layer_is_included_even_if_its_gradient_is_zero_at_the_firs
 
 
 def test_one_sample_is_enough_to_detect_that_samples_mix() -> None:
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(3, 2).double()
@@ -243,7 +243,7 @@ def test_one_sample_is_enough_to_detect_that_samples_mix() -> None:
             return self.layer(x - x.mean(0) / 2)  # type: ignore[no-any-return]
 
     with pytest.raises(InputError, match="depends on the other samples"):
-        EmpiricalKernel(Centred()).ntk(random_normal(1, 1, 3))
+        EmpiricalKernel(Centered()).ntk(random_normal(1, 1, 3))
 
 
 class Tied(nn.Module):

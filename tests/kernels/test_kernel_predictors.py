@@ -162,8 +162,8 @@ def test_labels_become_one_hot_targets_and_evaluate_accepts_a_fitted_learner():
         outputs = 3
 
         def sample(self, tasks, generator):
-            centres = 3 * torch.randn(tasks, 3, 1, 8, generator=generator)
-            x = centres + torch.randn(tasks, 3, 12, 8, generator=generator)
+            centers = 3 * torch.randn(tasks, 3, 1, 8, generator=generator)
+            x = centers + torch.randn(tasks, 3, 12, 8, generator=generator)
             labels = [torch.arange(3).repeat_interleave(points).repeat(tasks, 1) for points in (2, 10)]
             return Episodes(x[:, :, :2].flatten(1, 2), labels[0], x[:, :, 2:].flatten(1, 2), labels[1])
 

@@ -111,7 +111,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "a norm whose bias is its weight": tied_norm,
     "one pool used twice": shared_pool,
     "tied, softmax": lambda: tied(lambda y: y.softmax(1)),
-    "tied, centred": lambda: tied(lambda y: y - y.mean(1, keepdim=True)),
+    "tied, centered": lambda: tied(lambda y: y - y.mean(1, keepdim=True)),
     "several rows per sample": lambda: CustomNet(several_rows_per_sample, a=nn.Linear(64, 3), head=linear_head(6)),
     "samples in another order": lambda: CustomNet(reversed_samples, a=nn.Linear(128, 4), head=linear_head(4)),
     "an activation without a vmap rule": lambda: nn.Sequential(

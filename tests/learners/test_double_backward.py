@@ -71,6 +71,6 @@ def test_a_layer_without_second_derivative_raises_an_error_in_second_order_metho
     net = Network(nn.EmbeddingBag(1000, 4).double(), nn.Linear(4, WAYS).double())
     episodes = odd_episodes("embedding")
     meta_gradient(method("fo-maml"), net, parameters(method("fo-maml"), net), episodes)
-    for mode in ("loop", "workers", "vectorised"):
+    for mode in ("loop", "workers", "vectorized"):
         with pytest.raises(InputError, match=r"cannot be differentiated twice.*first-order"):
             meta_gradient(method("maml"), net, parameters(method("maml"), net), episodes, mode=mode)

@@ -230,7 +230,7 @@ def test_missing_rows_unknown_modes_and_unsuitable_networks_raise_errors():
         Engine(method("maml"), net, mode="fast")
     linear, partial = method("burer-monteiro"), method("maml", lr={"head": 0.1})
     rows = parameters(linear, net, classes=CLASSES)
-    with pytest.raises(InputError, match="factorises a linear net with one weight matrix"):
+    with pytest.raises(InputError, match="factorizes a linear net with one weight matrix"):
         meta_gradient(linear, net, rows, episodes)
     with pytest.raises(InputError, match=r"none of them covers the parameter 'features\.1\.weight'"):
         meta_gradient(partial, net, rows, episodes)
@@ -297,7 +297,7 @@ def test_gradients_do_not_depend_on_the_number_of_threads_bit_for_bit(name):
 def test_buffers_are_updated_once_per_task_and_equally_in_every_mode(name):
     learner, episodes = METHODS[name], odd_episodes("buffers that move")
     ends = []
-    for mode in ("loop", "workers", "vectorised"):
+    for mode in ("loop", "workers", "vectorized"):
         net = odd_net("buffers that move")
         params = parameters(learner, net, classes=CLASSES)
         Engine(learner, net, mode=mode)(params, episodes)
@@ -318,7 +318,7 @@ def test_integer_inputs_are_not_rounded_in_low_precision(name):
     learner, net = method(name), odd_net("embedding").float()
     tokens = torch.tensor([[[999, 999, 997]], [[995, 993, 991]]])
     episodes = Episodes(tokens, torch.zeros(2, 1, dtype=torch.int64), tokens, torch.ones(2, 1, dtype=torch.int64))
-    for mode in ("loop", "workers", "vectorised"):
+    for mode in ("loop", "workers", "vectorized"):
         result = Engine(learner, net, mode=mode, dtype=torch.bfloat16)(parameters(learner, net), episodes)
         rows = result.gradients["features.table.weight"].abs().sum(1).nonzero().flatten()
         assert rows.tolist() == [991, 993, 995, 997, 999]
@@ -347,8 +347,8 @@ def test_a_network_that_vmap_cannot_run_is_computed_task_by_task_with_one_warnin
     params = parameters(learner, net)
     task_gradients._warn_of_loop.cache_clear()
     with caplog.at_level(logging.WARNING, "metabridge"):
-        actual, again = (Engine(learner, net, mode="vectorised")(params, episodes) for _ in range(2))
-    assert ["cannot vectorise this network" in record.message for record in caplog.records] == [True]
+        actual, again = (Engine(learner, net, mode="vectorized")(params, episodes) for _ in range(2))
+    assert ["cannot vectorize this network" in record.message for record in caplog.records] == [True]
     expected = Engine(learner, net, mode="loop")(params, episodes)
     for result in (actual, again):
         assert relative(flattened(result.gradients), flattened(expected.gradients)) < 1e-12

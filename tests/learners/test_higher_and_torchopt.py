@@ -71,7 +71,7 @@ def test_meta_gradients_agree_with_other_libraries(name, net_name, library):
     params = parameters(learner, net)
     twin = plain_twin(net, case.shape)
     expected = torch.cat([value.flatten() for value in library(twin, episodes, name == "anil")])
-    for mode, flat in [("loop", False), ("loop", True), ("vectorised", False), ("workers", True)]:
+    for mode, flat in [("loop", False), ("loop", True), ("vectorized", False), ("workers", True)]:
         gradients = Engine(learner, net, mode=mode, flat=flat)(params, episodes).gradients
         actual = torch.cat([gradients[n].flatten() for n, _ in net.named_parameters()])
         assert relative(actual, expected) < 1e-9, mode

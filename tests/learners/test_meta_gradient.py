@@ -29,7 +29,7 @@ from metabridge.models import Network, mlp
 from metabridge.models.network import Params, apply_features, apply_head
 from metabridge.solvers import Proximal, task_loss
 
-ENGINES = [("loop", False), ("loop", True), ("vectorised", False), ("vectorised", True), ("workers", False)]
+ENGINES = [("loop", False), ("loop", True), ("vectorized", False), ("vectorized", True), ("workers", False)]
 
 
 def compute(learner: Method, net: Network, params: Params, episodes: Episodes, mode: str = "loop", flat: bool = False):
@@ -135,7 +135,7 @@ def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differen
 
     reference = result()
     gradients = flattened(reference.gradients)
-    for mode in ("workers", "vectorised"):
+    for mode in ("workers", "vectorized"):
         other = result(mode)
         assert relative(flattened(other.gradients), gradients) < 1e-10, mode
         assert float(other.loss) == pytest.approx(float(reference.loss), rel=1e-12)
@@ -226,7 +226,7 @@ def test_gathered_rows_of_multi_task_learning_equal_separate_heads():
         losses.append(task_loss(torch.stack(outputs, dim=-1), whole.support_y[task]))
     names = ["features.1.weight", "heads.weight", "heads.bias"]
     expected = torch.autograd.grad(sum(losses) / len(losses), [params[name] for name in names])
-    result = compute(learner, net, params, episodes, "vectorised")
+    result = compute(learner, net, params, episodes, "vectorized")
     for name, value in zip(names, expected):
         assert relative(result.gradients[name], value) < 1e-12
 
@@ -259,7 +259,7 @@ def test_the_gradient_of_a_custom_loss_matches_finite_differences():
     net = mlp(2, 2, width=5, activation="softplus").double()
     learner = method("maml", lr=0.1, loss=lambda prediction, target: torch.log(torch.cosh(prediction - target)).mean())
     params = parameters(learner, net)
-    result = compute(learner, net, params, episodes, "vectorised")
+    result = compute(learner, net, params, episodes, "vectorized")
     expected = directional_derivative(lambda p: compute(learner, net, p, episodes).loss, params, result.gradients)
     assert float(flattened(result.gradients).square().sum()) == pytest.approx(expected, rel=1e-6)
 
@@ -268,8 +268,8 @@ def test_gradients_with_bfloat16_features_are_close_to_those_in_full_precision()
     net, episodes = smooth_mlp().float(), clusters((4,)).to(dtype=torch.float32)
     for name in ("maml", "anil", "r2d2", "mtl"):
         params = parameters(METHODS[name], net, classes=CLASSES)
-        full = Engine(METHODS[name], net, mode="vectorised")(params, episodes)
-        half = Engine(METHODS[name], net, mode="vectorised", dtype=torch.bfloat16)(params, episodes)
+        full = Engine(METHODS[name], net, mode="vectorized")(params, episodes)
+        half = Engine(METHODS[name], net, mode="vectorized", dtype=torch.bfloat16)(params, episodes)
         error = relative(flattened(half.gradients), flattened(full.gradients))
         assert 1e-5 < error < 0.05  # different, but only by rounding
         assert all(value.dtype == torch.float32 for value in half.gradients.values())

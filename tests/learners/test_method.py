@@ -27,7 +27,7 @@ def test_options_change_the_solver_or_the_method():
     assert learner.inner == GradientDescent(steps=2, lr=0.3)
     assert not learner.split
     assert method("nal", steps=1).test == GradientDescent(steps=1, lr=0.01)
-    assert method("mtl", penalty=2.0).test == LogisticRegression(penalty=2.0, normalise=True)
+    assert method("mtl", penalty=2.0).test == LogisticRegression(penalty=2.0, normalize=True)
     assert method("metaoptnet", C=1.0).inner == SVMSolver(C=1.0)
     assert method("maml", inner=Proximal(), steps=3).inner == Proximal(steps=3)
     assert method("mtl", test=STEPS_AT_TEST, lr=0.3, training_head="learned").test == GradientDescent(steps=2, lr=0.3)

@@ -40,7 +40,7 @@ def constant_mlp() -> Network:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "workers") for name in METHODS), *((name, "vectorised") for name in ("maml", "anil", "imaml", "r2d2"))],
+    [*((name, "workers") for name in METHODS), *((name, "vectorized") for name in ("maml", "anil", "imaml", "r2d2"))],
 )
 def test_frozen_parameters_are_constants_in_training_and_adaptation(name: str, mode: Mode) -> None:
     learner, episodes, nets = METHODS[name], clusters((4,), tasks=2), (frozen_mlp(), constant_mlp())

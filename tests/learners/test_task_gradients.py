@@ -23,7 +23,7 @@ def running_net() -> Network:
 def test_all_modes_give_the_same_gradient_of_the_joint_batch(name):
     learner, net, episodes = method(name), running_net(), clusters(SHAPE)
     params = parameters(learner, net, classes=CLASSES)
-    results = [Engine(learner, net, mode=mode)(params, episodes) for mode in ("loop", "workers", "vectorised")]
+    results = [Engine(learner, net, mode=mode)(params, episodes) for mode in ("loop", "workers", "vectorized")]
     for result in results[1:]:
         assert relative(flattened(result.gradients), flattened(results[0].gradients)) < 1e-10
         assert float(result.loss) == pytest.approx(float(results[0].loss), rel=1e-12)
@@ -59,7 +59,7 @@ def test_multi_task_gradients_are_those_of_one_cross_entropy_over_the_joint_batc
 def test_the_gradient_of_the_joint_batch_matches_finite_differences(name):
     learner, net, episodes = method(name), running_net(), clusters(SHAPE)
     params = parameters(learner, net, classes=CLASSES)
-    engine = Engine(learner, net, mode="vectorised")
+    engine = Engine(learner, net, mode="vectorized")
     gradients = engine(params, episodes).gradients
     generator = torch.Generator().manual_seed(1)
     random = {key: torch.randn(value.shape, generator=generator, dtype=value.dtype) for key, value in gradients.items()}

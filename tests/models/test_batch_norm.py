@@ -18,7 +18,7 @@ def inputs(*shape: int) -> torch.Tensor:
 NORM = BatchNorm(3).double()
 
 
-def normalise(weight, bias, x):
+def normalize(weight, bias, x):
     return torch.func.functional_call(NORM, {"weight": weight, "bias": bias}, (x,))
 
 
@@ -26,9 +26,9 @@ def normalise(weight, bias, x):
 def test_batch_statistics_equal_pytorchs(shape):
     x, weight, bias = inputs(*shape), inputs(3), inputs(3)
     expected = F.batch_norm(x, None, None, weight, bias, training=True)
-    assert torch.allclose(normalise(weight, bias, x), expected, atol=1e-12)
+    assert torch.allclose(normalize(weight, bias, x), expected, atol=1e-12)
     tasks = torch.stack([x, 2 * x + 1])
-    under_vmap = torch.func.vmap(lambda x: normalise(weight, bias, x))(tasks)
+    under_vmap = torch.func.vmap(lambda x: normalize(weight, bias, x))(tasks)
     for task, result in zip(tasks, under_vmap):
         assert torch.allclose(result, F.batch_norm(task, None, None, weight, bias, training=True), atol=1e-12)
 
@@ -37,12 +37,12 @@ def test_derivatives_to_second_order_match_finite_differences_with_and_without_v
     x, weight, bias = (value.requires_grad_() for value in (inputs(2, 3, 3, 2), inputs(3), inputs(3)))
 
     def plain(weight, bias, x):
-        return torch.stack([normalise(weight, bias, task) for task in x])
+        return torch.stack([normalize(weight, bias, task) for task in x])
 
-    def vectorised(weight, bias, x):
-        return torch.func.vmap(lambda task: normalise(weight, bias, task))(x)
+    def vectorized(weight, bias, x):
+        return torch.func.vmap(lambda task: normalize(weight, bias, task))(x)
 
-    for function in (plain, vectorised):
+    for function in (plain, vectorized):
         assert torch.autograd.gradcheck(function, (weight, bias, x))
         assert torch.autograd.gradgradcheck(function, (weight, bias, x))
 
@@ -53,8 +53,8 @@ def test_second_order_gradient_outside_vmap_equals_that_of_each_task(batched):
     x, weight, bias = inputs(2, 4, 3, 2, 2), 1 + inputs(2, 3) / 3, inputs(3)
 
     def loss(weight, x):
-        grad = torch.func.grad(lambda w: normalise(w, bias, x).pow(3).sum())(weight)
-        return normalise(weight - 0.1 * grad, bias, x).sin().sum()
+        grad = torch.func.grad(lambda w: normalize(w, bias, x).pow(3).sum())(weight)
+        return normalize(weight - 0.1 * grad, bias, x).sin().sum()
 
     dims = {"weight": (0, None), "x": (None, 0), "both": (0, 0)}[batched]
     arguments = (weight if dims[0] == 0 else weight[0], x if dims[1] == 0 else x[0])

@@ -88,5 +88,5 @@ def test_meta_gradient(name, monkeypatch):
     episodes = Episodes(x[0], y, x[1], y)
     exact = Engine(method_, net.double(), mode="loop")
     expected = exact(parameters(method_, net), episodes.to(DEVICE, dtype=torch.float64)).gradients
-    results = Engine(method_, net.float(), mode="vectorised")(parameters(method_, net), episodes.to(DEVICE)).gradients
+    results = Engine(method_, net.float(), mode="vectorized")(parameters(method_, net), episodes.to(DEVICE)).gradients
     assert all(relative(results[key].double(), value) < 1e-3 for key, value in expected.items())

@@ -106,7 +106,7 @@ def with_and_without_sharing() -> tuple[Network, Network]:
     return Network(shared, head), Network(WithoutSharing(shared), copy.deepcopy(head))
 
 
-@pytest.mark.parametrize("mode", ["loop", "workers", "vectorised"])
+@pytest.mark.parametrize("mode", ["loop", "workers", "vectorized"])
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "r2d2", "mtl", "reptile", "imaml"])
 def test_shared_parameters_stay_shared_in_repeated_meta_gradients(name: str, mode: Mode) -> None:
     method_, nets, episodes = method(name), with_and_without_sharing(), clusters((4,))
@@ -212,9 +212,9 @@ def test_a_head_that_is_tied_to_the_body_is_refused_with_a_way_out() -> None:
     assert "head.weight" in parameters(method("maml"), net)
 
 
-@pytest.mark.parametrize("mode", ["loop", "workers", "vectorised"])
+@pytest.mark.parametrize("mode", ["loop", "workers", "vectorized"])
 @pytest.mark.parametrize("name", ["maml", "anil"])
-def test_a_set_of_one_vector_cannot_be_normalised_in_any_mode(name: str, mode: Mode) -> None:
+def test_a_set_of_one_vector_cannot_be_normalized_in_any_mode(name: str, mode: Mode) -> None:
     net = Network.around(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.zeros(3, 4), 3).double()
     tasks = clusters((4,))
     single_query = type(tasks)(tasks.support_x, tasks.support_y, tasks.query_x[:, :1], tasks.query_y[:, :1])

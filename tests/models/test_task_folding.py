@@ -102,9 +102,9 @@ def episodes(size=16):
 def test_meta_gradient(layout, name):
     method_, net = method(name, steps=2, lr=0.03), conv4(3, 16, 5, filters=6).double()
     params = parameters(method_, net)
-    vectorised, loop = (Engine(method_, net, mode=mode)(params, episodes()) for mode in ("vectorised", "loop"))
+    vectorized, loop = (Engine(method_, net, mode=mode)(params, episodes()) for mode in ("vectorized", "loop"))
     for key, value in loop.gradients.items():
-        torch.testing.assert_close(vectorised.gradients[key], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(vectorized.gradients[key], value, rtol=1e-9, atol=1e-12)
 
 
 class CopyCounter(TorchDispatchMode):
@@ -122,5 +122,5 @@ class CopyCounter(TorchDispatchMode):
 def test_maps_are_not_copied(aligned):
     maml, net = method("maml", steps=1), conv4(3, 64, 5, filters=28)
     with CopyCounter() as counter:
-        Engine(maml, net, mode="vectorised")(parameters(maml, net), episodes(64).to(dtype=torch.float32))
+        Engine(maml, net, mode="vectorized")(parameters(maml, net), episodes(64).to(dtype=torch.float32))
     assert counter.count == 0

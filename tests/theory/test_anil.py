@@ -59,8 +59,8 @@ def sample_tasks(world: SharedRepresentation, tasks: int, points: int, seed: int
     """Return parameters, points and targets of tasks in float64."""
     generator = seeded(seed)
     basis = world.representation
-    centre = torch.zeros(world.rank) if world.mean is None else torch.tensor(world.mean)
-    weights = centre + torch.tensor(world.variances).sqrt() * torch.randn(tasks, world.rank, generator=generator)
+    center = torch.zeros(world.rank) if world.mean is None else torch.tensor(world.mean)
+    weights = center + torch.tensor(world.variances).sqrt() * torch.randn(tasks, world.rank, generator=generator)
     theta = weights.double() @ basis.mT
     x = torch.randn(tasks, points, world.dimension, generator=generator, dtype=torch.float64)
     noise = math.sqrt(world.noise) * torch.randn(tasks, points, generator=generator, dtype=torch.float64)

@@ -127,7 +127,7 @@ def test_maml_without_a_step_is_nal():
 def test_risks_at_the_solutions_equal_proposition_1(name):
     """As printed in eq. 6 and 7: ½ E_i‖E_i'[W_i']⁻¹E_i'[W_i'(w_i'* − w_i*)]‖² in the norm of Q_i, over given tasks."""
     tasks = random_landscape().sample_finite(5, seeded())
-    Sigma, w = tasks.distribution.covariance, tasks.distribution.centre
+    Sigma, w = tasks.distribution.covariance, tasks.distribution.center
     Q = theory.adapted_covariance(Sigma, ALPHA, M)
     W = Sigma if name == "nal" else theory.adapted_covariance(Sigma, ALPHA, 3)
     inverse = torch.linalg.inv(W.mean(0))
@@ -211,7 +211,7 @@ def test_best_alpha_of_nal_is_the_vertex_of_a_parabola():
     """½E[‖g‖²_Σ − 2α‖g‖²_Σ² + α²((1 + 1/m)‖g‖²_Σ³ + tr(Σ²)(‖g‖²_Σ + σ²)/m)], g = w − w*."""
     landscape = random_landscape()
     tasks, w = landscape.distribution, theory.nal_solution(landscape)
-    spread = torch.einsum("gi,gj->gij", w - tasks.centre, w - tasks.centre) + tasks.spread
+    spread = torch.einsum("gi,gj->gij", w - tasks.center, w - tasks.center) + tasks.spread
 
     def norm(power: int) -> torch.Tensor:
         return torch.einsum("gij,gji->g", torch.linalg.matrix_power(tasks.covariance, power), spread)

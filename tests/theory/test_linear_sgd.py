@@ -96,7 +96,7 @@ def test_the_label_entropy_is_the_loss_at_the_solution_of_each_task():
     groups = TaskGroup(0.5, torch.tensor([1.0, 2.0]), probability=0.3), TaskGroup(1.0, -1.0, probability=0.7)
     landscape = Landscape(groups, 2)
     episodes = LogisticTasks(landscape, 50, 50).sample(4000, seeded()).without_split()
-    w = landscape.distribution.centre.float()[episodes.classes[:, 0] // 2]
+    w = landscape.distribution.center.float()[episodes.classes[:, 0] // 2]
     logits = (episodes.support_x @ w[..., None]).squeeze(-1)
     losses = LogisticLoss.value(logits, episodes.support_y.float()).mean(1).double()
     assert abs(float(losses.mean()) - label_entropy(landscape)) < 4.5 * float(losses.std()) / math.sqrt(4000)

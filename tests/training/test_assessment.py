@@ -25,8 +25,8 @@ def tasks():
     """Five classes are in the split; the images of oak are all noise, so it must come out worst."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(6).repeat(20)
-    centres = torch.randint(60, 195, (6, 1, 4, 4), generator=generator)
-    images = centres[labels] + torch.randint(-55, 56, (120, 1, 4, 4), generator=generator)
+    centers = torch.randint(60, 195, (6, 1, 4, 4), generator=generator)
+    images = centers[labels] + torch.randint(-55, 56, (120, 1, 4, 4), generator=generator)
     noise = torch.randint(0, 256, (120, 1, 4, 4), generator=generator)
     images = torch.where((labels == 5)[:, None, None, None], noise, images)
     data = LabelledImages(

@@ -37,7 +37,7 @@ def from_pillow(image: Image.Image) -> torch.Tensor:
 
 @pytest.fixture
 def jittered(monkeypatch):
-    """Colour one image with chosen factors of brightness, contrast and saturation, in a chosen order."""
+    """Color one image with chosen factors of brightness, contrast and saturation, in a chosen order."""
 
     def call(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
         draws = torch.zeros(2, 3, 1, 1, 1, 1)
@@ -61,11 +61,11 @@ def enhanced(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4])
 @pytest.mark.parametrize("kind", range(3), ids=["brightness", "contrast", "saturation"])
-def test_each_change_of_colour_is_pillows_up_to_its_rounding(jittered, kind, factor, channels):
+def test_each_change_of_color_is_pillows_up_to_its_rounding(jittered, kind, factor, channels):
     image, factors = picture(channels), tuple(factor if own == kind else 1.0 for own in range(3))
     found = jittered(image, (0, 1, 2), factors)
     assert (found - enhanced(image, (kind,), factors)).abs().max() < 1.8 * LEVEL
-    if factor != 1 and (channels, kind) != (1, 2):  # a grey image has no saturation
+    if factor != 1 and (channels, kind) != (1, 2):  # a gray image has no saturation
         assert (found - image).abs().max() > 20 * LEVEL
 
 
@@ -73,7 +73,7 @@ ORDERS = list(itertools.permutations(range(3)))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_changes_of_colour_in_any_order_are_pillows_in_that_order(jittered, order):
+def test_changes_of_color_in_any_order_are_pillows_in_that_order(jittered, order):
     image, factors = picture(3), (1.8, 1.8, 2.0)
     found = jittered(image, order, factors)
     gaps = {other: (found - enhanced(image, other, factors)).abs() for other in ORDERS}
@@ -82,7 +82,7 @@ def test_changes_of_colour_in_any_order_are_pillows_in_that_order(jittered, orde
 
 
 def test_factors_are_uniform_and_drawn_for_every_image_by_itself():
-    """On a flat grey image only brightness shows, and its factor is the ratio of output to input."""
+    """On a flat gray image only brightness shows, and its factor is the ratio of output to input."""
     flat = torch.full((4000, 3, 2, 2), 0.5)
     factors = Augment(padding=0, jitter=0.4, flip=False)(flat, seeded())[:, 0, 0, 0] / 0.5
     shares = torch.histc(factors, bins=8, min=0.6, max=1.4) / 4000
@@ -123,7 +123,7 @@ def test_a_flip_is_exactly_the_mirror_half_of_the_time():
 
 
 def rectangles(augment: Augment, count: int) -> tuple[torch.Tensor, ...]:
-    """Where crops of `count` images lie: signed width, height and the centre, the image being from −1 to 1."""
+    """Where crops of `count` images lie: signed width, height and the center, the image being from −1 to 1."""
     size, low, high = 64, 20, 43
     ramp = (torch.arange(size) * 2 + 1) / size - 1
     image = torch.stack([ramp.expand(size, size), ramp[:, None].expand(size, size)])
@@ -144,10 +144,10 @@ def test_stretched_crops_have_the_claimed_share_of_the_area_and_lie_anywhere_ins
     ratio = width.abs() / height
     assert 3 / 4 - 1e-3 < ratio.min() < ratio.max() < 4 / 3 + 1e-3
     assert float((width < 0).float().mean()) == pytest.approx(0.5, abs=0.05)
-    for side, centre in ((width.abs(), x), (height, y)):
-        assert (centre.abs() <= 1 - side + 1e-4).all()
+    for side, center in ((width.abs(), x), (height, y)):
+        assert (center.abs() <= 1 - side + 1e-4).all()
         room = side < 0.999
-        places = centre[room] / (1 - side[room])
+        places = center[room] / (1 - side[room])
         assert places.min() < -0.95
         assert places.max() > 0.95
         assert float(places.mean()) == pytest.approx(0, abs=0.06)

@@ -24,7 +24,7 @@ from metabridge.models.architecture import Architecture
 from metabridge.solvers import GradientDescent, Proximal
 from metabridge.training import load
 from metabridge.training.checkpoint import FILES, RunFolder, fingerprint, read_method, write_method
-from small_runs import colours, on_colours, on_sinusoids
+from small_runs import colors, on_colors, on_sinusoids
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ def test_reading_a_run_unpickles_nothing(copy, monkeypatch):
 
 
 def test_a_loaded_run_predicts_what_the_trained_one_does(tmp_path):
-    runs = {"maml": on_sinusoids(tmp_path / "maml"), "rfs": on_colours("rfs", tmp_path / "rfs")}
-    environments = {"maml": Sinusoid(), "rfs": colours().tasks("validation", ways=3, shots=2, queries=3)}
+    runs = {"maml": on_sinusoids(tmp_path / "maml"), "rfs": on_colors("rfs", tmp_path / "rfs")}
+    environments = {"maml": Sinusoid(), "rfs": colors().tasks("validation", ways=3, shots=2, queries=3)}
     for name, run in runs.items():
         loaded, again = (load(tmp_path / name) for _ in range(2))
         episodes = environments[name].sample(3, torch.Generator().manual_seed(0))
@@ -231,20 +231,20 @@ def test_every_method_is_read_back_from_json_as_it_was_written(name):
     assert read_method(json.loads(json.dumps(write_method(EVERY_METHOD[name])))) == EVERY_METHOD[name]
 
 
-@pytest.mark.parametrize("change", [{"loss": lambda p, y: (p - y).square().mean()}, {"regulariser": lambda p: 0.0}])
+@pytest.mark.parametrize("change", [{"loss": lambda p, y: (p - y).square().mean()}, {"regularizer": lambda p: 0.0}])
 def test_a_method_with_a_function_of_ones_own_cannot_be_saved_but_trained(tmp_path, change):
     chosen = method("maml", **change) if "loss" in change else method("maml", steps=1)
-    if "regulariser" in change:
-        chosen = replace(chosen, regulariser=lambda params: params["head.weight"].square().sum())
+    if "regularizer" in change:
+        chosen = replace(chosen, regularizer=lambda params: params["head.weight"].square().sum())
     options = {"iterations": 1, "progress": False}
-    with pytest.raises(InputError, match="a loss or regulariser of your own cannot be saved"):
+    with pytest.raises(InputError, match="a loss or regularizer of your own cannot be saved"):
         fit(mlp(1, 1), chosen, Sinusoid(), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
     assert fit(mlp(1, 1), chosen, Sinusoid(), **options).finished
 
 
 def test_the_tensors_of_a_run_with_channels_last_are_read_back_in_their_own_order(tmp_path):
-    data = colours().tasks("train", ways=WAYS, shots=1, queries=1)
+    data = colors().tasks("train", ways=WAYS, shots=1, queries=1)
     run = fit(
         conv4(3, 18, WAYS), method("anil"), data, iterations=2, precision="bfloat16", out=tmp_path, progress=False
     )

@@ -182,7 +182,7 @@ def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, te
     assert torch.allclose(table.features[0, table.positions[rows]], expected, atol=1e-4)
 
 
-def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_centre(glyphs, test_tasks):
+def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_center(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     images = glyphs.float_images(test_tasks.image_indices[:6])
     corners = [images[:, :, :21, :21], images[:, :, :21, 7:], images[:, :, 7:, :21], images[:, :, 7:, 7:]]

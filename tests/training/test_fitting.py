@@ -236,7 +236,7 @@ def test_a_step_in_bfloat16_has_nearly_the_loss_and_the_direction_of_one_in_floa
     net = conv4(1, 28, statistics="batch" if name == "maml" else "running")
     params = parameters(chosen, net, classes=tasks["train"].classes)
     episodes = tasks["train"].sample(2, torch.Generator().manual_seed(0))
-    for mode in ("loop", "vectorised"):
+    for mode in ("loop", "vectorized"):
         exact, low = (Engine(chosen, net, mode=mode, dtype=dtype)(params, episodes) for dtype in (None, torch.bfloat16))
         assert float(low.loss) == pytest.approx(float(exact.loss), rel=0.02)
         assert float(low.loss) != float(exact.loss)

@@ -77,7 +77,7 @@ def test_without_validation_classes_there_is_no_validation():
         (Augment(scale=(0.5, 1.0)), 1, Augment(scale=(0.5, 1.0))),
     ],
 )
-def test_images_in_colour_are_augmented_unless_told_otherwise(given, channels, expected):
+def test_images_in_color_are_augmented_unless_told_otherwise(given, channels, expected):
     assert augmentation_of(ImageTrainingConfig("anil", augment=given), images(channels)) == expected
 
 

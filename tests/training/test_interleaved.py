@@ -17,7 +17,7 @@ from metabridge.environments import Sinusoid
 from metabridge.models import mlp
 from metabridge.training import Trainer, TrainingConfig, load, train_interleaved
 from metabridge.training.fitting import run_to_end, uninterrupted
-from small_runs import on_colours, on_sinusoids
+from small_runs import on_colors, on_sinusoids
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_training_leaves_the_random_numbers_of_the_caller_alone_and_is_not_chang
         torch.manual_seed(7)
         expected = torch.rand(3)
         torch.manual_seed(7)
-        params = on_colours(name, out, told, iterations=3).params
+        params = on_colors(name, out, told, iterations=3).params
         assert torch.equal(torch.rand(3), expected)
         return params, expected
 
@@ -217,7 +217,7 @@ def test_training_leaves_the_random_numbers_of_the_caller_alone_and_is_not_chang
     once, _ = train(None)
     torch.manual_seed(7)
     with pytest.raises(KeyboardInterrupt):
-        on_colours(name, tmp_path / "run", stop, iterations=3)
+        on_colors(name, tmp_path / "run", stop, iterations=3)
     resumed, _ = train(tmp_path / "run")
     assert all(torch.equal(value, resumed[key]) for key, value in once.items())
 

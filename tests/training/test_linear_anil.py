@@ -5,7 +5,7 @@ import torch
 
 from metabridge import meta_gradient, method, parameters
 from metabridge.models import mlp
-from metabridge.theory.finite_tasks import factorisation_loss
+from metabridge.theory.finite_tasks import factorization_loss
 from metabridge.training import linear_anil
 from metabridge.training.checkpoint import RunFolder
 from metabridge.training.linear_anil import LinearAnilConfig, train_first_order
@@ -37,11 +37,11 @@ def test_the_burer_monteiro_loss_and_gradient_equal_those_of_the_method():
     algorithm, net = method("burer-monteiro"), mlp(6, 1, width=6, depth=1, activation="linear", bias=False).double()
     params = parameters(algorithm, net, classes=environment.classes)
     tasks = environment.tasks.to(dtype=torch.float64)
-    expected = meta_gradient(algorithm, net, params, tasks, mode="vectorised")
+    expected = meta_gradient(algorithm, net, params, tasks, mode="vectorized")
     pooled = tasks.without_split()
     B = params["features.1.weight"].detach().mT.clone().requires_grad_()
     heads = params["heads.weight"].detach().clone().requires_grad_()
-    loss = factorisation_loss(B, heads, pooled.support_x, pooled.support_y[..., 0])
+    loss = factorization_loss(B, heads, pooled.support_x, pooled.support_y[..., 0])
     B_grad, heads_grad = torch.autograd.grad(loss, (B, heads))
     torch.testing.assert_close(B_grad.mT, expected.gradients["features.1.weight"])
     torch.testing.assert_close(heads_grad, expected.gradients["heads.weight"])

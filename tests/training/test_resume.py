@@ -22,7 +22,7 @@ from metabridge.models import DropBlock, Network, mlp, resnet12
 from metabridge.schedules import Constant, Cosine, Plateau, Step
 from metabridge.training import Augment, Run, Trainer, TrainingConfig, fitting, load
 from metabridge.training.checkpoint import RunFolder
-from small_runs import SINUSOIDS, Watched, colours, on_colours, on_sinusoids
+from small_runs import SINUSOIDS, Watched, colors, on_colors, on_sinusoids
 
 
 def without_times(lines: list[dict]) -> list[dict]:
@@ -103,14 +103,14 @@ def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_interruption_leaves_no_trace_with_drop_block_and_augmentation(tmp_path, interrupted, monkeypatch, name, way):
     monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 3)
-    expected = on_colours(name, tmp_path / "once")
-    found = interrupted(lambda *told, **more: on_colours(name, tmp_path / "twice", *told, **more), way, (2, 4))
+    expected = on_colors(name, tmp_path / "once")
+    found = interrupted(lambda *told, **more: on_colors(name, tmp_path / "twice", *told, **more), way, (2, 4))
     assert_same_run(found, tmp_path / "twice", expected, tmp_path / "once")
 
 
 def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 4)
-    tasks = colours().batches("train", size=8)
+    tasks = colors().batches("train", size=8)
     rates: list[float] = []
 
     def note(block, *_):
@@ -290,7 +290,7 @@ def test_a_run_does_not_go_on_with_other_tasks_of_the_same_kind(tmp_path, first,
 
 
 def test_turned_classes_are_another_setting(tmp_path):
-    data = colours()
+    data = colors()
     options = {"out": tmp_path, "iterations": 1, "progress": False}
     for images in (data, data.with_rotations(("train",))):
         net, tasks = mlp(3 * 18 * 18, 3), images.tasks("train", ways=3, shots=1, queries=1)

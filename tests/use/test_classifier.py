@@ -44,9 +44,9 @@ def test_paths_pillow_images_and_arrays_give_equal_predictions(run, support, que
         arrays = [np.asarray(picture) for picture in pictures]
         stack = np.stack(arrays)
         floats = stack / 255
-        colours = [np.repeat(array[..., None], 3, axis=2) for array in arrays]
+        colors = [np.repeat(array[..., None], 3, axis=2) for array in arrays]
         texts = [str(file) for file in files]
-        return [files, texts, np.array(texts), pictures, arrays, stack, stack[..., None], floats, colours]
+        return [files, texts, np.array(texts), pictures, arrays, stack, stack[..., None], floats, colors]
 
     expected = FewShotClassifier(run).fit(*support).predict_proba(query[0])
     for images, queries in zip(input_types(support[0]), input_types(query[0])):

@@ -155,7 +155,7 @@ def test_export_writes_the_graph_and_the_head_next_to_it(metabridge, anil, folde
     assert f"The features are in {file}" in printed
     assert f"The head for 4 classes is in {tmp_path / 'features.json'}" in printed
     assert "the features of an image depend on the rest of its batch" in errors
-    assert json.loads((tmp_path / "features.json").read_text())["normalise"]
+    assert json.loads((tmp_path / "features.json").read_text())["normalize"]
     assert file.stat().st_size > 1000
 
 

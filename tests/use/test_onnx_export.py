@@ -51,7 +51,7 @@ def test_graph_and_head_reproduce_predictions_without_torch(run, support, query,
     images = pixels(query[0], classifier.form_).astype(np.float32) / 255
     inputs = features(tmp_path / "features.onnx", images)
     assert head["kind"] == "linear"
-    assert head["normalise"]
+    assert head["normalize"]
     inputs /= np.linalg.norm(inputs, axis=1, keepdims=True)
     scores = inputs @ np.array(head["weight"]).T + np.array(head["bias"])
     np.testing.assert_allclose(scores, classifier.decision_function(query[0]), atol=1e-4)
@@ -75,7 +75,7 @@ def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support,
     classifier = FewShotClassifier(anil).fit(*support)
     head = json.loads(write_head(classifier, tmp_path / "linear.json").read_text())
     assert head["kind"] == "linear"
-    assert not head["normalise"]
+    assert not head["normalize"]
     np.testing.assert_array_equal(np.float32(head["weight"]), classifier.adapted_.params["head.weight"])
 
 
@@ -98,7 +98,7 @@ def test_a_written_head_predicts_like_the_classifier(run, anil, support, query, 
     x = torch.from_numpy(pixels(query[0], classifier.form_)).float() / 255
     adapted = classifier.adapted_
     inputs = mb.Model(model.method, adapted.net, adapted.params).features(x)
-    if head["normalise"]:
+    if head["normalize"]:
         inputs = inputs / inputs.norm(dim=1, keepdim=True)
     decisions = inputs @ torch.tensor(head["weight"]).T + torch.tensor(head["bias"])
     assert (inputs @ torch.tensor(head["weight"]).T - decisions).abs().max() > 1e-2  # the bias counts

@@ -105,7 +105,7 @@ def export(
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """
     from metabridge.files import STDOUT, make_parent_folder
-    from metabridge.models.batch_norm import normalises_each_set
+    from metabridge.models.batch_norm import normalizes_each_set
     from metabridge.training import load
     from metabridge.use import export_onnx, write_head
 
@@ -130,7 +130,7 @@ def export(
         print_message(f"The features are in {out}. They differ from PyTorch's by at most {difference:.1e}.")
     if classifier is not None:
         say(f"The head for {len(classifier.classes_)} classes is in {write_head(classifier, head_file)}")
-    if normalises_each_set(model.net):
+    if normalizes_each_set(model.net):
         note("Batch norms use the statistics of each batch: the features of an image depend on the rest of its batch.")
 
 

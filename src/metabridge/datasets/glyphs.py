@@ -188,7 +188,7 @@ def _candidates() -> list[_Character]:
 
 
 def _shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
-    """Draw a character in the centre of a frame with its longer side scaled to `_BODY`; all zero if it is blank."""
+    """Draw a character in the center of a frame with its longer side scaled to `_BODY`; all zero if it is blank."""
     from PIL import Image, ImageDraw
 
     left, top, right, bottom = (int(edge) for edge in font.getbbox(chr(code)))

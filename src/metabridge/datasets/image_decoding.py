@@ -44,7 +44,7 @@ class DecodeOptions:
 
     Args:
         size: The width and height of the result in pixels.
-        channels: 1 for grey, 3 for RGB.
+        channels: 1 for gray, 3 for RGB.
         crop: Keep the largest central square. By default the whole image is resized to a square, as in the published
             data sets.
         invert: Replace each value v by 255 - v, so that dark ink on white paper becomes 255 on 0.
@@ -100,7 +100,7 @@ def open_image(content: Content) -> Image:
 
 
 def to_8_bit(image: Image, channels: int) -> Image:
-    """Convert an image to 8 bits, grey for one channel and RGB for three, rotated upright by its EXIF tag.
+    """Convert an image to 8 bits, gray for one channel and RGB for three, rotated upright by its EXIF tag.
 
     16-bit values are scaled to 8 bits. Floats are scaled from [0, 1], or from [0, 255] if any is larger than 1.
     Transparent images are composed onto white. Raise `ValueError` for values outside these ranges.

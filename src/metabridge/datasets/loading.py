@@ -19,7 +19,7 @@ from metabridge.errors import InputError, check_count
 
 
 class DatasetReader(NamedTuple):
-    """How a data set is recognised and read.
+    """How a data set is recognized and read.
 
     Args:
         decode_options: The image size, channels and cropping that are usual for the data set.
@@ -82,7 +82,7 @@ def load(
             "NAME:PATH", such as "omniglot:data/omniglot".
         root: The folder or file of the data set, if `name` is a name; for "glyphs", the cache folder.
         size: Width and height of the images in pixels. Default: the usual size of the data set.
-        channels: 1 (grey) or 3 (RGB). Default: as is usual for the data set.
+        channels: 1 (gray) or 3 (RGB). Default: as is usual for the data set.
         strict: Raise an error instead of skipping unreadable images.
         min_images: Leave classes with fewer images out of all splits.
         rotations: Add each class of Omniglot rotated by 90°, 180° and 270° as three further classes.
@@ -208,7 +208,7 @@ def override_options(options: DecodeOptions, size: int | None, channels: int | N
                 f"size is {size}, but images have at most {isqrt(MAX_PIXELS)} pixels a side. Use a smaller size."
             )
     if channels not in (None, 1, 3):
-        raise InputError(f"channels is {channels}, but images have 1 (grey) or 3 (RGB). Use one of these.")
+        raise InputError(f"channels is {channels}, but images have 1 (gray) or 3 (RGB). Use one of these.")
     return replace(options, size=size or options.size, channels=channels or options.channels)
 
 

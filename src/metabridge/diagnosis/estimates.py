@@ -198,13 +198,13 @@ class LandscapeEstimate:
             self.group_indices, self.covariances, self.adapted_covariances(alpha), shares
         ):
             first, second = self.solutions[tasks].unbind(1)
-            centre = (first.mean(0) + second.mean(0)) / 2
+            center = (first.mean(0) + second.mean(0)) / 2
             # The halves have independent noise, so their product estimates the covariance without the noise of either.
             spread = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
             r = float((Q * spread).sum() / Q.trace())
             explained = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
             noise = float(self.moments.target_square[tasks].mean() - explained)
-            groups.append(TaskGroup(covariance, centre, max(r, 0.0), max(noise, 0.0), probability))
+            groups.append(TaskGroup(covariance, center, max(r, 0.0), max(noise, 0.0), probability))
         return Landscape(tuple(groups), self.moments.dimension)
 
     @cached_property
@@ -219,7 +219,7 @@ class LandscapeEstimate:
         centers are 0 and R·1, this is R in Collins et al. (2022).
         """
         distribution, Q = landscape.distribution, self.adapted_covariances(alpha)[0]
-        gap = distribution.centre[0] - distribution.centre[1]
+        gap = distribution.center[0] - distribution.center[1]
         noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.group_indices]
         squared = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
         return float(squared.clamp_min(0).sqrt())

@@ -16,28 +16,28 @@ from metabridge.errors import InputError, check_count, check_not_negative, check
 
 @dataclass(frozen=True, eq=False)
 class TaskGroup:
-    """A group of similar tasks: inputs are x ~ N(0, Σ), and each task has a solution w* ~ N(centre, spread).
+    """A group of similar tasks: inputs are x ~ N(0, Σ), and each task has a solution w* ~ N(center, spread).
 
     Args:
         covariance: The covariance Σ of the inputs, or a number ρ for ρI. The smaller it is, the slower gradient descent
             on the tasks.
-        centre: The mean of w*, or a number for all its coordinates.
+        center: The mean of w*, or a number for all its coordinates.
         spread: The covariance of w*, or a number r for rI. With 0, all tasks of the group have the same solution.
         noise: The variance σ² of the noise on the targets of a regression.
         probability: The probability of this group.
 
-    >>> TaskGroup(covariance=0.1, centre=2.0, probability=0.25).noise
+    >>> TaskGroup(covariance=0.1, center=2.0, probability=0.25).noise
     0.0
     """
 
     covariance: Tensor | float
-    centre: Tensor | float = 0.0
+    center: Tensor | float = 0.0
     spread: Tensor | float = 0.0
     noise: float = 0.0
     probability: float = 1.0
 
     def __repr__(self) -> str:
-        values = {name: getattr(self, name) for name in ("covariance", "centre", "spread", "noise", "probability")}
+        values = {name: getattr(self, name) for name in ("covariance", "center", "spread", "noise", "probability")}
         short = {name: describe(value) if isinstance(value, Tensor) else value for name, value in values.items()}
         return f"TaskGroup({', '.join(f'{name}={value}' for name, value in short.items())})"
 
@@ -47,7 +47,7 @@ class TaskDistribution(NamedTuple):
 
     probability: Tensor  # (groups,)
     covariance: Tensor  # (groups, dimension, dimension)
-    centre: Tensor  # (groups, dimension)
+    center: Tensor  # (groups, dimension)
     spread: Tensor  # (groups, dimension, dimension)
     noise: Tensor  # (groups,)
 
@@ -91,7 +91,7 @@ class Landscape:
         return TaskDistribution(
             torch.tensor([group.probability for group in self.groups], dtype=torch.float64),
             torch.stack([_matrix(group.covariance, identity) for group in self.groups]),
-            torch.stack([_as_double(group.centre).expand(self.dimension) for group in self.groups]),
+            torch.stack([_as_double(group.center).expand(self.dimension) for group in self.groups]),
             torch.stack([_matrix(group.spread, identity) for group in self.groups]),
             torch.tensor([group.noise for group in self.groups], dtype=torch.float64),
         )
@@ -114,8 +114,8 @@ class Landscape:
         group_of, w = self._tasks(tasks, generator)
         distribution = self.distribution
         groups = (
-            TaskGroup(distribution.covariance[group], centre, 0.0, float(distribution.noise[group]), 1 / tasks)
-            for group, centre in zip(group_of, w)
+            TaskGroup(distribution.covariance[group], center, 0.0, float(distribution.noise[group]), 1 / tasks)
+            for group, center in zip(group_of, w)
         )
         return Landscape(tuple(groups), self.dimension)
 
@@ -126,7 +126,7 @@ class Landscape:
 
     def _solutions(self, group_of: Tensor, generator: torch.Generator) -> Tensor:
         normal = torch.randn(len(group_of), self.dimension, generator=generator)
-        return self.distribution.centre[group_of] + (self._spreads[group_of] @ normal.double()[..., None]).squeeze(-1)
+        return self.distribution.center[group_of] + (self._spreads[group_of] @ normal.double()[..., None]).squeeze(-1)
 
     def _points(self, group_of: Tensor, w: Tensor, points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Sample the inputs x of tasks in the given groups, and return them with ⟨w*, x⟩."""
@@ -161,7 +161,7 @@ class HardEasy:
     Raises:
         InputError: A number is out of range.
 
-    >>> HardEasy(rho_hard=0.1, rho_easy=1.0, dimension=2).landscape.distribution.centre
+    >>> HardEasy(rho_hard=0.1, rho_easy=1.0, dimension=2).landscape.distribution.center
     tensor([[1., 1.],
             [0., 0.]], dtype=torch.float64)
     """
@@ -344,7 +344,7 @@ def _root(matrices: Tensor) -> Tensor:
 
 def _check_group(index: int, group: TaskGroup, dimension: int) -> None:
     _check_shape(f"covariance of group {index}", group.covariance, (dimension, dimension))
-    _check_shape(f"centre of group {index}", group.centre, (dimension,))
+    _check_shape(f"center of group {index}", group.center, (dimension,))
     _check_shape(f"spread of group {index}", group.spread, (dimension, dimension))
     check_not_negative(f"noise of group {index}", group.noise)
     if not 0 <= group.probability <= 1:

@@ -63,8 +63,8 @@ class Sinusoid:
 class Quadratic:
     """Quadratic functions y = ν‖x − μ‖² (Wang et al. 2021, §5.1).
 
-    Each task has its own centre μ ~ N(0, I) and width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). After computing the
-    targets, the inputs are normalised to norm √d.
+    Each task has its own center μ ~ N(0, I) and width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). After computing the
+    targets, the inputs are normalized to norm √d.
 
     Args:
         dimension: The dimension d of the inputs.
@@ -106,10 +106,10 @@ class Quadratic:
             The tasks.
         """
         check_count("tasks", tasks)
-        centre = torch.randn(tasks, 1, self.dimension, generator=generator)
+        center = torch.randn(tasks, 1, self.dimension, generator=generator)
         width = _uniform(1.3, 1.6, (tasks, 1, 1), generator)
         offset = width * torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
-        x, y = centre + offset, width * offset.square().sum(dim=-1, keepdim=True)
+        x, y = center + offset, width * offset.square().sum(dim=-1, keepdim=True)
         return Episodes.split(math.sqrt(self.dimension) * torch.nn.functional.normalize(x, dim=-1), y, self.shots)
 
 

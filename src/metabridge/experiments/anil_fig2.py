@@ -53,7 +53,7 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     figure, panels = curve_panels(title, 2, config, outcome.data)
     for axes, (quantity, label), limit in zip(panels, QUANTITIES.items(), config.limit(config.rates)):
         draw_curves(axes, outcome.data, quantity)
-        axes.axhline(limit, color="grey", linestyle=":", label="theorem 1's limit Λ*, infinite tasks")
+        axes.axhline(limit, color="gray", linestyle=":", label="theorem 1's limit Λ*, infinite tasks")
         axes.set(ylabel=f"{label} squared singular value of $B_*^T B$", ylim=(0, None))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

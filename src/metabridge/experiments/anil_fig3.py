@@ -71,7 +71,7 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     bounds = bound(config, [config.steps * share // 100 for share in percent])
     for axes, (quantity, label) in zip(panels, QUANTITIES.items()):
         draw_curves(axes, outcome.data, quantity)
-        axes.plot(percent, bounds, ":", color="grey", label="bound of app. H, infinite tasks")
+        axes.plot(percent, bounds, ":", color="gray", label="bound of app. H, infinite tasks")
         axes.set(ylabel=f"{label} squared singular value of $B_{{*\\perp}}^T B$")
     panels[0].set_ylim(bottom=0)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

@@ -82,7 +82,7 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
         axes.set(ylabel=label)
     panels[0].set(yscale="log")
     limit = config.limit(config.rates)[0]
-    panels[1].axhline(limit, color="grey", linestyle=":", label="the limit Λ*, infinite tasks")
+    panels[1].axhline(limit, color="gray", linestyle=":", label="the limit Λ*, infinite tasks")
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 

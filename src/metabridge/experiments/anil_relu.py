@@ -110,7 +110,7 @@ def train_student(options: ExperimentOptions, student: str, settings: Settings, 
         batch_size=settings.batch_size,
         lr=settings.lr,
         device=options.device,
-        mode="captured" if options.device.startswith("cuda") else "vectorised",
+        mode="captured" if options.device.startswith("cuda") else "vectorized",
         seed=seed,
         out=run_folder(options, name, plan),
         minutes=options.minutes,
@@ -204,14 +204,14 @@ def figure(outcome: Outcome[Mapping[str, StudentRecord]]) -> Figure:
 
 def draw_before_after(axes: Axes, students: list[list[list[float]]], label: str, index: int) -> None:
     """Draw one quantity of each run of each student before and after training, joined by a line."""
-    from metabridge.report.figures import COLOURS
+    from metabridge.report.figures import COLORS
 
     for position, runs in enumerate(students):
         for number, (before, after) in enumerate(runs):
-            x, colour = position + 0.12 * (index - 1.5), COLOURS[index]
-            axes.plot([x, x], [before, after], color=colour, linewidth=1)
-            axes.plot([x], [before], "o", color=colour, markerfacecolor="none")
-            axes.plot([x], [after], "o", color=colour, label=label if position == number == 0 else None)
+            x, color = position + 0.12 * (index - 1.5), COLORS[index]
+            axes.plot([x, x], [before, after], color=color, linewidth=1)
+            axes.plot([x], [before], "o", color=color, markerfacecolor="none")
+            axes.plot([x], [after], "o", color=color, label=label if position == number == 0 else None)
 
 
 EXPERIMENT = TrainingExperiment("anil-relu", measure, rows, figure)

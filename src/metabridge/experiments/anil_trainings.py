@@ -147,16 +147,16 @@ def curve_panels(
 
 def draw_curves(axes: Axes, records: Mapping[str, LinearRecord], quantity: str) -> None:
     """Draw the mean of a quantity over runs during training, with a band of one standard deviation on either side."""
-    from metabridge.report.figures import COLOURS
+    from metabridge.report.figures import COLORS
 
-    for (name, label), colour in zip(METHODS.items(), COLOURS):
+    for (name, label), color in zip(METHODS.items(), COLORS):
         if name not in records or quantity not in records[name].curves.values:
             continue
         curves = records[name].curves
         values = torch.tensor(curves.values[quantity], dtype=torch.float64)
         mean, std = values.mean(0), values.std(0)
         percent = [100 * step / curves.steps[-1] for step in curves.steps]
-        axes.fill_between(percent, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(percent, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
         # FO-MAML coincides with FO-ANIL: dashes and a wider line show both
         line, width = "--" if name == "fo-maml" else "-", 2.2 if name == "fo-anil" else 1.8
-        axes.plot(percent, mean, line, color=colour, label=label, linewidth=width)
+        axes.plot(percent, mean, line, color=color, label=label, linewidth=width)

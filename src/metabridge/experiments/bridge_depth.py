@@ -213,7 +213,7 @@ def figure(outcome: Outcome[Spectra]) -> Figure:
     }
     plot_means(middle, curves)
     for factor, style, label in (((spectra.points + 3) / 4, "--", "(Nn + 3)L/4"), (3 / 4, ":", "3L/4")):
-        middle.plot(depths, [factor * depth for depth in depths], style, color="grey", label=label)
+        middle.plot(depths, [factor * depth for depth in depths], style, color="gray", label=label)
     middle.set(title=f"plain net, Nn = {spectra.points} points (lemma 4)", ylabel="eigenvalue / K(x, x)")
     for axes in (left, middle, right):
         depth_axes(axes, depths)

@@ -259,17 +259,17 @@ def draw_ratios(axes: Axes, cases: Sequence[Case]) -> None:
 def draw_gains(axes: Axes, gains: Gains) -> None:
     """Draw the gains of trained MAML over trained NAL."""
     _draw_intervals(axes, gains)
-    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.axhline(0, color="gray", linewidth=0.8)
     axes.set(title="trained: small nets, test tasks within a hard alphabet")
     axes.set_ylabel("accuracy of MAML above NAL's, %")
 
 
 def _draw_intervals(axes: Axes, values: Gains) -> None:
     """Draw a value with its interval for each data set, seed and setting, the settings of a seed side by side."""
-    from metabridge.report.figures import COLOURS
+    from metabridge.report.figures import COLORS
 
     columns = list(dict.fromkeys((data, seed) for data, seed, _ in values))
-    for setting, colour, marker, shift in zip(R_H, COLOURS, "ox", (-0.1, 0.1)):
+    for setting, color, marker, shift in zip(R_H, COLORS, "ox", (-0.1, 0.1)):
         intervals = {
             columns.index((data, seed)) + shift: value
             for (data, seed, kind), value in values.items()
@@ -280,7 +280,7 @@ def _draw_intervals(axes: Axes, values: Gains) -> None:
             below = [interval.value - interval.low for interval in intervals.values()]
             above = [interval.high - interval.value for interval in intervals.values()]
             margins = [below, above]
-            axes.errorbar(list(intervals), means, margins, fmt=marker, color=colour, capsize=3, label=R_H[setting])
+            axes.errorbar(list(intervals), means, margins, fmt=marker, color=color, capsize=3, label=R_H[setting])
     axes.set_xticks(range(len(columns)), [f"{data}\nseed {seed}" for data, seed in columns], fontsize=8)
     axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.legend(fontsize=8)
@@ -288,14 +288,14 @@ def _draw_intervals(axes: Axes, values: Gains) -> None:
 
 def draw_distances(axes: Axes, cases: Sequence[Case]) -> None:
     """Draw the squared distance between hard and easy tasks against the dispersion of the hard ones."""
-    from metabridge.report.figures import COLOURS
+    from metabridge.report.figures import COLORS
 
     for i, data in enumerate(dict.fromkeys(case.data for case in cases)):
-        for setting, colour, marker in zip(R_H, COLOURS[2 * i :], "ox"):
+        for setting, color, marker in zip(R_H, COLORS[2 * i :], "ox"):
             diagnoses = [case.diagnoses[setting] for case in cases if case.data == data]
             dispersions = [1000 * diagnosis.groups[0].dispersion for diagnosis in diagnoses]
             distances = [1000 * diagnosis.distance**2 for diagnosis in diagnoses]
-            axes.plot(dispersions, distances, marker, color=colour, label=f"{data}, {R_H[setting]}")
+            axes.plot(dispersions, distances, marker, color=color, label=f"{data}, {R_H[setting]}")
     axes.margins(0.15)
     axes.set(xlim=(0, None), ylim=(0, None), title="predicted: positions of solutions, one mark per seed")
     axes.set_xlabel("dispersion $r_H$ of the hard tasks' solutions, thousandths")

@@ -261,16 +261,16 @@ def draw_predictions(axes: Axes, trials: Sequence[Trial], largest: float) -> Non
     """Draw predicted ratios with their intervals against those after training, by whether the advice is right."""
     from metabridge.report import figures
 
-    for right, label, colour, marker in (
-        (True, "recommendation right", figures.COLOURS[0], "o"),
-        (None, f"true ratio from {CLEAR[0]:g} to {CLEAR[1]:g}: not clear", figures.COLOURS[6], "s"),
-        (False, "recommendation wrong or undecided", figures.COLOURS[1], "X"),
+    for right, label, color, marker in (
+        (True, "recommendation right", figures.COLORS[0], "o"),
+        (None, f"true ratio from {CLEAR[0]:g} to {CLEAR[1]:g}: not clear", figures.COLORS[6], "s"),
+        (False, "recommendation wrong or undecided", figures.COLORS[1], "X"),
     ):
         selected = [trial for trial in trials if trial.right is right]
         ratios = [trial.diagnosis.ratio for trial in selected]
         margins = [[ratio.value - ratio.low for ratio in ratios], [ratio.high - ratio.value for ratio in ratios]]
         xs, ys, label = [trial.trained for trial in selected], [r.value for r in ratios], f"{label} ({len(selected)})"
-        axes.errorbar(xs, ys, margins, fmt=marker, color=colour, markersize=4, linewidth=0.8, label=label)
+        axes.errorbar(xs, ys, margins, fmt=marker, color=color, markersize=4, linewidth=0.8, label=label)
     axes.plot([0.95, largest], [0.95, largest], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
     label = f"adaptation is recommended from {MIN_RATIO:g} on"
     axes.axhline(MIN_RATIO, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
@@ -282,13 +282,13 @@ def draw_errors(axes: Axes, trials: Sequence[Trial]) -> None:
     """Draw the errors of the predicted ratios in half-widths of their intervals."""
     from metabridge.report import figures
 
-    for covered, label, colour, marker in (
-        (True, "in the 95 % interval", figures.COLOURS[0], "o"),
-        (False, "outside", figures.COLOURS[1], "X"),
+    for covered, label, color, marker in (
+        (True, "in the 95 % interval", figures.COLORS[0], "o"),
+        (False, "outside", figures.COLORS[1], "X"),
     ):
         selected = [trial for trial in trials if trial.covered is covered]
         xs, ys = [trial.population for trial in selected], [trial.error for trial in selected]
-        axes.plot(xs, ys, marker, color=colour, markersize=4, label=f"{label} ({len(selected)})")
+        axes.plot(xs, ys, marker, color=color, markersize=4, label=f"{label} ({len(selected)})")
     axes.axhspan(-1, 1, color=figures.LIGHT.line, alpha=0.5, zorder=0)
     axes.set(xscale="log", title="exact ratio and interval")
     axes.set(xlabel="exact risk of NAL / risk of MAML", ylabel="exact − predicted, in half-widths of the interval")

@@ -332,7 +332,7 @@ def figure(outcome: Outcome[Comparison]) -> Figure:
                 [lines.index(learner) + 0.15 * (index - (len(kinds) - 1) / 2) for learner, _ in selected],
                 xerr=[100 * score.ci95 for _, score in selected],
                 fmt=figures.MARKERS[index],
-                color=figures.COLOURS[index],
+                color=figures.COLORS[index],
                 label="net, fresh tasks" if kind == NEW_TASKS else f"kernel, {kind}",
                 markersize=4,
             )

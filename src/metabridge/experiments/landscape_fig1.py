@@ -69,15 +69,15 @@ def figure(outcome: Outcome[Risks]) -> Figure:
     figure, grid = result_figures.subplots(title, 2, 4, (14, 5.6), height_ratios=(3, 1))
     for (name, risks), above, below in zip(outcome.data.items(), *grid):
         hard_easy = LANDSCAPES[name]
-        for group, label, colour, marker in zip(hard_easy.landscape.groups, ("hard", "easy"), ("black", "grey"), "^o"):
+        for group, label, color, marker in zip(hard_easy.landscape.groups, ("hard", "easy"), ("black", "gray"), "^o"):
             one_group = Landscape((replace(group, probability=1.0),), hard_easy.dimension)
-            first, second = one_group.sample_finite(50, torch.Generator().manual_seed(0)).distribution.centre.T[:2]
-            above.plot(first, second, marker, color=colour, markersize=4, label=f"w* of {label} tasks")
-        for (key, label), colour, marker in zip(LABELS.items(), (figures.COLOURS[1], figures.COLOURS[0]), "sD"):
+            first, second = one_group.sample_finite(50, torch.Generator().manual_seed(0)).distribution.center.T[:2]
+            above.plot(first, second, marker, color=color, markersize=4, label=f"w* of {label} tasks")
+        for (key, label), color, marker in zip(LABELS.items(), (figures.COLORS[1], figures.COLORS[0]), "sD"):
             w = solution(key, hard_easy.landscape, 1 / hard_easy.rho_easy, M)
-            above.plot(*w[:2], marker, color=colour, markersize=9, label=f"solution of {label}")
+            above.plot(*w[:2], marker, color=color, markersize=9, label=f"solution of {label}")
             risk, margin = mean_interval(risks[key].tolist())
-            below.barh(label, risk, xerr=margin, color=colour, height=0.6)
+            below.barh(label, risk, xerr=margin, color=color, height=0.6)
         ratio = hard_easy.rho_hard / hard_easy.rho_easy
         parameters = f"$ρ_H/ρ_E$ = {ratio:.2g}, R = {hard_easy.R:g}, $r_H$ = {hard_easy.r_hard:g}"
         above.set(title=f"{name}\n{parameters}", xlabel="coordinate 1 of w")

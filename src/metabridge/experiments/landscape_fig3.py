@@ -97,23 +97,23 @@ def figure(outcome: Outcome[Risks]) -> Figure:
     figure, (*left, middle, right) = result_figures.subplots(title, 1, 4, (15, 5))
     distances = [i / 20 for i in range(1, 101)]
     for axes, (setting, by_distance) in zip(left, outcome.data.items()):
-        for (name, label), colour in zip(LABELS.items(), (figures.COLOURS[1], figures.COLOURS[0])):
+        for (name, label), color in zip(LABELS.items(), (figures.COLORS[1], figures.COLORS[0])):
             theory = [getattr(hard_easy_risks(tasks_at(setting, R), ALPHA, M), name) for R in distances]
-            axes.plot(distances, theory, color=colour, label=f"{label}, closed form")
+            axes.plot(distances, theory, color=color, label=f"{label}, closed form")
             points = {R: measured[name] for R, measured in by_distance.items()}
-            result_figures.draw_means(axes, points, colour, f"{label}, SGD")
+            result_figures.draw_means(axes, points, color, f"{label}, SGD")
         axes.set(xlabel="R, distance of hard from easy tasks", ylabel="risk above the floor, $\\mathcal{E}_m$")
         hard, easy = SPREADS[setting]
         axes.set(title=f"{setting}\n$R^2/r_H$ = {hard:g}, $R^2/r_E$ = {easy:g}", ylim=(0, None))
-    for (setting, by_distance), colour, marker in zip(outcome.data.items(), figures.COLOURS[3:1:-1], "sD"):
+    for (setting, by_distance), color, marker in zip(outcome.data.items(), figures.COLORS[3:1:-1], "sD"):
         ratios = {R: measured["nal"] / measured["maml"] for R, measured in by_distance.items()}
-        middle.axhline(hard_easy_risks(tasks_at(setting, 1.0), ALPHA, M).ratio, color=colour)
-        result_figures.draw_means(middle, ratios, colour, f"{setting}, SGD", marker)
+        middle.axhline(hard_easy_risks(tasks_at(setting, 1.0), ALPHA, M).ratio, color=color)
+        result_figures.draw_means(middle, ratios, color, f"{setting}, SGD", marker)
     middle.set(xlabel="R, distance of hard from easy tasks", ylabel="$\\mathcal{E}_m$(NAL) / $\\mathcal{E}_m$(MAML)")
     middle.set(title=f"risk of NAL over that of MAML\nm = {M}", ylim=(1, None))
     for hardness, line in zip(LIMIT_HARDNESS, figures.LINES[::-1]):
         ratios_at = [hard_easy_risks(tasks_at(CLOSE, 1.0, hardness), ALPHA, m).ratio for m in LIMIT_SAMPLES]
-        right.plot(LIMIT_SAMPLES, ratios_at, line, color=figures.COLOURS[2], label=f"$ρ_H/ρ_E$ = {hardness:g}")
+        right.plot(LIMIT_SAMPLES, ratios_at, line, color=figures.COLORS[2], label=f"$ρ_H/ρ_E$ = {hardness:g}")
     right.axhline(asymptotic_ratio(tasks_at(CLOSE, 1.0)), color="black", linewidth=1, label="1 + $R^2/r_H$")
     right.set(xscale="log", xlabel="m, samples of the step", ylim=(1, None), title=f"{CLOSE},\ncloser to the limit")
     for axes, columns in zip((*left, middle, right), (2, 2, 1, 2)):

@@ -41,7 +41,7 @@ CASES = tuple(
     )
     for activation in ACTIVATIONS
     for name, easy, hard, differ in (
-        ("common centre", SQUARE[1::2], SQUARE[::2], False),
+        ("common center", SQUARE[1::2], SQUARE[::2], False),
         ("hard tasks apart", ((-1.0, -0.5), (-0.5, -1.0)), ((1.5, 1.0), (1.0, 1.5)), True),
     )
 )

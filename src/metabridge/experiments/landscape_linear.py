@@ -104,15 +104,15 @@ def draw_sgd_results(
     hardness = [i / 200 for i in range(1, 201)]
     for (column, heading), above, below in zip(columns.items(), *grid):
         above.axhline(1, color="black", linestyle=":", label="w* of the hard task")
-        above.axhline(-1, color=figures.COLOURS[6], linestyle=":", label="w* of the easy task")
-        for (name, label), colour in zip(LABELS.items(), (figures.COLOURS[1], figures.COLOURS[0])):
+        above.axhline(-1, color=figures.COLORS[6], linestyle=":", label="w* of the easy task")
+        for (name, label), color in zip(LABELS.items(), (figures.COLORS[1], figures.COLORS[0])):
             if closed_form is not None:
                 for axes, values in zip((above, below), zip(*(closed_form(name, rho, column) for rho in hardness))):
-                    axes.plot(hardness, values, color=colour, label=f"{label}, closed form")
+                    axes.plot(hardness, values, color=color, label=f"{label}, closed form")
             for i, axes in enumerate((above, below)):
                 points = {rho: values[name][i] for (key, rho), values in results.items() if key == column}
                 marker = "-o" if closed_form is None else "o"
-                result_figures.draw_means(axes, points, colour, f"{label}, SGD" if closed_form else label, marker)
+                result_figures.draw_means(axes, points, color, f"{label}, SGD" if closed_form else label, marker)
         above.set(title=heading)
         below.set(xlabel="$ρ_H$, variance of the hard task's inputs ($ρ_E$ = 1)")
     grid[0, 0].set(ylabel="first coordinate of w")

@@ -213,10 +213,10 @@ def mark_neurons(axes: Axes, case: Case, positions: Mapping[str, Tensor]) -> Non
         "minimum of NAL's loss": (positions["NAL"][:1].tolist() if positions else (), "X", "#ffd23f", 140),
         "minimum of MAML's loss": (positions["MAML"][:1].tolist() if positions else (), "^", "#ff9df5", 55),
     }
-    for label, (points, marker, colour, size) in marks.items():
+    for label, (points, marker, color, size) in marks.items():
         if points:
             xs, ys = zip(*points)
-            axes.scatter(xs, ys, size, colour, marker=marker, edgecolor="black", linewidth=0.8, label=label, zorder=3)
+            axes.scatter(xs, ys, size, color, marker=marker, edgecolor="black", linewidth=0.8, label=label, zorder=3)
 
 
 def draw_case(panels: Sequence[Axes], minima: Minima) -> None:

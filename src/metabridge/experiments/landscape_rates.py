@@ -123,9 +123,9 @@ def figure(outcome: Outcome[Distances]) -> Figure:
     title = "Distance between solutions from finitely many points and tasks and the population solution"
     figure, panels = result_figures.subplots(title, 1, 4, (13, 3.9), sharey=True)
     for axes, (name, points) in zip(panels, outcome.data.items()):
-        colour, law = figures.COLOURS[0 if name.startswith("MAML") else 1], PowerLaw.fit(points)
+        color, law = figures.COLORS[0 if name.startswith("MAML") else 1], PowerLaw.fit(points)
         sizes, values = zip(*((size, value) for size, values in points.items() for value in values))
-        axes.plot(sizes, values, "o", color=colour, markersize=3, alpha=0.5)
+        axes.plot(sizes, values, "o", color=color, markersize=3, alpha=0.5)
         axes.plot(list(points), [law(size) for size in points], color="black")
         axes.set(xscale="log", yscale="log", xlabel=SIZES[name])
         axes.set(title=f"{name}\nexponent {result_figures.format_exponent(law)}")

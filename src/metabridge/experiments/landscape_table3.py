@@ -121,8 +121,8 @@ def figure(outcome: Outcome[Columns]) -> Figure:
         for j, (label, line) in enumerate(points.items()):
             means, margins = zip(*line)
             heights = [row + 0.2 * (j - 1) for row in range(len(line))]
-            marker, colour = "Dos"[j], figures.COLOURS[(1, 0, 2)[j]]
-            axes.errorbar(means, heights, None, margins, marker, color=colour, capsize=2, markersize=5, label=label)
+            marker, color = "Dos"[j], figures.COLORS[(1, 0, 2)[j]]
+            axes.errorbar(means, heights, None, margins, marker, color=color, capsize=2, markersize=5, label=label)
         axes.set_yticks(range(len(PUBLISHED)), list(PUBLISHED))
         axes.set(xlabel=xlabel, xlim=(0, None))
         axes.grid(visible=False, axis="y")

@@ -93,15 +93,15 @@ def _row(check: BoundCheck, when: str, sides: Sequence[tuple[float, float]], not
 
 def draw_theorem(axes: Axes, checks: Sequence[BoundCheck]) -> None:
     """Draw the ratio of gradients at each stationary point against its bound, by α."""
-    from metabridge.report.figures import COLOURS, MARKERS, plain_numbers
+    from metabridge.report.figures import COLORS, MARKERS, plain_numbers
 
-    for check, colour, marker in zip(checks, COLOURS, MARKERS):
+    for check, color, marker in zip(checks, COLORS, MARKERS):
         bounds, ratios = [p.bound for p in check.applicable], [p.ratio for p in check.applicable]
-        axes.plot(bounds, ratios, marker, color=colour, markersize=5, label=f"α = {check.share:g}/$L_2$")
+        axes.plot(bounds, ratios, marker, color=color, markersize=5, label=f"α = {check.share:g}/$L_2$")
     sides = [value for check in checks for p in check.applicable for value in (p.bound, p.ratio)]
     ends = (0.8 * min([1.0, *sides]), 1.25 * max([1.0, *sides]))
     axes.plot(ends, ends, "k-", linewidth=1, label="ratio = bound")
-    axes.axhline(1, color="grey", linestyle="--", linewidth=1, label="NAL's stationary points")
+    axes.axhline(1, color="gray", linestyle="--", linewidth=1, label="NAL's stationary points")
     axes.set(xscale="log", yscale="log", xlabel="bound $((1-αβ_2)/(1-αL_1))^2$")
     axes.set_ylabel("gradient of the hard task\nover that of the easy task")
     for axis in (axes.xaxis, axes.yaxis):

@@ -165,11 +165,11 @@ def figure(outcome: Outcome[Trainings]) -> Figure:
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for (width, trainings), colour in zip(outcome.data.by_width.items(), figures.COLOURS):
+    for (width, trainings), color in zip(outcome.data.by_width.items(), figures.COLORS):
         curves = np.array([training.losses for training in trainings])
         curves /= curves[:, :1]
-        left.plot(curves.T, color=colour, linewidth=0.6, alpha=0.4)
-        left.plot(np.exp(np.log(curves).mean(0)), color=colour, linewidth=1.8, label=f"width {width}")
+        left.plot(curves.T, color=color, linewidth=0.6, alpha=0.4)
+        left.plot(np.exp(np.log(curves).mean(0)), color=color, linewidth=1.8, label=f"width {width}")
     steps = np.arange(curves.shape[1])
     left.plot(steps, outcome.data.bound**steps, "k--", label="bound $(1-η_0σ_{min}/3)^{2t}$")
     left.set(yscale="log", xlabel="step t of gradient descent", ylabel="MAML loss relative to the start")

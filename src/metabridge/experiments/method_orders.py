@@ -109,20 +109,20 @@ def _best_first(values: Mapping[str, float]) -> list[str]:
 
 def draw_orders(axes: Axes, orders: Sequence[MethodOrder]) -> None:
     """Draw Kendall's τ between each predicted order and the trained one, and the number of pairs that are right."""
-    from metabridge.report.figures import COLOURS
+    from metabridge.report.figures import COLORS
 
     nets = list(dict.fromkeys(order.nets for order in orders))
-    for source, colour, marker, shift in zip(("formulas", "kernels"), COLOURS[2:], "sv", (-0.16, 0.16)):
+    for source, color, marker, shift in zip(("formulas", "kernels"), COLORS[2:], "sv", (-0.16, 0.16)):
         of_source = [order for order in orders if order.source == source]
         ys = [nets.index(order.nets) + shift for order in of_source]
-        axes.plot([order.tau for order in of_source], ys, marker, color=colour, label=f"predicted by {source}")
+        axes.plot([order.tau for order in of_source], ys, marker, color=color, label=f"predicted by {source}")
         for order, y in zip(of_source, ys):
             right = f"{sum(order.pairs_right)}/{len(order.pairs_right)}"
-            axes.annotate(right, (1.12, y), fontsize=8, color=colour, va="center")
+            axes.annotate(right, (1.12, y), fontsize=8, color=color, va="center")
     axes.set(xlim=(-1.1, 1.4), title="order of methods: predicted and trained")
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.set_xlabel("Kendall's τ (right: pairs of methods in the right order)")
     axes.set_yticks(range(len(nets)), nets, fontsize=8)
-    axes.axvline(0, linewidth=0.8, color="grey")
+    axes.axvline(0, linewidth=0.8, color="gray")
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)

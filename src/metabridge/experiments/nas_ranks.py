@@ -123,23 +123,23 @@ def figure(outcome: Outcome[Mapping[str, RankRecord]]) -> Figure:
     (record,), result = outcome.data.values(), outcome.result
     figure = Figure(figsize=(10.5, 6.4), layout="constrained")
     *panels, summary = figure.subplots(2, 3).flat
-    for axes, proxy, colour in zip(panels, PROXIES, figures.COLOURS):
+    for axes, proxy, color in zip(panels, PROXIES, figures.COLORS):
         points = [
             (value, 100 * scored.accuracy, 100 * scored.ci95)
             for scored in record.architectures
             if (value := scored.proxies[proxy]) is not None
         ]
         values, accuracies, margins = zip(*points) if points else ((), (), ())
-        axes.errorbar(values, accuracies, yerr=margins, fmt="o", color=colour, markersize=4)
+        axes.errorbar(values, accuracies, yerr=margins, fmt="o", color=color, markersize=4)
         axes.set(xlabel=f"{proxy}:\nmore is better", ylabel="accuracy after training, %")
         if proxy in KERNELS:
             axes.set(xlabel=f"condition number of the {proxy}:\nless is better", xscale="log")
             figures.plain_numbers(axes.xaxis)
     resamples = SETTINGS[result.scale].resamples
     spearman = correlations(record.architectures, "Spearman", resamples=resamples, seed=result.seed)
-    for position, (interval, colour) in enumerate(zip(spearman.values(), figures.COLOURS)):
-        summary.plot([interval.low, interval.high], [position, position], color=colour)
-        summary.plot(interval.value, position, "o", color=colour)
+    for position, (interval, color) in enumerate(zip(spearman.values(), figures.COLORS)):
+        summary.plot([interval.low, interval.high], [position, position], color=color)
+        summary.plot(interval.value, position, "o", color=color)
     summary.axvline(0, color=figures.LIGHT.ink, linewidth=0.8)
     summary.set(xlim=(-1.05, 1.05), xlabel="Spearman's rank correlation\nwith accuracy, 95 % intervals")
     summary.set_yticks(range(len(PROXIES)), PROXIES)

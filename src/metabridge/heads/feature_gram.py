@@ -15,7 +15,7 @@ ROUNDING = 1e-5  # the largest rounding error of a score, relative to 1, that fl
 _RESOLVED = 1e-9  # eigenvalues of a Gram matrix below this share of the largest are lost in its rounding errors
 
 
-def centre(x: Tensor) -> tuple[Tensor, Tensor]:
+def center(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the points (tasks, n, d) minus their mean, and the mean (tasks, 1, d), in float64."""
     mean = x.mean(-2, keepdim=True, dtype=torch.float64)
     check_finite("features", mean)
@@ -29,7 +29,7 @@ def principal_axes(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dual_axes(gram: Tensor, points: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the coordinates (tasks, n, n) of centred points along orthogonal axes, from their Gram matrix.
+    """Return the coordinates (tasks, n, n) of centered points along orthogonal axes, from their Gram matrix.
 
     Args:
         gram: The Gram matrices, (tasks, n, n).
@@ -42,7 +42,7 @@ def dual_axes(gram: Tensor, points: Callable[[Tensor], Tensor]) -> tuple[Tensor,
     """
     values, vectors = torch.linalg.eigh(gram)
     root = values.clamp_min(0).sqrt()
-    unresolved = values[:, :2].amax(-1) < _RESOLVED * values[:, -1]  # the smallest of centred points is always 0
+    unresolved = values[:, :2].amax(-1) < _RESOLVED * values[:, -1]  # the smallest of centered points is always 0
     if unresolved.any():
         vectors[unresolved], root[unresolved], _ = torch.linalg.svd(points(unresolved), full_matrices=False)
     root = root[..., None, :]
@@ -50,21 +50,21 @@ def dual_axes(gram: Tensor, points: Callable[[Tensor], Tensor]) -> tuple[Tensor,
     return vectors * torch.where(nonzero, root, 0), vectors * torch.where(nonzero, 1 / root, 0)
 
 
-def centred_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return coordinates of the centred points, the matrix that lifts weights from them, and the mean."""
-    points, mean = centre(x)
+def centered_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return coordinates of the centered points, the matrix that lifts weights from them, and the mean."""
+    points, mean = center(x)
     if x.shape[-2] < x.shape[-1]:
         return *dual_axes(points @ points.mT, points.__getitem__), mean
     return *principal_axes(points), mean
 
 
-def centred_axes_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def centered_axes_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split the points (x − mean, 0) into a part orthogonal to (mean, 1) and a part along it.
 
     Returns:
         Coordinates of the orthogonal part, the matrix that lifts weights from them, the part along, and the mean.
     """
-    points, mean = centre(x)
+    points, mean = center(x)
     direction = normalize(pad(mean, (0, 1), value=1.0), dim=-1)
     along = points @ direction[..., :-1].mT
 
@@ -82,7 +82,7 @@ def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
     """Return the Gram matrix of the points in float64, and the origin (tasks, 1, d) that they are measured from.
 
     Where float32 products of the points change scores by less than `ROUNDING`, they are used and the origin is None.
-    Otherwise the points are centred first, in float64.
+    Otherwise the points are centered first, in float64.
 
     Args:
         x: The points, (tasks, n, d).
@@ -94,11 +94,11 @@ def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
         if trace * torch.finfo(x.dtype).eps * sensitivity < ROUNDING:  # false for NaN
             return gram, None
 
-    def centred(x: Tensor) -> tuple[Tensor, Tensor]:
-        points, mean = centre(x)
+    def centered(x: Tensor) -> tuple[Tensor, Tensor]:
+        points, mean = center(x)
         return points @ points.mT, mean
 
-    gram, mean = in_blocks(centred, x)
+    gram, mean = in_blocks(centered, x)
     return gram, mean
 
 

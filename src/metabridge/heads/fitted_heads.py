@@ -18,7 +18,7 @@ class LinearHead(NamedTuple):
     Args:
         weight: (..., outputs, d), with any task axes in front.
         bias: (..., outputs).
-        normalise: Whether features are scaled to unit length first.
+        normalize: Whether features are scaled to unit length first.
 
     >>> import torch
     >>> head = LinearHead(weight=torch.eye(2), bias=torch.zeros(2))
@@ -28,7 +28,7 @@ class LinearHead(NamedTuple):
 
     weight: Tensor
     bias: Tensor
-    normalise: bool = False
+    normalize: bool = False
 
     @property
     def kind(self) -> str:
@@ -52,7 +52,7 @@ class LinearHead(NamedTuple):
         # The order of factors decides the speed on a CPU, where outputs are few.
         few = self.weight.shape[-2] < 8
         product = features @ self.weight.mT if few else (self.weight @ features.mT).mT
-        if self.normalise:
+        if self.normalize:
             product = product / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)
         return product + self.bias[..., None, :]
 
@@ -63,7 +63,7 @@ class PairwiseHead(NamedTuple):
     Args:
         weight: (..., pairs, d), with any task axes in front.
         bias: (..., pairs). A positive decision is for i, a negative one for j.
-        normalise: Whether features are scaled to unit length first.
+        normalize: Whether features are scaled to unit length first.
 
     >>> import torch
     >>> head = PairwiseHead(weight=torch.tensor([[1.0], [1.0], [1.0]]), bias=torch.tensor([-1.0, -2.0, -3.0]))
@@ -73,7 +73,7 @@ class PairwiseHead(NamedTuple):
 
     weight: Tensor
     bias: Tensor
-    normalise: bool = False
+    normalize: bool = False
 
     @property
     def kind(self) -> str:

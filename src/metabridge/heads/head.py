@@ -21,7 +21,7 @@ class Head(Registered, ABC, root=True):
     Attributes:
         calibrated: Whether the softmax of the scores estimates probabilities; otherwise scores only rank the outputs.
         fits_values: Whether targets may be real values instead of class labels.
-        normalise: A field of every head: whether features are scaled to unit length.
+        normalize: A field of every head: whether features are scaled to unit length.
         default_penalty: The penalty that `create_head` uses by default, or None if the head has no penalty.
 
     >>> import torch
@@ -35,7 +35,7 @@ class Head(Registered, ABC, root=True):
     calibrated: ClassVar[bool]
     default_penalty: ClassVar[float | None]
     fits_values: ClassVar[bool] = False
-    normalise: bool
+    normalize: bool
 
     @classmethod
     def with_penalty(cls, penalty: float | None = None) -> Self:
@@ -91,7 +91,7 @@ def create_head(name: str, penalty: float | None = None) -> Head:
         InputError: If there is no such head, it has no penalty but one is given, or the penalty is not positive.
 
     >>> create_head("svm", penalty=0.5)
-    SVM(C=2.0, loss='squared-hinge', normalise=True)
+    SVM(C=2.0, loss='squared-hinge', normalize=True)
     """
     if name not in Head.registry:
         raise InputError(f"head is {name!r}, but must be one of {', '.join(sorted(Head.registry))}.")

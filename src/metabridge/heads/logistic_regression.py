@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from metabridge.errors import check_positive
 from metabridge.heads import newton
-from metabridge.heads.feature_gram import centred_axes, combine_with_mean, in_blocks
+from metabridge.heads.feature_gram import centered_axes, combine_with_mean, in_blocks
 from metabridge.heads.fitted_heads import LinearHead
 from metabridge.heads.head import Head
 from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
@@ -26,7 +26,7 @@ class LogisticRegression(Head):
 
     Args:
         penalty: The weight of ½‖W‖².
-        normalise: Whether features are scaled to unit length.
+        normalize: Whether features are scaled to unit length.
 
     Raises:
         InputError: If `penalty` is not positive.
@@ -44,7 +44,7 @@ class LogisticRegression(Head):
     default_penalty: ClassVar[float | None] = 0.33  # of the presets mtl and rfs
 
     penalty: float = 1.0
-    normalise: bool = True
+    normalize: bool = True
 
     def __post_init__(self) -> None:
         check_positive("penalty", self.penalty)
@@ -56,13 +56,13 @@ class LogisticRegression(Head):
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve the head of every task; see `Head.fit`."""
         x, y = prepare_tasks(self, features, labels, outputs)
-        coordinates, lift, mean = in_blocks(centred_axes, x)
+        coordinates, lift, mean = in_blocks(centered_axes, x)
         points = pad(coordinates, (0, 1), value=1.0)
         penalty = pad(torch.full_like(coordinates[:, 0], self.penalty), (0, 1))
-        solution, excess = newton.minimise(newton.CROSS_ENTROPY, y, points, penalty, outputs)
+        solution, excess = newton.minimize(newton.CROSS_ENTROPY, y, points, penalty, outputs)
         warn_if_unsolved(self, excess, "a larger penalty")
         solution = solution - solution.mean(-1, keepdim=True)  # softmax does not see the mean over outputs
         weight = (lift @ solution[:, :-1]).mT
         if x.shape[-2] < x.shape[-1]:
             weight, mean = combine_with_mean(weight, x, coordinates, mean)
-        return LinearHead(*shape_solution(features, weight, solution[:, -1], mean), self.normalise)
+        return LinearHead(*shape_solution(features, weight, solution[:, -1], mean), self.normalize)

@@ -19,7 +19,7 @@ class NearestCentroid(Head):
     """The class with the nearest mean c_k: scores ½‖x − m‖² − ½‖x − c_k‖², linear in x, with m the mean of all points.
 
     Args:
-        normalise: Whether features are scaled to unit length; the means themselves are not.
+        normalize: Whether features are scaled to unit length; the means themselves are not.
 
     >>> import torch
     >>> head = NearestCentroid().fit(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[0, 0, 1]]), outputs=2)
@@ -33,11 +33,11 @@ class NearestCentroid(Head):
     calibrated: ClassVar[bool] = False
     default_penalty: ClassVar[float | None] = None
 
-    normalise: bool = False
+    normalize: bool = False
 
     @classmethod
     def _from_penalty(cls, penalty: float) -> Self:
-        return cls(normalise=True)
+        return cls(normalize=True)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve the head of every task; see `Head.fit`."""
@@ -48,4 +48,4 @@ class NearestCentroid(Head):
         check_finite("features", means)
         centroid, mean = means[:, :-1], means[:, -1:]
         level = -0.5 * centroid.square().sum(-1)
-        return LinearHead(*shape_solution(features, centroid, level, mean), self.normalise)
+        return LinearHead(*shape_solution(features, centroid, level, mean), self.normalize)

@@ -91,8 +91,8 @@ CROSS_ENTROPY = Loss(_cross_entropy, separate=False, cg_tolerance=1e-4)
 SQUARED_HINGE = Loss(_squared_hinge, separate=True, cg_tolerance=1e-12)
 
 
-def minimise(loss: Loss, labels: Tensor, points: Tensor, penalty: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
-    """Return V (tasks, r, outputs) that minimises ½ Σ_j penalty_j ‖V_j‖² + loss(points V), and its relative excess.
+def minimize(loss: Loss, labels: Tensor, points: Tensor, penalty: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+    """Return V (tasks, r, outputs) that minimizes ½ Σ_j penalty_j ‖V_j‖² + loss(points V), and its relative excess.
 
     Args:
         loss: The loss.
@@ -108,7 +108,7 @@ def minimise(loss: Loss, labels: Tensor, points: Tensor, penalty: Tensor, output
 
     >>> import torch
     >>> points, labels = torch.tensor([[[1.0], [-1.0]]]).double(), torch.tensor([[0, 1]])
-    >>> solution, excess = minimise(SQUARED_HINGE, labels, points, torch.ones(1, 1).double(), outputs=2)
+    >>> solution, excess = minimize(SQUARED_HINGE, labels, points, torch.ones(1, 1).double(), outputs=2)
     >>> solution.round(decimals=6), bool((excess < 1e-8).all())
     (tensor([[[ 0.8000, -0.8000]]], dtype=torch.float64), True)
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from metabridge.errors import check_positive
-from metabridge.heads.feature_gram import centred_axes, combine, gram_matrix, in_blocks
+from metabridge.heads.feature_gram import centered_axes, combine, gram_matrix, in_blocks
 from metabridge.heads.fitted_heads import LinearHead
 from metabridge.heads.head import Head
 from metabridge.heads.task_sets import prepare_tasks, shape_solution
@@ -25,7 +25,7 @@ class RidgeClassifier(Head):
 
     Args:
         penalty: The weight of ‖W‖².
-        normalise: Whether features are scaled to unit length.
+        normalize: Whether features are scaled to unit length.
 
     Raises:
         InputError: If `penalty` is not positive.
@@ -33,7 +33,7 @@ class RidgeClassifier(Head):
     >>> import torch
     >>> targets = torch.tensor([[[0.0], [4.0]]])
     >>> RidgeClassifier(penalty=2.0).fit(torch.tensor([[[-1.0], [1.0]]]), targets, outputs=1)
-    LinearHead(weight=tensor([[[1.]]]), bias=tensor([[2.]]), normalise=False)
+    LinearHead(weight=tensor([[[1.]]]), bias=tensor([[2.]]), normalize=False)
     """
 
     name: ClassVar[str] = "ridge"
@@ -44,14 +44,14 @@ class RidgeClassifier(Head):
     fits_values: ClassVar[bool] = True
 
     penalty: float = 1.0
-    normalise: bool = False
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         check_positive("penalty", self.penalty)
 
     @classmethod
     def _from_penalty(cls, penalty: float) -> Self:
-        return cls(penalty, normalise=True)
+        return cls(penalty, normalize=True)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Solve the head of every task; see `Head.fit`."""
@@ -65,17 +65,17 @@ class RidgeClassifier(Head):
             if _well_conditioned(gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.penalty):
                 coefficient, level = in_blocks(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
                 weight = combine(coefficient, x, origin)
-                return LinearHead(*shape_solution(features, weight, level, origin), self.normalise)
+                return LinearHead(*shape_solution(features, weight, level, origin), self.normalize)
 
         def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            coordinates, lift, mean = centred_axes(x)
+            coordinates, lift, mean = centered_axes(x)
             y = y.double()
             target_mean = y.mean(-2, keepdim=True)
             squares = coordinates.square().sum(-2)[..., None]
             weight = (lift @ (coordinates.mT @ (y - target_mean) / (squares + penalty))).mT
             return combine(weight, x, mean) if x.shape[-2] < x.shape[-1] else weight, target_mean[:, 0], mean
 
-        return LinearHead(*shape_solution(features, *in_blocks(solve, x, y)), self.normalise)
+        return LinearHead(*shape_solution(features, *in_blocks(solve, x, y)), self.normalize)
 
 
 def _well_conditioned(trace: Tensor, penalty: float) -> bool:

@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot, pad
 
 from metabridge.errors import InputError, check_positive
 from metabridge.heads import newton, svm_duals
-from metabridge.heads.feature_gram import centred_axes_with_bias, combine, combine_with_mean, gram_matrix, in_blocks
+from metabridge.heads.feature_gram import centered_axes_with_bias, combine, combine_with_mean, gram_matrix, in_blocks
 from metabridge.heads.fitted_heads import FittedHead, LinearHead, PairwiseHead
 from metabridge.heads.head import Head
 from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
@@ -24,22 +24,22 @@ STEEP = 1e8  # C times the squared length of points from which on the rounding o
 class SVM(Head):
     """Linear support vector machine, one-vs-rest with the squared hinge or one-vs-one with the hinge.
 
-    "squared-hinge" minimises ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))², s_nk = ±1, for each class k:
-    scikit-learn's `LinearSVC(C)`. "hinge" minimises ½‖w‖² + C Σ max(0, 1 − s(wᵀφ + b)) over the points of each pair of
+    "squared-hinge" minimizes ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))², s_nk = ±1, for each class k:
+    scikit-learn's `LinearSVC(C)`. "hinge" minimizes ½‖w‖² + C Σ max(0, 1 − s(wᵀφ + b)) over the points of each pair of
     classes: scikit-learn's `SVC(C, kernel="linear")`.
 
     Args:
         C: The weight of the losses, the inverse of a penalty.
         loss: "squared-hinge" or "hinge".
-        normalise: Whether features are scaled to unit length.
+        normalize: Whether features are scaled to unit length.
 
     Raises:
         InputError: If `C` is not positive or `loss` is unknown.
 
     >>> import torch
     >>> features, labels = torch.tensor([[[2.0], [4.0]]]), torch.tensor([[0, 1]])
-    >>> SVM(loss="hinge", normalise=False).fit(features, labels, outputs=2)
-    PairwiseHead(weight=tensor([[[-1.]]]), bias=tensor([[3.]]), normalise=False)
+    >>> SVM(loss="hinge", normalize=False).fit(features, labels, outputs=2)
+    PairwiseHead(weight=tensor([[[-1.]]]), bias=tensor([[3.]]), normalize=False)
     """
 
     name: ClassVar[str] = "svm"
@@ -49,7 +49,7 @@ class SVM(Head):
 
     C: float = 1.0
     loss: Literal["squared-hinge", "hinge"] = "squared-hinge"
-    normalise: bool = True
+    normalize: bool = True
 
     def __post_init__(self) -> None:
         check_positive("C", self.C)
@@ -71,15 +71,15 @@ class SVM(Head):
         coefficient, level, gap = in_blocks(lambda K, y: svm_duals.one_against_one(K, y, outputs, self.C), gram, y)
         warn_if_unsolved(self, gap, "a smaller C")
         weight = combine(coefficient, x, origin)
-        return PairwiseHead(*shape_solution(features, weight, level, origin), self.normalise)
+        return PairwiseHead(*shape_solution(features, weight, level, origin), self.normalize)
 
     def _fit_squared_hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> LinearHead:
-        coordinates, lift, along, mean = in_blocks(centred_axes_with_bias, x)
+        coordinates, lift, along, mean = in_blocks(centered_axes_with_bias, x)
         # The point (x, 1) is (x − mean, 0) + (mean, 1): scores are `level` at the mean and vary with the rest.
         length = (mean.square().sum(-1) + 1).sqrt()
         points = torch.cat([coordinates, 1 + (along / length)[..., None]], -1)
         penalty = torch.cat([torch.ones_like(coordinates[:, 0]), length.square().reciprocal()], -1) / self.C
-        solution, excess = newton.minimise(newton.SQUARED_HINGE, y, points, penalty, outputs)
+        solution, excess = newton.minimize(newton.SQUARED_HINGE, y, points, penalty, outputs)
         self._refine_in_dual(solution, excess, coordinates, points, length, y)
         weight, level = (lift @ solution[:, :-1]).mT, solution[:, -1]
         if x.shape[-2] <= x.shape[-1]:
@@ -96,7 +96,7 @@ class SVM(Head):
             scaled_minimum = scaled_minimum + _squared_hinges(points @ solution, y)
             excess = torch.maximum(excess, objective / (self.C * scaled_minimum) - 1)
         warn_if_unsolved(self, excess, "a smaller C")
-        return LinearHead(*shape_solution(features, weight, level, mean), self.normalise)
+        return LinearHead(*shape_solution(features, weight, level, mean), self.normalize)
 
     def _refine_in_dual(
         self, solution: Tensor, excess: Tensor, coordinates: Tensor, points: Tensor, length: Tensor, y: Tensor

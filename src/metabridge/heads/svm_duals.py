@@ -66,7 +66,7 @@ def squared_hinge(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve squared-hinge support vector machines in their duals.
 
-    With scores f = Ka + level · bias_factor, each minimises ½aᵀKa + ½ bias_penalty level² + C Σ max(0, 1 − s f)². The
+    With scores f = Ka + level · bias_factor, each minimizes ½aᵀKa + ½ bias_penalty level² + C Σ max(0, 1 − s f)². The
     dual in α = s a has the bounds α ≥ 0 only.
 
     Args:
@@ -139,7 +139,7 @@ def _exchange_free(
 
 
 def _solve_hinge(Q: Tensor, sign: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimise ½αᵀQα − Σα with 0 ≤ α ≤ upper and Σ s α = 0 for every Q (programs, n, n); return α, bias and gap.
+    """Minimize ½αᵀQα − Σα with 0 ≤ α ≤ upper and Σ s α = 0 for every Q (programs, n, n); return α, bias and gap.
 
     Classes differ in size: a point that is only padding has sign 0. The active set is guessed, α is solved for it, and
     the points that violate their conditions change sets. With fewer points than features, a few exchanges end with all

@@ -21,7 +21,7 @@ def prepare_tasks(head: Head, features: Tensor, labels: Tensor, outputs: int) ->
     """Check the arguments of `head.fit`, except that features are finite.
 
     Returns:
-        The features with one task axis, of unit length if `head.normalise`, and the labels with one task axis.
+        The features with one task axis, of unit length if `head.normalize`, and the labels with one task axis.
     """
     if not features.is_floating_point() or features.ndim < 3:
         raise InputError(
@@ -39,7 +39,7 @@ def prepare_tasks(head: Head, features: Tensor, labels: Tensor, outputs: int) ->
     x, y = at_least_float32(features.flatten(0, -3)), labels.flatten(0, features.ndim - 3)
     if not y.is_floating_point():
         _check_classes(y, outputs)
-    return normalize(x, dim=-1) if head.normalise else x, y
+    return normalize(x, dim=-1) if head.normalize else x, y
 
 
 def shape_solution(features: Tensor, weight: Tensor, level: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def warn_if_unsolved(head: Head, excess: Tensor, remedy: str) -> None:
     worst = float(excess.max())
     if not worst < VISIBLE_EXCESS:
         log.warning(
-            "%r stopped %.1e above the minimum, relative to it, in %d of %d tasks. Use %s, or normalise=True.",
+            "%r stopped %.1e above the minimum, relative to it, in %d of %d tasks. Use %s, or normalize=True.",
             head,
             worst,
             int((~(excess < VISIBLE_EXCESS)).any(-1).sum()),

@@ -14,7 +14,7 @@ from metabridge.heads import FittedHead, Head
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import adapted_params, check_test_time, solver_params
 from metabridge.learners.task_gradients import compute_features, map_over_tasks
-from metabridge.models.forward_behaviour import observe
+from metabridge.models.forward_behavior import observe
 from metabridge.models.network import Network, Params, apply_features, apply_head, body_params
 from metabridge.solvers import Problem, Solver
 from metabridge.threads import map_over_threads

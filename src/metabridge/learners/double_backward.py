@@ -19,10 +19,10 @@ _users = 0  # threads inside _plain_attention
 
 @contextlib.contextmanager
 def second_derivatives(*, weight_norm: bool) -> Iterator[None]:
-    """Make attention twice differentiable inside the context, and weight normalisation too if `weight_norm` is true.
+    """Make attention twice differentiable inside the context, and weight normalization too if `weight_norm` is true.
 
     Args:
-        weight_norm: Whether the network uses PyTorch's fused weight normalisation.
+        weight_norm: Whether the network uses PyTorch's fused weight normalization.
     """
     with _plain_attention(), _PlainWeightNorm() if weight_norm else contextlib.nullcontext():
         yield
@@ -50,7 +50,7 @@ def _plain_attention() -> Iterator[None]:
 
 
 class _PlainWeightNorm(TorchFunctionMode):
-    """Compute weight normalisation as g v / ‖v‖, since the second derivative of its fused kernel is wrong."""
+    """Compute weight normalization as g v / ‖v‖, since the second derivative of its fused kernel is wrong."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the fused function."""

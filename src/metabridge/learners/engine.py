@@ -28,13 +28,13 @@ from metabridge.learners.outer_gradients import OUTER_RULES
 from metabridge.learners.parameters import check_training
 from metabridge.learners.task_gradients import summed_gradient
 from metabridge.models.batch_norm import running_batch_norms
-from metabridge.models.forward_behaviour import Behaviour, observe
+from metabridge.models.forward_behavior import Behavior, observe
 from metabridge.models.network import Network, Params, body_params, update_buffers
 from metabridge.threads import map_over_threads
 
 log = logging.getLogger("metabridge")
 
-Mode = Literal["auto", "loop", "workers", "vectorised", "captured"]
+Mode = Literal["auto", "loop", "workers", "vectorized", "captured"]
 MOST_CAPTURES = 8  # largest number of CUDA graphs, one for each shape of batches; each allocates memory
 
 
@@ -69,7 +69,7 @@ class Engine:
     Args:
         method: The method.
         net: The network.
-        mode: How tasks are computed: "loop" one after the other, "workers" on one thread per core, "vectorised" all at
+        mode: How tasks are computed: "loop" one after the other, "workers" on one thread per core, "vectorized" all at
             once under `vmap`, "captured" the same as a CUDA graph, which is captured once for each shape of batches.
             "auto" is "captured" on a GPU and "workers" elsewhere.
         flat: Compute exact gradients in memory that does not grow with the number of inner steps.
@@ -102,7 +102,7 @@ class Engine:
             raise InputError(f"mode is {mode!r}, but must be one of {', '.join(map(repr, get_args(Mode)))}.")
         self.method, self.net, self.mode, self.flat, self.dtype = method, net, mode, flat, dtype
         self._checked: set[tuple[object, ...]] = set()  # signatures of batches
-        self._behaviour: dict[tuple[object, ...], Behaviour] = {}  # of the network, by signature
+        self._behavior: dict[tuple[object, ...], Behavior] = {}  # of the network, by signature
         self._captures: dict[tuple[object, ...], _Capture] = {}
         self._captured_addresses: tuple[int, ...] = ()  # of the parameters that the captures read
         self._uncapturable = False
@@ -121,49 +121,49 @@ class Engine:
         if episodes.device.type == "cpu" or signature not in self._checked:
             check_training(self.method, self.net, params, episodes, dtype=self.dtype)
             self._checked.add(signature)
-        behaviour = self.behaviour(params, episodes)
-        if self.flat and self.method.adapts == "all" and behaviour.random:
+        behavior = self.behavior(params, episodes)
+        if self.flat and self.method.adapts == "all" and behavior.random:
             raise InputError(
                 "flat computes every inner step twice, but this network draws random numbers (dropout), which would "
                 "differ the second time. Use flat=False, or net.eval()."
             )
         if not self.method.split:
             episodes = episodes.without_split()
-        result = self._compute(params, episodes, behaviour)
-        if behaviour.changes_buffers:
+        result = self._compute(params, episodes, behavior)
+        if behavior.changes_buffers:
             for x in episodes.support_x:
                 update_buffers(self.net, params, x)
         return result
 
-    def behaviour(self, params: Params, episodes: Episodes) -> Behaviour:
+    def behavior(self, params: Params, episodes: Episodes) -> Behavior:
         """Return what a forward pass of the network does in its present mode, on points of these episodes."""
         signature = self._signature(episodes)
-        if signature not in self._behaviour:
+        if signature not in self._behavior:
             points = max(2, episodes.support_x.shape[1])  # at least two, for batch norm
             x = episodes.support_x.flatten(0, 1)[:points]
-            self._behaviour[signature] = observe(self.net.features, x, body_params(params))
-        return self._behaviour[signature]
+            self._behavior[signature] = observe(self.net.features, x, body_params(params))
+        return self._behavior[signature]
 
     def _signature(self, episodes: Episodes) -> tuple[object, ...]:
         modes = tuple(layer.training for layer in self.net.modules())
         return (modes, episodes.device, *(tensor.shape for tensor in episodes.tensors()))
 
-    def _compute(self, params: Params, episodes: Episodes, behaviour: Behaviour) -> MetaGradient:
+    def _compute(self, params: Params, episodes: Episodes, behavior: Behavior) -> MetaGradient:
         mode = self.mode
         if mode == "auto":
             mode = "captured" if episodes.device.type == "cuda" else "workers"
-        if mode == "workers" and behaviour.random:
+        if mode == "workers" and behavior.random:
             mode = "loop"  # threads would share one random generator in an order that no seed decides
         if mode in ("loop", "workers") and self._mixes_tasks():
-            mode = "vectorised"
-        summed = partial(self._sum, behaviour, params)
+            mode = "vectorized"
+        summed = partial(self._sum, behavior, params)
 
         def compute_at_once(episodes: Episodes) -> MetaGradient:
             return self._mean(params, len(episodes), *summed(episodes))
 
         if mode == "captured":
             return self._replay(params, episodes, compute_at_once)
-        if mode == "vectorised":
+        if mode == "vectorized":
             return compute_at_once(episodes)
         tasks = [episodes[task] for task in range(len(episodes))]
         results = map_over_threads(summed, tasks) if mode == "workers" else map(summed, tasks)
@@ -173,10 +173,10 @@ class Engine:
         """Return whether batch norm takes statistics over all tasks, which then must stay in one batch."""
         return self.method.adapts != "all" and self.net.training and bool(running_batch_norms(self.net))
 
-    def _sum(self, behaviour: Behaviour, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
+    def _sum(self, behavior: Behavior, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
         """Return the loss and the gradient summed over tasks."""
         second_order = self.method.adapts == "all" and OUTER_RULES[self.method.outer].second_order
-        with second_derivatives(weight_norm=behaviour.weight_norm) if second_order else contextlib.nullcontext():
+        with second_derivatives(weight_norm=behavior.weight_norm) if second_order else contextlib.nullcontext():
             try:
                 return summed_gradient(self.method, self.net, params, episodes, flat=self.flat, dtype=self.dtype)
             except NotImplementedError as error:
@@ -188,12 +188,12 @@ class Engine:
                 ) from error
 
     def _mean(self, params: Params, tasks: int, loss: Tensor, sums: Params) -> MetaGradient:
-        """Return the mean over tasks, plus the regulariser."""
+        """Return the mean over tasks, plus the regularizer."""
         loss, gradients = loss / tasks, dict(zip(sums, torch._foreach_div(list(sums.values()), tasks)))
-        if self.method.regulariser is not None:
+        if self.method.regularizer is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
             with torch.enable_grad():
-                term = self.method.regulariser(leaves)
+                term = self.method.regularizer(leaves)
             term_grads = torch.autograd.grad(term, [leaves[name] for name in gradients], materialize_grads=True)
             loss = loss + term.detach()
             gradients = {name: value + grad for (name, value), grad in zip(gradients.items(), term_grads)}
@@ -278,5 +278,5 @@ def meta_gradient(
     torch.Size([1])
     """
     if episodes.device.type == "cuda" and mode in ("auto", "captured"):
-        mode = "vectorised"  # a capture pays from its second batch on
+        mode = "vectorized"  # a capture pays from its second batch on
     return Engine(method, net, mode=mode, flat=flat)(params, episodes)

@@ -40,7 +40,7 @@ class Method:
             sets contain all points of the task.
         loss: The loss of predictions and targets.
         test: How to adapt at test time, if not by `inner`: an iterative solver or a test-time head.
-        regulariser: A function of the parameters that is added to the mean loss.
+        regularizer: A function of the parameters that is added to the mean loss.
 
     Raises:
         InputError: If the choices contradict each other; the message names a choice that is possible.
@@ -56,7 +56,7 @@ class Method:
     split: bool = True
     loss: Loss = task_loss
     test: Solver | Head | None = None
-    regulariser: Callable[[Params], Tensor] | None = None
+    regularizer: Callable[[Params], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -72,9 +72,9 @@ class Method:
                 raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {expected}.")
         if not isinstance(self.split, bool):
             raise InputError(f"split is {self.split!r}, but must be true or false.")
-        for name in ("loss", "regulariser"):
+        for name in ("loss", "regularizer"):
             value = getattr(self, name)
-            if not (callable(value) or (value is None and name == "regulariser")):
+            if not (callable(value) or (value is None and name == "regularizer")):
                 raise InputError(f"{name} is {value!r}, but must be a function.")
         if self.test is not None and not isinstance(self.test, test_classes()):
             names = ", ".join(kind.__name__ for kind in test_classes())
@@ -165,14 +165,14 @@ def balance(params: Params) -> Tensor:
     body = [value for name, value in params.items() if name.startswith("features.") and name.endswith("weight")]
     if len(body) != 1 or body[0].ndim != 2:
         raise InputError(
-            "Burer–Monteiro factorises a linear net with one weight matrix as its features, but this net has "
+            "Burer–Monteiro factorizes a linear net with one weight matrix as its features, but this net has "
             f"{len(body)}. Use mlp(inputs, outputs, depth=1, activation='linear', bias=False)."
         )
     gap = body[0] @ body[0].mT - params["heads.weight"].mT @ params["heads.weight"]
     return gap.square().sum() / 8
 
 
-_LOGISTIC = LogisticRegression(penalty=0.33, normalise=True)
+_LOGISTIC = LogisticRegression(penalty=0.33, normalize=True)
 
 PRESETS: dict[str, Method] = {
     "maml": Method("all", GradientDescent(steps=5, lr=0.01)),
@@ -195,7 +195,7 @@ PRESETS: dict[str, Method] = {
         training_head="task-rows",
         split=False,
         test=RidgeClassifier(),
-        regulariser=balance,
+        regularizer=balance,
     ),
 }
 
@@ -217,7 +217,7 @@ def method(name: str, **options: object) -> Method:
     >>> method("maml", steps=3, lr=0.4).inner
     GradientDescent(steps=3, lr=0.4, rates='fixed')
     >>> method("anil", test="svm").test
-    SVM(C=1.0, loss='squared-hinge', normalise=True)
+    SVM(C=1.0, loss='squared-hinge', normalize=True)
     """
     if name not in PRESETS:
         raise InputError(f"There is no method {name!r}. The methods are {', '.join(PRESETS)}.")

@@ -18,7 +18,7 @@ from metabridge.episodes import Episodes
 from metabridge.learners.method import Method
 from metabridge.learners.outer_gradients import Leaves, Task, task_gradient
 from metabridge.learners.parameters import adapted_params, initial_heads, solver_params, trained_names, training_targets
-from metabridge.models.batch_norm import normalises_each_set
+from metabridge.models.batch_norm import normalizes_each_set
 from metabridge.models.network import Network, Params, apply_features, apply_head
 
 log = logging.getLogger("metabridge")
@@ -101,7 +101,7 @@ def compute_features(
 ) -> tuple[Tensor, Tensor]:
     """Return the features of every task's support and query points, (tasks, points, dimension).
 
-    A network that normalises each set by its statistics is applied to each set. Any other network is applied to the
+    A network that normalizes each set by its statistics is applied to each set. Any other network is applied to the
     points of all tasks in one batch, over which batch norm in training takes its statistics (Wang et al. 2021, §5.2).
     """
 
@@ -109,7 +109,7 @@ def compute_features(
         return apply_features(net, params, x, dtype)
 
     sets = (episodes.support_x, episodes.query_x) if episodes.is_split else (episodes.support_x,)
-    if normalises_each_set(net):
+    if normalizes_each_set(net):
         features = [map_over_tasks(body, (x,)) for x in sets]
         return features[0], features[-1]
     x = torch.cat(sets, dim=1)
@@ -141,7 +141,7 @@ def _loop_over_tasks(function: Callable[..., R], arguments: tuple[object, ...]) 
 
 @functools.cache
 def _warn_of_loop(reason: str) -> None:
-    log.warning("PyTorch cannot vectorise this network, so its tasks run one after the other: %s", reason)
+    log.warning("PyTorch cannot vectorize this network, so its tasks run one after the other: %s", reason)
 
 
 def _task_tensors(episodes: Episodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:

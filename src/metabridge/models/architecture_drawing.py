@@ -2,7 +2,7 @@
 
 A drawing shows, from left to right, the outputs of the two previous cells, the three nodes, each after its two
 operators, and the output of the cell. Arrows run in separate lanes, so that they cross no label: those from c_{k-2}
-above all boxes, those from c_{k-1} below, and those from node 0 to node 2 next to the operators of node 1. The grey
+above all boxes, those from c_{k-1} below, and those from node 0 to node 2 next to the operators of node 1. The gray
 arrows at the bottom show which nodes the output concatenates.
 """
 
@@ -23,24 +23,24 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as Curve  # pathlib.Path is the path of a file
 
 from metabridge.errors import InputError
-from metabridge.figure_theme import COLOURS, LIGHT, Theme
+from metabridge.figure_theme import COLORS, LIGHT, Theme
 from metabridge.files import write_atomically
 from metabridge.models.architecture import CELLS, NODES, OPERATORS, SOURCES, Architecture, CellSpec
 
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, GREY = COLOURS
-FILLS = dict(zip(OPERATORS, (ORANGE, YELLOW, GREY, PINK, SKY, BLUE, GREEN)))
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, GRAY = COLORS
+FILLS = dict(zip(OPERATORS, (ORANGE, YELLOW, GRAY, PINK, SKY, BLUE, GREEN)))
 LABELS = {name: re.sub(r"(?<=\d)x(?=\d)", "×", name.replace("_", " ")) for name in OPERATORS}
 TITLES = {"normal": "normal cell", "reduction": "reduction cell: half the sides, twice the channels"}
 FORMATS = (".png", ".svg")
 
 Point = tuple[float, float]
 
-FIRST_X, NODE_SPACING = 2.1, 3.75  # centre of the operators of node 0, and distance to those of the next node
+FIRST_X, NODE_SPACING = 2.1, 3.75  # center of the operators of node 0, and distance to those of the next node
 BOX_WIDTH, BOX_HEIGHT = 1.7, 0.5  # box of an operator
 NODE_X, RADIUS = 1.75, 0.3  # distance from the operators to their node, and its radius
 OPERATOR_Y = 0.42  # distance of the two operators of a node from the middle
 OUTER_Y, INNER_Y, OUTPUT_Y = 1.65, 1.1, -2.3  # heights of the lanes
-INPUTS = ((0.0, 1.05), (0.0, -1.05))  # centres of the boxes of the two inputs
+INPUTS = ((0.0, 1.05), (0.0, -1.05))  # centers of the boxes of the two inputs
 OUTPUT_X = FIRST_X + NODES * NODE_SPACING - 0.9
 
 
@@ -83,22 +83,22 @@ def draw_cell(cell: CellSpec, axes: Axes, theme: Theme = LIGHT) -> None:
     node_1_sources = [source for source, _ in cell[1]]
     side = -1 if 0 in node_1_sources and 1 not in node_1_sources else 1  # side on which arrows from node 0 pass node 1
     for node, pairs in enumerate(cell):
-        centre = _centre(node)
+        center = _center(node)
         from_top = sorted(pairs, key=lambda pair: -_lane(pair[0], node, side))
         for y, (source, operator) in zip((OPERATOR_Y, -OPERATOR_Y), from_top):
-            box = (centre[0] - NODE_X, y)
+            box = (center[0] - NODE_X, y)
             _arrow(axes, _smooth(_route(source, node, side, (box[0] - BOX_WIDTH / 2, y))), theme.ink)
-            _arrow(axes, _smooth([(box[0] + BOX_WIDTH / 2, y), (centre[0] - RADIUS, y / 3)]), theme.ink)
+            _arrow(axes, _smooth([(box[0] + BOX_WIDTH / 2, y), (center[0] - RADIUS, y / 3)]), theme.ink)
             _box(axes, box, (BOX_WIDTH, BOX_HEIGHT), LABELS[operator], FILLS[operator], theme)
         _output_arrow(axes, node)
-        axes.add_patch(Circle(centre, RADIUS, facecolor=theme.paper, edgecolor=theme.ink, linewidth=1.4, zorder=3))
-        axes.text(*centre, str(node), ha="center", va="center", fontsize=12, zorder=4)
-    for centre, name in zip(INPUTS, SOURCES):
-        _box(axes, centre, (1.1, 0.6), f"${name}$", theme.line, theme)
+        axes.add_patch(Circle(center, RADIUS, facecolor=theme.paper, edgecolor=theme.ink, linewidth=1.4, zorder=3))
+        axes.text(*center, str(node), ha="center", va="center", fontsize=12, zorder=4)
+    for center, name in zip(INPUTS, SOURCES):
+        _box(axes, center, (1.1, 0.6), f"${name}$", theme.line, theme)
     _box(axes, (OUTPUT_X, 0.0), (0.8, 0.6), "out", theme.line, theme)
 
 
-def _centre(node: int) -> Point:
+def _center(node: int) -> Point:
     return FIRST_X + NODE_X + node * NODE_SPACING, 0.0
 
 
@@ -114,12 +114,12 @@ def _route(source: int, node: int, side: int, end: Point) -> list[Point]:
     if source < 2:
         start, first = (INPUTS[source][0] + 0.55, INPUTS[source][1]), 0
     else:
-        start, first = (_centre(source - 2)[0] + RADIUS, 0.0), source - 1
+        start, first = (_center(source - 2)[0] + RADIUS, 0.0), source - 1
     if first == node:
         return [start, end]
     lane = _lane(source, node, side)
-    lane_end = _centre(node - 1)[0] + (RADIUS if source < 2 else 0)  # so that arrows do not cross
-    return [start, (_centre(first)[0] - NODE_X - BOX_WIDTH / 2, lane), (lane_end, lane), end]
+    lane_end = _center(node - 1)[0] + (RADIUS if source < 2 else 0)  # so that arrows do not cross
+    return [start, (_center(first)[0] - NODE_X - BOX_WIDTH / 2, lane), (lane_end, lane), end]
 
 
 def _smooth(points: Sequence[Point]) -> Curve:
@@ -133,7 +133,7 @@ def _smooth(points: Sequence[Point]) -> Curve:
 
 def _output_arrow(axes: Axes, node: int) -> None:
     """Draw the arrow from a node to the output."""
-    x, _ = _centre(node)
+    x, _ = _center(node)
     if node == NODES - 1:
         curve = Curve(np.array([(x + RADIUS, 0.0), (OUTPUT_X - 0.4, 0.0)]))
     else:
@@ -141,18 +141,18 @@ def _output_arrow(axes: Axes, node: int) -> None:
         corners += [(OUTPUT_X - 0.3, OUTPUT_Y), (OUTPUT_X, OUTPUT_Y), (OUTPUT_X, OUTPUT_Y + 0.3), (OUTPUT_X, -0.3)]
         turn = [Curve.LINETO, Curve.CURVE3, Curve.CURVE3]
         curve = Curve(np.array(corners), [Curve.MOVETO, *turn, *turn, Curve.LINETO])
-    _arrow(axes, curve, GREY)
+    _arrow(axes, curve, GRAY)
 
 
-def _arrow(axes: Axes, curve: Curve, colour: str) -> None:
+def _arrow(axes: Axes, curve: Curve, color: str) -> None:
     axes.add_patch(
-        FancyArrowPatch(path=curve, arrowstyle="-|>", mutation_scale=11, color=colour, linewidth=1.4, zorder=2)
+        FancyArrowPatch(path=curve, arrowstyle="-|>", mutation_scale=11, color=color, linewidth=1.4, zorder=2)
     )
 
 
-def _box(axes: Axes, centre: Point, size: Point, text: str, colour: str, theme: Theme) -> None:
-    corner = (centre[0] - size[0] / 2, centre[1] - size[1] / 2)
+def _box(axes: Axes, center: Point, size: Point, text: str, color: str, theme: Theme) -> None:
+    corner = (center[0] - size[0] / 2, center[1] - size[1] / 2)
     shape = "round,pad=0,rounding_size=0.16"
-    pale = 0.3 * np.array(to_rgb(colour)) + 0.7 * np.array(to_rgb(theme.paper))
-    axes.add_patch(FancyBboxPatch(corner, *size, shape, facecolor=pale, edgecolor=colour, linewidth=1.4, zorder=3))
-    axes.text(*centre, text, ha="center", va="center", fontsize=10, zorder=4)
+    pale = 0.3 * np.array(to_rgb(color)) + 0.7 * np.array(to_rgb(theme.paper))
+    axes.add_patch(FancyBboxPatch(corner, *size, shape, facecolor=pale, edgecolor=color, linewidth=1.4, zorder=3))
+    axes.text(*center, text, ha="center", va="center", fontsize=10, zorder=4)

@@ -1,12 +1,12 @@
-"""Batch normalisation with correct derivatives under `vmap` to second order, and an explicit choice of statistics.
+"""Batch normalization with correct derivatives under `vmap` to second order, and an explicit choice of statistics.
 
 `torch.nn.BatchNorm2d` under `vmap` gives second-order gradients that are wrong by one or two per cent, without an
 error. It also has no argument for the statistics that training and evaluation use. Here `statistics` selects them:
 
-- "batch": every set (the support set or the query set of a task) is normalised by its own mean and variance, in
+- "batch": every set (the support set or the query set of a task) is normalized by its own mean and variance, in
   training and in evaluation. This is transductive: the prediction for a query depends on the other queries. MAML uses
   it. The layer has no state.
-- "running": training normalises by the statistics of the current set. Evaluation (`net.eval()`) uses fixed statistics
+- "running": training normalizes by the statistics of the current set. Evaluation (`net.eval()`) uses fixed statistics
   that `estimate_statistics` measures on training images. This is inductive: every query is predicted independently.
 """
 
@@ -30,11 +30,11 @@ Statistics = Literal["batch", "running"]
 
 
 class BatchNorm(nn.Module):
-    """Normalise each channel (axis 1) over all other axes, then scale and shift it.
+    """Normalize each channel (axis 1) over all other axes, then scale and shift it.
 
     Args:
         channels: Number of channels.
-        statistics: "batch" to always normalise by the current set; "running" to use fixed statistics in evaluation,
+        statistics: "batch" to always normalize by the current set; "running" to use fixed statistics in evaluation,
             which `estimate_statistics` sets.
         eps: Added to the variance.
 
@@ -63,7 +63,7 @@ class BatchNorm(nn.Module):
             self.register_buffer("variance", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised `x`, of shape (points, channels, ...).
+        """Return the normalized `x`, of shape (points, channels, ...).
 
         Raises:
             InputError: If the statistics of `x` are needed, but each channel has only one value.
@@ -79,7 +79,7 @@ class BatchNorm(nn.Module):
                     "variance. Use sets of at least two points, or net.eval() with statistics='running'."
                 )
             if inside_transform():
-                return _Normalise.apply(x, weight, bias, self.eps)[0]  # type: ignore[no-any-return]
+                return _Normalize.apply(x, weight, bias, self.eps)[0]  # type: ignore[no-any-return]
             return F.batch_norm(x, None, None, weight, bias, training=True, eps=self.eps)
         scale = weight * torch.rsqrt(self.variance + self.eps)
         shift = bias - self.mean * scale
@@ -90,7 +90,7 @@ class BatchNorm(nn.Module):
         return f"{self.channels}, statistics={self.statistics!r}"
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """y = w·n + b, where n = (x − μ)·r has mean 0 and variance 1 in each channel.
 
     Under `vmap` the tasks are folded into the channels. PyTorch's own rule for `vmap` is wrong at second order.
@@ -114,15 +114,15 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, r = ctx.saved_tensors
-        return (*_NormaliseBackward.apply(g, x, weight, mean, r, ctx.eps), None)
+        return (*_NormalizeBackward.apply(g, x, weight, mean, r, ctx.eps), None)
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         x, weight, bias = (fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 0, 0)))
-        return _unfold_channels(info, _Normalise.apply(x, weight, bias, inputs[3]), (1, 0, 0))
+        return _unfold_channels(info, _Normalize.apply(x, weight, bias, inputs[3]), (1, 0, 0))
 
 
-class _NormaliseBackward(torch.autograd.Function):
+class _NormalizeBackward(torch.autograd.Function):
     """gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n, gb = Σg, where m is the mean over the set."""
 
     @staticmethod
@@ -141,15 +141,15 @@ class _NormaliseBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor | None, ...]:
-        return *_NormaliseDoubleBackward.apply(*ctx.saved_tensors, u, v, s), None, None, None
+        return *_NormalizeDoubleBackward.apply(*ctx.saved_tensors, u, v, s), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, (1, 1, 0, 0, 0))]
-        return _unfold_channels(info, _NormaliseBackward.apply(*folded, inputs[5]), (1, 0, 0))
+        return _unfold_channels(info, _NormalizeBackward.apply(*folded, inputs[5]), (1, 0, 0))
 
 
-class _NormaliseDoubleBackward(torch.autograd.Function):
+class _NormalizeDoubleBackward(torch.autograd.Function):
     """The gradients of g, x and w for the gradients u of gx, v of gw and s of gb."""
 
     @staticmethod
@@ -172,7 +172,7 @@ class _NormaliseDoubleBackward(torch.autograd.Function):
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         axes = (1, 1, 0, 0, 0, 1, 0, 0)
         folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, axes)]
-        return _unfold_channels(info, _NormaliseDoubleBackward.apply(*folded), (1, 1, 0))
+        return _unfold_channels(info, _NormalizeDoubleBackward.apply(*folded), (1, 1, 0))
 
 
 def _double_backward(
@@ -309,7 +309,7 @@ def running_batch_norms(net: nn.Module) -> list[BatchNorm]:
     return [layer for layer in net.modules() if isinstance(layer, BatchNorm) and layer.statistics == "running"]
 
 
-def normalises_each_set(net: nn.Module) -> bool:
+def normalizes_each_set(net: nn.Module) -> bool:
     """Return whether a batch norm makes predictions depend on the other points of the set, also in evaluation."""
     return any(isinstance(layer, BatchNorm) and layer.statistics == "batch" for layer in net.modules())
 

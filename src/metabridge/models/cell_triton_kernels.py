@@ -27,7 +27,7 @@ class WindowGrid(NamedTuple):
         width: Width of the map in pixels.
         down: Number of windows from top to bottom.
         across: Number of windows from left to right.
-        stride: Distance between neighbouring windows in pixels.
+        stride: Distance between neighboring windows in pixels.
         lines: Number of windows, one below the other, in one row of a tile.
     """
 
@@ -73,14 +73,14 @@ def grid_index(
     """Return the index of the pixel `down` and `right` of a row's first window, and whether it exists."""
     GROUPS: tl.constexpr = (GRID.down + GRID.lines - 1) // GRID.lines
     i, j = row // GRID.across % GROUPS * GRID.lines * STRIDE, row % GRID.across * STRIDE
-    centre = (row // GRID.across // GROUPS * HEIGHT + i) * WIDTH + j
+    center = (row // GRID.across // GROUPS * HEIGHT + i) * WIDTH + j
     inside = (i + down >= 0) & (i + down < HEIGHT) & (j + right >= 0) & (j + right < WIDTH) & (row < rows)
-    return (centre.to(tl.int64) * c + (down * WIDTH + right) * c)[:, None], inside[:, None]
+    return (center.to(tl.int64) * c + (down * WIDTH + right) * c)[:, None], inside[:, None]
 
 
 @jit
 def pixel_index(row, rows, c, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
-    """Return the index of a pixel of the map, relative to the centre of a row's first window, and whether it exists."""
+    """Return the index of a pixel of the map, relative to the center of a row's first window, and whether it exists."""
     return grid_index(row, rows, c, GRID.height, GRID.width, GRID.stride, GRID, down, right)
 
 

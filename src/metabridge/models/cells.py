@@ -40,7 +40,7 @@ def supernet(
 ) -> Network:
     """Build a network of cells in which every edge adds up all its active operators.
 
-    With group norm every image is normalised separately, so that per-image gradients are defined (Wang et al. 2022,
+    With group norm every image is normalized separately, so that per-image gradients are defined (Wang et al. 2022,
     app. E).
 
     Args:
@@ -140,7 +140,7 @@ def mask(net: Network, active: ActiveOperators) -> None:
 class Cells(nn.Module):
     """A stem, the cells, and global average pooling; the features have three times the channels of the last cell.
 
-    If each map is normalised separately, its mean is the same for all images. With group norm the means are nearly the
+    If each map is normalized separately, its mean is the same for all images. With group norm the means are nearly the
     same, so another norm and a ReLU come before the pooling, as in the public code of Wang et al. 2022.
     """
 
@@ -245,7 +245,7 @@ class Halving(nn.Module):
         self.norm = norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the maps after ReLU, halving and normalisation."""
+        """Return the maps after ReLU, halving and normalization."""
         x = F.relu(x)
         shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # the last row and column are used if a side is odd
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
@@ -282,7 +282,7 @@ def _skip(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
     return nn.Identity() if stride == 1 else Halving(channels, channels, norm)
 
 
-def _factorised(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
+def _factorized(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
     across, down = _convolution(channels, channels, (1, 5), stride), _convolution(channels, channels, (5, 1))
     return nn.Sequential(nn.ReLU(), across, down, norm(channels))
 
@@ -307,7 +307,7 @@ _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
     "max_pool_3x3": _max_pool,
     "avg_pool_3x3": _mean_pool,
     "skip": _skip,
-    "conv_1x5_5x1": _factorised,
+    "conv_1x5_5x1": _factorized,
     "conv_3x3": _separable,
     "sep_conv_3x3": _twice_separable,
     "dil_conv_3x3": functools.partial(_separable, dilation=2),

@@ -130,7 +130,7 @@ def unregistered_tensors(module: nn.Module) -> list[Tensor]:
     """Return the tensors in attributes of the module and its layers that are neither parameters nor buffers.
 
     >>> layer = nn.Linear(2, 1)
-    >>> layer.centres = [torch.zeros(2), layer.weight]
+    >>> layer.centers = [torch.zeros(2), layer.weight]
     >>> unregistered_tensors(layer)
     [tensor([0., 0.])]
     """

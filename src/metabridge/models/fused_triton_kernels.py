@@ -95,10 +95,10 @@ def chunk_moments(x, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr
         mean += tl.where(inside, change * (1.0 / step), 0.0)
         squares += tl.where(inside, change * (value - mean), 0.0)
     lane_count = tl.maximum((count - lane + BR - 1) // BR, 0).to(tl.float32)[:, None]
-    centre = tl.sum(lane_count * mean, 0) / count
-    deviation = mean - centre[None, :]
+    center = tl.sum(lane_count * mean, 0) / count
+    deviation = mean - center[None, :]
     out = partial + tl.program_id(1) * c + column
-    tl.store(out, centre)
+    tl.store(out, center)
     tl.store(out + tl.num_programs(1) * c, tl.sum(squares + lane_count * deviation * deviation, 0))
 
 
@@ -111,10 +111,10 @@ def merge_moments(partial, weight, bias, norm, rows, chunk, parts, c, eps, PARTS
     index = part * c + column[None, :]
     mean = tl.load(partial + index, mask=inside, other=0.0)
     squares = tl.load(partial + parts * c + index, mask=inside, other=0.0)
-    centre = tl.sum(count * mean, 0) / rows
-    deviation = mean - centre[None, :]
+    center = tl.sum(count * mean, 0) / rows
+    deviation = mean - center[None, :]
     variance = tl.sum(squares + count * deviation * deviation, 0) / rows
-    tl.store(norm + column, centre)
+    tl.store(norm + column, center)
     tl.store(norm + c + column, 1.0 / tl.sqrt(variance + eps))
     tl.store(norm + 2 * c + column, tl.load(weight + column).to(tl.float32))
     tl.store(norm + 3 * c + column, tl.load(bias + column).to(tl.float32))
@@ -148,7 +148,7 @@ def norm_act(x, norm, factor, total, y, rows, pixels, c, slope, BR: tl.constexpr
 
 @jit
 def norm_act_input_grad(g, factor, n, weight, bias, slope, point, point_inside):
-    """Return the gradient with respect to the batch norm's output, whose normalised input is n."""
+    """Return the gradient with respect to the batch norm's output, whose normalized input is n."""
     g = tl.where(n * weight + bias > 0, g, slope * g)
     if factor is not None:
         g *= tl.load(factor + point, mask=point_inside, other=0.0)[:, None]
@@ -171,7 +171,7 @@ def norm_act_sums(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum g and g·n over a chunk of rows, where g is the gradient of the batch norm's output and n the normalised x."""
+    """Sum g and g·n over a chunk of rows, where g is the gradient of the batch norm's output and n the normalized x."""
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_rows(rows, chunk)
     x += start.to(tl.int64) * c
@@ -366,11 +366,11 @@ def residual_pool_backward(
     for k in tl.static_range(4):
         inside = pixel_exists(window, windows, i, j, height, width, k)
         index = corner + (k // 2 * width + k % 2) * c
-        centred_g = tl.where(chosen == k, pool_g, 0.0) - mg
+        centered_g = tl.where(chosen == k, pool_g, 0.0) - mg
         a = load_float(main + index, inside) - mean1
         b = load_float(shortcut + index, inside) - mean2
-        tl.store(gmain + index, scale1 * (centred_g - a * mgn1), mask=inside)
-        tl.store(gshortcut + index, scale2 * (centred_g - b * mgn2), mask=inside)
+        tl.store(gmain + index, scale1 * (centered_g - a * mgn1), mask=inside)
+        tl.store(gshortcut + index, scale2 * (centered_g - b * mgn2), mask=inside)
 
 
 @jit

@@ -229,7 +229,7 @@ def seeded(seed: int) -> Iterator[None]:
 def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
     """Return a copy of `net` in which group norms with the same weights and biases replace the batch norms.
 
-    The copy is a different network: it normalises each point separately, over groups of channels.
+    The copy is a different network: it normalizes each point separately, over groups of channels.
 
     Args:
         net: Any module, which is not changed.

@@ -15,14 +15,14 @@ from metabridge.errors import InputError
 VALUES = 2**30  # 4 GiB in float32
 TENSORS = 2**14
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-_INITIALISERS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_})
+_INITIALIZERS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_})
 
 
 class SizeLimit(TorchFunctionMode):
     """Context in which an `InputError` is raised when too many tensors, or too many values in them, are created.
 
     It counts all tensors that are created from a shape: weights of layers and example inputs. Inside the context,
-    layers on the meta device, where tensors need no memory, skip their initialisation, for which PyTorch would import
+    layers on the meta device, where tensors need no memory, skip their initialization, for which PyTorch would import
     slow modules.
 
     Args:
@@ -44,7 +44,7 @@ class SizeLimit(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Count the tensors of the call, and run it if they are within the limits."""
-        if func in _INITIALISERS and args[0].is_meta:
+        if func in _INITIALIZERS and args[0].is_meta:
             return args[0]
         if func in _FACTORIES and args:
             shape = args[0] if isinstance(args[0], list | tuple) else args

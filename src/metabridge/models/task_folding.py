@@ -2,7 +2,7 @@
 
 The tasks are folded into the channels, as in `BatchNorm`: a convolution gets one group per task, and a pooling stays
 the same. Maps thus keep one layout in all layers, forward and in both backward passes, whereas PyTorch's rules for
-`vmap` copy them in every layer. On a GPU maps are channels-last. Groups with few channels, such as the colours of an
+`vmap` copy them in every layer. On a GPU maps are channels-last. Groups with few channels, such as the colors of an
 image, are padded with zeros to the size that tensor cores need, because a GPU would otherwise process the tasks one by
 one.
 """

@@ -29,11 +29,11 @@ if AVAILABLE:
 def norm_double_sums(
     g, x, u, mean, r, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Sum g, u, g·n, u·n and g·u over a chunk of rows, where n is the normalised x."""
+    """Sum g, u, g·n, u·n and g·u over a chunk of rows, where n is the normalized x."""
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_rows(rows, chunk)
     base = start.to(tl.int64) * c
-    centre, scale = tl.load(mean + column)[None, :], tl.load(r + column)[None, :]
+    center, scale = tl.load(mean + column)[None, :], tl.load(r + column)[None, :]
     sum_g = tl.zeros([BR, BC], tl.float32)
     sum_u = tl.zeros([BR, BC], tl.float32)
     sum_gn = tl.zeros([BR, BC], tl.float32)
@@ -43,7 +43,7 @@ def norm_double_sums(
         row = offset + lane
         inside = (row < count)[:, None]
         index = base + row[:, None] * c + column[None, :]
-        n = (load_float(x + index, inside) - centre) * scale
+        n = (load_float(x + index, inside) - center) * scale
         g_value = load_float(g + index, inside)
         u_value = load_float(u + index, inside)
         sum_g += g_value
@@ -67,14 +67,14 @@ def norm_double_backward(
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
     index = row[:, None].to(tl.int64) * c + column[None, :]
-    centre, scale = tl.load(mean + column), tl.load(r + column)
+    center, scale = tl.load(mean + column), tl.load(r + column)
     wr, v_value = tl.load(weight + column) * scale, tl.load(v + column)
     mg, mu = share * tl.load(total + column), share * tl.load(total + c + column)
     mgn, mun = share * tl.load(total + 2 * c + column), share * tl.load(total + 3 * c + column)
     product = share * tl.load(total + 4 * c + column) - mu * mg - mun * mgn
     a, e = v_value - wr * mun, wr * mgn
     n_factor = scale * (a * mgn - e * mun) + wr * scale * product
-    n = (load_float(x + index, inside) - centre[None, :]) * scale[None, :]
+    n = (load_float(x + index, inside) - center[None, :]) * scale[None, :]
     g_value = load_float(g + index, inside)
     u_value = load_float(u + index, inside)
     shift = tl.load(s + column) - wr * mu

@@ -54,7 +54,7 @@ def timm(
         raise InputError(f"model is 'timm:{name}', but timm has no model {name!r}. See timm.list_models().")
     with seeded(seed):
         features = create_model(name, pretrained=pretrained, in_chans=channels, num_classes=0)
-    # two images, because some models in training cannot normalise a single one
+    # two images, because some models in training cannot normalize a single one
     example = torch.zeros(2, channels, size, size)
     try:
         return Network.around(features, example, outputs, statistics=statistics, seed=seed)

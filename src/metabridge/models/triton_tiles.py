@@ -23,7 +23,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def empty_map(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised channels-last map."""
+    """Return an uninitialized channels-last map."""
     return torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
 
 

@@ -10,12 +10,12 @@ from matplotlib.ticker import MaxNLocator
 
 from metabridge.diagnosis import Diagnosis
 from metabridge.files import make_folder, write_atomically
-from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme, plain_numbers
+from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.html_pages import Picture, render
 
 NOT_ADAPTING = ("rfs", "nal", "mtl")  # methods that do not adapt in training
 COST_OFFSET = 1.08  # factor between the drawn costs of methods with almost the same cost
-GROUP_COLOURS = dict(zip(("hard", "easy"), (COLOURS[1], COLOURS[0])))
+GROUP_COLORS = dict(zip(("hard", "easy"), (COLORS[1], COLORS[0])))
 
 
 def write(diagnosis: Diagnosis, folder: str | Path) -> Path:
@@ -44,7 +44,7 @@ def rate_histogram(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         axes = figure.subplots()
         rates = [10 ** logs[np.array(diagnosis.is_hard) == (group.name == "hard")] for group in diagnosis.groups]
         labels = [f"{group.tasks} {group.name} tasks" for group in diagnosis.groups]
-        axes.hist(rates, (10**edges).tolist(), stacked=True, color=list(GROUP_COLOURS.values()), label=labels)
+        axes.hist(rates, (10**edges).tolist(), stacked=True, color=list(GROUP_COLORS.values()), label=labels)
         axes.set(xscale="log", xlabel="rate of gradient descent (harder to the left)", ylabel="tasks")
         plain_numbers(axes.xaxis)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -61,11 +61,11 @@ def solution_map(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         axes = figure.subplots()
         for group, marker in zip(diagnosis.groups, MARKERS):
             members = points[np.array(diagnosis.is_hard) == (group.name == "hard")]
-            colour = GROUP_COLOURS[group.name]
-            axes.plot(*members.T, marker, markersize=4, alpha=0.6, label=f"{group.name} tasks", color=colour)
+            color = GROUP_COLORS[group.name]
+            axes.plot(*members.T, marker, markersize=4, alpha=0.6, label=f"{group.name} tasks", color=color)
             x, y = members.mean(0)
             label = f"center of the {group.name} tasks"
-            axes.plot(x, y, "P", markeredgecolor=theme.ink, markersize=12, label=label, color=colour)
+            axes.plot(x, y, "P", markeredgecolor=theme.ink, markersize=12, label=label, color=color)
         axes.set(xlabel="along the line between the centers", ylabel="across it")
         axes.set_aspect("equal", adjustable="datalim")
         figure.legend(loc="outside upper center", ncols=2)
@@ -78,18 +78,18 @@ def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
     for cost in diagnosis.costs:
         similar = sum(abs(other / cost.training_gradients - 1) < 0.3 for other in drawn_costs.values())
         drawn_costs[cost.method] = cost.training_gradients * COST_OFFSET**similar
-    styles = dict(zip(drawn_costs, zip(COLOURS, MARKERS)))
+    styles = dict(zip(drawn_costs, zip(COLORS, MARKERS)))
     predictions = {prediction.method: prediction for prediction in diagnosis.kernel_predictions}
     saved = diagnosis.saved
     with theme.context():
         figure = Figure(figsize=(5.2 + 4.0 * bool(predictions), 3.8), layout="constrained")
         formula_axes, *kernel_axes = figure.subplots(1, 1 + bool(predictions), squeeze=False)[0]
-        for name, (colour, marker) in styles.items():
+        for name, (color, marker) in styles.items():
             low, value, high = (0, 0, 0) if name in NOT_ADAPTING else (saved.low, saved.value, saved.high)
             margins = [[100 * (value - low)], [100 * (high - value)]]
             label = f"{name.upper()}{' (plain)' if name in NOT_ADAPTING else ''}"
             formula_axes.errorbar(
-                drawn_costs[name], 100 * value, margins, fmt=marker, color=colour, capsize=3, label=label
+                drawn_costs[name], 100 * value, margins, fmt=marker, color=color, capsize=3, label=label
             )
         bottom, top = formula_axes.get_ylim()
         formula_axes.set(ylim=(min(bottom, -5), max(top, 5)), ylabel="loss saved compared with plain pre-training, %")
@@ -97,10 +97,10 @@ def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
             alone = predictions["support alone"]
             low, high = alone.mean - alone.ci95, alone.mean + alone.ci95
             axes.axhspan(low, high, color=theme.line, label="regression on the support alone")
-            for name, (colour, marker) in styles.items():
+            for name, (color, marker) in styles.items():
                 if name in predictions:
                     mean, margin = predictions[name].mean, predictions[name].ci95
-                    axes.errorbar(drawn_costs[name], mean, margin, fmt=marker, color=colour, capsize=3)
+                    axes.errorbar(drawn_costs[name], mean, margin, fmt=marker, color=color, capsize=3)
             axes.set(ylabel=f"{alone.metric} by kernels of infinitely wide networks")
         for axes in (formula_axes, *kernel_axes):
             axes.set(xscale="log", xlim=(0.8, 2 * max(drawn_costs.values())))

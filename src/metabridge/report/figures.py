@@ -15,7 +15,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from metabridge.figure_theme import COLOURS as COLOURS
+from metabridge.figure_theme import COLORS as COLORS
 from metabridge.figure_theme import DARK as DARK
 from metabridge.figure_theme import LIGHT as LIGHT
 from metabridge.figure_theme import Theme as Theme
@@ -52,12 +52,12 @@ def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "secon
     with theme.context():
         figure = Figure(figsize=(4.8, 4), layout="constrained")
         axes = figure.subplots()
-        for (name, run), (line, colour) in zip(runs.items(), itertools.cycle(itertools.product(LINES, COLOURS))):
+        for (name, run), (line, color) in zip(runs.items(), itertools.cycle(itertools.product(LINES, COLORS))):
             points = [point for point in run.curve if point.score is not None]
             xs = [point.iteration if along == "iterations" else point.seconds for point in points]
             means, margins = _percent([point.score for point in points if point.score is not None])
-            axes.fill_between(xs, means - margins, means + margins, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(xs, means, line, color=colour, label=name, linewidth=1.8)
+            axes.fill_between(xs, means - margins, means + margins, color=color, alpha=0.15, linewidth=0)
+            axes.plot(xs, means, line, color=color, label=name, linewidth=1.8)
         axes.set(ylabel="validation accuracy, %", ylim=(None, min(100.0, axes.get_ylim()[1])))
         axes.set_xlabel("iterations" if along == "iterations" else "seconds of training")
         figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2)
@@ -70,7 +70,7 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
         figure = Figure(figsize=(5.6, 1.6 + 0.6 * len(scores)), layout="constrained")
         axes = figure.subplots()
         kinds = list(next(iter(scores.values())))
-        for index, (kind, marker, colour) in enumerate(zip(kinds, MARKERS, COLOURS)):
+        for index, (kind, marker, color) in enumerate(zip(kinds, MARKERS, COLORS)):
             shift = 0.16 * (index - (len(kinds) - 1) / 2)  # so that intervals do not cover each other
             means, margins = _percent([by_kind[kind] for by_kind in scores.values()])
             axes.errorbar(
@@ -78,7 +78,7 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
                 np.arange(len(means)) + shift,
                 xerr=margins,
                 fmt=marker,
-                color=colour,
+                color=color,
                 label=kind,
                 markersize=6,
                 capsize=2,

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from metabridge.intervals import mean_interval
-from metabridge.report.figures import COLOURS, LIGHT, MARKERS, Theme, plain_numbers
+from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.results import Result, Row
 from metabridge.theory.power_law import Points, PowerLaw
 
@@ -40,13 +40,13 @@ def compared_rows(rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
         heights = np.arange(len(rows))
         published = [(row.published, height) for row, height in zip(rows, heights) if row.published is not None]
         if published:
-            axes.plot(*zip(*published), "D", color=COLOURS[1], label="published")
+            axes.plot(*zip(*published), "D", color=COLORS[1], label="published")
         axes.errorbar(
             [row.ours for row in rows],
             heights,
             xerr=[row.ci95 or 0 for row in rows],
             fmt="o",
-            color=COLOURS[0],
+            color=COLORS[0],
             label="ours, with 95 % intervals",
             capsize=2,
         )
@@ -62,11 +62,11 @@ def accuracy_over_time(curves: Mapping[str, Sequence[tuple[float, float, float]]
     with theme.context():
         figure = Figure(figsize=(5.6, 4.2), layout="constrained")
         axes = figure.subplots()
-        for (name, points), colour, marker in zip(curves.items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS)):
+        for (name, points), color, marker in zip(curves.items(), itertools.cycle(COLORS), itertools.cycle(MARKERS)):
             minutes, means, margins = (np.array(column) for column in zip(*points))
             low, high = 100 * (means - margins), 100 * (means + margins)
-            axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(minutes, 100 * means, f"-{marker}", color=colour, label=name, linewidth=1.6, markersize=4)
+            axes.fill_between(minutes, low, high, color=color, alpha=0.15, linewidth=0)
+            axes.plot(minutes, 100 * means, f"-{marker}", color=color, label=name, linewidth=1.6, markersize=4)
         axes.set(xlabel="minutes of training", ylabel="validation accuracy, %", xscale="log")
         plain_numbers(axes.xaxis)
         figure.legend(loc="outside upper center", ncols=4)
@@ -76,19 +76,19 @@ def accuracy_over_time(curves: Mapping[str, Sequence[tuple[float, float, float]]
 def plot_means(axes: Axes, curves: Mapping[str, Mapping[X, Sequence[float]]]) -> None:
     """Plot the means over runs with their 95 % intervals; a curve maps each x to the values of all runs."""
     widths = itertools.count(3.2, -0.6)  # decreasing, so that coinciding lines stay visible
-    for (name, points), colour, marker, width in zip(curves.items(), COLOURS, MARKERS, widths):
+    for (name, points), color, marker, width in zip(curves.items(), COLORS, MARKERS, widths):
         xs = list(points)
         means, margins = (np.array(column) for column in zip(*map(mean_interval, points.values())))
-        axes.fill_between(xs, means - margins, means + margins, color=colour, alpha=0.12, linewidth=0)
-        axes.plot(xs, means, f"-{marker}", color=colour, label=name, linewidth=width, markersize=2 * width + 2)
+        axes.fill_between(xs, means - margins, means + margins, color=color, alpha=0.12, linewidth=0)
+        axes.plot(xs, means, f"-{marker}", color=color, label=name, linewidth=width, markersize=2 * width + 2)
 
 
 def plot_power(axes: Axes, points: Mapping[int, Sequence[float]], exponent: int) -> None:
-    """Plot L^exponent in grey, scaled to pass through the first mean of a curve over depths L."""
+    """Plot L^exponent in gray, scaled to pass through the first mean of a curve over depths L."""
     depths = list(points)
     start = mean_interval(points[depths[0]])[0]
     line = [start * (depth / depths[0]) ** exponent for depth in depths]
-    axes.plot(depths, line, "--" if exponent == -1 else ":", color="grey", label=f"proportional to $L^{{{exponent}}}$")
+    axes.plot(depths, line, "--" if exponent == -1 else ":", color="gray", label=f"proportional to $L^{{{exponent}}}$")
 
 
 def depth_axes(axes: Axes, depths: Sequence[int]) -> None:
@@ -113,23 +113,23 @@ def subplots(title: str, rows: int, columns: int, size: tuple[float, float], **o
 
 
 def draw_means(
-    axes: Axes, runs: Mapping[float, Tensor], colour: str, label: str, marker: str = "o", markersize: float = 4
+    axes: Axes, runs: Mapping[float, Tensor], color: str, label: str, marker: str = "o", markersize: float = 4
 ) -> None:
     """Draw means over runs with their 95 % intervals, by position on the x axis."""
     means, margins = zip(*(mean_interval(values.tolist()) for values in runs.values()))
-    axes.errorbar(list(runs), means, margins, fmt=marker, color=colour, label=label, markersize=markersize, capsize=2)
+    axes.errorbar(list(runs), means, margins, fmt=marker, color=color, label=label, markersize=markersize, capsize=2)
 
 
 def draw_power_laws(axes: Axes, points_by_label: Mapping[str, Points]) -> None:
     """Draw values against the width on logarithmic axes, with fitted power laws and their exponents."""
-    for (label, points), colour, marker in zip(points_by_label.items(), COLOURS, MARKERS):
+    for (label, points), color, marker in zip(points_by_label.items(), COLORS, MARKERS):
         law, widths = PowerLaw.fit(points), list(points)
         xs, ys = zip(*((width, value) for width, values in points.items() for value in values))
-        axes.plot(xs, ys, marker, color=colour, markersize=4, alpha=0.6)
+        axes.plot(xs, ys, marker, color=color, markersize=4, alpha=0.6)
         fitted = [law(width) for width in widths]
-        axes.plot(widths, fitted, color=colour, label=f"{label}, exponent {format_exponent(law)}")
+        axes.plot(widths, fitted, color=color, label=f"{label}, exponent {format_exponent(law)}")
     guide = [fitted[0] * (width / widths[0]) ** -0.5 for width in widths]
-    axes.plot(widths, guide, "--", color="grey", label="in proportion to width$^{-1/2}$")
+    axes.plot(widths, guide, "--", color="gray", label="in proportion to width$^{-1/2}$")
     axes.set(xscale="log", yscale="log", xlabel="width")
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.xaxis.set_minor_locator(NullLocator())

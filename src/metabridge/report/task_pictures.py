@@ -75,15 +75,15 @@ def _dark_on_light(images: Tensor) -> NDArray[np.float64]:
     return (1 - rows.expand(-1, -1, -1, 3) if rows.shape[-1] == 1 else rows).numpy()
 
 
-def _blank(height: int, width: int, colour: str) -> NDArray[np.float64]:
-    return np.full((height, width, 3), to_rgb(colour))
+def _blank(height: int, width: int, color: str) -> NDArray[np.float64]:
+    return np.full((height, width, 3), to_rgb(color))
 
 
-def _framed(image: NDArray[np.float64], colour: str, theme: Theme) -> NDArray[np.float64]:
+def _framed(image: NDArray[np.float64], color: str, theme: Theme) -> NDArray[np.float64]:
     """Return an image in a frame, with a gap to its right."""
     height, width = image.shape[:2]
     cell = _blank(height + 2 * FRAME, width + 2 * FRAME + GAP, theme.paper)
-    cell[:, :-GAP] = to_rgb(colour)
+    cell[:, :-GAP] = to_rgb(color)
     cell[FRAME : FRAME + height, FRAME : FRAME + width] = image
     return cell
 

@@ -15,7 +15,7 @@ from metabridge.solvers.solver import IterativeSolver, check_steps
 
 @dataclass(frozen=True)
 class Proximal(IterativeSolver):
-    """Minimise ℓ(θ') + (λ/2)‖θ' − θ‖² by gradient descent, as in iMAML (Wang et al. 2021, table 1).
+    """Minimize ℓ(θ') + (λ/2)‖θ' − θ‖² by gradient descent, as in iMAML (Wang et al. 2021, table 1).
 
     The outer gradient "implicit" holds at the minimum: choose enough `steps` to reach it, and enough `cg_steps`.
 

@@ -67,7 +67,7 @@ class SVMSolver(Solver):
 def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> Tensor:
     """Return the weight (..., outputs, d) of the multi-class support vector machine (Crammer and Singer 2001).
 
-    It minimises ½ Σ_k ‖w_k‖² + C Σ_n max_k(w_kᵀφ_n + 1[k ≠ y_n] − w_{y_n}ᵀφ_n), without bias, by its dual:
+    It minimizes ½ Σ_k ‖w_k‖² + C Σ_n max_k(w_kᵀφ_n + 1[k ≠ y_n] − w_{y_n}ᵀφ_n), without bias, by its dual:
     min ½ Σ_k ‖Σ_n α_nk φ_n‖² − Σ_n α_{n,y_n} with α_nk ≤ C·1[k = y_n] and Σ_k α_nk = 0; w_k = Σ_n α_nk φ_n.
 
     The weight is differentiable in the features, once, by the implicit function theorem: a change dQ moves α by

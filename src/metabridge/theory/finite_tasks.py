@@ -115,7 +115,7 @@ def _mean_products(errors: Tensor, x: Tensor) -> Tensor:
     return sums.view(*x.shape[:2], x.shape[-1]) / x.shape[2]
 
 
-def factorisation_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def factorization_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the objective of Burer–Monteiro factorization (Yüksel et al. 2023, eq. 12).
 
     It is the mean over tasks of ½‖XBwᵢ − y‖²/m, plus ⅛‖BᵀB − WᵀW‖².
@@ -131,7 +131,7 @@ def factorisation_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
     Example:
         >>> eye = torch.eye(2)
-        >>> factorisation_loss(eye, eye, eye.expand(2, 2, 2), torch.zeros(2, 2))
+        >>> factorization_loss(eye, eye, eye.expand(2, 2, 2), torch.zeros(2, 2))
         tensor(0.2500)
     """
     errors = torch.bmm(x, (W @ B.mT)[..., None])[..., 0] - y

@@ -148,9 +148,9 @@ def risk_above_floor(
             f"w is {describe(w)}, but tasks are in {landscape.dimension} dimensions. "
             f"Use a last dimension of {landscape.dimension}."
         )
-    # Within a group, E‖w − w*‖²_Q = ‖w − centre‖²_Q + tr(Q·spread).
+    # Within a group, E‖w − w*‖²_Q = ‖w − center‖²_Q + tr(Q·spread).
     Q = adapted_covariance(tasks.covariance, alpha, m, fourth)
-    gap = w.double()[..., None, :] - tasks.centre
+    gap = w.double()[..., None, :] - tasks.center
     from_center = torch.einsum("...gi,gij,...gj->...g", gap, Q, gap)
     spread = torch.einsum("gij,gji->g", Q, tasks.spread)
     return (from_center + spread) @ tasks.probability / 2
@@ -380,7 +380,7 @@ def _weighted_center(landscape: Landscape, weights: Tensor) -> Tensor:
     """Return E[W]⁻¹E[Ww*] for a weight matrix W of each group, of which w* is independent within the group."""
     tasks = landscape.distribution
     matrix = torch.einsum("g,gij->ij", tasks.probability, weights)
-    target = torch.einsum("g,gij,gj->i", tasks.probability, weights, tasks.centre)
+    target = torch.einsum("g,gij,gj->i", tasks.probability, weights, tasks.center)
     solved, singular = torch.linalg.solve_ex(matrix, target)
     if singular:
         raise InputError(

@@ -194,7 +194,7 @@ def label_entropy(landscape: Landscape) -> float:
         The mean over tasks.
     """
     tasks = landscape.distribution
-    variance = torch.einsum("gi,gij,gj->g", tasks.centre, tasks.covariance, tasks.centre)
+    variance = torch.einsum("gi,gij,gj->g", tasks.center, tasks.covariance, tasks.center)
     nodes, weights = (torch.from_numpy(values) for values in np.polynomial.hermite_e.hermegauss(200))
     logits = variance.sqrt()[:, None] * nodes
     entropy = F.softplus(logits) - logits.sigmoid() * logits

@@ -158,7 +158,16 @@ def from_version_1(settings: dict[str, Any]) -> dict[str, Any]:
 
     The model and the method have the same form in both, so that the fingerprint in old weights is still right.
     """
-    return settings | {"version": VERSION, "training": former_names_replaced(settings["training"])}
+    unchanged = {"version": VERSION, "model": settings["model"], "method": settings["method"]}
+    renamed = {name: _with_new_spelling(value) for name, value in settings.items()}
+    return renamed | unchanged | {"training": former_names_replaced(settings["training"])}
+
+
+def _with_new_spelling(value: Any) -> Any:
+    """Return a setting of version 0.1.0 with the spelling that the names of fields have today."""
+    if isinstance(value, dict):
+        return {name.replace("centre", "center"): _with_new_spelling(item) for name, item in value.items()}
+    return [_with_new_spelling(item) for item in value] if isinstance(value, list) else value
 
 
 def fingerprint(settings: Mapping[str, Any]) -> int:
@@ -178,16 +187,16 @@ def write_method(method: Method) -> dict[str, object]:
     >>> write_method(method("maml"))["inner"]
     {'solver': 'GradientDescent', 'steps': 5, 'lr': 0.01, 'rates': 'fixed'}
     """
-    if method.loss is not task_loss or method.regulariser not in (None, balance):
+    if method.loss is not task_loss or method.regularizer not in (None, balance):
         raise InputError(
-            "a method with a custom loss or regulariser cannot be saved. Train it without out=, and keep run.params."
+            "a method with a custom loss or regularizer cannot be saved. Train it without out=, and keep run.params."
         )
     solvers = {
         role: None if (solver := getattr(method, role)) is None else _plain_options(solver.to_dict())
         for role in ("inner", "test")
     }
     plain = {"adapts": method.adapts, "outer": method.outer, "head": method.training_head, "split": method.split}
-    return {**plain, **solvers, "regulariser": None if method.regulariser is None else "balance"}
+    return {**plain, **solvers, "regulariser": None if method.regularizer is None else "balance"}
 
 
 def read_method(data: Mapping[str, Any]) -> Method:
@@ -198,13 +207,14 @@ def read_method(data: Mapping[str, Any]) -> Method:
     True
     """
     data = dict(data)
-    data["training_head"] = data.pop("head")  # the key of version 0.1.0
+    # the keys of version 0.1.0
+    data["training_head"], regularized = data.pop("head"), data.pop("regulariser")
     if data["inner"] is not None:
         data["inner"] = Solver.from_dict(data["inner"])
     if data["test"] is not None:
         root = Head if data["test"]["solver"] in Head.by_stored_name() else Solver
         data["test"] = root.from_dict(data["test"])
-    return Method(**data | {"regulariser": balance if data["regulariser"] else None})
+    return Method(**data, regularizer=balance if regularized else None)
 
 
 def read_network(settings: Mapping[str, Any], net: Network | None, stored: Params) -> Network:

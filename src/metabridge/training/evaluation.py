@@ -19,7 +19,7 @@ from metabridge.intervals import half_width
 from metabridge.learners.adapt import adapts_head_only, predict, predict_from_features
 from metabridge.learners.method import Method
 from metabridge.learners.parameters import check_test_time
-from metabridge.models.batch_norm import normalises_each_set, running_batch_norms
+from metabridge.models.batch_norm import normalizes_each_set, running_batch_norms
 from metabridge.models.functional_call import shallow_copy
 from metabridge.models.network import Network, Params, apply_features
 from metabridge.progress import track_progress
@@ -346,7 +346,7 @@ def predictions(
     if isinstance(model, Model):
         check_finite(model.params, dict(model.net.named_buffers()))
         _check_statistics(model)
-        fixed_features = adapts_head_only(model.method) and not normalises_each_set(model.net)
+        fixed_features = adapts_head_only(model.method) and not normalizes_each_set(model.net)
         if fixed_features and isinstance(environment, ImageTasks):
             table = FeatureTable.of(model, environment, augmentation, seed=seed, progress=progress)
             yield from table.predictions(model, environment, tasks, generator)
@@ -382,7 +382,7 @@ def _check_statistics(model: Model) -> None:
     layers = running_batch_norms(model.net)
     if any(not layer.mean.any() and (layer.variance == 1).all() for layer in layers):
         raise InputError(
-            "The network's running statistics were never estimated, so evaluation would not normalise. "
+            "The network's running statistics were never estimated, so evaluation would not normalize. "
             "Call estimate_statistics(net, batches) with training images first, or use statistics='batch'."
         )
 

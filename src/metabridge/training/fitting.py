@@ -57,7 +57,7 @@ class FitArguments(TrainingConfig):
     )
     device: torch.device | str = option("cpu", help="Where to compute.")
     mode: Mode = option(
-        "auto", help="How meta-gradients are computed: auto, loop, workers, vectorised or captured; see `Engine`."
+        "auto", help="How meta-gradients are computed: auto, loop, workers, vectorized or captured; see `Engine`."
     )
     out: str | Path | None = option(None, help="Folder to save the run in. None to save nothing.")
     minutes: float | None = option(

@@ -30,7 +30,7 @@ from metabridge.theory.anil import (
     spectrum,
     stack_moments,
 )
-from metabridge.theory.finite_tasks import NetParams, RepeatedStep, TaskPoints, factorisation_loss, first_order_step
+from metabridge.theory.finite_tasks import NetParams, RepeatedStep, TaskPoints, factorization_loss, first_order_step
 from metabridge.training.checkpoint import RunFolder
 
 STEPS_PER_CHECK = 100  # steps between checks of the clock
@@ -289,7 +289,7 @@ def _burer_monteiro(
 
     def objective(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         leaves = tuple(part.to(device).requires_grad_() for part in split(flat))
-        loss = factorisation_loss(leaves[0], leaves[1], tasks.support_x, tasks.support_y[..., 0])
+        loss = factorization_loss(leaves[0], leaves[1], tasks.support_x, tasks.support_y[..., 0])
         grads = torch.autograd.grad(loss, leaves)
         return loss.item(), torch.cat([grad.flatten() for grad in grads]).cpu().numpy()
 

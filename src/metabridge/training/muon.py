@@ -1,4 +1,4 @@
-"""The Muon optimizer: orthogonalised momentum for convolutions (Jordan et al. 2024), SGD for everything else."""
+"""The Muon optimizer: orthogonalized momentum for convolutions (Jordan et al. 2024), SGD for everything else."""
 
 from __future__ import annotations
 

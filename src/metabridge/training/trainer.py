@@ -217,7 +217,7 @@ class Trainer:
     def draws_global_random_numbers(self) -> bool:
         """Whether the network draws from the global random generators in training, as dropout does."""
         episodes = self.environment.sample(self.config.batch_size, torch.Generator().manual_seed(self.config.seed))
-        return self._engine.behaviour(self.params, episodes.to(self.device)).random
+        return self._engine.behavior(self.params, episodes.to(self.device)).random
 
     def step(self) -> bool:
         """Take one training step, and save the run if it is due.

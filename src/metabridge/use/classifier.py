@@ -23,7 +23,7 @@ from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder
 from metabridge.heads import FITTED_HEADS, FittedHead, Head, create_head
 from metabridge.learners.adapt import Adapted, adapt
-from metabridge.models.batch_norm import normalises_each_set
+from metabridge.models.batch_norm import normalizes_each_set
 from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, read_network
 from metabridge.training.evaluation import Model, check_finite
 from metabridge.training.fitting import load
@@ -188,7 +188,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are in this file
             "form": asdict(self.form_),
             "classes": self.classes_.tolist(),
-            "head": None if head is None else {"kind": type(head).__name__, "normalise": head.normalise},
+            "head": None if head is None else {"kind": type(head).__name__, "normalise": head.normalize},
             "arguments": {
                 "run": str(Path(self.run).resolve()) if isinstance(self.run, str | Path) else None,
                 "head": self.head,
@@ -268,7 +268,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _outputs(self, X: Iterable[Any]) -> Tensor:
         check_is_fitted(self)
         images, device = pixels(X, self.form_), self.adapted_.params["head.weight"].device
-        together = normalises_each_set(self.adapted_.net)
+        together = normalizes_each_set(self.adapted_.net)
         if together:
             warnings.warn(TRANSDUCTIVE, stacklevel=3)
         size = len(images) if together else CHUNK
@@ -315,7 +315,7 @@ def _read_head(notes: Any, solved: Mapping[str, Tensor], learned: Tensor, classe
         return None
     kind = FITTED_HEADS[notes["kind"]]
     rows = kind.rows(classes)
-    head = kind(**solved, normalise=bool(notes["normalise"]))
+    head = kind(**solved, normalize=bool(notes["normalise"]))
     shapes = head.weight.shape, head.bias.shape
     if shapes != ((1, rows, learned.shape[1]), (1, rows)) or not head.weight.dtype == head.bias.dtype == learned.dtype:
         raise InputError(f"the head of its {classes} classes is of another shape or kind")

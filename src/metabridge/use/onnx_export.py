@@ -91,7 +91,7 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
 def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     """Write the head of a fitted classifier as JSON.
 
-    The scores of features φ are `weight` φ + `bias`; if `normalise` is true, scale φ to length 1 first. With "kind"
+    The scores of features φ are `weight` φ + `bias`; if `normalize` is true, scale φ to length 1 first. With "kind"
     "linear" there is one score per class of `classes`, and the largest wins. With "kind" "pairwise" there is one score
     per pair of classes, (0, 1), (0, 2), ..., which is positive if the first class wins; the class with the most wins
     is predicted.
@@ -123,12 +123,12 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
         weight = adapted.params["head.weight"]
         head = LinearHead(weight, adapted.params.get("head.bias", weight.new_zeros(len(weight))))
     else:
-        head = type(adapted.head)(adapted.head.weight[0], adapted.head.bias[0], adapted.head.normalise)
+        head = type(adapted.head)(adapted.head.weight[0], adapted.head.bias[0], adapted.head.normalize)
     check_finite({"head.weight": head.weight, "head.bias": head.bias}, {})
     content = {
         "kind": head.kind,
         "classes": classifier.classes_.tolist(),
-        "normalise": head.normalise,
+        "normalize": head.normalize,
         "weight": head.weight.tolist(),
         "bias": head.bias.tolist(),
     }

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from cases import Attention, MovingBuffers
 from metabridge import InputError
 from metabridge.models import DropPath, conv4, resnet12
-from metabridge.models.forward_behaviour import observe
+from metabridge.models.forward_behavior import observe
 
 
 class Function(nn.Module):
@@ -69,7 +69,7 @@ def test_weight_norm_and_changed_buffers_are_observed():
 def test_observing_does_not_import_the_compiler_and_works_for_compiled_modules():
     script = """
 import sys, torch
-from metabridge.models.forward_behaviour import observe
+from metabridge.models.forward_behavior import observe
 net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)), torch.ones(3, 4)
 print(observe(net, x).random, "torch._dynamo" in sys.modules)
 compiled = torch.compile(net, backend="eager")
@@ -98,7 +98,7 @@ def test_a_parameter_that_cannot_be_replaced_is_refused():
 
 
 def test_a_forward_pass_that_changes_an_unregistered_tensor_is_refused():
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def __init__(self):
             super().__init__()
             self.means = {"all": [torch.zeros(3)]}
@@ -109,8 +109,8 @@ def test_a_forward_pass_that_changes_an_unregistered_tensor_is_refused():
             return x - self.means["all"][0]
 
     with pytest.raises(InputError, match=r"not one of its buffers.*register_buffer"):
-        observe(Centred(), torch.randn(2, 3))
-    assert not observe(Centred().eval(), torch.randn(2, 3)).changes_buffers
+        observe(Centered(), torch.randn(2, 3))
+    assert not observe(Centered().eval(), torch.randn(2, 3)).changes_buffers
     table = nn.Embedding(5, 3, max_norm=0.1)
     with pytest.raises(InputError, match=r"changes its parameter 'weight'.*max_norm"):
         observe(table, torch.tensor([1, 2]))

@@ -15,15 +15,15 @@ from metabridge.errors import InputError
 from metabridge.models.functional_call import bind_params, unregistered_tensors
 
 
-class Behaviour(NamedTuple):
+class Behavior(NamedTuple):
     """Properties of a forward pass that affect how gradients must be computed."""
 
     random: bool  # whether it draws random numbers, for example for dropout or noise
-    weight_norm: bool  # whether it uses PyTorch's fused weight normalisation
+    weight_norm: bool  # whether it uses PyTorch's fused weight normalization
     changes_buffers: bool  # whether it changes its buffers, such as running averages
 
 
-def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = None) -> Behaviour:
+def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = None) -> Behavior:
     """Run `module(x)` in the module's current mode (training or evaluation) and return what it did.
 
     The module and the states of random generators stay unchanged. `params` replace the module's parameters.
@@ -56,7 +56,7 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
         )
     after = _buffers(copy)
     changes_buffers = any(after[name] is not value or value._version > 0 for name, value in before.items())
-    return Behaviour(observer.random, observer.weight_norm, changes_buffers)
+    return Behavior(observer.random, observer.weight_norm, changes_buffers)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
