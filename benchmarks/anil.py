@@ -1,10 +1,10 @@
-"""One step of FO-ANIL and FO-MAML for all tasks of all runs together, against a loop over the tasks.
+"""Time one step of FO-ANIL and FO-MAML for all tasks of all runs together, and in a loop over the tasks.
 
     python benchmarks/anil.py --device cpu --json anil.json
 
-The networks are linear and the tasks those of Yüksel et al. 2023, §5. "loop" computes the same gradients for one task
-at a time; "engine" is the library's general meta-gradient of the same method, for one run at a time. All give the same
-networks.
+The networks are linear, and the tasks are those of Yüksel et al. 2023, §5. "loop" computes the same gradients for one
+task at a time. "engine" computes them with the library's general `Engine`, for one run at a time. All return the same
+parameters.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def step_in_loop(B: Tensor, w: Tensor, points: TaskPoints, adapts: Literal["head
         B_grad, w_grad = torch.zeros_like(representation), torch.zeros_like(head)
         for task in range(tasks):
             x, y = points.x_in[run, task], points.y_in[run, task]
-            inner = x.T @ (x @ (representation @ head) - y) / len(x)
-            adapted = head - SETTINGS.alpha * representation.T @ inner
-            body = representation
+            inner_grad = x.T @ (x @ (representation @ head) - y) / len(x)
+            adapted_head = head - SETTINGS.alpha * representation.T @ inner_grad
+            adapted_body = representation
             if adapts == "all":
-                body = representation - SETTINGS.alpha * torch.outer(inner, head)
+                adapted_body = representation - SETTINGS.alpha * torch.outer(inner_grad, head)
             x, y = points.x_out[run, task], points.y_out[run, task]
-            outer = x.T @ (x @ (body @ adapted) - y) / len(x)
-            B_grad.add_(torch.outer(outer, adapted))
-            w_grad.add_(body.T @ outer)
+            outer_grad = x.T @ (x @ (adapted_body @ adapted_head) - y) / len(x)
+            B_grad.add_(torch.outer(outer_grad, adapted_head))
+            w_grad.add_(adapted_body.T @ outer_grad)
         nets.append((representation - SETTINGS.beta * B_grad / tasks, head - SETTINGS.beta * w_grad / tasks))
     return torch.stack([B for B, _ in nets]), torch.stack([w for _, w in nets])
 
@@ -81,7 +81,7 @@ def engine_step(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentati
 
 
 def median_seconds(step: Callable[[], object], device: str, repeats: int) -> float:
-    """Return the median seconds of a step, after a warm-up."""
+    """Return the median duration of a step in seconds, after a warm-up."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -93,7 +93,7 @@ def median_seconds(step: Callable[[], object], device: str, repeats: int) -> flo
 
 
 def main() -> None:
-    """Time all three, print the table, and write the JSON."""
+    """Time all three implementations, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=1000, help="number of tasks per run")
     parser.add_argument("--runs", type=int, default=2, help="number of runs")
@@ -106,28 +106,28 @@ def main() -> None:
     worlds = [SharedRepresentation(pool=options.tasks, seed=seed) for seed in range(options.runs)]
     points = TaskPoints.from_episodes([world.tasks for world in worlds]).to(options.device, torch.float32)
     starts = [initial_parameters(50, 50, SETTINGS.alpha, torch.Generator().manual_seed(world.seed)) for world in worlds]
-    B, w = (torch.stack(part).to(options.device, torch.float32) for part in zip(*starts))
+    B, w = (torch.stack(params).to(options.device, torch.float32) for params in zip(*starts))
     rows = []
     for name, adapts in LEARNERS.items():
         repeated = RepeatedStep(partial(first_order_step, points=points, settings=SETTINGS, adapts=adapts), (B, w))
         repeated.advance(1)
         expected = repeated.params[0].clone()
         engine = engine_step(name, B, w, worlds)
-        for other in (step_in_loop(B, w, points, adapts), engine()):
-            torch.testing.assert_close(other[0], expected)
+        for params in (step_in_loop(B, w, points, adapts), engine()):
+            torch.testing.assert_close(params[0], expected)
         seconds = median_seconds(partial(repeated.advance, 10), options.device, REPEATS) / 10
-        general = median_seconds(engine, options.device, REPEATS)
-        loop = median_seconds(partial(step_in_loop, B, w, points, adapts), options.device, 1)
+        engine_seconds = median_seconds(engine, options.device, REPEATS)
+        loop_seconds = median_seconds(partial(step_in_loop, B, w, points, adapts), options.device, 1)
         rows.append(
             {
                 "name": name,
                 "runs": options.runs,
                 "tasks": options.tasks,
                 "milliseconds": 1e3 * seconds,
-                "engine_milliseconds": 1e3 * general,
-                "loop_milliseconds": 1e3 * loop,
-                "engine_ratio": general / seconds,
-                "ratio": loop / seconds,
+                "engine_milliseconds": 1e3 * engine_seconds,
+                "loop_milliseconds": 1e3 * loop_seconds,
+                "engine_ratio": engine_seconds / seconds,
+                "ratio": loop_seconds / seconds,
             }
         )
 
@@ -139,8 +139,8 @@ def main() -> None:
         table.add_row(str(row["name"]), *times, *(f"{row[key]:.0f}×" for key in ("engine_ratio", "ratio")))
     Console().print(table)
     if options.json:
-        here = asdict(Machine.current(options.device)) | {"threads": options.threads}
-        document = {"id": f"bench-anil-{options.device}", "environment": here, "rows": rows}
+        environment = asdict(Machine.current(options.device)) | {"threads": options.threads}
+        document = {"id": f"bench-anil-{options.device}", "environment": environment, "rows": rows}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Compare the numbers of two folders of results, such as one from before a change and one from after it.
+"""Compare the numbers in two folders of results, such as the results before and after a change.
 
-Every row of every `ID.json` is compared. Durations differ from run to run and are left out.
+Every row of every `ID.json` is compared, except durations, which differ from run to run.
 
     python benchmarks/compare_results.py before after --tolerance 1e-6
 """
@@ -23,32 +23,35 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def is_duration(row: dict[str, Any]) -> bool:
-    """Return whether a row holds a time, or a ratio of times."""
+    """Return whether a row contains a duration, or a speed."""
     return any(unit in row["metric"].split() for unit in ("seconds", "minutes", "hours", "images/s"))
 
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]], tolerance: float) -> list[str]:
-    """Return one line for every number that differs."""
+    """Return a line of text for every number that differs."""
     if len(before) != len(after):
         return [f"{len(before)} rows before, {len(after)} after"]
     lines = []
     for old, new in zip(before, after, strict=True):
         for key in NUMBERS:
-            left, right = old[key], new[key]
-            same = left == right or (
-                None not in (left, right) and math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
+            old_number, new_number = old[key], new[key]
+            is_equal = old_number == new_number or (
+                None not in (old_number, new_number)
+                and math.isclose(old_number, new_number, rel_tol=tolerance, abs_tol=tolerance)
             )
-            if not same:
-                lines.append(f"{old['name']} [{old['metric']}] {key}: {left} before, {right} after")
+            if not is_equal:
+                lines.append(f"{old['name']} [{old['metric']}] {key}: {old_number} before, {new_number} after")
     return lines
 
 
 def main() -> None:
-    """Print a line for each result, and end with status 1 if any number differs."""
+    """Print a line for each result, and exit with status 1 if any number differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--tolerance", type=float, default=1e-6, help="Relative and absolute (default: 1e-6).")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-6, help="relative and absolute tolerance (default: %(default)s)"
+    )
     options = parser.parse_args()
     failed = False
     for file in sorted(options.before.glob("*.json")):
@@ -58,13 +61,13 @@ def main() -> None:
             failed = True
             continue
         before, after = rows(file), rows(other)
-        timed = sum(map(is_duration, before))
-        before, after = ([row for row in each if not is_duration(row)] for each in (before, after))
+        durations = sum(map(is_duration, before))
+        before, after = ([row for row in result if not is_duration(row)] for result in (before, after))
         lines = differences(before, after, options.tolerance)
-        exact = not differences(before, after, 0.0)
+        is_identical = not differences(before, after, 0.0)
         failed = failed or bool(lines)
-        verdict = "identical" if exact else f"equal to {options.tolerance:g}" if not lines else "DIFFERS"
-        print(f"{file.stem}: {len(before)} rows {verdict}" + (f", {timed} durations left out" if timed else ""))
+        verdict = "identical" if is_identical else f"equal up to {options.tolerance:g}" if not lines else "DIFFERENT"
+        print(f"{file.stem}: {len(before)} rows {verdict}" + (f", {durations} durations ignored" if durations else ""))
         for line in lines:
             print(f"  {line}")
     sys.exit(failed)

@@ -1,7 +1,7 @@
-"""Peak memory of second-order MAML against the number of inner steps, with and without the memory-flat mode.
+"""Measure the peak memory of second-order MAML by the number of inner steps, with and without the memory-flat mode.
 
-conv4 with 32 filters on one 5-way 1-shot task of 84×84 images with 1 query a class, so that the inner
-loop and not the query pass is what takes memory. Each peak is measured in a process of its own.
+The network is conv4 with 32 filters, the task has five classes with one support and one query image of 84×84 pixels
+each, so that the inner loop takes most of the memory, not the query pass. Each peak is measured in a separate process.
 
     python benchmarks/flat.py --json results/bench-flat-cpu.json
 """
@@ -27,7 +27,7 @@ STEPS = (2, 5, 10, 20)
 
 
 def measure_here(steps: int, flat: bool) -> float:
-    """Return the MiB by which meta-steps raise this process's peak."""
+    """Return by how many MiB meta-steps raise the peak memory of this process."""
     x = torch.randn(1, 5, 3, 84, 84, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5)[None]
     method, net = mb.method("maml", steps=steps), mb.models.conv4(3, 84)
@@ -37,13 +37,13 @@ def measure_here(steps: int, flat: bool) -> float:
 
 
 def peak_memory(steps: int, mode: str) -> float:
-    """Measure in a process of its own."""
+    """Return the result of `measure_here` in a separate process."""
     command = [sys.executable, __file__, "--measure", str(steps), mode]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def main() -> None:
-    """Measure every number of steps in both modes and print the table."""
+    """Measure every number of steps in both modes, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""Test-time heads on 2000 five-way five-shot tasks, against a loop over scikit-learn's estimators, in one run.
+"""Compare test-time heads on 2000 five-way five-shot tasks with scikit-learn's estimators in a loop over the tasks.
 
     python benchmarks/heads.py --device cpu --json heads.json
 
-Features are those of a trained network in kind: non-negative, of unit length, class means and noise. Both sides fit
-every task's support set and predict its queries; scikit-learn runs on the CPU with its own defaults, and with one
-thread or with as many as ours, whichever is faster.
+The features imitate those of a trained network: class means with noise, non-negative and of unit length. Both libraries
+fit the support set of every task and predict the queries. scikit-learn runs on the CPU, with one thread or with as many
+threads as metabridge, whichever is faster.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ PENALTY = 0.33
 REPEATS = 5
 
 
-class Contest(NamedTuple):
-    """One of our heads and the estimator it equals."""
+class Comparison(NamedTuple):
+    """A head, and a function that returns the equivalent estimator of scikit-learn."""
 
     name: str
     head: Head
-    reference: Callable[[], Any]
+    make_estimator: Callable[[], Any]
 
 
-CONTESTS = (
-    Contest(
+COMPARISONS = (
+    Comparison(
         "logistic regression",
         LogisticRegression(PENALTY, normalize=False),
         lambda: linear_model.LogisticRegression(C=1 / PENALTY, max_iter=1000),
     ),
-    Contest("SVM, squared hinge", SVM(normalize=False), svm.LinearSVC),
-    Contest("SVM, hinge", SVM(loss="hinge", normalize=False), lambda: svm.SVC(kernel="linear", break_ties=True)),
-    Contest("ridge", RidgeClassifier(), linear_model.Ridge),
-    Contest("nearest centroid", NearestCentroid(), neighbors.NearestCentroid),
+    Comparison("SVM, squared hinge", SVM(normalize=False), svm.LinearSVC),
+    Comparison("SVM, hinge", SVM(loss="hinge", normalize=False), lambda: svm.SVC(kernel="linear", break_ties=True)),
+    Comparison("ridge", RidgeClassifier(), linear_model.Ridge),
+    Comparison("nearest centroid", NearestCentroid(), neighbors.NearestCentroid),
 )
 
 
 def features(tasks: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return support (tasks, 25, 640) and query (tasks, 75, 640) features, classes in order."""
+    """Return support features (tasks, 25, 640) and query features (tasks, 75, 640), ordered by class."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(FEATURES, generator=generator).abs()
     means = common + 0.35 * torch.randn(tasks, WAYS, 1, FEATURES, generator=generator)
     noise = 1.6 * torch.randn(tasks, WAYS, SHOTS + QUERIES, FEATURES, generator=generator)
-    points = torch.nn.functional.normalize((means + noise).relu(), dim=-1)
-    return points[:, :, :SHOTS].flatten(1, 2), points[:, :, SHOTS:].flatten(1, 2)
+    examples = torch.nn.functional.normalize((means + noise).relu(), dim=-1)
+    return examples[:, :, :SHOTS].flatten(1, 2), examples[:, :, SHOTS:].flatten(1, 2)
 
 
-def ours(head: Head, support: Tensor, labels: Tensor, query: Tensor) -> tuple[float, Tensor]:
-    """Return the median seconds to fit all tasks and predict, after a warm-up, and the predictions."""
+def time_metabridge(head: Head, support: Tensor, labels: Tensor, query: Tensor) -> tuple[float, Tensor]:
+    """Return the median time in seconds to fit and predict all tasks, after a warm-up, and the predictions."""
     seconds = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
@@ -76,70 +76,78 @@ def ours(head: Head, support: Tensor, labels: Tensor, query: Tensor) -> tuple[fl
     return float(np.median(seconds[1:])), predictions
 
 
-def theirs(
-    make: Callable[[], Any], support: Tensor, labels: Tensor, query: Tensor, threads: int
+def time_sklearn(
+    make_estimator: Callable[[], Any], support: Tensor, labels: Tensor, query: Tensor, threads: int
 ) -> tuple[float, Tensor]:
-    """Return the seconds a loop over the tasks takes, and the predictions."""
+    """Return the time of a loop over the tasks in seconds, and the predictions."""
     arrays = list(zip(support.numpy(), labels.numpy(), query.numpy()))
 
     def loop(tasks: int, threads: int) -> tuple[float, list[Any]]:
         predictions = []
         with threadpool_limits(threads):
             start = time.perf_counter()
-            for x, y, points in arrays[:tasks]:
-                estimator = make()
+            for x, y, query_x in arrays[:tasks]:
+                estimator = make_estimator()
                 if isinstance(estimator, linear_model.Ridge):
-                    scores = estimator.fit(x, np.eye(WAYS, dtype=x.dtype)[y]).predict(points)
+                    scores = estimator.fit(x, np.eye(WAYS, dtype=x.dtype)[y]).predict(query_x)
                     predictions.append(scores.argmax(-1))
                 else:
-                    predictions.append(estimator.fit(x, y).predict(points))
+                    predictions.append(estimator.fit(x, y).predict(query_x))
             return time.perf_counter() - start, predictions
 
-    faster = min(1, threads, key=lambda count: loop(50, count)[0])
-    seconds, predictions = loop(len(arrays), faster)
+    fastest_threads = min(1, threads, key=lambda count: loop(50, count)[0])
+    seconds, predictions = loop(len(arrays), fastest_threads)
     return seconds, torch.from_numpy(np.stack(predictions))
 
 
 def main() -> None:
-    """Run the contests, print the table, and write the JSON."""
+    """Run the comparisons, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=2000, help="tasks that our heads solve")
-    parser.add_argument("--reference-tasks", type=int, default=2000, help="tasks that scikit-learn's loop runs over")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where our heads run")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--tasks", type=int, default=2000, help="number of tasks (default: %(default)s)")
+    parser.add_argument(
+        "--reference-tasks", type=int, default=2000, help="number of tasks for scikit-learn; its time is extrapolated"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of metabridge")
+    parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--json", type=Path, help="file to which the results are written")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
     support, query = features(options.tasks, options.seed)
     labels = torch.arange(WAYS).repeat_interleave(SHOTS).expand(options.tasks, -1)
-    truth = torch.arange(WAYS).repeat_interleave(QUERIES)
-    looped = min(options.reference_tasks, options.tasks)
-    there = [tensor.to(options.device) for tensor in (support, labels, query)]
+    query_labels = torch.arange(WAYS).repeat_interleave(QUERIES)
+    sklearn_tasks = min(options.reference_tasks, options.tasks)
+    device_tensors = [tensor.to(options.device) for tensor in (support, labels, query)]
 
     rows = []
-    for contest in CONTESTS:
-        seconds, mine = ours(contest.head, *there)
-        loop, reference = theirs(contest.reference, support[:looped], labels[:looped], query[:looped], options.threads)
-        loop *= options.tasks / looped
+    for comparison in COMPARISONS:
+        seconds, predictions = time_metabridge(comparison.head, *device_tensors)
+        sklearn_seconds, sklearn_predictions = time_sklearn(
+            comparison.make_estimator,
+            support[:sklearn_tasks],
+            labels[:sklearn_tasks],
+            query[:sklearn_tasks],
+            options.threads,
+        )
+        sklearn_seconds *= options.tasks / sklearn_tasks
         rows.append(
             {
-                "name": contest.name,
+                "name": comparison.name,
                 "tasks": options.tasks,
                 "seconds": seconds,
-                "sklearn_seconds": loop,
-                "sklearn_tasks": looped,
-                "ratio": loop / seconds,
-                "accuracy": (mine[:looped] == truth).double().mean().item(),
-                "sklearn_accuracy": (reference == truth).double().mean().item(),
-                "same_predictions": (mine[:looped] == reference).double().mean().item(),
+                "sklearn_seconds": sklearn_seconds,
+                "sklearn_tasks": sklearn_tasks,
+                "ratio": sklearn_seconds / seconds,
+                "accuracy": (predictions[:sklearn_tasks] == query_labels).double().mean().item(),
+                "sklearn_accuracy": (sklearn_predictions == query_labels).double().mean().item(),
+                "same_predictions": (predictions[:sklearn_tasks] == sklearn_predictions).double().mean().item(),
             }
         )
 
     table = Table(title=f"{options.tasks} tasks, {WAYS}-way {SHOTS}-shot, {FEATURES} features, {options.device}")
-    for heading in ("head", "ours, s", "sklearn, s", "ratio", "accuracy", "sklearn's", "same"):
+    for heading in ("head", "ours, s", "sklearn, s", "ratio", "accuracy", "sklearn accuracy", "equal predictions"):
         table.add_column(heading, justify="left" if heading == "head" else "right")
     for row in rows:
         table.add_row(
@@ -152,14 +160,14 @@ def main() -> None:
             f"{row['same_predictions']:.5f}",
         )
     Console().print(table)
-    if looped < options.tasks:
-        Console().print(f"scikit-learn ran over {looped} tasks; its seconds are scaled up to {options.tasks}.")
+    if sklearn_tasks < options.tasks:
+        Console().print(f"The time of scikit-learn is extrapolated from {sklearn_tasks} to {options.tasks} tasks.")
     if options.json:
-        here = asdict(Machine.current(options.device)) | {
+        environment = asdict(Machine.current(options.device)) | {
             "threads": options.threads,
             "scikit-learn": sklearn.__version__,
         }
-        document = {"id": f"bench-heads-{options.device}", "environment": here, "rows": rows}
+        document = {"id": f"bench-heads-{options.device}", "environment": environment, "rows": rows}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

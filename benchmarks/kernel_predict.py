@@ -1,10 +1,11 @@
-"""Kernel predictions for 1000 test tasks from 100 training tasks: all together, and in a loop over the tasks.
+"""Time kernel predictions for 1000 test tasks from 100 training tasks: all together, and in a loop over the tasks.
 
     python benchmarks/kernel_predict.py --json kernel-predict.json
 
-Both use the same fitted kernel learner. Tasks have 10 features; test tasks have 5 support and 10 query points, training
-tasks 5 and 5. The two run alternately, and the seconds are medians over the turns. `mebibytes` is the growth of the
-process while it predicts all tasks together; `difference` is the largest difference between the two predictions.
+Both use the same fitted kernel learner. Inputs have 10 features; test tasks have 5 support and 10 query examples,
+training tasks 5 and 5. The two are timed alternately, and `seconds` are medians. `mebibytes` is the growth of the
+process memory while all tasks are predicted together; `difference` is the largest absolute difference between the two
+predictions.
 """
 
 from __future__ import annotations
@@ -44,48 +45,46 @@ def fit_case(depth: int, method: KernelMethod) -> tuple[FittedKernelLearner, Epi
 
 
 def predict_in_loop(fitted: FittedKernelLearner, test: Episodes) -> Tensor:
-    """Predict task by task."""
+    """Return the predictions, computed one task at a time."""
     return torch.cat([fitted.predict(test[task]) for task in range(len(test))])
 
 
 def time_call(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """Return the seconds and the result."""
+    """Return the duration of a call in seconds, and its result."""
     started = time.perf_counter()
     result = compute()
     return time.perf_counter() - started, result
 
 
 def measure(depth: int, method: KernelMethod, turns: int) -> dict[str, Any]:
-    """Time both ways alternately and return a row of the table."""
+    """Time both alternately and return a row of the table."""
     fitted, test = fit_case(depth, method)
     predict_in_loop(fitted, test[:10])  # warm-up
-    batched: list[float] = []
-    loop: list[float] = []
+    batch_seconds: list[float] = []
+    loop_seconds: list[float] = []
     difference = 0.0
     for _ in range(turns):
-        (first, together), (second, looped) = (
-            time_call(lambda: fitted.predict(test)),
-            time_call(lambda: predict_in_loop(fitted, test)),
-        )
-        difference = float((together - looped).abs().max())
-        batched.append(first)
-        loop.append(second)
+        seconds, predictions = time_call(lambda: fitted.predict(test))
+        batch_seconds.append(seconds)
+        seconds, loop_predictions = time_call(lambda: predict_in_loop(fitted, test))
+        loop_seconds.append(seconds)
+        difference = float((predictions - loop_predictions).abs().max())
     return {
         "name": f"{method.upper()}, {depth} layers",
         "training_tasks": TRAINING_TASKS,
         "test_tasks": TEST_TASKS,
-        "seconds": statistics.median(batched),
-        "loop_seconds": statistics.median(loop),
-        "ratio": statistics.median(loop) / statistics.median(batched),
+        "seconds": statistics.median(batch_seconds),
+        "loop_seconds": statistics.median(loop_seconds),
+        "ratio": statistics.median(loop_seconds) / statistics.median(batch_seconds),
         "mebibytes": added_peak(lambda: fitted.predict(test), times=1),
         "difference": difference,
     }
 
 
 def main() -> None:
-    """Run every case, print the table, and write the JSON."""
+    """Run every case, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3, help="timed runs of each way")
+    parser.add_argument("--turns", type=int, default=3, help="number of timed runs (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--json", type=Path, help="file to which the results are written")
     options = parser.parse_args()
@@ -99,8 +98,8 @@ def main() -> None:
         table.add_row(row["name"], *numbers, f"{row['mebibytes']:.0f}", f"{row['difference']:.0e}")
     Console().print(table)
     if options.json:
-        here = asdict(Machine.current("cpu")) | {"threads": options.threads}
-        document = {"id": "bench-kernel-predict-cpu", "environment": here, "rows": rows}
+        environment = asdict(Machine.current("cpu")) | {"threads": options.threads}
+        document = {"id": "bench-kernel-predict-cpu", "environment": environment, "rows": rows}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Measure the peak memory of a function with the counters of the Linux kernel."""
+"""Measure the peak memory of a function with the memory counters of Linux."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 def added_peak(function: Callable[[], object], times: int = 3) -> float:
-    """Return how far the memory of the process rises, in MiB, while `function` is called `times` times."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    before = _high_water()
+    """Return by how many MiB the memory of the process rises while `function` is called `times` times."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
+    before = _peak_mib()
     for _ in range(times):
         function()
-    return _high_water() - before
+    return _peak_mib() - before
 
 
-def _high_water() -> float:
+def _peak_mib() -> float:
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) / 1024

@@ -1,11 +1,11 @@
-"""Analytic kernels of a ten-layer ReLU network on 2000 × 2000 points: metabridge against neural-tangents.
+"""Compare analytic kernels of a ten-layer ReLU network on 2000 × 2000 inputs with neural-tangents.
 
     python benchmarks/ntk_analytic.py --peer nt/bin/python --json ntk-analytic.json
 
-Both return Θ and K in float32. neural-tangents needs a separate environment and is compiled by jax.jit; compilation is
-not timed. The two run alternately in separate processes on the same cores, and the seconds are medians over all turns.
-`difference` is the largest difference between the two Θ, relative to the largest entry. With `--device cuda` metabridge
-runs on the GPU, and `mib` is the peak of the memory allocated there, including the result. Without `--peer` it is then
+Both libraries compute Θ and K in float32. neural-tangents needs a separate environment and is compiled by jax.jit;
+compilation is not timed. The two run in turns in separate processes on the same cores, and `seconds` are medians.
+`difference` is the largest difference between the two Θ, divided by the largest entry. With `--device cuda`, metabridge
+runs on the GPU, `mib` is the peak of the GPU memory that it allocates, including the result, and without `--peer` it is
 compared with metabridge on the CPU.
 """
 
@@ -35,14 +35,14 @@ CASES = tuple((features, symmetric) for features in FEATURES for symmetric in (T
 
 
 def make_inputs(features: int) -> tuple[Any, Any]:
-    """Return the points of rows and columns."""
+    """Return the inputs of the rows and of the columns of the kernels."""
     random = np.random.default_rng(0)
     x, z = random.normal(size=(2, POINTS, features)).astype(np.float32)
     return x, z
 
 
 def metabridge_case(features: int, symmetric: bool, device: str) -> Callable[[], Any]:
-    """Return the computation with metabridge."""
+    """Return a function that computes the kernels with metabridge and returns Θ."""
     import torch
 
     from metabridge.kernels import fully_connected_kernel
@@ -60,7 +60,7 @@ def metabridge_case(features: int, symmetric: bool, device: str) -> Callable[[],
 
 
 def neural_tangents_case(features: int, symmetric: bool) -> Callable[[], Any]:
-    """Return the computation with neural-tangents."""
+    """Return a function that computes the kernels with neural-tangents and returns Θ."""
     import jax  # type: ignore[import-not-found]
     from neural_tangents import stax  # type: ignore[import-not-found]
 
@@ -85,7 +85,7 @@ def gpu_peak_mib(compute: Callable[[], Any]) -> float:
 
 
 def run_turn(results: Path, device: str) -> None:
-    """Time every case a few times, and write seconds, kernels and GPU memory to a folder."""
+    """Time every case `REPEATS` times, and write the durations, Θ and the GPU memory to a folder."""
     for features, symmetric in CASES:
         compute = (
             neural_tangents_case(features, symmetric)
@@ -106,14 +106,14 @@ def run_turn(results: Path, device: str) -> None:
 def run_process(
     python: str, threads: int, device: str, seconds: dict[tuple[int, bool], list[float]]
 ) -> dict[tuple[int, bool], dict[str, Any]]:
-    """Run a turn in a process of an interpreter, add its times to `seconds`, and return its other results."""
-    settings = {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    """Run a turn with this Python interpreter, add its times to `seconds`, and return its other results."""
+    environment = {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
     cores = sorted(os.sched_getaffinity(0))[:threads]
     bind = functools.partial(os.sched_setaffinity, 0, cores)  # jax starts a thread for every visible core
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, "--turn", folder, "--device", device]
-        subprocess.run(command, check=True, env=os.environ | settings, preexec_fn=bind, stderr=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=os.environ | environment, preexec_fn=bind, stderr=subprocess.DEVNULL)
         for case in CASES:
             results[case] = dict(np.load(Path(folder) / f"{case[0]}-{case[1]}.npz"))
             seconds[case] += results[case].pop("seconds").tolist()
@@ -121,14 +121,14 @@ def run_process(
 
 
 def main() -> None:
-    """Run the turns, print the table, and write the JSON."""
+    """Run the turns, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="Python interpreter with neural-tangents")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of metabridge")
-    parser.add_argument("--turns", type=int, help="turns of each library (default: 3, or 1 on a GPU)")
+    parser.add_argument("--turns", type=int, help="number of turns per library (default: 3, or 1 on a GPU)")
     parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--json", type=Path, help="file to which the results are written")
-    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # set for the processes
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # set for the subprocesses
     options = parser.parse_args()
     if options.turn:
         run_turn(options.turn, options.device)
@@ -136,12 +136,12 @@ def main() -> None:
 
     turns = options.turns or (3 if options.device == "cpu" else 1)
     peer = options.peer or (sys.executable if options.device == "cuda" else None)
-    own_seconds: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
+    seconds: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
     peer_seconds: dict[tuple[int, bool], list[float]] = {case: [] for case in CASES}
     results: dict[tuple[int, bool], dict[str, Any]] = {}
     references: dict[tuple[int, bool], dict[str, Any]] = {}
     for _ in range(turns):
-        results = run_process(sys.executable, options.threads, options.device, own_seconds)
+        results = run_process(sys.executable, options.threads, options.device, seconds)
         if peer:
             references = run_process(peer, options.threads, "cpu", peer_seconds)
 
@@ -152,22 +152,22 @@ def main() -> None:
             "name": f"{features} features, {'x with itself' if symmetric else 'x with z'}",
             "points": POINTS,
             "depth": DEPTH,
-            "seconds": statistics.median(own_seconds[case]),
+            "seconds": statistics.median(seconds[case]),
         }
         if options.device == "cuda":
             row["mib"] = float(results[case]["mib"])
         if peer:
-            ntk, exact = results[case]["ntk"], references[case]["ntk"]
+            ntk, reference_ntk = results[case]["ntk"], references[case]["ntk"]
             row["neural_tangents_seconds" if options.peer else "cpu_seconds"] = statistics.median(peer_seconds[case])
-            row["ratio"] = statistics.median(peer_seconds[case]) / statistics.median(own_seconds[case])
-            row["difference"] = float(abs(ntk - exact).max() / abs(exact).max())
+            row["ratio"] = statistics.median(peer_seconds[case]) / statistics.median(seconds[case])
+            row["difference"] = float(abs(ntk - reference_ntk).max() / abs(reference_ntk).max())
         rows.append(row)
     settings = {"threads": options.threads} | (versions(options.peer) if options.peer else {})
     report(rows, settings, options.device, options.json)
 
 
 def versions(python: str) -> dict[str, str]:
-    """Return the versions of neural-tangents and jax in an interpreter."""
+    """Return the versions of neural-tangents and jax that are installed for this Python interpreter."""
     names = ("neural-tangents", "jax")
     code = f"from importlib.metadata import version; print(*map(version, {names}))"
     output = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
@@ -175,18 +175,18 @@ def versions(python: str) -> dict[str, str]:
 
 
 def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, path: Path | None) -> None:
-    """Print the rows, and write them with the environment to a file."""
+    """Print the rows, and write them and the environment to a file."""
     from rich.console import Console
     from rich.table import Table
 
     from metabridge.report.results import Machine
 
     table = Table(
-        title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} points, float32, {device}, {settings['threads']} threads"
+        title=f"Θ and K of {DEPTH} layers, {POINTS} × {POINTS} inputs, float32, {device}, {settings['threads']} threads"
     )
     reference = "metabridge on the CPU, s" if "cpu_seconds" in rows[0] else "neural-tangents, s"
-    for heading in ("points", "metabridge, s", "metabridge, MiB", reference, "ratio", "difference"):
-        table.add_column(heading, justify="left" if heading == "points" else "right")
+    for heading in ("inputs", "metabridge, s", "metabridge, MiB", reference, "ratio", "difference"):
+        table.add_column(heading, justify="left" if heading == "inputs" else "right")
     for row in rows:
         seconds = row.get("neural_tangents_seconds", row.get("cpu_seconds"))
         peer = (f"{seconds:.3f}", f"{row['ratio']:.1f}×", f"{row['difference']:.0e}") if "ratio" in row else ()
@@ -194,8 +194,8 @@ def report(rows: list[dict[str, Any]], settings: dict[str, Any], device: str, pa
         table.add_row(row["name"], f"{row['seconds']:.4f}", mib, *peer)
     Console().print(table)
     if path:
-        here = asdict(Machine.current(device)) | settings
-        document = {"id": f"bench-ntk-analytic-{device}", "environment": here, "rows": rows}
+        environment = asdict(Machine.current(device)) | settings
+        document = {"id": f"bench-ntk-analytic-{device}", "environment": environment, "rows": rows}
         path.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -1,10 +1,11 @@
-"""Measure how many images per second ResNet-12 trains on in bfloat16, with and without fused kernels.
+"""Measure the training speed of ResNet-12 in bfloat16 in images per second, with and without fused kernels.
 
     python benchmarks/resnet12.py --device cuda --json results/bench-resnet12-h200.json
 
-A step includes indexing images that are stored on the device in uint8, augmentation, the gradient of the 64-class loss
-through `Engine`, and SGD with momentum. The table also shows the rate of a large bfloat16 matrix product on the same
-GPU and the fraction of it that training reaches, counting 3 × 2 × the multiplications of one forward pass.
+A step indexes uint8 images on the device, augments them, computes the gradient of the 64-class loss with `Engine`, and
+updates the weights by SGD with momentum. The table also compares the floating-point operations per second of training
+with those of a large bfloat16 matrix product on the same GPU. Training takes 3 × 2 operations per multiplication of a
+forward pass.
 """
 
 from __future__ import annotations
@@ -31,43 +32,43 @@ WIDTHS = (64, 160, 320, 640)
 REPEATS = 3
 
 
-def seconds(step: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the duration of one `step` after a warm-up: the best of several means over `times` steps."""
+def seconds_per_step(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Return the duration of a step after a warm-up: the smallest of `REPEATS` means over `steps` steps."""
 
-    def finish() -> None:
+    def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
     means = []
     for _ in range(REPEATS + 1):
-        finish()
+        synchronize()
         start = time.perf_counter()
-        for _ in range(times):
+        for _ in range(steps):
             step()
-        finish()
-        means.append((time.perf_counter() - start) / times)
+        synchronize()
+        means.append((time.perf_counter() - start) / steps)
     return min(means[1:])
 
 
 def operations(size: int) -> float:
-    """Return the floating-point operations of the convolutions for one image, forward and backward."""
-    total, inputs = 0, 3
+    """Return the number of floating-point operations of the convolutions for one image, forward and backward."""
+    multiplications, in_channels = 0, 3
     for width in WIDTHS:
-        total += size**2 * (10 * inputs + 18 * width) * width
-        inputs, size = width, size // 2
-    return 3 * 2 * total
+        multiplications += size**2 * (10 * in_channels + 18 * width) * width
+        in_channels, size = width, size // 2
+    return 3 * 2 * multiplications
 
 
 def matrix_rate(side: int, device: torch.device) -> float:
-    """Return the operations per second of a bfloat16 matrix product."""
+    """Return the floating-point operations per second of a bfloat16 matrix product."""
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * side**3 / seconds(lambda: left @ right, 20, device)
+    return 2 * side**3 / seconds_per_step(lambda: left @ right, 20, device)
 
 
 def training_step(batch_size: int, size: int, device: torch.device) -> Callable[[], object]:
     """Return a function that runs one training step on `batch_size` images."""
     net, rfs = resnet12(3, size, widths=WIDTHS).train(), method("rfs")
-    net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # so that no step converts weights
+    net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # so that steps do not convert weights
     params = parameters(rfs, net, classes=CLASSES)
     engine = Engine(rfs, net, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(
@@ -88,35 +89,35 @@ def training_step(batch_size: int, size: int, device: torch.device) -> Callable[
 
 
 def main() -> None:
-    """Measure both variants at every batch size, print the table, and write the JSON."""
+    """Measure both variants at every batch size, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--size", type=int, default=84, help="side of an image in pixels")
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="images per step")
+    parser.add_argument("--size", type=int, default=84, help="width and height of the images in pixels")
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="batch sizes")
     parser.add_argument("--steps", type=int, default=30, help="steps per measurement")
-    parser.add_argument("--matrix", type=int, default=8192, help="side of the matrices of the matrix product")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--matrix", type=int, default=8192, help="number of rows of the matrices of the matrix product")
+    parser.add_argument("--json", type=Path, help="file to which the results are written")
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
 
     device, rows = options.device, []
     rate = matrix_rate(options.matrix, device)
-    paths = (
+    variants = (
         {"plain": False, "fused": True}
         if fused_triton_kernels.AVAILABLE and device.type == "cuda"
         else {"plain": False}
     )
     for batch in options.batches:
-        for path, available in paths.items():
-            fused_triton_kernels.AVAILABLE = available
-            speed = batch / seconds(training_step(batch, options.size, device), options.steps, device)
+        for variant, fused in variants.items():
+            fused_triton_kernels.AVAILABLE = fused
+            speed = batch / seconds_per_step(training_step(batch, options.size, device), options.steps, device)
             share = speed * operations(options.size) / rate
-            Console().print(f"batch {batch}, {path}: {speed:.0f} images/s")
-            rows.append({"batch": batch, "path": path, "images_per_second": speed, "share_of_matrix_rate": share})
+            Console().print(f"batch size {batch}, {variant}: {speed:.0f} images/s")
+            rows.append({"batch": batch, "path": variant, "images_per_second": speed, "share_of_matrix_rate": share})
 
     table = Table(title=f"ResNet-12 at {options.size} pixels; a matrix product runs at {rate / 1e12:.1f} TFLOP/s")
-    for heading in ("batch", "path", "images/s", "of the matrix rate"):
-        table.add_column(heading, justify="left" if heading == "path" else "right")
+    for heading in ("batch size", "kernels", "images/s", "relative to matrix product"):
+        table.add_column(heading, justify="left" if heading == "kernels" else "right")
     for row in rows:
         table.add_row(
             str(row["batch"]),

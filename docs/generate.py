@@ -1,8 +1,8 @@
-"""Put the numbers of results/*.json, and what the code says of its methods and names, into the pages.
+"""Write the tables of the docs: numbers from results/*.json, and names and descriptions from the code.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`, where NAME is one of `TABLES` or the ID of an
-experiment. `python docs/generate.py` writes it anew, and the tests fail when what stands there is not what the
-results say.
+A table is between `<!-- table NAME -->` and `<!-- end -->`, where NAME is a key of `TABLES` or the ID of an experiment.
+`python docs/generate.py` replaces all tables. The tests fail if a page contains a table that differs from the generated
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from metabridge.report.method_table import taxonomy_row
 from metabridge.solvers import Solver
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = (
+SUBPACKAGES = (
     "datasets",
     "diagnosis",
     "environments",
@@ -39,30 +39,35 @@ PARTS = (
     "training",
     "use",
 )
-PACKAGES = ("metabridge", *(f"metabridge.{part}" for part in PARTS))
-MANY = 40  # rows of a table that a reader still reads
+PACKAGES = ("metabridge", *(f"metabridge.{name}" for name in SUBPACKAGES))
+MAX_ROWS = 40  # results with more rows are shortened to the compared rows
 
 
-def stored(name: str) -> dict[str, Any]:
-    """Read one result."""
+def load_result(name: str) -> dict[str, Any]:
+    """Return the content of results/NAME.json."""
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def markdown(heads: list[str], rows: list[list[str]]) -> str:
-    """Lay out a table, its first column to the left and the others to the right."""
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table. The first column is left-aligned, the others are right-aligned."""
+    lines = [headers, ["---"] + ["---:"] * (len(headers) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def machine(result: dict[str, Any]) -> str:
-    """Say where a result was computed."""
-    return f"{result['environment']['device']}, torch {result['environment']['torch']}"
+    """Return the device and the PyTorch version that computed a result."""
+    return correct_plural(f"{result['environment']['device']}, torch {result['environment']['torch']}")
+
+
+def correct_plural(text: str) -> str:
+    """Return a text with "1 core" instead of "1 cores"."""
+    return re.sub(r"\b1 cores\b", "1 core", text)
 
 
 def taxonomy() -> str:
     """Return the table of methods."""
     rows = [[f"`{name}`", *taxonomy_row(method).values()] for name, method in PRESETS.items()]
-    table = markdown(["method", *taxonomy_row(PRESETS["maml"])], rows)
+    table = markdown_table(["method", *taxonomy_row(PRESETS["maml"])], rows)
     return table.replace("---:", "---")
 
 
@@ -72,7 +77,7 @@ def solver_table() -> str:
         [f"`{kind.__name__}({signature(kind)})`", first_line(kind), ", ".join(kind.outer_rules)]
         for kind in Solver.registry.values()
     ]
-    return markdown(["solver", "what it does", "outer gradients"], rows).replace("---:", "---")
+    return markdown_table(["solver", "what it does", "outer gradients"], rows).replace("---:", "---")
 
 
 def outer_rule_table() -> str:
@@ -81,7 +86,7 @@ def outer_rule_table() -> str:
     for name, rule in OUTER_RULES.items():
         admitting = [f"`{kind.__name__}`" for kind in Solver.registry.values() if name in kind.outer_rules]
         rows.append([f"`{name}`", first_line(rule.gradient), ", ".join(admitting) or "methods without inner solver"])
-    return markdown(["`outer`", "what it does", "admitted by"], rows).replace("---:", "---")
+    return markdown_table(["`outer`", "what it does", "admitted by"], rows).replace("---:", "---")
 
 
 def head_table() -> str:
@@ -90,7 +95,7 @@ def head_table() -> str:
         [f"`{name}`", f"`{kind.__name__}({signature(kind)})`", first_line(kind), "yes" if kind.calibrated else "no"]
         for name, kind in Head.registry.items()
     ]
-    return markdown(["name", "head", "what it does", "probabilities"], rows).replace("---:", "---")
+    return markdown_table(["name", "head", "what it does", "probabilities"], rows).replace("---:", "---")
 
 
 def signature(kind: type[Solver] | type[Head]) -> str:
@@ -99,60 +104,72 @@ def signature(kind: type[Solver] | type[Head]) -> str:
 
 
 def first_line(documented: object) -> str:
-    """Return the first line of a docstring as a cell of a table."""
+    """Return the first line of an object's docstring as a table cell."""
     return (inspect.getdoc(documented) or "").partition("\n")[0].replace("|", "\\|")
 
 
-def api(package: str) -> Callable[[], str]:
-    """The classes, functions and modules that a package offers, each with the first line of its docstring."""
+def api_table(package: str) -> Callable[[], str]:
+    """Return a function that returns the table of the public classes, functions and modules of a package.
+
+    Tables of subpackages omit the names that `metabridge` itself exports.
+    """
 
     def table() -> str:
-        module, said = import_module(package), set(metabridge.api.__all__) if package != "metabridge" else set()
-        values = {name: getattr(module, name) for name in module.__all__ if name not in said}
-        kinds = (type, FunctionType, ModuleType)
-        lines = {name: inspect.getdoc(value) or "" for name, value in values.items() if isinstance(value, kinds)}
-        rows = [[f"`{name}`", text.partition("\n")[0].replace("|", "\\|")] for name, text in lines.items()]
-        return markdown(["name", ""], rows).replace("---:", "---")
+        module = import_module(package)
+        omitted = set() if package == "metabridge" else set(metabridge.api.__all__)
+        values = {name: getattr(module, name) for name in module.__all__ if name not in omitted}
+        documented = (type, FunctionType, ModuleType)
+        rows = [[f"`{name}`", first_line(value)] for name, value in values.items() if isinstance(value, documented)]
+        return markdown_table(["name", "description"], rows).replace("---:", "---")
 
     return table
 
 
-def glyphs(name: str) -> Callable[[], str]:
-    """Accuracies on the built-in data."""
+def glyph_table(name: str) -> Callable[[], str]:
+    """Return a function that returns the table of accuracies of a result on the built-in glyphs."""
 
     def table() -> str:
-        result = stored(name)
-        kinds = ["test tasks", "untrained", "same alphabet", "different alphabets"]
-        values: dict[str, dict[str, str]] = {}
+        result = load_result(name)
+        tests = ["test tasks", "untrained", "same alphabet", "different alphabets"]
+        cells: dict[str, dict[str, str]] = {}
         for row in result["rows"]:
-            method, _, kind = row["name"].partition(", ")
-            number = f"{row['ours']:.0f} s" if kind == "training" else f"{row['ours']:.1f} ± {row['ci95']:.1f}"
-            values.setdefault(method, {})[kind] = number
-        steps = {method: setting["iterations"] for method, setting in result["settings"]["methods"].items()}
+            method, _, quantity = row["name"].partition(", ")
+            number = f"{row['ours']:.0f} s" if quantity == "training" else f"{row['ours']:.1f} ± {row['ci95']:.1f}"
+            cells.setdefault(method, {})[quantity] = number
+        iterations = {method: settings["iterations"] for method, settings in result["settings"]["methods"].items()}
         rows = [
-            [f"`{method}`", *(found[kind] for kind in kinds), str(steps[method]), found["training"]]
-            for method, found in values.items()
+            [f"`{method}`", *(numbers[test] for test in tests), str(iterations[method]), numbers["training"]]
+            for method, numbers in cells.items()
         ]
         caption = f"{machine(result)}, seed {result['seed']}; {result['settings']['test_tasks']} test tasks."
-        return markdown(["method", *kinds, "iterations", "training"], rows) + f"\n\n{caption}"
+        return markdown_table(["method", *tests, "iterations", "training"], rows) + f"\n\n{caption}"
 
     return table
 
 
-def by_machine(names: list[str], heads: list[str], cells: Callable[[dict[str, Any]], list[str]]) -> Callable[[], str]:
-    """A table for every result, under the machine that it was measured on."""
+def benchmark_tables(
+    names: list[str], headers: list[str], cells: Callable[[dict[str, Any]], list[str]]
+) -> Callable[[], str]:
+    """Return a function that returns one table per result, each below the name of its machine.
+
+    Args:
+        names: Names of the results.
+        headers: Column headers.
+        cells: Returns the cells of a row of a result.
+    """
 
     def tables() -> str:
-        results = [stored(name) for name in names]
+        results = [load_result(name) for name in names]
         return "\n\n".join(
-            f"{machine(result)}:\n\n" + markdown(heads, [cells(row) for row in result["rows"]]) for result in results
+            f"{machine(result)}:\n\n" + markdown_table(headers, [cells(row) for row in result["rows"]])
+            for result in results
         )
 
     return tables
 
 
-def contender(row: dict[str, Any]) -> list[str]:
-    """Speed and memory beside the peers."""
+def library_cells(row: dict[str, Any]) -> list[str]:
+    """Return the speed and the memory of a library, compared with other libraries."""
     return [
         row["name"],
         f"{row['size']} px",
@@ -164,8 +181,8 @@ def contender(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def head(row: dict[str, Any]) -> list[str]:
-    """A test-time head beside scikit-learn's."""
+def head_cells(row: dict[str, Any]) -> list[str]:
+    """Return the time of a test-time head, compared with scikit-learn."""
     return [
         row["name"],
         f"{1000 * row['seconds']:.0f} ms",
@@ -175,36 +192,39 @@ def head(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def steps(row: dict[str, Any]) -> list[str]:
-    """Memory against inner steps."""
+def flat_cells(row: dict[str, Any]) -> list[str]:
+    """Return the memory for a number of inner steps."""
     return [row["mode"], str(row["steps"]), f"{row['peak MiB']:.0f} MiB", f"{row['ratio']:.2f}×"]
 
 
-def throughput(row: dict[str, Any]) -> list[str]:
-    """Images per second of training."""
+def throughput_cells(row: dict[str, Any]) -> list[str]:
+    """Return the number of images per second in training."""
     return [str(row["batch"]), row["path"], f"{row['images_per_second']:,.0f}", f"{row['share_of_matrix_rate']:.0%}"]
 
 
-def analytic(row: dict[str, Any]) -> list[str]:
-    """Analytic kernels beside neural-tangents, or those on a GPU beside those on its CPU."""
+def analytic_cells(row: dict[str, Any]) -> list[str]:
+    """Return the time of an analytic kernel, compared with neural-tangents or, on a GPU, with the CPU."""
     seconds = row["seconds"], row.get("neural_tangents_seconds") or row["cpu_seconds"]
     return [row["name"], *(f"{1000 * value:.3g} ms" for value in seconds), f"{row['ratio']:.1f}×"]
 
 
-def empirical(row: dict[str, Any]) -> list[str]:
-    """Empirical kernels beside the plain recipe."""
+def empirical_cells(row: dict[str, Any]) -> list[str]:
+    """Return the time and the memory of an empirical kernel, compared with `torch.func`."""
     sizes = [f"{row[key]:.0f} MiB" for key in ("mib", "reference_mib")]
     times = [row["seconds"], row["reference_seconds"], *row.get("huge_pages_seconds", ())]
-    ours, plain, *paged = (f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms" for value in times)
+    ours, reference, *huge_pages = (f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms" for value in times)
     ratios = [f"{row[key]:.1f}×" for key in ("time_ratio", "memory_ratio")]
-    return [row["net"], ours, plain, ratios[0], " to ".join(paged), *sizes, ratios[1]]
+    return [row["net"], ours, reference, ratios[0], " to ".join(huge_pages), *sizes, ratios[1]]
 
 
-def beside(name: str) -> str:
-    """An experiment's numbers beside the published ones; of very many, those that are judged."""
-    result = stored(name)
-    judged = [row for row in result["rows"] if row["agrees"] is not None or row["published"] is not None]
-    shown = judged if len(result["rows"]) > MANY and judged else result["rows"]
+def experiment_table(name: str) -> str:
+    """Return the table of our numbers and the published ones.
+
+    If a result has more than `MAX_ROWS` rows, the table contains only rows with a published number or a verdict.
+    """
+    result = load_result(name)
+    compared = [row for row in result["rows"] if row["agrees"] is not None or row["published"] is not None]
+    shown = compared if len(result["rows"]) > MAX_ROWS and compared else result["rows"]
     rows = [
         [
             row["name"],
@@ -212,68 +232,67 @@ def beside(name: str) -> str:
             "" if row["published"] is None else f"{row['published']:.4g}",
             f"{row['ours']:.4g}" + ("" if row["ci95"] is None else f" ± {row['ci95']:.2g}"),
             {True: "yes", False: "no", None: ""}[row["agrees"]],
-            row["note"],
+            correct_plural(row["note"]),
         ]
         for row in shown
     ]
-    table = markdown(["", "", "published", "ours", "agrees", ""], rows)
-    left = (
-        f" The other {len(result['rows']) - len(shown)} numbers are in results/{name}.json." if shown is judged else ""
-    )
-    return f"{table}\n\n{machine(result)}, seed {result['seed']}, {result['seconds'] / 60:.1f} minutes.{left}"
+    table = markdown_table(["setting", "quantity", "published", "ours", "agrees", "notes"], rows)
+    omitted = len(result["rows"]) - len(shown)
+    omission = f" The other {omitted} numbers are in results/{name}.json." if omitted else ""
+    return f"{table}\n\n{machine(result)}, seed {result['seed']}, {result['seconds'] / 60:.1f} minutes.{omission}"
 
 
 def kernel_fewshot() -> str:
-    """Kernels and nets as few-shot classifiers: a line for each learner and what it learnt from."""
-    result = stored("kernel-fewshot")
-    form = re.compile(r"(\w+, \d-shot), (.+), (support alone|fresh tasks|\d+ tasks(?:, ridge .+?)?)(, gain)?")
+    """Return the table of kernels and networks as few-shot classifiers, by learner and training tasks."""
+    result = load_result("kernel-fewshot")
+    pattern = re.compile(r"(\w+, \d-shot), (.+), (support alone|fresh tasks|\d+ tasks(?:, ridge .+?)?)(, gain)?")
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in result["rows"]:
-        if (parts := form.fullmatch(row["name"])) and row["metric"].startswith("accuracy"):
-            kind, learner, learnt_from, gain = parts.groups()
-            own = cells.setdefault((learner, learnt_from), {})
+        if (match := pattern.fullmatch(row["name"])) and row["metric"].startswith("accuracy"):
+            test, learner, training_tasks, gain = match.groups()
+            numbers = cells.setdefault((learner, training_tasks), {})
             value = f"{row['ours']:{'+' if gain else ''}.1f} ± {row['ci95']:.1f}"
-            own[kind] = f"{own[kind]} ({value})" if gain else value
-    kinds = list(dict.fromkeys(kind for own in cells.values() for kind in own))
-    last = max((name for _, name in cells if re.fullmatch(r"\d+ tasks", name)), key=lambda name: int(name.split()[0]))
+            numbers[test] = f"{numbers[test]} ({value})" if gain else value
+    tests = list(dict.fromkeys(test for numbers in cells.values() for test in numbers))
+    counts = [int(count[1]) for _, name in cells if (count := re.fullmatch(r"(\d+) tasks", name))]
     rows = [
-        [*key, *(own.get(kind, "") for kind in kinds)]
-        for key, own in cells.items()
-        if not key[1].endswith("tasks") or key[1] in (last, "fresh tasks")
+        [learner, training_tasks, *(numbers.get(test, "") for test in tests)]
+        for (learner, training_tasks), numbers in cells.items()
+        if not training_tasks.endswith("tasks") or training_tasks in (f"{max(counts)} tasks", "fresh tasks")
     ]
-    table = markdown(["learner", "learnt from", *kinds], rows)
+    table = markdown_table(["learner", "trained on", *tests], rows)
     return f"{table}\n\n{machine(result)}, seed {result['seed']}; {result['settings']['test_tasks']} test tasks."
 
 
-def batched(row: dict[str, Any]) -> list[str]:
-    """Predictions for many tasks at once beside a loop over them."""
+def batched_cells(row: dict[str, Any]) -> list[str]:
+    """Return the time of predictions for many tasks together, compared with a loop over the tasks."""
     seconds = [f"{row[key]:.2f} s" for key in ("seconds", "loop_seconds")]
     return [row["name"], *seconds, f"{row['ratio']:.1f}×", f"{row['mebibytes']:.0f} MiB"]
 
 
 def search() -> str:
-    """Candidates of an architecture search, as it computes them and in plain ways, on each machine."""
-    return "\n\n".join(_candidates(stored(name)) for name in ("bench-search-cpu", "bench-search-h200"))
+    """Return one table per machine of the time per candidate of an architecture search, compared with other ways."""
+    return "\n\n".join(_search_table(load_result(name)) for name in ("bench-search-cpu", "bench-search-h200"))
 
 
-def _candidates(result: dict[str, Any]) -> str:
-    plain = list(result["search"]["ratios"])
-    heads = ["operators on an edge", "search", *(text for way in plain for text in (way, "ratio"))]
+def _search_table(result: dict[str, Any]) -> str:
+    alternatives = list(result["search"]["ratios"])
+    headers = ["operators on an edge", "search", *(header for name in alternatives for header in (name, "ratio"))]
 
-    def cells(name: str, row: dict[str, Any], told: Callable[[float], str]) -> list[str]:
-        times = ([told(row["seconds"][way]), f"{row['ratios'][way]:.1f}×"] for way in plain)
-        return [name, told(row["seconds"]["search"]), *(text for pair in times for text in pair)]
+    def cells(label: str, row: dict[str, Any], format_time: Callable[[float], str]) -> list[str]:
+        pairs = [(format_time(row["seconds"][name]), f"{row['ratios'][name]:.1f}×") for name in alternatives]
+        return [label, format_time(row["seconds"]["search"]), *(cell for pair in pairs for cell in pair)]
 
     rows = [cells(str(row["operators"]), row, lambda seconds: f"{1000 * seconds:.0f} ms") for row in result["rows"]]
     rows.append(cells("a whole search", result["search"], lambda seconds: f"{seconds / 60:.1f} min"))
-    how = result["settings"]
-    where = f"{machine(result)}; {how['cells']} cells, {how['channels']} channels, images of {how['size']} pixels:"
-    return f"{where}\n\n{markdown(heads, rows)}"
+    settings = result["settings"]
+    network = f"{settings['cells']} cells, {settings['channels']} channels, images of {settings['size']} pixels"
+    return f"{machine(result)}; {network}:\n\n{markdown_table(headers, rows)}"
 
 
 def fuzz() -> str:
-    """What came of damaged and hostile files, a line for each reader."""
-    result = stored("fuzz")
+    """Return the table of the outcomes for damaged and hostile files, by reader."""
+    result = load_result("fuzz")
     failures = ("tracebacks", "hangs", "crashes", "over_1_gib", "files_outside", "code_run", "silent_differences")
     rows = [
         [
@@ -284,8 +303,8 @@ def fuzz() -> str:
         ]
         for row in result["readers"]
     ]
-    heads = ["reader", "inputs", "refused", "read as before", "read otherwise", "failures", "most memory"]
-    return f"{markdown(heads, rows)}\n\n{machine(result)}, seed {result['seed']}."
+    headers = ["reader", "inputs", "rejected", "read, unchanged", "read, changed", "failures", "peak memory"]
+    return f"{markdown_table(headers, rows)}\n\n{machine(result)}, seed {result['seed']}."
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -293,56 +312,62 @@ TABLES: dict[str, Callable[[], str]] = {
     "solvers": solver_table,
     "outer-gradients": outer_rule_table,
     "test-heads": head_table,
-    "glyphs": glyphs("glyphs"),
-    "demo": glyphs("demo/glyphs"),
-    "maml": by_machine(
+    "glyphs": glyph_table("glyphs"),
+    "demo": glyph_table("demo/glyphs"),
+    "maml": benchmark_tables(
         ["bench-maml-cpu", "bench-maml-h200"],
-        ["", "images", "tasks", "a meta-step", "speed", "peak memory", "memory"],
-        contender,
+        ["library", "images", "tasks", "time per meta-step", "relative speed", "peak memory", "relative memory"],
+        library_cells,
     ),
-    "heads": by_machine(
+    "heads": benchmark_tables(
         ["bench-heads-cpu", "bench-heads-h200"],
-        ["head", "2000 tasks, ours", "scikit-learn's loop", "ratio", "same predictions"],
-        head,
+        ["head", "ours, 2000 tasks", "scikit-learn in a loop", "ratio", "equal predictions"],
+        head_cells,
     ),
-    "flat": by_machine(["bench-flat-cpu"], ["mode", "inner steps", "peak memory", "against 2 steps"], steps),
-    "analytic": by_machine(["bench-ntk-analytic-cpu"], ["points", "ours", "neural-tangents", "ratio"], analytic),
-    "analytic-gpu": by_machine(
-        ["bench-ntk-analytic-h200"], ["points", "ours", "ours on 2 cores beside it", "ratio"], analytic
+    "flat": benchmark_tables(
+        ["bench-flat-cpu"], ["mode", "inner steps", "peak memory", "relative to 2 steps"], flat_cells
     ),
-    "empirical": by_machine(
+    "analytic": benchmark_tables(
+        ["bench-ntk-analytic-cpu"], ["points", "ours", "neural-tangents", "ratio"], analytic_cells
+    ),
+    "analytic-gpu": benchmark_tables(
+        ["bench-ntk-analytic-h200"], ["points", "ours", "ours on 2 CPU cores", "ratio"], analytic_cells
+    ),
+    "empirical": benchmark_tables(
         ["bench-ntk-empirical-cpu", "bench-ntk-empirical-h200"],
-        ["net", "ours", "torch.func", "ratio", "with huge pages", "memory", "torch.func", "ratio"],
-        empirical,
+        ["network", "ours", "torch.func", "ratio", "torch.func, huge pages", "memory", "torch.func", "ratio"],
+        empirical_cells,
     ),
     "kernel-fewshot": kernel_fewshot,
-    "batched": by_machine(
-        ["bench-kernel-predict-cpu"], ["twin", "at once", "in a loop", "ratio", "memory at once"], batched
+    "batched": benchmark_tables(
+        ["bench-kernel-predict-cpu"], ["learner", "together", "in a loop", "ratio", "memory, together"], batched_cells
     ),
     "search": search,
     "fuzz": fuzz,
-    "resnet12": by_machine(
-        ["bench-resnet12-h200"], ["images a step", "", "images a second", "of the matrix rate"], throughput
+    "resnet12": benchmark_tables(
+        ["bench-resnet12-h200"],
+        ["batch size", "kernels", "images per second", "relative to matrix product"],
+        throughput_cells,
     ),
-    **{f"api-{name.rpartition('.')[2]}": api(name) for name in PACKAGES},
+    **{f"api-{name.rpartition('.')[2]}": api_table(name) for name in PACKAGES},
 }
 
 
-def filled(text: str) -> str:
-    """Return the page with every table written anew."""
+def replace_tables(text: str) -> str:
+    """Return a page with newly generated tables."""
 
-    def write(match: re.Match[str]) -> str:
+    def generate(match: re.Match[str]) -> str:
         name = match[2]
-        return f"{match[1]}\n\n{TABLES[name]() if name in TABLES else beside(name)}\n\n<!-- end -->"
+        return f"{match[1]}\n\n{TABLES[name]() if name in TABLES else experiment_table(name)}\n\n<!-- end -->"
 
-    return re.sub(r"(<!-- table ([\w-]+) -->).*?<!-- end -->", write, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- table ([\w-]+) -->).*?<!-- end -->", generate, text, flags=re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """The pages that may hold tables."""
+    """Return the pages that can contain tables."""
     return [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 if __name__ == "__main__":
     for page in pages():
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(replace_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fuzz the readers: `python -m fuzz`, or `make fuzz`. `--reader NAME --case NUMBER` repeats a single case."""
+"""Fuzz the readers of files. `--reader NAME --case NUMBER` repeats a single case."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _print(tallies: list[Tally]) -> None:
     console.print(table)
     for tally in tallies:
         for location, failure in tally.failures.items():
-            count, what = failure["count"], failure["what"]
-            console.print(Text(f"{tally.reader} --case {failure['case']} ({count} times) {location}: {what!a}"))
+            count, description = failure["count"], failure["what"]
+            console.print(Text(f"{tally.reader} --case {failure['case']} ({count} times) {location}: {description!a}"))
 
 
 def _replay(name: str, seed: int, number: int, out: Path) -> int:

@@ -1,4 +1,4 @@
-"""Run all readers in several processes, count the outcomes, and save the counts so that a run can be continued."""
+"""Run all readers in several processes, count the outcomes, and save the counts, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fuzz.sandbox import FAILURES, ROOT, Outcome
 from fuzz.worker import Worker
 from metabridge.files import make_folder, write_atomically
 
-CHUNK = 200  # cases between two saves of the counts
+CASES_PER_SAVE = 200  # number of cases after which the counts are saved
 
 
 @dataclass
 class Tally:
-    """The outcomes of the cases of one reader. Failures at the same line of code are stored once, with a count."""
+    """The counts of the outcomes of one reader. Failures at the same line of code are stored once, with a count."""
 
     reader: str
     inputs: int = 0
@@ -62,7 +62,7 @@ class Tally:
 
 
 class Campaign:
-    """A run of several readers. It continues from the counts in its folder if these have the same seed and code."""
+    """A run of several readers. If its folder has counts for the same seed and code, the run is resumed."""
 
     def __init__(self, readers: str, names: Iterable[str], *, inputs: int, seed: int, out: Path) -> None:
         self.readers, self.inputs, self.seed = readers, inputs, seed
@@ -105,7 +105,7 @@ class Campaign:
 
     def _finish(self, tally: Tally, worker: Worker, on_case: Callable[[Tally], None]) -> None:
         while tally.inputs < self.inputs and not self.stopped:
-            for outcome in worker.run(tally.reader, tally.inputs, min(tally.inputs + CHUNK, self.inputs)):
+            for outcome in worker.run(tally.reader, tally.inputs, min(tally.inputs + CASES_PER_SAVE, self.inputs)):
                 tally.add(outcome)
                 on_case(tally)
             write_atomically(self._file(tally.reader), json.dumps({"key": self.key, **vars(tally)}).encode())

@@ -1,4 +1,4 @@
-"""Readers, their valid inputs, and the cases that are generated from these."""
+"""Readers, their valid inputs, and the cases that are generated from the inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 Files = Mapping[str, bytes | Link | Node]  # by path in the folder of the case; invalid UTF-8 as surrogates
 
-# The accepted outcomes: any without a failure; the valid data or an InputError; only an InputError.
+# The allowed outcomes: "any" without a failure; "same" as the valid data, or an InputError; only an InputError.
 Expected = Literal["any", "same", "refused"]
 
 
@@ -56,9 +56,9 @@ class Reader:
     Args:
         name: The name of the reader.
         entries: Functions that read the folder of a case and return its data, or raise `InputError`.
-        seeds: Returns the valid inputs; it may use the given empty folder.
-        change: Returns a changed copy of a valid input. The last argument is all valid inputs, for splicing.
-        hostile: Returns the hand-written inputs; its argument is the valid inputs.
+        seeds: Returns the valid inputs. It may write to its argument, an empty folder.
+        change: Returns a changed copy of a valid input. Its last argument is all valid inputs, for splicing.
+        hostile: Returns the hand-written inputs. Its argument is all valid inputs.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Corpus:
 
     @property
     def fixed(self) -> int:
-        """The number of cases before the random ones: valid inputs for each entry, and hand-written inputs once."""
+        """The number of cases that are not random: valid inputs for each entry, and hand-written inputs once."""
         return len(self.reader.entries) * len(self.inputs) + len(self.by_hand)
 
     def case(self, seed: int, number: int) -> Case:
@@ -103,7 +103,7 @@ class Corpus:
 
 
 def lay_out(folder: Path, files: Files) -> None:
-    """Create the folder of a case with these files, after removing an existing folder."""
+    """Create the folder of a case with these files. An existing folder is removed first."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Readers of the files of published data sets, of parquet files, and of the caches of images and glyphs."""
+"""Readers of files of published data sets, parquet files, and the caches of images and glyphs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def changer(
     raw: Expected = "any",
     prefix: str = "",
 ) -> Change:
-    """Return a function that changes one file, with probability `chance` by the rule of its suffix, else as raw bytes.
+    """Return a function that changes one of the files whose names start with `prefix`.
 
-    `written` is the expected outcome for a file that a rule changed, and `raw` for a file with changed bytes.
+    With probability `chance` the file is changed by the rule for its suffix, and the expected outcome is `written`.
+    Otherwise raw bytes are changed, and the expected outcome is `raw`.
     """
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
@@ -60,12 +61,12 @@ def changer(
 
 
 def pickled(value: object, protocol: int = 2) -> bytes:
-    """Return a pickle."""
+    """Return a value as a pickle."""
     return pickle.dumps(value, protocol=protocol)
 
 
 PROTOCOLS = (2, 4, 5)
-ZEROS = 3 * 2**29  # bytes that a decompression bomb unpacks to
+ZEROS = 3 * 2**29  # unpacked size of a decompression bomb in bytes
 BOMBS = (
     b"\x80\x04\x96\xff\xff\xff\xff\0\0\0\0.",  # a bytearray of 4 GiB
     b"\x80\x04\x8e\xff\xff\xff\xff\0\0\0\0.",
@@ -228,7 +229,7 @@ def _archived(folder: str, parts: Mapping[str, bytes], kinds: Mapping[str, bytes
 
 
 def change_archive(data: bytes, rng: random.Random) -> bytes:
-    """Change the unpacked archive and compress it again; some headers get a valid checksum."""
+    """Return a compressed tar archive with changed headers, some with a valid checksum, or with changed bytes."""
     raw = bytearray(gzip.decompress(data))
     if rng.random() < 0.5:
         block = 512 * rng.randrange(max(1, len(raw) // 512))
@@ -319,7 +320,7 @@ def _tables(rows: Sequence[Sequence[str]]) -> Files:
 
 
 def change_table(data: bytes, rng: random.Random) -> bytes:
-    """Change the fields of a CSV file, or its line ends."""
+    """Return a CSV file with changed fields or line ends."""
     rows = [line.split(",") for line in data.decode().splitlines()]
     for _ in range(rng.choice((1, 2))):
         row = rng.choice(rows)
@@ -437,7 +438,7 @@ def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
         *(
             _table(_pictured(0, 40), [0, 1], notes)
             for notes in (
-                "[" * mutate.DEEP,
+                "[" * mutate.NESTING_DEPTH,
                 "{",
                 "null",
                 '{"info": 7}',
@@ -478,7 +479,7 @@ def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
             content = valid_files[name]
             assert isinstance(content, bytes)
             index = json.loads(content)
-            texts = [b"", b"[" * mutate.DEEP, b"null", b"7", b"[]", b"{}"]
+            texts = [b"", b"[" * mutate.NESTING_DEPTH, b"null", b"7", b"[]", b"{}"]
             texts += [json.dumps(index | {key: value}).encode() for key in index for value in ODD]
             cases += [Hostile({**valid_files, name: text}, "same") for text in texts]
             del index["checksum"]

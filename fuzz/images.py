@@ -25,7 +25,7 @@ from metabridge.datasets.data_check import check_dataset
 from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
-from metabridge.use.image_input import pixels
+from metabridge.use.image_input import convert_images
 
 SIZE = 8  # of decoded images
 
@@ -79,7 +79,7 @@ def command(*arguments: str) -> tuple[int, str]:
 def one_image(folder: Path) -> object:
     """Read only the changed image, as a classifier does."""
     (file,) = (folder / "data" / "b").iterdir()
-    return pixels([file], DecodeOptions(size=SIZE, channels=3))
+    return convert_images([file], DecodeOptions(size=SIZE, channels=3))
 
 
 def _around(ending: str, content: bytes) -> Files:

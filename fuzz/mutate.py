@@ -1,4 +1,4 @@
-"""Random changes to files: changes of raw bytes, and changes that parse a format."""
+"""Random changes to files: changes of raw bytes, and changes within a file format."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ VALUES: tuple[Any, ...] = (
     *([], {}, [[]], [None], {"": None}, [0] * 1000, {"solver": "Ridge"}),
     *NAMES,
 )
-DEEP = 100_000  # levels of nesting, more than any parser should accept
+NESTING_DEPTH = 100_000  # more levels of nesting than any parser should accept
 
 
 def damage(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> bytes:
-    """Change raw bytes as a faulty disk or an interrupted transfer would, or join parts of two files.
+    """Return a file with changed bytes, as after an interrupted transfer, or joined with a part of another file.
 
     >>> damage(b"abc", random.Random(0)) != b"abc"
     True
@@ -95,7 +95,7 @@ def _edit_bytes(data: bytes, rng: random.Random, edit: Callable[[int], int]) -> 
 
 
 def _set_number(data: bytes, rng: random.Random) -> bytes:
-    """Overwrite 2, 4 or 8 bytes with a number that often causes errors, in either byte order."""
+    """Overwrite 2, 4 or 8 bytes with a number that is likely to cause errors, in either byte order."""
     size = rng.choice((2, 4, 8))
     raw = (rng.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, rng.choice(("little", "big")))
     start = rng.randrange(min(len(data), 64) if rng.random() < 0.5 else len(data)) if data else 0
@@ -122,7 +122,7 @@ def _insert(data: bytes, rng: random.Random) -> bytes:
     return data[:start] + rng.randbytes(rng.choice((1, 2, 8, 100))) + data[start:]
 
 
-def _blank(data: bytes, rng: random.Random) -> bytes:
+def _fill(data: bytes, rng: random.Random) -> bytes:
     start, end = _range(data, rng)
     return data[:start] + rng.choice((b"\0", b"\xff", b"A")) * (end - start) + data[end:]
 
@@ -142,12 +142,12 @@ def _splice(data: bytes, other: bytes, rng: random.Random) -> bytes:
 
 RAW: tuple[Change, ...] = (
     *(_flip_bits, _flip_bits, _set_bytes, _set_number, _set_number),
-    *(_delete, _duplicate, _insert, _blank, _truncate, _append),
+    *(_delete, _duplicate, _insert, _fill, _truncate, _append),
 )
 
 
 def change_value(value: Any, rng: random.Random) -> Any:
-    """Return plain data (dictionaries, lists, numbers, text) with one part changed, removed, added or repeated."""
+    """Return plain data (dictionaries, lists, numbers, text) with one item changed, removed, added or repeated."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         kind = rng.random()
@@ -178,7 +178,7 @@ def change_value(value: Any, rng: random.Random) -> Any:
 
 
 def change_json(data: bytes, rng: random.Random) -> bytes:
-    """Change a JSON document: other values, missing, unknown or repeated keys, and very deep nesting."""
+    """Return a JSON document with changed values, missing, unknown or repeated keys, or very deep nesting."""
     value = json.loads(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = change_value(value, rng)
@@ -188,7 +188,7 @@ def change_json(data: bytes, rng: random.Random) -> bytes:
         keys = [position for position in range(len(text)) if text.startswith('": ', position)]
         if keys:
             position = rng.choice(keys) + 3
-            text = text[:position] + "[" * DEEP + rng.choice(("", "]" * DEEP)) + text[position:]
+            text = text[:position] + "[" * NESTING_DEPTH + rng.choice(("", "]" * NESTING_DEPTH)) + text[position:]
     elif kind < 0.12 and isinstance(value, dict) and value:
         key = json.dumps(rng.choice(list(value)))
         text = text[:-1] + f", {key}: {json.dumps(rng.choice(VALUES))}}}"
@@ -198,7 +198,7 @@ def change_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_json_lines(data: bytes, rng: random.Random) -> bytes:
-    """Change, remove, repeat or move a line of a file of JSON lines."""
+    """Return a JSON lines file with one line changed, removed or repeated, or with all lines shuffled."""
     lines = data.splitlines()
     position = rng.randrange(len(lines))
     kind = rng.random()
@@ -214,7 +214,7 @@ def change_json_lines(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_pickle(data: bytes, rng: random.Random) -> bytes:
-    """Delete, repeat, swap or insert opcodes of a pickle, or change an argument."""
+    """Return a pickle with deleted, repeated, swapped, inserted or replaced opcodes, or with changed arguments."""
     try:
         starts = [position for _, _, position in pickletools.genops(data) if position is not None]
     except Exception:  # after earlier changes, it may not be a valid pickle
@@ -291,17 +291,17 @@ OPCODES = (
 
 
 def change_png(data: bytes, rng: random.Random) -> bytes:
-    """Change the chunks of a PNG file and compute valid checksums."""
+    """Return a PNG file with changed chunks and valid checksums."""
     chunks, position = [], 8
     while position + 8 <= len(data):
         size = int.from_bytes(data[position : position + 4], "big")
         chunks.append((data[position + 4 : position + 8], data[position + 8 : position + 8 + size]))
         position += 12 + size
-    which = rng.randrange(len(chunks))
-    kind, content = chunks[which]
+    index = rng.randrange(len(chunks))
+    kind, content = chunks[index]
     change = rng.randrange(6)
     if change == 0:
-        del chunks[which]
+        del chunks[index]
     elif change == 1:
         chunks.insert(rng.randrange(len(chunks)), (kind, content))
     elif change == 2:
@@ -309,15 +309,15 @@ def change_png(data: bytes, rng: random.Random) -> bytes:
             1, (rng.choice((b"tRNS", b"PLTE", b"iCCP", b"zTXt", b"iTXt", b"eXIf", b"acTL", b"gAMA")), rng.randbytes(40))
         )
     elif change == 3 and kind == b"IDAT":
-        chunks[which] = (kind, zlib.compress(damage(_decompress(content), rng)))
+        chunks[index] = (kind, zlib.compress(damage(_decompress(content), rng)))
     elif change == 4:
         width, height = (rng.choice((0, 1, 5, 1000, 30000, 2**31 - 1, 2**32 - 1)) for _ in range(2))
         header = struct.pack(">II", width, height) + bytes(
-            rng.choice(choice) for choice in ((1, 8, 16, 9), (0, 2, 3, 4, 6, 7), (0, 1), (0, 1), (0, 1, 2))
+            rng.choice(values) for values in ((1, 8, 16, 9), (0, 2, 3, 4, 6, 7), (0, 1), (0, 1), (0, 1, 2))
         )
         chunks[0] = (b"IHDR", header)
     else:
-        chunks[which] = (kind, damage(content, rng))
+        chunks[index] = (kind, damage(content, rng))
     return png_file(chunks)
 
 
@@ -334,14 +334,14 @@ def png_file(chunks: Sequence[tuple[bytes, bytes]]) -> bytes:
     >>> png_file([(b"IEND", b"")])[-4:].hex()
     'ae426082'
     """
-    parts = (
+    encoded_chunks = (
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(encoded_chunks)
 
 
 def change_zip(data: bytes, rng: random.Random, inner: Change = damage) -> bytes:
-    """Change the members of an archive (names, contents, compression), or the fields of its directory."""
+    """Return a zip archive with changed members (names, contents, compression) or changed fields of its directory."""
     if rng.random() < 0.4:
         return _change_directory(data, rng)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -381,31 +381,32 @@ def zip_archive(members: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_
 
 
 def _change_directory(data: bytes, rng: random.Random) -> bytes:
-    marks = [at for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06") for at in _find_all(data, mark)]
-    start = rng.choice(marks) + 4 + rng.randrange(42)
+    signatures = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06")
+    positions = [position for signature in signatures for position in _find_all(data, signature)]
+    start = rng.choice(positions) + 4 + rng.randrange(42)
     size = rng.choice((2, 4))
     return data[:start] + (rng.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little") + data[start + size :]
 
 
-def _find_all(data: bytes, mark: bytes) -> list[int]:
-    positions, position = [], data.find(mark)
+def _find_all(data: bytes, pattern: bytes) -> list[int]:
+    positions, position = [], data.find(pattern)
     while position >= 0:
         positions.append(position)
-        position = data.find(mark, position + 1)
+        position = data.find(pattern, position + 1)
     return positions
 
 
 def change_safetensors(data: bytes, rng: random.Random) -> bytes:
-    """Change the header of a safetensors file, or the JSON within its metadata, or a tensor."""
+    """Return a safetensors file with a changed header, changed JSON in its metadata, or changed tensors."""
     size = int.from_bytes(data[:8], "little")
     header, tensors = json.loads(data[8 : 8 + size]), data[8 + size :]
     kind = rng.random()
-    notes = header.get("__metadata__", {})
-    texts = [key for key in notes if notes[key].startswith("{")]
-    if kind < 0.5 and texts:
-        key = rng.choice(texts)
-        changed = change_json(notes[key].encode(), rng).decode("utf-8", "replace")
-        header["__metadata__"] = notes | {key: changed}
+    metadata = header.get("__metadata__", {})
+    json_keys = [key for key in metadata if metadata[key].startswith("{")]
+    if kind < 0.5 and json_keys:
+        key = rng.choice(json_keys)
+        changed = change_json(metadata[key].encode(), rng).decode("utf-8", "replace")
+        header["__metadata__"] = metadata | {key: changed}
     elif kind < 0.85:
         header = change_value(header, rng)
     elif kind < 0.95:

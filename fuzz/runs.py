@@ -25,7 +25,7 @@ from fuzz.images import command
 from metabridge.environments import LabelledImages, Sinusoid
 from metabridge.errors import InputError
 from metabridge.experiments import ExperimentOptions
-from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, plan_dict
+from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, config_dict
 from metabridge.files import LOCK, FolderLock
 from metabridge.learners import method
 from metabridge.learners.method import PRESETS
@@ -61,7 +61,7 @@ def _read_back(folder: Path) -> Files:
 
 def _ordered(file: Path) -> bytes:
     """Return a safetensors file with its metadata sorted: their order is random, and cases must be reproducible."""
-    header, values = checkpoint._split(file.read_bytes())
+    header, values = checkpoint._split_header(file.read_bytes())
     content = json.loads(header[8:])
     content["__metadata__"] = dict(sorted(content["__metadata__"].items())) | {
         checkpoint.CHECKSUM: checkpoint._NO_CHECKSUM
@@ -70,7 +70,8 @@ def _ordered(file: Path) -> bytes:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     sum_of = checkpoint._checksum(header, values, checkpoint._NO_CHECKSUM)
-    return header.replace(checkpoint._mark(checkpoint._NO_CHECKSUM), checkpoint._mark(sum_of), 1) + values
+    blank, entry = checkpoint._checksum_entry(checkpoint._NO_CHECKSUM), checkpoint._checksum_entry(sum_of)
+    return header.replace(blank, entry, 1) + values
 
 
 def _sinusoids(folder: Path) -> Trainer:
@@ -166,7 +167,7 @@ def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
             header({}),
             header([]),
             header(huge),
-            header({"__metadata__": {"metabridge": "[" * mutate.DEEP}}),
+            header({"__metadata__": {"metabridge": "[" * mutate.NESTING_DEPTH}}),
             header({"__metadata__": {"metabridge": "7"}}),
             header({"__metadata__": {"metabridge": 7}}),
             header({f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(50_000)}),
@@ -221,7 +222,7 @@ def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
     valid_files = inputs[0]
     texts = [
         b"",
-        b"[" * mutate.DEEP,
+        b"[" * mutate.NESTING_DEPTH,
         b"\xff",
         b"null",
         b"7",
@@ -342,7 +343,7 @@ def _logs(folder: Path) -> list[Files]:
 def _hostile_logs(inputs: Sequence[Files]) -> list[Hostile]:
     first = json.dumps({"settings": LOG})
     lines = [
-        "[" * mutate.DEEP,
+        "[" * mutate.NESTING_DEPTH,
         "7",
         "null",
         "[]",
@@ -364,7 +365,7 @@ def _hostile_logs(inputs: Sequence[Files]) -> list[Hostile]:
         '{"settings": 7}',
         '{"settings": [["kernel", "maml"]]}',
         '{"settings": {}}',
-        "[" * mutate.DEEP,
+        "[" * mutate.NESTING_DEPTH,
     ]
     return [
         *(Hostile({"run/search.jsonl": f"{first}\n{line}\n".encode()}) for line in lines),
@@ -384,7 +385,7 @@ def use_architecture(folder: Path) -> object:
 
 
 MACHINE = Machine("abacus", "0", "0", None)
-PLAN = plan_dict(ImageTrainingConfig("mtl"))
+PLAN = config_dict(ImageTrainingConfig("mtl"))
 
 
 def read_record(folder: Path) -> object:
@@ -407,7 +408,7 @@ def _results(folder: Path) -> list[Files]:
 
 TEXTS = [
     b"",
-    b"[" * mutate.DEEP,
+    b"[" * mutate.NESTING_DEPTH,
     b"\xff",
     b"null",
     b"7",

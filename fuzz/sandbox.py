@@ -1,4 +1,4 @@
-"""Run cases in a separate process with limits on memory and time, and record what they open and start.
+"""Run cases in a separate process with limits on memory and time, and record which files and programs they open.
 
 The process writes the outcome of each case to standard output as a line of JSON. A signal ends it if a case takes
 too long. `fuzz.worker` starts and watches it.
@@ -28,9 +28,9 @@ from fuzz.cases import Corpus, digest, lay_out
 from metabridge.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 10  # of processor time or of idle waiting, after which a case counts as hanging
-MEMORY = 2**30  # bytes that a case may allocate
-SPARE = 2**28  # bytes beyond MEMORY before allocation fails, so that a case above the limit can be measured
+SECONDS = 10  # processor time or idle time after which a case counts as a hang
+MEMORY = 2**30  # number of bytes that a case may allocate
+SPARE = 2**28  # bytes above MEMORY that can be allocated, so that cases above the limit can be measured
 
 Kind = Literal["equal", "different", "refused", "traceback", "memory", "outside", "code", "silent", "hang", "crash"]
 FAILURES: tuple[Kind, ...] = ("traceback", "memory", "outside", "code", "silent", "hang", "crash")
@@ -142,7 +142,7 @@ class Sandbox:
         self.watch = Watch(self.folder)
 
     def prepare(self, name: str) -> int:
-        """Create the inputs of a reader, read the valid ones, and return the number of cases before the random ones."""
+        """Create the inputs of a reader, read the valid ones, and return the number of cases that are not random."""
         if name not in self.corpora:
             lay_out(self.folder, {})
             corpus = self.corpora[name] = Corpus.of(self.readers[name], self.folder)
@@ -195,7 +195,7 @@ class Sandbox:
 
 
 class _Log(logging.Handler):
-    """Collects the warnings of the library: it skips an image that needs too much memory with a warning."""
+    """Collects the warnings of the library, which warns if it skips an image that needs too much memory."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -248,7 +248,7 @@ def _virtual_size() -> int:
 
 
 def _reset_peak() -> int:
-    """Reset the peak memory of this process to its present memory, and return it."""
+    """Reset the peak memory of this process to its current memory, and return it."""
     with suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")
     return _peak()
@@ -285,4 +285,4 @@ def serve(readers: str, seed: int, folder: Path, seconds: int) -> None:
 if __name__ == "__main__":
     with suppress(BrokenPipeError):
         serve(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
-    shutil.rmtree(sys.argv[3], ignore_errors=True)  # in case the parent was killed
+    shutil.rmtree(sys.argv[3], ignore_errors=True)  # the parent removes the folder too, unless it was killed

@@ -1,4 +1,4 @@
-"""Start the process that runs cases, watch it, end it if it hangs, and start it again."""
+"""Start the process that runs cases, end it if it hangs, and restart it after it has died."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from fuzz.sandbox import ROOT, SECONDS, Kind, Outcome
 
-POLL = 0.5  # seconds between checks of a process without output
+POLL_SECONDS = 0.5  # interval between checks of a process without output
 
 
 class Worker:
-    """A process that runs cases; after it dies, the next call starts a new one."""
+    """A process that runs cases. If it has died, the next call starts a new one."""
 
     def __init__(self, readers: str, seed: int, seconds: int = SECONDS) -> None:
         self.readers, self.seed, self.seconds = readers, seed, seconds
@@ -35,19 +35,19 @@ class Worker:
     def run(self, reader: str, first: int, last: int, keep: Path | None = None) -> Iterator[Outcome]:
         """Yield the outcome of each case from `first` to `last` - 1; copy the files of the first case to `keep`."""
         while first < last:
-            self._ask(reader, first, last, keep)
+            self._send_request(reader, first, last, keep)
             while first < last:
                 line = self._next_line()
                 if line is None:
-                    yield self._death(reader, first)
+                    yield self._death_outcome(reader, first)
                     first += 1
                     break
                 yield Outcome(**json.loads(line))
                 first += 1
 
     def prepare(self, reader: str) -> int:
-        """Create the inputs of a reader, and return the number of cases before the random ones."""
-        return self._ask(reader, 0, 0, None)
+        """Create the inputs of a reader, and return the number of cases that are not random."""
+        return self._send_request(reader, 0, 0, None)
 
     def close(self) -> None:
         """End the process and remove its files."""
@@ -56,7 +56,8 @@ class Worker:
             self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _ask(self, reader: str, first: int, last: int, keep: Path | None) -> int:
+    def _send_request(self, reader: str, first: int, last: int, keep: Path | None) -> int:
+        """Request cases from the process, start it if necessary, and return the number of cases that are not random."""
         if self.process is None:
             environment = {
                 **os.environ,
@@ -93,21 +94,21 @@ class Worker:
     def _next_line(self) -> str | None:
         """Return the next line of output, or None if the process died or was ended because it was idle for too long.
 
-        The process ends itself after ten seconds of processor time. Waiting for a processor does not count as idle.
+        The process ends itself after `seconds` of processor time. Waiting for a processor does not count as idle.
         """
-        idle, used = 0.0, -1
+        idle, last_ticks = 0.0, -1
         while True:
             with suppress(queue.Empty):
-                return self.lines.get(timeout=POLL)
+                return self.lines.get(timeout=POLL_SECONDS)
             assert self.process is not None
-            now = _ticks(self.process.pid)
-            idle = idle + POLL if now == used and _asleep(self.process.pid) else 0.0
-            used = now
+            ticks = _ticks(self.process.pid)
+            idle = idle + POLL_SECONDS if ticks == last_ticks and _is_asleep(self.process.pid) else 0.0
+            last_ticks = ticks
             if idle >= self.seconds:
-                self.process.send_signal(signal.SIGPROF)  # its handler prints where the process waits
+                self.process.send_signal(signal.SIGPROF)  # its handler prints the traceback and ends the process
                 idle = 0.0
 
-    def _death(self, reader: str, case: int) -> Outcome:
+    def _death_outcome(self, reader: str, case: int) -> Outcome:
         """Return the outcome of a case in which the process died."""
         assert self.process is not None
         status = self.process.wait()
@@ -130,15 +131,15 @@ def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> 
 
 
 def _ticks(process: int) -> int:
-    """Return the processor time of a process in clock ticks, or -1 if it is gone."""
+    """Return the processor time of a process in clock ticks, or -1 if it does not exist."""
     with suppress(OSError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
     return -1
 
 
-def _asleep(process: int) -> bool:
-    """Return whether no thread of a process runs or waits for a processor."""
+def _is_asleep(process: int) -> bool:
+    """Return whether no thread of a process is running or waiting for a processor."""
     with suppress(OSError):
         states = [Path(task, "stat").read_text().rpartition(")")[2].split()[0] for task in _tasks(process)]
         return "R" not in states

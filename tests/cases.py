@@ -55,7 +55,7 @@ OTHERWISE_TESTED = {"burer-monteiro"}  # presets that need a special network
 
 def solver_method(kind: type[Solver], outer: str) -> Method:
     """Return a method with this solver and this outer gradient."""
-    if kind.closed_form:
+    if kind.solves_exactly:
         return Method("head", kind(), outer=outer, training_head="solved")
     return Method("all" if OUTER_RULES[outer].all_layers else "head", kind(), outer=outer)
 

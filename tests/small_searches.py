@@ -40,9 +40,11 @@ def small_images(images: LabelledImages) -> LabelledImages:
 def small_settings() -> Settings:
     """Return settings with searches of 19 networks and trainings of one step, or ten steps for the longer ones."""
     quick = nas_searches.SETTINGS["quick"]
-    plan = replace(quick.plan, iterations=1, validate_every=1, validate_tasks=2, batch_size=8)
-    plan = replace(plan, model_options={**plan.model_options, "widths": [4, 4, 8, 8]})
-    return replace(quick, search=SEARCH, plan=plan, longer=10, tasks=2, views=())
+    config = replace(quick.config, iterations=1, validate_every=1, validate_tasks=2, batch_size=8)
+    config = replace(config, model_options={**config.model_options, "widths": [4, 4, 8, 8]})
+    return replace(
+        quick, search=SEARCH, config=config, recipes={**quick.recipes, "longer": {"iterations": 10}}, tasks=2, views=()
+    )
 
 
 def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> list[int]:

@@ -88,7 +88,7 @@ def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny,
         monkeypatch.setitem(sys.modules, module, None)
     status, printed, _ = metabridge("reproduce", "glyphs", "--out", tmp_path, "--device", "cpu")
     assert status == 0
-    assert "glyphs.png is not drawn, since matplotlib is not installed." in printed
+    assert "glyphs.png was not drawn, because matplotlib is not installed." in printed
     assert [file.name for file in tmp_path.iterdir()] == ["glyphs.json"]
 
 
@@ -167,7 +167,7 @@ def test_only_and_minutes_are_refused_by_an_experiment_that_is_computed_as_a_who
     for option in (("--only", "maml"), ("--minutes", 1)):
         status, _, errors = metabridge("reproduce", "glyphs", "--out", tmp_path, *option)
         assert status == 2
-        assert f"glyphs takes no {option[0]}, since it is computed as a whole" in errors
+        assert f"glyphs has no option {option[0]}, because it always runs as a whole" in errors
 
 
 def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_path):
@@ -175,13 +175,13 @@ def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_pat
 
     for experiment in map(load_experiment, experiment_modules()):
         if experiment.resumable:
-            with pytest.raises(InputError, match="only names no such training"):
+            with pytest.raises(InputError, match="only is no such training"):
                 experiment.run(ExperimentOptions("quick", out=tmp_path, only=("no such training",)))
 
 
 def test_an_interrupted_training_says_that_it_can_be_continued(metabridge, monkeypatch):
     monkeypatch.setattr("metabridge.training.image_training.image_trainer", lambda *_, **__: _interrupt())
-    assert metabridge("train")[2].endswith("metabridge train: interrupted. The same command continues from there.\n")
+    assert metabridge("train")[2].endswith("metabridge train: interrupted. Run the same command again to continue.\n")
 
 
 def _interrupt() -> None:

@@ -30,10 +30,18 @@ def test_without_split_both_sets_contain_all_points():
 
 
 def test_the_representation_is_one_short_line():
-    assert repr(Episodes(X, Y, X, Y)) == "Episodes(2 classification tasks, 3 support and 3 query points of shape (4,))"
+    expected = "Episodes(2 classification tasks, 3 support and 3 query examples of shape (4,))"
+    assert repr(Episodes(X, Y, X, Y)) == expected
 
 
-def test_a_dtype_changes_points_and_values_but_not_labels():
+def test_notebooks_show_a_table_of_the_sets():
+    html = Episodes(X, Y, X[:, :1], Y[:, :1])._repr_html_()
+    assert "<tr><th>set</th><th>inputs</th><th>targets</th></tr>" in html
+    assert "<tr><td>support</td><td>float32 of shape (2, 3, 4)</td><td>int64 of shape (2, 3)</td></tr>" in html
+    assert "<tr><td>query</td><td>float32 of shape (2, 1, 4)</td><td>int64 of shape (2, 1)</td></tr>" in html
+
+
+def test_a_dtype_changes_inputs_and_values_but_not_labels():
     episodes = clusters((4,)).to(dtype=torch.float32)
     assert episodes.support_x.dtype == torch.float32
     assert episodes.support_y.dtype == torch.int64
@@ -43,13 +51,13 @@ def test_a_dtype_changes_points_and_values_but_not_labels():
     ("arguments", "sentence"),
     [
         ((X.int(), Y, X, Y), "support_x is int32 of shape (2, 3, 4), but inputs must be floating point"),
-        ((X[0], Y, X, Y), "must have shape (tasks, points, features...)"),
+        ((X[0], Y, X, Y), "must have shape (tasks, examples, features...)"),
         ((X, Y.int(), X, Y), "support_y is int32"),
-        ((X, Y[:, :2], X, Y), "support_x has (tasks, points) = (2, 3), but support_y has (2, 2)"),
+        ((X, Y[:, :2], X, Y), "support_x has (tasks, examples) = (2, 3), but support_y has (2, 2)"),
         ((X, Y, X[:1], Y[:1]), "support_x has 2 tasks, but query_x has 1"),
-        ((X, Y, X[..., :3], Y), "Both sets of a task must have the same dtype and shape of points"),
-        ((X, Y, X, torch.zeros(2, 3, 1)), "Both sets of a task must have the same dtype and shape of points"),
-        ((X, Y, X[:, :0], Y[:, :0]), "query_x has no points"),
+        ((X, Y, X[..., :3], Y), "Both sets must have the same dtype, and their examples the same shape"),
+        ((X, Y, X, torch.zeros(2, 3, 1)), "Both sets must have the same dtype, and their examples the same shape"),
+        ((X, Y, X[:, :0], Y[:, :0]), "query_x has no examples"),
         ((X, Y, X, Y, torch.zeros(3, 5, dtype=torch.int64)), "classes is int64 of shape (3, 5)"),
     ],
 )
@@ -59,7 +67,7 @@ def test_the_error_names_the_wrong_shape_or_dtype(arguments, sentence):
     assert sentence in str(error.value)
 
 
-def test_the_same_points_with_other_targets_are_split():
+def test_the_same_inputs_with_other_targets_are_split():
     x, y = torch.randn(3, 6, 2), torch.randn(3, 6, 1)
     episodes = Episodes(x, y, x, y + 1)
     assert episodes.is_split

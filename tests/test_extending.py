@@ -8,24 +8,30 @@ import pkgutil
 import re
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
+import torch
 import typer
 
 import metabridge.cli
 from cases import METHODS
 from metabridge import datasets, heads, kernels, models, solvers
-from metabridge.cli.options import app
+from metabridge.cli import search_commands
+from metabridge.cli.options import MODELS, app
 from metabridge.experiments import experiment_modules
 from metabridge.kernels.activations import Activation
 from metabridge.kernels.layers import Layer
 from metabridge.learners.engine import Mode
 from metabridge.learners.outer_gradients import OUTER_RULES
 from metabridge.models import BUILDERS
-from metabridge.nas.architecture_search import SearchKernel
+from metabridge.models.architecture import OPERATORS
+from metabridge.nas.architecture_search import SearchConfig, SearchKernel
+from metabridge.nas.proxies import KernelMatrices, KernelName
+from metabridge.training.config import ImageTrainingConfig, options_of
 
 TESTS = Path(__file__).parent
+PACKAGE = Path(metabridge.cli.__file__).parents[1]
 
 
 @cache
@@ -82,13 +88,25 @@ def test_every_builder_of_a_network_is_registered_and_tested():
         for function in vars(module).values():
             if inspect.isfunction(function) and function.__module__ == module.__name__ and _returns_network(function):
                 assert function in BUILDERS.values(), f"add {function.__name__} to BUILDERS"
+                assert hasattr(function, "__wrapped__"), f"decorate {function.__name__} with stores_build_arguments"
     for name in BUILDERS:
         assert mentioned(name, "models"), f"no test of models mentions {name}"
 
 
 def _returns_network(function: object) -> bool:
-    """Return whether a function is a builder: `recorded` wraps it and it returns a Network."""
-    return hasattr(function, "__wrapped__") and inspect.signature(function).return_annotation == "Network"
+    """Return whether a function is a builder: it is public and returns a Network. Users do not choose supernets."""
+    public = not function.__name__.startswith("_") and function.__name__ != "supernet"
+    return public and inspect.signature(function).return_annotation == "Network"
+
+
+@pytest.mark.parametrize("name", options_of(ImageTrainingConfig))
+def test_every_training_option_is_read_and_tested(name):
+    uses = (rf"\.{name}\b", rf"\b{name}=", rf"[\"']{name}[\"']")
+    source = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py") if file.name != "config.py"]
+    assert any(re.search(uses[0], text) for text in source), f"nothing reads {name}"
+    tests = text_of_tests("training") + text_of_tests("cli")
+    flags = options_of(ImageTrainingConfig)[name].metadata["flags"] or (f"--{name.replace('_', '-')}",)
+    assert any(re.search(use, tests) for use in (*uses[1:], *map(re.escape, flags))), f"no test uses {name}"
 
 
 def registered_commands() -> list[typer.models.CommandInfo]:
@@ -105,7 +123,8 @@ def test_every_command_has_an_example_and_a_test():
     for command in registered_commands():
         name = command.name or command.callback.__name__
         assert "Example: **metabridge " in command.callback.__doc__, f"the help of {name} has no example"
-        assert mentioned(name, "cli") or mentioned(name, "test_cli.py") or mentioned(name, "use")
+        tests = text_of_tests("cli") + text_of_tests("test_cli.py") + text_of_tests("use")
+        assert f'"{name}"' in tests, f"no test runs {name}"
 
 
 @pytest.mark.parametrize("name", experiment_modules())
@@ -120,8 +139,27 @@ def test_every_engine_is_tested(mode):
 
 
 @pytest.mark.parametrize("kernel", get_args(SearchKernel))
-def test_every_search_kernel_is_tested(kernel):
+def test_every_search_kernel_has_a_proxy_and_is_tested(kernel):
+    proxy = SearchConfig(kernel).condition_number
+    assert (proxy is None) == (kernel in ("none", "random"))
+    if proxy is not None:
+        assert proxy.kernel == kernel
+        assert proxy.from_matrices(KernelMatrices(torch.eye(4), torch.eye(4)), tasks=2, queries=1).failure is None
     assert mentioned(kernel, "nas")
+
+
+def test_commands_offer_every_kernel_and_name_every_operator():
+    assert tuple(search_commands.SearchKernel) == get_args(SearchKernel)
+    assert tuple(search_commands.ScoreKernel) == get_args(KernelName)
+    operators = get_type_hints(search_commands.search, include_extras=True)["operators"].__metadata__[0]
+    assert all(operator in operators.help for operator in OPERATORS)
+
+
+def test_help_texts_name_every_model_that_users_can_choose():
+    # `wide` takes vectors, and `cell_network` is built from an architecture.json
+    names = {*BUILDERS, "architecture.json"} - {"wide", "cell_network"}
+    for text in (MODELS, options_of(ImageTrainingConfig)["model"].metadata["help"]):
+        assert all(name in text for name in names)
 
 
 def test_every_kernel_layer_is_exported_and_tested():

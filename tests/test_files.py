@@ -62,7 +62,7 @@ def test_pipes_and_terminals_are_streamed_to_and_folders_refused(tmp_path):
     assert stat.S_ISCHR(link.stat().st_mode)
     os.close(master)
     os.close(slave)
-    with pytest.raises(InputError, match=r"is neither a regular file nor a pipe\. Name a file\."):
+    with pytest.raises(InputError, match=r"is neither a regular file nor a pipe\. Choose a file\."):
         write_atomically(tmp_path, b"content")
 
 
@@ -188,7 +188,7 @@ def test_a_locked_folder_is_refused_with_the_name_of_the_holder_until_it_ends(tm
                 FolderLock(tmp_path)
             match = re.fullmatch(
                 rf"the folder {tmp_path} is in use by process {holder.pid} on \S+ since \d{{4}}-\S+ \S+ \(.*-c.*\)\. "
-                r"Wait for it to finish, or name another folder\.",
+                r"Wait for it to finish, or choose another folder\.",
                 str(caught.value),
             )
             assert match, caught.value
@@ -256,7 +256,7 @@ def test_a_lock_does_not_cover_a_new_folder_in_place_of_the_moved_one(tmp_path):
     run, first = tmp_path / "run", FolderLock(tmp_path / "run")
     first.check()
     run.rename(tmp_path / "moved")
-    with pytest.raises(InputError, match=r"run is not the one that was locked: .* Start again, or name another folder"):
+    with pytest.raises(InputError, match=r"run is not the one that was locked: .* Start again, or choose another"):
         first.check()
     with FolderLock(run) as second:
         with pytest.raises(InputError, match="is not the one that was locked"):

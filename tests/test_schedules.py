@@ -118,8 +118,8 @@ def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: Step(at=(60, 80)), r"at is \(60, 80\), but must hold fractions"),
-        (lambda: Step(at=0.5), "at is 0.5, but must hold fractions"),
+        (lambda: Step(at=(60, 80)), r"at is \(60, 80\), but must be a tuple of fractions"),
+        (lambda: Step(at=0.5), "at is 0.5, but must be a tuple of fractions"),
         (lambda: Step(drop=0), "drop is 0, but must be a positive number"),
         (lambda: Plateau(patience=-1), "patience is -1"),
         (lambda: TrainingConfig(schedule="cosine"), "schedule is 'cosine', but must be a schedule such as"),

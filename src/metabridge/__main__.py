@@ -1,4 +1,4 @@
-"""`python -m metabridge`."""
+"""The command line as `python -m metabridge`."""
 
 from metabridge.cli import main
 

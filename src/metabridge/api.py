@@ -72,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("FewShotClassifier", "use"):  # importing scikit-learn takes a while, and training does not need it
+    if name in ("FewShotClassifier", "use"):  # import scikit-learn, which is slow, only if needed
         use = import_module("metabridge.use")
         return use if name == "use" else use.FewShotClassifier
     raise AttributeError(f"module 'metabridge' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Gradients and vector-Jacobian products of functions of parameter trees, which can be nested to any depth.
+"""Gradients and vector-Jacobian products of functions of trees of tensors. Calls can be nested to any depth.
 
-Inside a `torch.func` transform such as `vmap` they are those of `torch.func`. Elsewhere they use `torch.autograd`,
-which gives the same numbers with less overhead: the wrappers of `torch.func` cost much of a second-order step of a
-small network on a CPU.
+Inside a `torch.func` transform such as `vmap`, the functions call `torch.func`. Elsewhere they call `torch.autograd`,
+which returns the same numbers with less overhead: for small networks on a CPU, the wrappers of `torch.func` take much
+of the time of a second-order step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def inside_transform() -> bool:
 
 
 def grad_and_value(function: Callable[[T], Tensor], argument: T) -> tuple[T, Tensor]:
-    """Return the gradient of a scalar `function` at `argument`, a tree of tensors, and the function's value.
+    """Return the gradient and the value of a scalar `function` at `argument`, a tree of tensors.
 
     >>> grad_and_value(lambda p: (p["x"] ** 3).sum(), {"x": torch.tensor([2.0])})
     ({'x': tensor([12.])}, tensor(8.))
     """
     if inside_transform():
         return torch.func.grad_and_value(function)(argument)
-    vjp_function, value = _autograd_vjp(function, (argument,), keep=False)
+    vjp_function, value = _autograd_vjp(function, (argument,), retain_graph=False)
     return vjp_function(None)[0], value
 
 
@@ -40,30 +40,32 @@ def grad(function: Callable[[T], Tensor], argument: T) -> T:
 
 
 def vjp(function: Callable[..., Any], *arguments: Any) -> Callable[[Any], Any]:
-    """Return the vector-Jacobian product of `function` at `arguments`: it maps a cotangent to one per argument.
+    """Return the vector-Jacobian product of `function` at `arguments`, as a function of the cotangent of its value.
+
+    The returned function maps the cotangent of the value to a tuple of cotangents, one for each argument.
 
     >>> vjp(lambda x, y: x * y, torch.tensor(2.0), torch.tensor(5.0))(torch.tensor(1.0))
     (tensor(5.), tensor(2.))
     """
     if inside_transform():
         return torch.func.vjp(function, *arguments)[1]
-    return _autograd_vjp(function, arguments, keep=True)[0]
+    return _autograd_vjp(function, arguments, retain_graph=True)[0]
 
 
 def inner_product(values: list[Tensor], cotangents: list[Tensor]) -> Tensor:
-    """Return ⟨values, cotangents⟩, whose gradient is the vector-Jacobian product of the cotangents.
+    """Return ⟨values, cotangents⟩. Its gradient is the vector-Jacobian product with the cotangents.
 
-    Cotangents that are passed to `torch.autograd.grad` directly make it import a symbolic algebra system.
+    If cotangents are passed to `torch.autograd.grad` instead, it imports SymPy, which is slow.
     """
     return torch.stack([(value * cotangent).sum() for value, cotangent in zip(values, cotangents)]).sum()
 
 
 def _autograd_vjp(
-    function: Callable[..., Any], arguments: tuple[Any, ...], keep: bool
+    function: Callable[..., Any], arguments: tuple[Any, ...], retain_graph: bool
 ) -> tuple[Callable[[Any], Any], Any]:
-    """Return the vector-Jacobian product, which can be called several times if `keep` is true, and the value."""
+    """Return the vector-Jacobian product and the value; `retain_graph` allows several calls of the product."""
     leaves, spec = tree_flatten(arguments)
-    # An argument that requires a gradient belongs to an outer derivative, so the graph behind it must stay.
+    # If an argument requires a gradient, an outer derivative is being computed: do not detach the argument from it.
     nested = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     with torch.enable_grad():
         inputs = [leaf.view_as(leaf) if nested else leaf.detach() for leaf in leaves]
@@ -76,7 +78,7 @@ def _autograd_vjp(
         with torch.enable_grad():
             scalar = value if cotangent is None else inner_product(tree_flatten(value)[0], tree_flatten(cotangent)[0])
             grads = torch.autograd.grad(
-                scalar, inputs, create_graph=nested, retain_graph=keep or nested, materialize_grads=True
+                scalar, inputs, create_graph=nested, retain_graph=retain_graph or nested, materialize_grads=True
             )
         return tree_unflatten(grads, spec)
 

@@ -1,4 +1,4 @@
-"""Conjugate gradients for positive definite systems that are given by products with their matrices."""
+"""Conjugate gradients for positive definite linear systems whose matrices are given by matrix-vector products."""
 
 from __future__ import annotations
 
@@ -7,106 +7,110 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
+Matvec = Callable[[Tensor], Tensor]
 
 
 def conjugate_gradients(
-    product: Product,
+    matvec: Matvec,
     target: Tensor,
-    precondition: Product,
+    precondition: Matvec,
     *,
     dim: int | tuple[int, ...],
-    tolerance: float,
-    floor: Tensor | float = 0.0,
-    steps: int,
+    squared_rtol: float,
+    squared_atol: Tensor | float = 0.0,
+    max_steps: int,
 ) -> tuple[Tensor, Tensor]:
-    """Solve product(v) = target for many systems at once, each to a tolerance.
+    """Solve Ax = target for many systems at once, each until its residual is small enough.
 
-    A system is solved when its squared residual, as `precondition` measures it, is at most `tolerance` times that of
-    v = 0, or at most `floor`. Below the floor, residuals are rounding errors, which directions of almost no curvature
-    would magnify. A solved system stays as it is while others are iterated.
+    The squared residual of x is ⟨r, M⁻¹r⟩ with r = target − Ax and the preconditioner M. A system is solved when its
+    squared residual is at most `squared_rtol` times that of x = 0, or at most `squared_atol`. Residuals below
+    `squared_atol` are rounding errors, which directions of almost no curvature would amplify. A solved system does not
+    change while others are iterated.
 
     Args:
-        product: The product with the positive definite matrices.
+        matvec: Returns Av for the positive definite matrices A.
         target: The right-hand sides.
-        precondition: The product with an approximate inverse.
-        dim: The dimensions of one system in `target`.
-        tolerance: The relative tolerance on squared residuals.
-        floor: The absolute tolerance on squared residuals.
-        steps: The largest number of steps.
+        precondition: Returns M⁻¹v, an approximation of A⁻¹v.
+        dim: The dimensions of `target` that belong to one system.
+        squared_rtol: Tolerance of the squared residual, relative to that of x = 0.
+        squared_atol: Absolute tolerance of the squared residual.
+        max_steps: Maximum number of steps.
 
     Returns:
-        The solutions, and which systems are solved.
+        The solutions, and for each system whether it is solved.
 
-    >>> conjugate_gradients(lambda v: 2 * v, torch.ones(1, 1), lambda v: v, dim=0, tolerance=1e-20, steps=9)
+    >>> conjugate_gradients(lambda v: 2 * v, torch.ones(1, 1), lambda v: v, dim=0, squared_rtol=1e-20, max_steps=9)
     (tensor([[0.5000]]), tensor([[True]]))
     """
     solution, solved = _iterate(
-        lambda v: [product(v[0])],
+        lambda v: [matvec(v[0])],
         [target],
         lambda v: [precondition(v[0])],
         lambda left, right: (left[0] * right[0]).sum(dim, keepdim=True),
-        tolerance,
-        floor,
-        steps,
+        squared_rtol,
+        squared_atol,
+        max_steps,
     )
     return solution[0], solved
 
 
-def fixed_conjugate_gradients(
-    product: Callable[[dict[str, Tensor]], dict[str, Tensor]], target: dict[str, Tensor], steps: int
+def conjugate_gradients_fixed_steps(
+    matvec: Callable[[dict[str, Tensor]], dict[str, Tensor]], target: dict[str, Tensor], steps: int
 ) -> dict[str, Tensor]:
-    """Solve product(v) = target for one system of named tensors, in a fixed number of steps.
+    """Solve Ax = target for one system of named tensors, in a fixed number of steps.
 
-    Nothing depends on values, so it can be mapped by `torch.func.vmap` and captured in a CUDA graph. A system whose
-    residual has vanished stays as it is.
+    No control flow depends on the values of tensors, so the function can be mapped by `torch.func.vmap` and captured in
+    a CUDA graph. Once the residual is zero, further steps do not change the solution.
 
     Args:
-        product: The product with the positive definite matrix.
+        matvec: Returns Av for the positive definite matrix A.
         target: The right-hand side.
         steps: The number of steps.
 
-    >>> fixed_conjugate_gradients(lambda v: {"a": 2 * v["a"]}, {"a": torch.ones(1)}, steps=2)
+    >>> conjugate_gradients_fixed_steps(lambda v: {"a": 2 * v["a"]}, {"a": torch.ones(1)}, steps=2)
     {'a': tensor([0.5000])}
     """
     names = list(target)
 
-    def list_product(v: list[Tensor]) -> list[Tensor]:
-        image = product(dict(zip(names, v)))
-        return [image[name] for name in names]
+    def list_matvec(v: list[Tensor]) -> list[Tensor]:
+        product = matvec(dict(zip(names, v)))
+        return [product[name] for name in names]
 
     def dot(left: list[Tensor], right: list[Tensor]) -> Tensor:
         return torch.stack([(a * b).sum() for a, b in zip(left, right)]).sum()
 
-    solution, _ = _iterate(list_product, list(target.values()), lambda v: v, dot, None, 0.0, steps)
+    solution, _ = _iterate(list_matvec, list(target.values()), lambda v: v, dot, None, 0.0, steps)
     return dict(zip(names, solution))
 
 
 def _iterate(
-    product: Callable[[list[Tensor]], list[Tensor]],
+    matvec: Callable[[list[Tensor]], list[Tensor]],
     target: list[Tensor],
     precondition: Callable[[list[Tensor]], list[Tensor]],
     dot: Callable[[list[Tensor], list[Tensor]], Tensor],
-    tolerance: float | None,
-    floor: Tensor | float,
-    steps: int,
+    squared_rtol: float | None,
+    squared_atol: Tensor | float,
+    max_steps: int,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the solutions and which systems are solved; without a tolerance, take all steps."""
-    solution, residual = [torch.zeros_like(part) for part in target], target
-    direction = scaled = precondition(residual)
-    size = dot(residual, scaled)
-    enough: Tensor | float = 0.0 if tolerance is None else (tolerance * size).clamp_min(floor)
-    for _ in range(steps):
-        unsolved = size > enough
-        if tolerance is not None and not unsolved.any():
+    """Return the solutions, and for each system whether it is solved. If `squared_rtol` is None, take all steps."""
+    solution, residual = [torch.zeros_like(tensor) for tensor in target], target
+    direction = preconditioned = precondition(residual)
+    squared_residual = dot(residual, preconditioned)
+    threshold: Tensor | float = 0.0
+    if squared_rtol is not None:
+        threshold = (squared_rtol * squared_residual).clamp_min(squared_atol)
+    for _ in range(max_steps):
+        unsolved = squared_residual > threshold
+        if squared_rtol is not None and not unsolved.any():
             break
-        image = product(direction)
-        curvature = dot(direction, image)
-        length = torch.where(unsolved & (curvature > 0), size / curvature, 0)  # rounding can make it negative
-        solution = [part + length * step for part, step in zip(solution, direction)]
-        residual = [part - length * step for part, step in zip(residual, image)]
-        scaled = precondition(residual)
-        previous, size = size, dot(residual, scaled)
-        ratio = torch.where(unsolved, size / previous, 0)
-        direction = [part + ratio * step for part, step in zip(scaled, direction)]
-    return solution, size <= enough
+        A_direction = matvec(direction)
+        curvature = dot(direction, A_direction)
+        # Rounding errors can make the curvature negative or zero.
+        step_size = torch.where(unsolved & (curvature > 0), squared_residual / curvature, 0)
+        solution = [x + step_size * d for x, d in zip(solution, direction)]
+        residual = [r - step_size * Ad for r, Ad in zip(residual, A_direction)]
+        preconditioned = precondition(residual)
+        previous, squared_residual = squared_residual, dot(residual, preconditioned)
+        ratio = torch.where(unsolved, squared_residual / previous, 0)
+        direction = [z + ratio * d for z, d in zip(preconditioned, direction)]
+    return solution, squared_residual <= threshold

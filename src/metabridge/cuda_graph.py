@@ -13,18 +13,21 @@ T = TypeVar("T")
 class CapturedGraph(Generic[T]):
     """A GPU computation that is captured once and then replayed.
 
-    A replay reads and writes the same tensors as the captured call, and overwrites `result`. The memory stays
-    allocated. The computation also runs `warmup` times before the capture, with all its side effects.
+    A replay reads and writes the same memory as the captured call, and overwrites `result`. The memory stays allocated.
+    Before the capture, the computation runs `warmup` times, with all its side effects.
     """
 
     def __init__(self, compute: Callable[[], T], *, warmup: int = 3) -> None:
         current = torch.cuda.current_stream()
-        # The default stream cannot be captured. Any other stream is captured itself, because the workspace of a matrix
-        # product belongs to its stream: trainings with one stream each can then replay at the same time.
+        # The default stream cannot be captured, so it is replaced by a new one. Any other current stream is captured
+        # itself: the workspace of a matrix product belongs to a stream, so graphs that were captured on different
+        # streams can replay at the same time.
         stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
-        torch.cuda.synchronize()  # other work on the GPU would mislead libraries that benchmark their algorithms
+        # During the warmup, libraries create handles and select algorithms by benchmarks: neither is possible in a
+        # capture, and other work on the GPU would distort the benchmarks.
+        torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            for _ in range(warmup):  # libraries select algorithms and create handles, which a capture does not allow
+            for _ in range(warmup):
                 compute()
         current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()

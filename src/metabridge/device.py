@@ -1,4 +1,4 @@
-"""Parse and check device names."""
+"""Parse and check PyTorch devices."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ def as_device(device: torch.device | str) -> torch.device:
 
     >>> as_device("gpu")
     Traceback (most recent call last):
-    metabridge.errors.InputError: device is 'gpu', but must be a device of PyTorch. Use device='cuda' or device='cpu'.
+    metabridge.errors.InputError: device is 'gpu', but must be a PyTorch device. Use device='cuda' or device='cpu'.
     """
     try:
         parsed = torch.device(device)
         if parsed.type not in ("cpu", "cuda"):
-            torch.ones(1, device=parsed).item()  # raises if there is no such device, or if it stores no values
+            torch.ones(1, device=parsed).item()  # raises if the device does not exist or, like "meta", stores no values
     except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
         raise InputError(
-            f"device is {device!r}, but must be a device of PyTorch. Use device='cuda' or device='cpu'."
+            f"device is {device!r}, but must be a PyTorch device. Use device='cuda' or device='cpu'."
         ) from error
     if parsed.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
             raise InputError(f"device is {str(parsed)!r}, but PyTorch finds no GPU. Use device='cpu'.")
         if (parsed.index or 0) >= count:
-            raise InputError(f"device is {str(parsed)!r}, but there are {count} GPUs. Use device='cuda:{count - 1}'.")
+            last = f"cuda:{count - 1}"
+            raise InputError(f"device is {str(parsed)!r}, but the last GPU is {last!r}. Use device={last!r}.")
     return parsed

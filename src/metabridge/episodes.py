@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from metabridge.errors import InputError, describe
+from metabridge.html_table import html_table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Episodes:
     """The support and query sets of several tasks. The first axis of every tensor is the task.
 
-    Inputs have shape (tasks, points, ...) and are floating point, or int64 for networks that take indices. Targets are
-    class labels, int64 of shape (tasks, points), or regression values, floating point of shape (tasks, points,
+    Inputs have shape (tasks, examples, ...) and are floating point, or int64 for networks that take indices. Targets
+    are class labels, int64 of shape (tasks, examples), or regression values, floating point of shape (tasks, examples,
     outputs).
 
     Args:
@@ -24,8 +25,9 @@ class Episodes:
         support_y: Targets of the support sets.
         query_x: Inputs of the query sets.
         query_y: Targets of the query sets.
-        classes: For each output of a task, the row of the head that is shared between tasks (a training class, or a
-            task with a separate head), int64 of shape (tasks, outputs). Only multi-task methods need it.
+        classes: For each output of a task, the index of its row in the head that all tasks share, int64 of shape
+            (tasks, outputs). A row belongs to a training class, or to a task with a separate head. Only multi-task
+            methods need it.
 
     Raises:
         InputError: If dtypes or shapes do not match.
@@ -54,17 +56,17 @@ class Episodes:
             )
         for name in ("x", "y"):
             support, query = getattr(self, f"support_{name}"), getattr(self, f"query_{name}")
-            start = 2 if name == "x" or support.is_floating_point() else None
-            if support.dtype != query.dtype or (start and support.shape[start:] != query.shape[start:]):
+            has_features = name == "x" or support.is_floating_point()
+            if support.dtype != query.dtype or (has_features and support.shape[2:] != query.shape[2:]):
                 raise InputError(
                     f"support_{name} is {describe(support)}, but query_{name} is {describe(query)}. "
-                    "Both sets of a task must have the same dtype and shape of points."
+                    "Both sets must have the same dtype, and their examples the same shape."
                 )
         rows = self.classes
         if rows is not None and (rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != tasks):
             raise InputError(
                 f"classes is {describe(rows)}, but must be int64 of shape ({tasks}, outputs): "
-                "for every task the row of the head of each output."
+                "the index of a row of the head for each output of each task."
             )
 
     def __len__(self) -> int:
@@ -84,6 +86,9 @@ class Episodes:
         Args:
             device: Device of all tensors, or None to keep it.
             dtype: Dtype of the floating-point tensors, or None to keep it.
+
+        Returns:
+            The episodes.
         """
         return self.map(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
 
@@ -103,17 +108,17 @@ class Episodes:
 
     @property
     def is_split(self) -> bool:
-        """Whether query and support sets differ, in points or in targets for the same points."""
+        """Whether query and support sets differ, in inputs or in targets of the same inputs."""
         return self.query_x is not self.support_x or self.query_y is not self.support_y
 
     @classmethod
     def split(cls, x: Tensor, y: Tensor, shots: int, classes: Tensor | None = None) -> Episodes:
-        """Split the points of every task into its support and its query set.
+        """Split the examples of every task into its support and its query set.
 
         Args:
-            x: Inputs of all points, (tasks, points, ...).
-            y: Targets of all points.
-            shots: Number of points in a support set: the first ones of the task.
+            x: Inputs of all examples, (tasks, examples, ...).
+            y: Targets of all examples.
+            shots: Number of examples in a support set. They are the first of the task.
             classes: As in the constructor.
 
         Returns:
@@ -126,18 +131,25 @@ class Episodes:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Episodes]) -> Episodes:
-        """Return the tasks of all parts as one batch.
+        """Return the tasks of several batches as one batch.
 
         Args:
-            parts: Episodes with equal shapes except for the number of tasks.
+            parts: Batches whose shapes differ only in the number of tasks.
+
+        Returns:
+            The batch.
         """
         if len(parts) == 1:
             return parts[0]
-        tensors = [torch.cat(same) for same in zip(*(part.tensors() for part in parts))]
+        tensors = [torch.cat(field_tensors) for field_tensors in zip(*(part.tensors() for part in parts))]
         return cls(*tensors) if parts[0].is_split else cls(*tensors[:2], *tensors)
 
     def without_split(self) -> Episodes:
-        """Return the episodes with the points of both sets as support and as query set (Wang et al. 2021, eq. 3)."""
+        """Return the episodes with all examples both as support and as query set (Wang et al. 2021, eq. 3).
+
+        Returns:
+            The episodes; unchanged if `is_split` is false.
+        """
         if not self.is_split:
             return self
         x = torch.cat([self.support_x, self.query_x], dim=1)
@@ -148,20 +160,42 @@ class Episodes:
         support, query = self.support_x.shape[1], self.query_x.shape[1]
         kind = "classification" if self.is_classification else "regression"
         shape = tuple(self.support_x.shape[2:])
-        return f"Episodes({len(self)} {kind} tasks, {support} support and {query} query points of shape {shape})"
+        return f"Episodes({len(self)} {kind} tasks, {support} support and {query} query examples of shape {shape})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the sets for notebooks."""
+        rows = [
+            ("support", describe(self.support_x), describe(self.support_y)),
+            ("query", describe(self.query_x), describe(self.query_y)),
+        ]
+        return html_table(repr(self), ("set", "inputs", "targets"), rows)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the distinct tensors in a fixed order."""
+        """Return the distinct tensors, support before query set before classes."""
         sets = (self.support_x, self.support_y) + ((self.query_x, self.query_y) if self.is_split else ())
         return sets if self.classes is None else (*sets, self.classes)
 
     def map_inputs(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the episodes with `function` applied to the inputs of each set, of shape (tasks, points, ...)."""
+        """Return the episodes with `function` applied to the inputs of each set.
+
+        Args:
+            function: Maps inputs of shape (tasks, examples, ...) to inputs with the same first two axes.
+
+        Returns:
+            The episodes.
+        """
         x = function(self.support_x)
         return replace(self, support_x=x, query_x=function(self.query_x) if self.is_split else x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the episodes with `function` applied to every tensor."""
+        """Return the episodes with `function` applied to every tensor.
+
+        Args:
+            function: Maps a tensor to a tensor. Its first axis is the task.
+
+        Returns:
+            The episodes.
+        """
         x, y = function(self.support_x), function(self.support_y)
         query = (function(self.query_x), function(self.query_y)) if self.is_split else (x, y)
         return Episodes(x, y, *query, None if self.classes is None else function(self.classes))
@@ -174,19 +208,19 @@ def _check_set(name: str, x: Tensor, y: Tensor) -> None:
         )
     if x.ndim < 3:
         raise InputError(
-            f"{name}_x is {describe(x)}, but must have shape (tasks, points, features...). "
+            f"{name}_x is {describe(x)}, but must have shape (tasks, examples, features...). "
             f"For a single task use {name}_x[None]; for scalar inputs use {name}_x[..., None]."
         )
     ndim = 3 if y.is_floating_point() else 2
     if y.ndim != ndim or (ndim == 2 and y.dtype != torch.int64):
         raise InputError(
-            f"{name}_y is {describe(y)}, but targets must be int64 labels of shape (tasks, points) "
-            "or floating-point values of shape (tasks, points, outputs)."
+            f"{name}_y is {describe(y)}, but targets must be int64 labels of shape (tasks, examples) "
+            "or floating-point values of shape (tasks, examples, outputs)."
         )
     if x.shape[:2] != y.shape[:2]:
         raise InputError(
-            f"{name}_x has (tasks, points) = {tuple(x.shape[:2])}, but {name}_y has {tuple(y.shape[:2])}; "
-            "there must be one target per input."
+            f"{name}_x has (tasks, examples) = {tuple(x.shape[:2])}, but {name}_y has {tuple(y.shape[:2])}. "
+            "There must be one target per input."
         )
     if x.shape[1] == 0:
-        raise InputError(f"{name}_x has no points. Every task needs at least one {name} point.")
+        raise InputError(f"{name}_x has no examples. Every task needs at least one {name} example.")

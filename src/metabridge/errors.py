@@ -22,7 +22,7 @@ PARSING_ERRORS = (
 )
 
 
-MAX_COUNT = 2**31 - 1  # the product of two such counts fits into 64 bits
+MAX_COUNT = 2**31 - 1  # the product of two counts fits into 64 bits
 
 
 class InputError(ValueError):

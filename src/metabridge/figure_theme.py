@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 
-# The palette of Okabe and Ito (2008), which color-blind readers can distinguish, adjusted for light and dark pages.
+# The color-blind-safe palette of Okabe and Ito (2008), adjusted for light and dark pages.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colors of the page, the text and thin lines."""
+    """The colors of the background (`paper`), of the text (`ink`), and of axes and grids (`line`)."""
 
     paper: str
     ink: str
     line: str
 
     def context(self) -> AbstractContextManager[None]:
-        """Return a context in which Matplotlib draws with this theme."""
+        """Return a context manager in which Matplotlib draws with this theme."""
         return rc_context(
             {
                 "figure.facecolor": self.paper,

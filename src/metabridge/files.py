@@ -1,4 +1,4 @@
-"""Atomic file writes, and locks that let one process at a time write to a folder."""
+"""Atomic file writes, and locks that allow only one process at a time to write to a folder."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ else:
 
 log = logging.getLogger("metabridge")
 
-STDOUT = "-"  # the name of an output file that stands for standard output
+STDOUT = "-"  # as the path of an output file, it means standard output
 LOCK = ".lock"
-_PART = re.compile(r"\..*\.(\d+)(\.[0-9a-f]{16})?\.part")  # the number is the ID of the writing process
+_TEMPORARY_NAME = re.compile(r"\..*\.(\d+)(\.[0-9a-f]{16})?\.part")  # the first group is the ID of the writing process
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def make_folder(folder: str | Path) -> Path:
     """Create a folder and its parents if they do not exist, check that it is writable, and return its path.
 
-    Call it before a long computation, so that an unusable output folder is reported at once.
+    Call it before a long computation, so that an unusable output folder raises an error immediately.
     """
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"the folder {folder} cannot be created ({error.strerror}). Name another.") from error
+        raise InputError(f"the folder {folder} cannot be created ({error.strerror}). Choose another folder.") from error
     if not os.access(folder, os.W_OK):
-        raise InputError(f"the folder {folder} is not writable. Name another.")
+        raise InputError(f"the folder {folder} is not writable. Choose another folder.")
     return folder
 
 
 def make_parent_folder(file: Path) -> None:
-    """Create the folder of an output file, and raise `InputError` if the path is itself a folder.
+    """Create the folder of an output file; raise `InputError` if the path of the file is an existing folder.
 
-    Standard output (`-`), devices and pipes need no folder.
+    Do nothing for standard output (`-`), devices and pipes.
 
     >>> make_parent_folder(Path("."))
     Traceback (most recent call last):
-    metabridge.errors.InputError: . is a folder. Name a file.
+    metabridge.errors.InputError: . is a folder. Choose a file.
     """
     if file.is_dir():
-        raise InputError(f"{file} is a folder. Name a file.")
+        raise InputError(f"{file} is a folder. Choose a file.")
     if str(file) != STDOUT and not (file.exists() and not file.is_file()):
         make_folder(Path(os.path.realpath(file)).parent)
 
 
 def read_regular_file(file: Path) -> bytes:
-    """Return the content of a regular file; raise `OSError` for a pipe or a device, which might never end.
+    """Return the content of a regular file; raise `OSError` for pipes and devices, which could block or never end.
 
     >>> read_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
@@ -90,13 +90,13 @@ def _check_regular(file: Path, mode: int) -> None:
 
 
 def write_atomically(file: Path, content: bytes, *, follow: bool = True) -> Path:
-    """Replace a file by new content in one step, so that readers see the old or the new content, and return its path.
+    """Write a file atomically and return its path: other processes read either the old or the new content.
 
-    The target of a symbolic link is replaced, not the link. Content for a pipe or a device, such as /dev/stdout, is
-    streamed to it. An existing file keeps its mode.
+    If `file` is a symbolic link, its target is replaced, not the link. If it is a pipe or a device, such as
+    /dev/stdout, the content is streamed to it. An existing file keeps its mode.
 
-    If `follow` is false, a link, pipe or device is itself replaced by the new file. Use this in folders that others
-    may have prepared, such as the folder of a run: a link there could point to any file.
+    If `follow` is false, a link, pipe or device is itself replaced by the new file. Use this in folders that may come
+    from untrusted sources, such as the folder of a run: a link there could point to any file.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -114,7 +114,9 @@ def write_atomically(file: Path, content: bytes, *, follow: bool = True) -> Path
         else:
             _replace(Path(os.path.realpath(file)), content, status)
     except OSError as error:
-        raise InputError(f"{file} cannot be written ({error.strerror}). Name another folder, or free space.") from error
+        raise InputError(
+            f"{file} cannot be written ({error.strerror}). Choose another folder, or free space."
+        ) from error
     return file
 
 
@@ -128,16 +130,16 @@ def write_output(destination: str | Path, content: bytes) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise InputError(f"standard output cannot be written ({error.strerror}). Name a file.") from error
+        raise InputError(f"standard output cannot be written ({error.strerror}). Choose a file.") from error
 
 
 @contextlib.contextmanager
 def atomic_writer(file: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file in the folder of `file`, and rename it to `file` when the block ends without an error.
 
-    The content is on the disk before the rename, so after a crash the file has its old or its new content. If the
-    block raises, the temporary file is removed and `file` stays as it was. `mode` sets the permissions of the new
-    file; by default the umask does.
+    The content is flushed to the disk before the rename, so after a crash the file has its old or its new content. If
+    the block raises an error, the temporary file is removed and `file` does not change. `mode` is the permissions of
+    the new file (default: according to the umask).
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -146,9 +148,9 @@ def atomic_writer(file: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     ...     Path(folder, "images.npz").read_bytes()
     b'content'
     """
-    part = file.with_name(f".{file.name[:40]}.{os.getpid()}.{secrets.token_hex(8)}.part")
+    temporary = file.with_name(f".{file.name[:40]}.{os.getpid()}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(part, flags, 0o666)
+    descriptor = os.open(temporary, flags, 0o666)
     try:
         with open(descriptor, "wb") as stream:
             yield stream
@@ -156,11 +158,11 @@ def atomic_writer(file: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
             os.fsync(descriptor)
         if mode is not None:
             with contextlib.suppress(OSError):  # some file systems have no permissions
-                os.chmod(part, mode)
-        os.replace(part, file)
+                os.chmod(temporary, mode)
+        os.replace(temporary, file)
     except BaseException:
         with contextlib.suppress(OSError):
-            part.unlink()
+            temporary.unlink()
         raise
     _sync_folder(file.parent)
 
@@ -173,7 +175,7 @@ def _stat(file: Path, follow: bool = True) -> os.stat_result | None:
 
 
 def _is_stdout(status: os.stat_result) -> bool:
-    """Return whether a path such as /dev/stdout refers to the file or pipe that standard output writes to."""
+    """Return whether `status` belongs to the file or pipe that standard output writes to."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # standard output may be closed or replaced
         return os.path.samestat(status, os.fstat(sys.stdout.fileno()))
     return False
@@ -193,7 +195,7 @@ def _write_stdout(content: bytes) -> None:
 
 def _write_stream(file: Path, status: os.stat_result, content: bytes) -> None:
     if not (stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
-        raise InputError(f"{file} is neither a regular file nor a pipe. Name a file.")
+        raise InputError(f"{file} is neither a regular file nor a pipe. Choose a file.")
     with open(os.open(file, os.O_WRONLY | getattr(os, "O_NOCTTY", 0)), "wb") as stream:
         stream.write(content)
 
@@ -214,16 +216,16 @@ def _sync_folder(folder: Path) -> None:
 
 
 class FolderLock:
-    """An exclusive lock on writing to a folder, held by one object in one process until `release`.
+    """An exclusive lock on writing to a folder, held by one object of one process until `release` is called.
 
     The operating system releases the lock of a process that dies, so a lock is never stale. Reading needs no lock.
-    Taking the lock also removes temporary files that killed processes left in the folder.
+    Acquiring the lock also removes temporary files that killed processes left in the folder.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder, FolderLock(folder):
     ...     FolderLock(folder)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    metabridge.errors.InputError: the folder ... is in use by process ... Wait for it to finish, or name another folder.
+    metabridge.errors.InputError: the folder ... is in use by process ... Wait for it to finish, or choose another ...
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -232,11 +234,11 @@ class FolderLock:
             descriptor = self._acquire(self.folder / LOCK)
         except OSError as error:
             raise InputError(
-                f"the folder {folder} cannot be locked ({error.strerror}). Name another folder."
+                f"the folder {folder} cannot be locked ({error.strerror}). Choose another folder."
             ) from error
         self._status = os.fstat(descriptor)
         self.release = weakref.finalize(self, _release, descriptor, self.folder / LOCK, os.getpid())
-        _remove_parts(self.folder)
+        _remove_temporary_files(self.folder)
 
     def __enter__(self) -> FolderLock:
         return self
@@ -245,12 +247,16 @@ class FolderLock:
         self.release()
 
     def check(self) -> None:
-        """Raise `InputError` if the folder was moved or removed: a new folder of that name is not locked by us."""
+        """Check that the folder at this path is still the locked one.
+
+        Raises:
+            InputError: If the folder or its lock file was moved or removed, even if there is a new one at the path.
+        """
         status = _stat(self.folder / LOCK, follow=False)
         if status is None or not os.path.samestat(status, self._status):
             raise InputError(
                 f"the folder {self.folder} is not the one that was locked: it or its {LOCK} file was moved or "
-                "removed. Start again, or name another folder."
+                "removed. Start again, or choose another folder."
             )
 
     def _acquire(self, file: Path) -> int:
@@ -258,7 +264,7 @@ class FolderLock:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise InputError(f"{file} is not a regular file. Remove it, or name another folder.")
+                    raise InputError(f"{file} is not a regular file. Remove it, or choose another folder.")
                 if not _try_lock(descriptor):
                     self._raise_in_use(descriptor)
                 status = _stat(file)
@@ -275,24 +281,24 @@ class FolderLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # the previous holder removed this lock file after we opened it: lock the new one
+            os.close(descriptor)  # the previous holder has removed this lock file since we opened it: open a new one
 
     def _raise_in_use(self, descriptor: int) -> NoReturn:
         try:
             entry = json.loads(os.read(descriptor, 100_000))
             holder = f"process {entry['pid']} on {entry['host']} since {entry['since']} ({entry['command']!r})"
-        except (OSError, *PARSING_ERRORS):  # the holder has not written its entry yet
+        except (OSError, *PARSING_ERRORS):  # the lock file is still empty
             holder = "another process"
         raise InputError(
-            f"the folder {self.folder} is in use by {holder}. Wait for it to finish, or name another folder."
+            f"the folder {self.folder} is in use by {holder}. Wait for it to finish, or choose another folder."
         )
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock an open file and return whether that succeeded; without support for locks, warn and return true."""
+    """Try to lock an open file and return whether it succeeded. If locks are not supported, warn and return true."""
     try:
         if sys.platform == "win32":
-            os.lseek(descriptor, 2**30, os.SEEK_SET)  # beyond the entry, which other processes read
+            os.lseek(descriptor, 2**30, os.SEEK_SET)  # lock a byte behind the content, which stays readable
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
             os.lseek(descriptor, 0, os.SEEK_SET)
         else:
@@ -312,17 +318,17 @@ def _try_lock(descriptor: int) -> bool:
 def _release(descriptor: int, file: Path, pid: int) -> None:
     if os.getpid() == pid:  # a forked child only closes its copy of the descriptor
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.lstat(file), os.fstat(descriptor)):  # else the folder was moved: not our lock file
-                file.unlink()  # before unlocking, so that a process that opened it notices the removal
+            if os.path.samestat(os.lstat(file), os.fstat(descriptor)):  # false if the folder was moved
+                file.unlink()  # before unlocking, so that a process that has opened the file notices the removal
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
 
-def _remove_parts(folder: Path) -> None:
-    """Remove the temporary files of processes that no longer run."""
+def _remove_temporary_files(folder: Path) -> None:
+    """Remove the temporary files that processes left that no longer run."""
     with contextlib.suppress(OSError):
         for file in list(folder.iterdir()):
-            match = _PART.fullmatch(file.name)
+            match = _TEMPORARY_NAME.fullmatch(file.name)
             if match and not _is_running(int(match[1])):
                 with contextlib.suppress(OSError):
                     file.unlink()
@@ -330,7 +336,7 @@ def _remove_parts(folder: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     if sys.platform == "win32":
-        return True  # os.kill would end the process
+        return True  # unknown: os.kill would end the process
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -343,7 +349,7 @@ def _is_running(pid: int) -> bool:
 def json_bytes(value: object, indent: int | None = None) -> bytes:
     r"""Return a value as JSON in UTF-8 with a final newline.
 
-    Bytes of file names that are not valid UTF-8 are escaped, and decode to the same name again.
+    Surrogates, which represent invalid UTF-8 in file names, are escaped and can be read back.
 
     >>> json_bytes(["é", "caf\udce9"])
     b'["\xc3\xa9", "caf\\udce9"]\n'

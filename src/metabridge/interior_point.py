@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Smallest target of the mean complementarity: the gap is small enough, and the factors are still precise.
-_LEAST_COMPLEMENTARITY = 1e-13
-# Weight of ‖step‖², relative to Q, that keeps the factors of a singular Q positive. It does not move the solution.
+# Smallest target of the mean complementarity: with smaller ones the Cholesky factors would lose precision.
+_MIN_COMPLEMENTARITY = 1e-13
+# Weight of the proximal term ‖step‖², relative to the largest diagonal entry of Q. It makes the Cholesky factorization
+# of a singular Q possible and does not change the solution.
 _PROXIMAL = 1e-12
-# Share of the way to the boundary that a step may take.
-_STEP_SHARE = 0.995
+# Largest step, as a fraction of the distance to the boundary.
+_BOUNDARY_FRACTION = 0.995
 
 
 class QPSolution(NamedTuple):
@@ -24,8 +25,8 @@ class QPSolution(NamedTuple):
         lower: The non-negative multipliers of the lower bounds, (..., b, n).
         upper: The non-negative multipliers of the upper bounds, (..., b, n).
         slack: The distances of α from its lower and upper bounds, (..., 2, b, n).
-        gap: Σ slack·multiplier, which is the duality gap if `residual` vanishes.
-        residual: The largest violation of stationarity or of an equality.
+        gap: Σ slack·multiplier, which is the duality gap if `residual` is 0.
+        residual: The largest absolute residual of stationarity and of the equalities.
     """
 
     alpha: Tensor
@@ -38,7 +39,10 @@ class QPSolution(NamedTuple):
 
 
 class KKTFactors(NamedTuple):
-    """Factors of [[H, −Aᵀ], [A, 0]], H = blockdiag(H_k): H_k = L_k L_kᵀ, V_k = L_k⁻¹A_kᵀ, and ΣVᵀV = SSᵀ."""
+    """Factors of the KKT matrix [[H, −Aᵀ], [A, 0]] with H = blockdiag(H_k) and A = [A_1, A_2, …].
+
+    H_k = L_k L_kᵀ, V_k = L_k⁻¹A_kᵀ, and Σ_k V_kᵀV_k = SSᵀ.
+    """
 
     L: Tensor
     V: Tensor
@@ -46,7 +50,7 @@ class KKTFactors(NamedTuple):
 
     @classmethod
     def factor(cls, H: Tensor, A: Tensor) -> KKTFactors:
-        """Factor the system of H (..., b, n, n) and A (..., b, m, n)."""
+        """Return the factors for H (..., b, n, n) and A (..., b, m, n)."""
         L = torch.linalg.cholesky_ex(H).L
         V = torch.linalg.solve_triangular(L, A.mT, upper=False)
         return cls(L, V, torch.linalg.cholesky_ex((V.mT @ V).sum(-3)).L)
@@ -74,9 +78,9 @@ def solve_qp(
     """Minimize Σ_k ½ α_kᵀ Q_k α_k − ⟨e, α⟩ subject to Σ_k A_k α_k = r and lo ≤ α ≤ hi, in float64.
 
     The method is Mehrotra's predictor-corrector. The reduced system is block diagonal, Q_k + diag(multiplier / slack),
-    so b matrices of n×n and one of m×m are factored. Without a `tolerance` the number of iterations is fixed and
-    nothing depends on values, so the function can be mapped by `torch.func.vmap` and captured in a CUDA graph. Scale
-    the problem so that α is of order 1.
+    so b matrices of n×n and one of m×m are factored. Without a `tolerance`, the number of iterations is fixed and no
+    control flow depends on the values of tensors, so the function can be mapped by `torch.func.vmap` and captured in a
+    CUDA graph. Scale the problem so that α is of order 1.
 
     Args:
         Q: Positive semi-definite matrices, (..., b, n, n), or (..., 1, n, n) shared by the blocks.
@@ -85,9 +89,9 @@ def solve_qp(
         r: The right-hand side of the equalities, (..., m).
         lo: Lower bounds, (..., b, n); may be infinite.
         hi: Upper bounds above `lo`, (..., b, n); may be infinite.
-        iterations: The largest number of iterations.
-        tolerance: Stop when the mean complementarity and the residuals of every program, relative to its largest α,
-            are at most this.
+        iterations: Maximum number of iterations.
+        tolerance: Stop when the mean complementarity and the residuals of every program are at most `tolerance` times
+            the larger of 1 and its largest |α| (default: run all iterations).
 
     >>> import torch
     >>> one = torch.ones(1, 2)
@@ -101,20 +105,20 @@ def solve_qp(
     bounds = torch.stack([lo, hi], -3)
     finite = bounds.isfinite()
     finite_bounds = torch.where(finite, bounds, 0)
-    # Start near 0, but one unit, or half the distance between the bounds, away from them.
+    # Start at the point nearest to 0 whose distance from the bounds is at least 1, or half the distance between them.
     margin = ((bounds[..., 1, :, :] - bounds[..., 0, :, :]) / 2).clamp_max(1)
     alpha = torch.zeros_like(e).clamp(lo + margin, hi - margin)
     slack = torch.where(finite, sign * (alpha[..., None, :, :] - finite_bounds), 1)
     multiplier = finite / slack
     dual = torch.zeros_like(r)
-    count = finite.sum((-3, -2, -1)).clamp_min(1)
+    finite_count = finite.sum((-3, -2, -1)).clamp_min(1)
     proximal = _PROXIMAL * Q.diagonal(dim1=-2, dim2=-1).amax((-2, -1))[..., None, None]
 
     for _ in range(iterations):
         system = KKTFactors.factor(Q + torch.diag_embed((multiplier / slack).sum(-3) + proximal), A)
         stationarity, equality = _residuals(Q, e, A, r, alpha, dual, sign * multiplier)
         complementarity = slack * multiplier
-        mean = complementarity.sum((-3, -2, -1)) / count
+        mean = complementarity.sum((-3, -2, -1)) / finite_count
         if tolerance is not None:
             error = torch.maximum(torch.maximum(stationarity.abs().amax((-2, -1)), equality.abs().amax(-1)), mean)
             if (error <= tolerance * alpha.abs().amax((-2, -1)).clamp_min(1)).all():
@@ -126,16 +130,18 @@ def solve_qp(
         slack_step = finite * sign * alpha_step[..., None, :, :]
         multiplier_step = constant - multiplier / slack * slack_step
         length = _step_length(slack, slack_step, multiplier + ~finite, multiplier_step, 1.0)[..., None, None, None]
-        predicted = ((slack + length * slack_step) * (multiplier + length * multiplier_step)).sum((-3, -2, -1)) / count
-        target = (mean * (predicted / mean.clamp_min(_LEAST_COMPLEMENTARITY)).pow(3)).clamp_min(_LEAST_COMPLEMENTARITY)
+        predicted = (slack + length * slack_step) * (multiplier + length * multiplier_step)
+        predicted_mean = predicted.sum((-3, -2, -1)) / finite_count
+        decrease = predicted_mean / mean.clamp_min(_MIN_COMPLEMENTARITY)
+        target = (mean * decrease.pow(3)).clamp_min(_MIN_COMPLEMENTARITY)
 
-        # Corrector: a step towards the target, to second order.
+        # Corrector: a step towards the target complementarity, correct to second order.
         target = target[..., None, None, None]
         constant = finite * (target - complementarity - slack_step * multiplier_step) / slack
         alpha_step, dual_step = system.solve((sign * constant).sum(-3) - stationarity, -equality)
         slack_step = finite * sign * alpha_step[..., None, :, :]
         multiplier_step = constant - multiplier / slack * slack_step
-        length = _step_length(slack, slack_step, multiplier + ~finite, multiplier_step, _STEP_SHARE)[..., None]
+        length = _step_length(slack, slack_step, multiplier + ~finite, multiplier_step, _BOUNDARY_FRACTION)[..., None]
         alpha = alpha + length[..., None] * alpha_step
         dual = dual + length * dual_step
         slack = slack + length[..., None, None] * slack_step
@@ -150,14 +156,14 @@ def solve_qp(
 def _residuals(
     Q: Tensor, e: Tensor, A: Tensor, r: Tensor, alpha: Tensor, dual: Tensor, signed_multiplier: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return Qα − e − Aᵀν − z_lo + z_hi and Aα − r."""
+    """Return the residuals of stationarity, Qα − e − Aᵀν − z_lo + z_hi, and of the equalities, Aα − r."""
     gradient = (Q @ alpha[..., None] - A.mT @ dual[..., None, :, None])[..., 0] - e
     return gradient - signed_multiplier.sum(-3), (A @ alpha[..., None])[..., 0].sum(-2) - r
 
 
 def _step_length(
-    slack: Tensor, slack_step: Tensor, multiplier: Tensor, multiplier_step: Tensor, share: float
+    slack: Tensor, slack_step: Tensor, multiplier: Tensor, multiplier_step: Tensor, fraction: float
 ) -> Tensor:
-    """Return the step length, at most 1, that goes `share` of the way to where a slack or a multiplier vanishes."""
-    largest = torch.maximum(-slack_step / slack, -multiplier_step / multiplier).amax((-3, -2, -1))
-    return share / largest.clamp_min(share)
+    """Return `fraction` of the largest step length at which no slack or multiplier is negative, but at most 1."""
+    largest_decrease = torch.maximum(-slack_step / slack, -multiplier_step / multiplier).amax((-3, -2, -1))
+    return fraction / largest_decrease.clamp_min(fraction)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 @cache
 def t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution: 1.96 for many degrees of freedom, more for few.
+    """Return the 97.5 % quantile of Student's t distribution: 1.96 for many degrees of freedom, larger for few.
 
     >>> round(t_quantile(4), 3)
     2.776
     """
-    from scipy.special import stdtrit  # slow to import, and many commands do not need it
+    from scipy.special import stdtrit  # slow to import, and most commands do not need it
 
     return float(stdtrit(degrees, 0.975))
 
@@ -46,11 +46,11 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 @cache
 def percentile_tail(samples: int) -> float:
-    """Return the fraction to cut off each end of a bootstrap distribution: 2.5 % for many samples, less for few.
+    """Return the tail probability at each end of a 95 % bootstrap interval: 2.5 % for many samples, less for few.
 
-    A bootstrap distribution is narrower than the sampling distribution by √((n − 1)/n), and does not account for the
-    estimated variance. The expanded percentile interval (Hesterberg 2015, *What teachers should know about the
-    bootstrap*) corrects both: for a mean, its ends are those of Student's interval.
+    A bootstrap distribution is narrower than the sampling distribution by the factor √((n − 1)/n), and ignores that the
+    variance is estimated. The expanded percentile interval (Hesterberg 2015, *What teachers should know about the
+    bootstrap*) corrects both. For a mean, it is approximately Student's interval.
 
     >>> round(percentile_tail(10), 4), round(percentile_tail(10**6), 4)
     (0.0086, 0.025)

@@ -12,9 +12,9 @@ Item = TypeVar("Item")
 
 
 def progress_bar(show: bool) -> Progress:
-    """Return a bar with the completed steps, the remaining time and the task field `status`.
+    """Return a progress bar with the number of completed steps, the remaining time and the task field `status`.
 
-    If `show` is false, print nothing.
+    If `show` is false, it prints nothing.
     """
     return Progress(
         TextColumn("{task.description}", markup=False),
@@ -28,6 +28,6 @@ def progress_bar(show: bool) -> Progress:
 
 
 def track_progress(items: Sequence[Item], title: str, show: bool) -> Iterable[Item]:
-    """Iterate over items with a bar that disappears at the end, if `show` is true and stderr is a terminal."""
+    """Yield the items. If `show` is true and stderr is a terminal, show a progress bar until the last item."""
     console = Console(stderr=True)
     return track(items, title, console=console, transient=True, disable=not (show and console.is_terminal))

@@ -1,7 +1,7 @@
-"""Base of the classes that are registered by name: inner solvers and test-time heads.
+"""Base class of inner solvers and test-time heads, which are registered by name.
 
-Such a class is a frozen dataclass in a module of its package. Importing the package imports all its modules, and each
-class registers itself, so that no other place lists the classes.
+A registered class is a frozen dataclass in a module of its package. Importing the package imports all its modules, and
+each class registers itself, so no list of the classes has to be maintained.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, ClassVar, Self
 
-_FIELD_NAMES = {"normalise": "normalize"}  # fields by their names in files, which must never change
+_FIELD_NAMES = {"normalise": "normalize"}  # field names by their keys in files; the keys must never change
 
 
 class Registered:
@@ -23,9 +23,9 @@ class Registered:
     Attributes:
         name: The name that users type, unique under the root class.
         label: The name in tables, such as "gradient descent".
-        stored_name: The name in files of runs. It is the name of the class unless set, and must never change.
-        registry: The classes under the root class by name.
-        required: The class attributes that a class must set.
+        stored_name: The name in files of runs (default: the name of the class). It must never change.
+        registry: The registered subclasses of the root class, by name.
+        required: The class attributes that every registered class must set.
     """
 
     name: ClassVar[str]
@@ -35,10 +35,10 @@ class Registered:
     required: ClassVar[tuple[str, ...]] = ("name", "label")
 
     def __init_subclass__(cls, *, root: bool = False, **options: Any) -> None:
-        """Register a class, unless it is a root or another base class.
+        """Register a subclass, unless it is a base class declared with `root=True`.
 
         Raises:
-            TypeError: If the class lacks an attribute, or another class has its name.
+            TypeError: If a required attribute is missing, or another class has the same name or stored name.
         """
         super().__init_subclass__(**options)
         if root:
@@ -55,12 +55,12 @@ class Registered:
 
     @classmethod
     def by_stored_name(cls) -> dict[str, type[Self]]:
-        """Return the registered classes by their names in files."""
-        return {kind.stored_name: kind for kind in cls.registry.values()}
+        """Return the registered classes by their stored names."""
+        return {registered.stored_name: registered for registered in cls.registry.values()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the object that `to_dict` described.
+        """Return the object that `to_dict` converted.
 
         Raises:
             KeyError: If no registered class has the stored name.
@@ -69,13 +69,13 @@ class Registered:
         return cls.by_stored_name()[options.pop("solver")](**options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stored name, under the key "solver", and the fields."""
-        stored = {field: name for name, field in _FIELD_NAMES.items()}
-        options = {stored.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
+        """Return the fields, and the stored name under the key "solver"."""
+        keys = {field: key for key, field in _FIELD_NAMES.items()}
+        options = {keys.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
         return {"solver": self.stored_name} | options
 
     def summary(self) -> str:
-        """Return the label with all numbers, and with the other fields that differ from their defaults."""
+        """Return the label with all numeric fields, and with other fields that differ from their defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}  # type: ignore[arg-type]
         settings = [
             f"{name.replace('_', ' ')} {_as_word(value)}"

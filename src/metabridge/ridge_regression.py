@@ -9,8 +9,8 @@ from torch import Tensor
 def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
     """Return W (..., k, d) that minimizes ‖XWᵀ − Y‖² + penalty‖W‖², without bias.
 
-    With fewer points than features it is computed as Wᵀ = Xᵀ(XXᵀ + penalty·I)⁻¹Y, otherwise as (XᵀX +
-    penalty·I)⁻¹XᵀY, so that the smaller matrix is factored.
+    If n < d, Wᵀ = Xᵀ(XXᵀ + penalty·I)⁻¹Y, otherwise Wᵀ = (XᵀX + penalty·I)⁻¹XᵀY, so that the smaller matrix is
+    factored.
 
     Args:
         features: X, (..., n, d).
@@ -28,10 +28,10 @@ def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
 
 
 def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a (..., k, n) and b (..., k) such that W = aX and b minimize ‖XWᵀ + b − Y‖² + penalty‖W‖².
+    """Return the dual coefficients A (..., k, n) and the bias b (..., k) of ridge regression with a bias.
 
-    With K the Gram matrix of centered features, (K + penalty·I)aᵀ = Y minus its mean. So the coefficients of an output
-    sum to 0, and the features themselves need not be centered.
+    W = AX and b minimize ‖XWᵀ + b − Y‖² + penalty‖W‖². A solves (K + penalty·I)Aᵀ = Y − Ȳ, where K is the Gram matrix
+    of the centered features and Ȳ the mean target. Each row of A sums to 0, so X itself need not be centered in AX.
 
     Args:
         gram: XXᵀ, (..., n, n).
@@ -47,16 +47,18 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
     target_mean = targets.mean(-2, keepdim=True)
     centered = gram - (column_mean.mT + (column_mean - column_mean.mean(-1, keepdim=True)))
     solution = _solve(centered, targets - target_mean, penalty)
-    solution = solution - solution.mean(-2, keepdim=True)  # 0 but for rounding errors, which a small penalty magnifies
+    solution = solution - solution.mean(
+        -2, keepdim=True
+    )  # remove rounding errors of the sum, which a small penalty amplifies
     return solution.mT, (target_mean - column_mean @ solution)[..., 0, :]
 
 
 def _solve(gram: Tensor, target: Tensor, penalty: Tensor) -> Tensor:
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    # With a penalty below the rounding errors of the matrix, the Cholesky factorization could fail.
+    # The Cholesky factorization could fail if the penalty were smaller than the rounding errors of the matrix.
     trace = gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     factor = torch.linalg.cholesky_ex(gram + torch.maximum(penalty, torch.finfo(gram.dtype).eps * trace) * eye).L
-    # Two triangular solves, since cholesky_solve allocates memory that a CUDA graph does not see.
-    half = torch.linalg.solve_triangular(factor, target, upper=False)
-    solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    # Two triangular solves, because cholesky_solve allocates memory outside the memory pool of a CUDA graph.
+    forward_solution = torch.linalg.solve_triangular(factor, target, upper=False)
+    solution: Tensor = torch.linalg.solve_triangular(factor.mT, forward_solution, upper=True)
     return solution

@@ -1,7 +1,7 @@
 """Learning rate schedules: how the outer learning rate changes during training.
 
-A schedule is plain data without state. It returns the factor on the learning rate from the fraction of training that
-is done and from the validations so far, so a resumed training continues with the right rate.
+A schedule has no state. It computes the factor by which the learning rate is multiplied from the completed fraction of
+training and the validations so far, so a resumed run continues with the right learning rate.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Constant:
         """Return 1.
 
         Args:
-            progress: Fraction of training that is done, from 0 to 1.
-            improved: For each validation so far, whether it gave a new best score.
+            progress: Completed fraction of training, from 0 to 1.
+            improved: For each validation so far, whether its score was a new best.
 
         Returns:
-            The factor on the learning rate.
+            The factor by which the learning rate is multiplied.
         """
         return 1.0
 
@@ -58,18 +58,18 @@ class Step:
         check_positive("drop", self.drop)
         if not isinstance(self.at, tuple | list) or not all(0 < fraction < 1 for fraction in self.at):
             raise InputError(
-                f"at is {self.at!r}, but must hold fractions of training between 0 and 1, such as (0.6, 0.8)."
+                f"at is {self.at!r}, but must be a tuple of fractions of training between 0 and 1, such as (0.6, 0.8)."
             )
 
     def factor(self, progress: float, improved: Sequence[bool]) -> float:
         """Return `drop` to the power of the number of fractions passed.
 
         Args:
-            progress: Fraction of training that is done, from 0 to 1.
-            improved: For each validation so far, whether it gave a new best score.
+            progress: Completed fraction of training, from 0 to 1.
+            improved: For each validation so far, whether its score was a new best.
 
         Returns:
-            The factor on the learning rate.
+            The factor by which the learning rate is multiplied.
         """
         return float(self.drop ** sum(progress >= fraction for fraction in self.at))
 
@@ -95,14 +95,14 @@ class Cosine:
             raise InputError(f"warmup is {self.warmup}, but must be a fraction of training, 0 or more and below 1.")
 
     def factor(self, progress: float, improved: Sequence[bool]) -> float:
-        """Return the height of the curve.
+        """Return the value of the warm-up or of the cosine.
 
         Args:
-            progress: Fraction of training that is done, from 0 to 1.
-            improved: For each validation so far, whether it gave a new best score.
+            progress: Completed fraction of training, from 0 to 1.
+            improved: For each validation so far, whether its score was a new best.
 
         Returns:
-            The factor on the learning rate.
+            The factor by which the learning rate is multiplied.
         """
         if progress < self.warmup:
             return progress / self.warmup
@@ -115,7 +115,7 @@ class Plateau:
 
     Args:
         drop: Factor applied each time.
-        patience: Number of validations in a row without a new best score that are tolerated.
+        patience: Number of consecutive validations without a new best score that do not yet reduce the learning rate.
 
     Raises:
         InputError: If `drop` is not positive, or `patience` is negative.
@@ -136,15 +136,15 @@ class Plateau:
         """Return `drop` to the power of the number of plateaus so far.
 
         Args:
-            progress: Fraction of training that is done, from 0 to 1.
-            improved: For each validation so far, whether it gave a new best score.
+            progress: Completed fraction of training, from 0 to 1.
+            improved: For each validation so far, whether its score was a new best.
 
         Returns:
-            The factor on the learning rate.
+            The factor by which the learning rate is multiplied.
         """
         factor, without_improvement = 1.0, 0
-        for better in improved:
-            without_improvement = 0 if better else without_improvement + 1
+        for is_best in improved:
+            without_improvement = 0 if is_best else without_improvement + 1
             if without_improvement > self.patience:
                 factor, without_improvement = factor * self.drop, 0
         return factor
@@ -155,7 +155,7 @@ SCHEDULES: dict[str, type[Schedule]] = {"constant": Constant, "step": Step, "cos
 
 
 def schedule(name: str) -> Schedule:
-    """Return a schedule by name, with default parameters.
+    """Return the schedule of this name, with default parameters.
 
     Args:
         name: "constant", "step", "cosine" or "plateau".

@@ -1,6 +1,6 @@
 """Run Python functions on several CPU cores, each in a thread with one PyTorch compute thread.
 
-Operations on small tensors cannot use a second core. Running several tasks at the same time can.
+Operations on small tensors do not use more than one core, so several tasks are computed at the same time instead.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _POOLS: dict[int, ThreadPoolExecutor] = {}  # by number of threads
 _POOLS_LOCK = Lock()
 _THREAD_STATE = local()
 
-# With this variable PyTorch asks for huge pages for large tensors. They cause fewer page faults, at which threads wait
-# for each other in the kernel. PyTorch reads the variable at its first large allocation, so it is set on import.
+# With this variable PyTorch requests huge pages for large tensors. They cause fewer page faults, during which threads
+# wait for each other in the kernel. PyTorch reads the variable at its first large allocation, so it is set on import.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def map_over_threads(function: Callable[..., R], *arguments: Sequence[Any]) -> Iterator[R]:
     """Yield `function(*items)` for the items of one or more sequences, in their order, like `map`.
 
-    The calls run in worker threads, each with one compute thread, in the caller's gradient mode. As the order is fixed,
-    a sum over the results does not depend on the number of threads. A single call runs in the calling thread, with
-    all its compute threads.
+    The calls run in worker threads, each with one compute thread, in the caller's gradient mode. Because the order is
+    fixed, a sum of the results does not depend on the number of threads. If there is only one call, it runs in the
+    calling thread, with all compute threads.
     """
     threads = min(torch.get_num_threads(), *map(len, arguments))
     if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
         yield from map(function, *arguments)
         return
-    gradients = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
 
     def compute(*items: Any) -> R:
-        with torch.set_grad_enabled(gradients):
+        with torch.set_grad_enabled(grad_enabled):
             try:
                 return function(*items)
             except BaseException:
@@ -55,20 +55,21 @@ def map_over_threads(function: Callable[..., R], *arguments: Sequence[Any]) -> I
 def stream_over_threads(
     function: Callable[[Sequence[T]], Iterator[R]], items: Sequence[T], threads: int | None = None
 ) -> Iterator[R]:
-    """Split the items among threads, call `function` on each share, and yield its results as they come.
+    """Split the items among threads, call `function` once per thread with its items, and yield the results.
 
-    If the caller stops early or a call fails, the other threads stop after their current result.
+    Results are yielded as soon as they are computed. If the caller stops early or a call fails, the other threads stop
+    after their current result.
     """
     threads = min(threads or torch.get_num_threads(), len(items))
     if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
         yield from function(items)
         return
-    results: Queue[tuple[R | None, BaseException | None] | None] = Queue()  # None: a share is finished
+    results: Queue[tuple[R | None, BaseException | None] | None] = Queue()  # None: a thread has finished
     stopped = Event()
 
-    def compute(share: Sequence[T]) -> None:
+    def compute(thread_items: Sequence[T]) -> None:
         try:
-            for result in function(share):
+            for result in function(thread_items):
                 results.put((result, None))
                 if stopped.is_set():
                     return
@@ -96,10 +97,10 @@ def stream_over_threads(
 
 
 def thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool of worker threads with one compute thread each; it is created once per process.
+    """Return the pool of so many worker threads with one compute thread each. It is created once per process.
 
-    `torch.set_num_threads` sets the number for the calling thread and also the default for threads that start later. So
-    every worker calls it once when it starts, and the default is restored immediately.
+    `torch.set_num_threads` sets the number for the calling thread and also the default for threads that start later.
+    Every worker therefore calls it once when it starts, and the default is restored when all have started.
     """
     with _POOLS_LOCK:
         if threads not in _POOLS:
@@ -111,7 +112,7 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
                 torch.set_num_threads(1)
                 with torch.enable_grad():
                     _THREAD_STATE.leaf = torch.ones((), requires_grad=True)
-                    _THREAD_STATE.oldest = _THREAD_STATE.leaf.clone()
+                    _THREAD_STATE.oldest_node = _THREAD_STATE.leaf.clone()
                 ready.wait()
 
             _POOLS[threads] = pool = ThreadPoolExecutor(threads, "metabridge")
@@ -123,12 +124,12 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def release_failed_backward() -> None:
-    """Free what a failed backward pass has left in PyTorch's queue for this worker thread.
+    """Empty PyTorch's queue of backward nodes of this worker thread after a backward pass failed in it.
 
-    PyTorch keeps the queue until the thread ends. If the thread ends after the interpreter, the process aborts. Another
-    backward pass empties the queue if its graph is older than the failed one, because the newest node runs first.
+    Otherwise the nodes stay in the queue until the thread ends, and the process aborts if the thread ends after the
+    interpreter. Newer nodes run first, so a backward pass of a graph older than the failed one empties the queue.
     """
-    torch.autograd.grad(_THREAD_STATE.oldest, _THREAD_STATE.leaf, retain_graph=True)
+    torch.autograd.grad(_THREAD_STATE.oldest_node, _THREAD_STATE.leaf, retain_graph=True)
 
 
 if hasattr(os, "register_at_fork"):
@@ -139,7 +140,7 @@ if hasattr(os, "register_at_fork"):
 def keep_freed_memory() -> None:
     """Let glibc reuse freed blocks of up to 32 MiB instead of returning them to the system.
 
-    Otherwise the system maps and zeroes memory for every activation, and threads wait for each other meanwhile.
+    Otherwise the system maps and zeroes memory for every activation, while other threads wait.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

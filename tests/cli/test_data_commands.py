@@ -72,7 +72,7 @@ def test_the_help_explains_the_exit_status(check):
     status, printed, _ = check("--help")
     assert status == 0
     text = " ".join(printed.split())
-    assert "The exit status is 0 without problems, 1 with problems, and 2 if the data set cannot be used." in text
+    assert "The exit status is 0 if there are no problems, 1 if there are problems (2 with --strict)," in text
     assert "Example: metabridge data check photographs" in text
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from metabridge.heads import SVM
+from metabridge.heads import SVM, Head
 from small_runs import EVALUATE, TRAIN
 
 
@@ -33,7 +33,7 @@ def test_evaluation_of_two_runs_tells_classes_calibration_and_paired_differences
             gap = each["accuracy"] - report["mtl", shots]["accuracy"]
             assert each["difference"]["mean"] == pytest.approx(gap)
             assert f"{100 * gap:.1f} ±" in row
-    assert printed.splitlines()[-1] == f"The accuracy on every class is in {file}"
+    assert printed.splitlines()[-1] == f"All results, including the accuracy of every class, are in {file}"
 
 
 def test_a_run_against_itself_differs_by_nothing_in_every_task(metabridge, runs, tmp_path):
@@ -61,15 +61,15 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
     [
         (["--shots", "one"], "shots is 'one', but must be whole numbers separated by commas, such as 1,5."),
         (["--shots", "0"], "shots is 0, but must be a whole number of at least 1."),
-        (["--shots", "1,100000000000000000000"], "shots is 100000000000000000000, but must be 1000000 or less."),
-        (["--penalty", "0.1"], "--penalty is given without a head. Name one with --head."),
+        (["--shots", "1,100000000000000000000"], "shots is 100000000000000000000, but must be 2147483647 or less."),
+        (["--penalty", "0.1"], "--penalty requires a head. Name one with --head."),
         (["--head", "centroid", "--penalty", "1"], "penalty is 1.0, but the head 'centroid' has no penalty"),
         (["--head", "svm", "--penalty", "0"], "penalty is 0.0, but must be a positive number."),
-        (["--head", "forest"], "head is 'forest', but must be one of centroid, logistic, ridge, svm."),
-        (["--split", "dev"], "split is 'dev', but these images have 'train'"),
+        (["--head", "forest"], f"head is 'forest', but must be one of {', '.join(sorted(Head.registry))}."),
+        (["--split", "dev"], "split is 'dev', but must be one of 'train'"),
         (["--queries", "100"], "class '"),
         (["--ways", "6"], "A label is 5, but the head has 5 outputs"),
-        (["--copies", "1"], "augmentation is 1 copies, but this model's features change with the task"),
+        (["--copies", "1"], "augmentation is 1 copies, but this model's features depend on the task"),
     ],
 )
 def test_what_cannot_be_evaluated_is_named_in_one_line_with_status_2(metabridge, runs, arguments, complaint):
@@ -84,7 +84,7 @@ def test_a_folder_that_holds_no_run_is_named(metabridge, tmp_path):
     assert (status, complained) == (
         2,
         f"metabridge evaluate: there is no run at {tmp_path / 'nothing'}. "
-        "Name the folder that was given to train as --out.\n",
+        "Name the folder that training wrote (--out).\n",
     )
 
 
@@ -126,8 +126,10 @@ def test_classes_that_a_run_was_trained_on_do_not_test_it(metabridge, photograph
         other = ("evaluate", out / method, *asked, "--data", photographs)
         status, printed, complained = metabridge(*other)
         assert (status, printed) == (2, "")
-        assert "1 of 4 classes in the test split, such as 'train 1', have names that the run in" in complained
-        assert "add --trained-classes if they only share the names." in complained
+        assert (
+            "1 of 4 classes in the test split, such as 'train 1', have names of classes that the run in" in complained
+        )
+        assert "add --trained-classes if only the names are the same." in complained
         assert metabridge(*other, "--trained-classes")[0] == 0
         assert metabridge("evaluate", out / method, *asked, "--split", "train")[0] == 0
 
@@ -135,7 +137,7 @@ def test_classes_that_a_run_was_trained_on_do_not_test_it(metabridge, photograph
 def test_a_result_that_would_be_a_folder_is_refused_before_the_work(metabridge, runs, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.training.assessment.assess", lambda *_, **__: pytest.fail("judged first"))
     status, _, complained = metabridge("evaluate", runs["mtl"], *EVALUATE, "--json", tmp_path)
-    assert (status, complained.strip()) == (2, f"metabridge evaluate: {tmp_path} is a folder. Name a file.")
+    assert (status, complained.strip()) == (2, f"metabridge evaluate: {tmp_path} is a folder. Choose a file.")
 
 
 def test_other_data_comes_in_the_form_that_the_run_takes(metabridge, photographs, runs, tmp_path):

@@ -48,7 +48,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_pa
     status, printed, complained = metabridge(*command, "--minutes", 0)
     assert status == 0
     assert "metabridge train:" not in complained
-    assert printed.splitlines()[-1] == "Stopped after 0 minutes. The same command continues from there."
+    assert printed.splitlines()[-1] == "Stopped after 0 minutes. Run the same command again to continue."
     assert not (tmp_path / "run" / "weights.safetensors").exists()
     assert metabridge(*command)[0] == 0
     assert load(tmp_path / "run").finished
@@ -112,7 +112,7 @@ def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own
 def test_another_setting_in_the_same_folder_is_refused(metabridge, runs):
     status, _, complained = metabridge(*TRAIN, "--method", "anil", "--lr", 0.5, "--out", runs["anil"])
     assert status == 2
-    assert "holds a run with other settings (training.lr was 0.001 and is now 0.5)" in complained
+    assert "contains a run with other settings (training.lr was 0.001 and is now 0.5)" in complained
 
 
 def test_options_reach_the_method_the_model_and_the_training(metabridge, tmp_path):
@@ -146,7 +146,7 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "magic"], "There is no method 'magic'. The methods are maml"),
         (
             ["--method", "anil", "--model", "vgg"],
-            "model is 'vgg', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json",
+            "model is 'vgg', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE.json",
         ),
         (["--method", "anil", "--option", "stepz=3"], "anil has no option 'stepz'. Its options are lr, rates, steps"),
         (["--method", "anil", "--option", "steps"], "--option is 'steps', but must be KEY=VALUE, such as steps=5."),
@@ -167,8 +167,8 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
         (["--precision", "float8"], "precision is 'float8', but must be one of float32, bfloat16."),
         (["--lr", "-1"], "lr is -1.0, but must be a positive number."),
-        (["--data", "nowhere"], "the data set is 'nowhere', but the known ones are"),
-        (["--size", "32"], "size is 32, but 'glyphs' does not take it."),
+        (["--data", "nowhere"], "the data set is 'nowhere', but the known data sets are"),
+        (["--size", "32"], "size is 32, but 'glyphs' does not accept it."),
         (["--ways", "5000"], "ways is 5000, but split 'train' has"),
         (["--iterations", "0"], "Invalid value for '--iterations'"),
     ],
@@ -218,7 +218,7 @@ def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, p
 
 @pytest.mark.parametrize(
     ("left", "hint"),
-    [(3, "Next: metabridge evaluate {out} --ways 3 "), (1, "Fewer than two test classes: to evaluate the run")],
+    [(3, "Next: metabridge evaluate {out} --ways 3 "), (1, "Fewer than two test classes: evaluate the run")],
 )
 def test_what_to_do_next_can_be_done_with_the_classes_that_are_left(metabridge, photographs, tmp_path, left, hint):
     for label in range(left, 3):
@@ -254,13 +254,13 @@ def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, phot
     (photographs / "train" / "train 1").rename(photographs / "train" / "other")
     status, _, complained = metabridge(*command)
     assert status == 2
-    assert "holds a run with other settings (tasks.class_names[0] was train 0 and is now other)" in complained
+    assert "contains a run with other settings (tasks.class_names[0] was train 0 and is now other)" in complained
 
 
 def test_a_search_does_not_go_into_the_folder_of_a_run(metabridge, runs):
     status, _, complained = metabridge("search", "--out", runs["mtl"], "--device", "cpu")
     assert status == 2
-    assert f"--out is {runs['mtl']}, which has a training run. Choose another folder." in complained
+    assert f"--out is {runs['mtl']}, which contains a training run. Choose another folder." in complained
 
 
 def test_a_command_that_failed_before_its_first_step_does_not_keep_its_folder(metabridge, tmp_path, monkeypatch):
@@ -286,4 +286,4 @@ def test_one_classifier_can_learn_from_soft_targets_and_from_a_run(metabridge, t
     assert (training["ema_decay"], training["optimizer"]) == (0.9, "muon")
     status, _, complained = metabridge(*TRAIN, "--method", "anil", "--smoothing", 0.1, "--out", tmp_path / "other")
     assert status == 2
-    assert "soft targets are for methods that train one classifier, such as mtl and rfs" in complained
+    assert "soft targets need a method whose head covers all training classes, such as mtl or rfs" in complained

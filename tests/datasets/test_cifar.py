@@ -32,13 +32,13 @@ def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
     return images.reshape(-1, 3072), fine
 
 
-def write_python(root: Path, *, old: bool = True) -> Path:
+def write_python(root: Path, *, text_keys: bool = True) -> Path:
     """Write pickles with text keys, as Python 2 did, or with bytes keys."""
     folder = root / "cifar-100-python"
     folder.mkdir(parents=True)
 
     def key(name: str) -> str | bytes:
-        return name if old else name.encode()
+        return name if text_keys else name.encode()
 
     for name, count in [("train", TRAIN), ("test", TEST)]:
         images, fine = rows(count)
@@ -68,9 +68,9 @@ def pack(folder: Path) -> Path:
     return folder.parent
 
 
-FORMS = {
+LAYOUTS = {
     "python": write_python,
-    "python 3": lambda root: write_python(root, old=False),
+    "python 3": lambda root: write_python(root, text_keys=False),
     "within a folder": lambda root: write_python(root).parent,
     "binary": write_binary,
     "python archive": lambda root: pack(write_python(root)),
@@ -79,9 +79,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_classes_and_images(tmp_path, form):
-    root = FORMS[form](tmp_path)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_classes_and_images(tmp_path, layout):
+    root = LAYOUTS[layout](tmp_path)
     assert detect(root) == "cifar-fs"
     images = load("cifar-fs", root)
     assert images.images.shape == (600, 3, 32, 32)
@@ -128,28 +128,30 @@ def test_images_are_named_by_file_and_row(tmp_path, write):
     assert names[:6] == [*(f"train: row {100 * count}" for count in range(TRAIN)), "test: row 0"]
 
 
-def test_a_file_that_ends_in_the_middle_of_an_image_is_refused(tmp_path):
+def test_a_file_that_ends_in_the_middle_of_an_image_is_rejected(tmp_path):
     folder = write_binary(tmp_path)
     (folder / "test.bin").write_bytes((folder / "test.bin").read_bytes()[:-1])
     with pytest.raises(InputError, match=r"cifar-100-binary has a file that ends in the middle of an image"):
         load("fc100", folder)
 
 
-def test_a_truncated_archive_is_refused(tmp_path):
+def test_a_truncated_archive_is_rejected(tmp_path):
     file = pack(write_python(tmp_path)) / "cifar-100-python.tar.gz"
     file.write_bytes(file.read_bytes()[:-2000])
-    with pytest.raises(InputError, match=r"cifar-100-python\.tar\.gz is not a complete archive \(.*\)\. Download the"):
+    with pytest.raises(
+        InputError, match=r"cifar-100-python\.tar\.gz is not a valid CIFAR-100 archive \(.*\)\. Download the"
+    ):
         load("fc100", tmp_path)
 
 
-def test_an_archive_without_one_of_the_files_is_refused(tmp_path):
+def test_an_archive_without_one_of_the_files_is_rejected(tmp_path):
     (write_python(tmp_path) / "meta").unlink()
     pack(tmp_path / "cifar-100-python")
     with pytest.raises(InputError, match=r"does not contain cifar-100-python/meta\. Download the file again"):
         load("fc100", tmp_path)
 
 
-def test_fewer_labels_than_images_are_refused(tmp_path):
+def test_fewer_labels_than_images_are_rejected(tmp_path):
     folder = write_python(tmp_path)
     images, fine = rows(1)
     batch = {"data": images, "fine_labels": fine[:-1].tolist(), "coarse_labels": (fine // 5).tolist()}
@@ -158,7 +160,7 @@ def test_fewer_labels_than_images_are_refused(tmp_path):
         load("cifar-fs", folder)
 
 
-def test_unknown_class_names_are_refused(tmp_path):
+def test_unknown_class_names_are_rejected(tmp_path):
     folder = write_binary(tmp_path)
     (folder / "fine_label_names.txt").write_text("\n".join(["yeti", *FINE[1:]]))
     with pytest.raises(InputError, match="has a class 'yeti', which is not in CIFAR-100"):
@@ -166,7 +168,7 @@ def test_unknown_class_names_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["train", "meta"])
-def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
+def test_a_pickle_with_code_in_it_is_rejected(tmp_path, file):
     folder = write_python(tmp_path)
     (folder / file).write_bytes(pickle.dumps({"data": exec}))
     with pytest.raises(InputError, match=rf"cifar-100-python/{file} refers to builtins\.exec, which is code, not data"):
@@ -175,7 +177,7 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
 
 @pytest.mark.parametrize("key", ["fine_labels", "coarse_labels"])
 @pytest.mark.parametrize("wrong", [-1, 100, 0.9, None])
-def test_invalid_labels_are_refused(tmp_path, key, wrong):
+def test_invalid_labels_are_rejected(tmp_path, key, wrong):
     folder = write_python(tmp_path)
     batch = pickle.loads((folder / "test").read_bytes())
     batch[key][7] = wrong
@@ -187,7 +189,7 @@ def test_invalid_labels_are_refused(tmp_path, key, wrong):
 
 
 @pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan])
-def test_pixels_that_are_not_bytes_are_refused(tmp_path, wrong):
+def test_pixels_that_are_not_bytes_are_rejected(tmp_path, wrong):
     folder = write_python(tmp_path)
     batch = pickle.loads((folder / "train").read_bytes())
     batch["data"] = batch["data"].astype(np.float64 if isinstance(wrong, float) else np.int64)
@@ -210,19 +212,19 @@ def write_archive(root: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
     return root
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+def test_an_archive_that_unpacks_to_too_much_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_ARCHIVE_BYTES", 2**20)
     info = tarfile.TarInfo("cifar-100-python/train")
     info.size = 2**21
     root = write_archive(tmp_path, (info, bytes(2**21)))
     assert (root / "cifar-100-python.tar.gz").stat().st_size < 2**14
     with pytest.raises(
-        InputError, match=r"is not a complete archive \(it contains more than 1 MiB\)\. Download the file again"
+        InputError, match=r"is not a valid CIFAR-100 archive \(it contains more than 1 MiB\)\. Download the file again"
     ):
         load("cifar-fs", root)
 
 
-def test_an_archive_with_a_negative_member_size_is_refused(tmp_path):
+def test_an_archive_with_a_negative_member_size_is_rejected(tmp_path):
     root = write_archive(tmp_path, (tarfile.TarInfo("cifar-100-python/train"), b""))
     raw = bytearray(gzip.decompress((root / "cifar-100-python.tar.gz").read_bytes()))
     raw[124:136] = b"\xff" * 10 + b"\xfe\x00"  # the size, -512
@@ -240,7 +242,7 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path):
         load("cifar-fs", write_archive(tmp_path, (link, b"")))
 
 
-def test_an_archive_of_too_many_files_is_refused(tmp_path):
+def test_an_archive_of_too_many_files_is_rejected(tmp_path):
     members = [(tarfile.TarInfo(f"{number}"), b"") for number in range(1001)]
-    with pytest.raises(InputError, match=r"is not a complete archive \(it contains more than 1000 files\)"):
+    with pytest.raises(InputError, match=r"is not a valid CIFAR-100 archive \(it contains more than 1000 files\)"):
         load("cifar-fs", write_archive(tmp_path, *members))

@@ -96,11 +96,11 @@ def test_the_name_of_the_data_set_overrides_detection(tmp_path):
     root = write_tree(tmp_path / "data", {"train/n01530575": 1, "test/n03314780": 1})
     assert check_dataset(root, ways=1).data == "tiered-imagenet"
     assert check_dataset(root, data="folder", ways=1).data == "folder"
-    with pytest.raises(InputError, match="data is 'photos', but the data sets on disk are 'omniglot', "):
+    with pytest.raises(InputError, match="data is 'photos', but must be one of 'omniglot', "):
         check_dataset(root, data="photos")
 
 
-def test_data_without_a_readable_image_is_refused(tmp_path):
+def test_data_without_a_readable_image_is_rejected(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").write_bytes(b"no")
     with pytest.raises(InputError, match=r"has no readable image \(1 tried\)"):
@@ -125,7 +125,7 @@ def test_the_number_of_remaining_classes_is_that_of_the_new_split(tmp_path):
     assert train.obstacle.endswith(f"--min-images 4 leaves {len(remaining)} classes")
 
 
-def test_a_class_folder_without_permission_is_refused(root, monkeypatch):
+def test_a_class_folder_without_permission_is_rejected(root, monkeypatch):
     scandir = os.scandir
 
     def denied(path):

@@ -83,7 +83,7 @@ def test_no_two_classes_have_the_same_shape(glyphs):
 def test_no_character_is_the_replacement_box_of_a_missing_glyph(glyphs):
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
     fonts = [ImageFont.truetype(folder / f"{face}.ttf", 96) for face in module.REGULAR + module.BOLD]
-    boxes = {module._shape(font, 0x10FFFF).tobytes() for font in fonts}
+    boxes = {module._draw_shape(font, 0x10FFFF).tobytes() for font in fonts}
     assert len(boxes) > 1
     glyph_codes = set(codes(glyphs))
     drawn = [shape for character in module._candidates() if character.code in glyph_codes for shape in character.shapes]
@@ -198,7 +198,7 @@ def test_without_matplotlib_cached_glyphs_of_another_version_are_read(two_alphab
         load_glyphs(cache=tmp_path)
 
 
-def test_an_unwritable_cache_is_refused(two_alphabets, tmp_path):
+def test_an_unwritable_cache_is_rejected(two_alphabets, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"images cannot be cached in .*file.* set METABRIDGE_CACHE"):
         load_glyphs(cache=tmp_path / "file" / "folder")
@@ -214,12 +214,12 @@ def test_a_failed_write_leaves_no_file(two_alphabets, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_data_set_is_refused_with_a_list_of_the_known_ones():
+def test_an_unknown_data_set_is_rejected_with_a_list_of_the_known_ones():
     with pytest.raises(InputError, match="the data set is 'glyph', but the known data sets are 'glyphs'"):
         load("glyph")
 
 
-def test_a_negative_seed_is_refused():
+def test_a_negative_seed_is_rejected():
     with pytest.raises(InputError, match="seed is -1, but must not be negative"):
         load_glyphs(seed=-1)
 

@@ -21,7 +21,7 @@ from metabridge.datasets.image_files import ClassInfo, ImageSource, RawImage
 from metabridge.errors import InputError
 from pictures import encoded, flat
 
-FORM = DecodeOptions(size=8, channels=1)
+OPTIONS = DecodeOptions(size=8, channels=1)
 CLASSES = (
     ClassInfo("cat", "animals", "train"),
     ClassInfo("yeti", "animals", "train"),
@@ -39,24 +39,24 @@ def source_of(*images: RawImage, classes: tuple[ClassInfo, ...] = CLASSES) -> Im
     return ImageSource("a toy", classes, len(images), lambda: iter(images))
 
 
-def good() -> ImageSource:
+def valid_source() -> ImageSource:
     return source_of(
         *(RawImage(f"{label}/{n}.png", label, encoded(flat(10 * label + n))) for label in (0, 2) for n in range(3))
     )
 
 
-def faulty() -> ImageSource:
+def faulty_source() -> ImageSource:
     return source_of(
         RawImage("cat/1.png", 0, flat(7)), RawImage("cat/2.png", 0, b"no image"), RawImage("oak/1.png", 2, flat(9))
     )
 
 
-def never() -> ImageSource:
+def no_source() -> ImageSource:
     raise AssertionError("the files were read again")
 
 
 def test_images_are_decoded_once_and_memory_mapped_after_that(folder):
-    first, again = load_or_decode("toy", "key", FORM, good), load_or_decode("toy", "key", FORM, never)
+    first, again = load_or_decode("toy", "key", OPTIONS, valid_source), load_or_decode("toy", "key", OPTIONS, no_source)
     assert first.images.flatten(1).float().mean(dim=1).tolist() == [0, 1, 2, 20, 21, 22]
     assert torch.equal(first.images, again.images)
     assert torch.equal(first.labels, again.labels)
@@ -66,28 +66,28 @@ def test_images_are_decoded_once_and_memory_mapped_after_that(folder):
 
 
 def test_another_key_size_or_number_of_channels_is_another_entry(folder):
-    load_or_decode("toy", "key", FORM, good)
-    for key, form in [("other", FORM), ("key", DecodeOptions(4, 1)), ("key", DecodeOptions(8, 3))]:
+    load_or_decode("toy", "key", OPTIONS, valid_source)
+    for key, options in [("other", OPTIONS), ("key", DecodeOptions(4, 1)), ("key", DecodeOptions(8, 3))]:
         with pytest.raises(AssertionError, match="read again"):
-            load_or_decode("toy", key, form, never)
+            load_or_decode("toy", key, options, no_source)
 
 
 def test_changing_the_images_in_memory_does_not_change_the_cache(folder):
-    load_or_decode("toy", "key", FORM, good).images.fill_(99)
-    assert load_or_decode("toy", "key", FORM, never).images.max() == 22
+    load_or_decode("toy", "key", OPTIONS, valid_source).images.fill_(99)
+    assert load_or_decode("toy", "key", OPTIONS, no_source).images.max() == 22
 
 
 @pytest.mark.parametrize("end", ["pixels", "json"])
 @pytest.mark.parametrize("how", ["missing", "empty", "cut short", "too long"])
 def test_a_damaged_entry_is_decoded_again(folder, end, how):
-    expected = load_or_decode("toy", "key", FORM, good).images.clone()
+    expected = load_or_decode("toy", "key", OPTIONS, valid_source).images.clone()
     (file,) = folder.glob(f"*.{end}")
     content = file.read_bytes()
     file.unlink()  # a memory-mapped file must not be truncated
     if how != "missing":
         file.write_bytes({"empty": b"", "cut short": content[: len(content) // 2], "too long": content + b"0"}[how])
-    assert torch.equal(load_or_decode("toy", "key", FORM, good).images, expected)
-    assert torch.equal(load_or_decode("toy", "key", FORM, never).images, expected)
+    assert torch.equal(load_or_decode("toy", "key", OPTIONS, valid_source).images, expected)
+    assert torch.equal(load_or_decode("toy", "key", OPTIONS, no_source).images, expected)
 
 
 def test_the_files_of_a_process_killed_while_decoding_are_not_used(folder):
@@ -111,19 +111,19 @@ def test_the_files_of_a_process_killed_while_decoding_are_not_used(folder):
     left = list(folder.iterdir())
     assert left
     assert all(file.suffix == ".part" for file in left)
-    assert len(load_or_decode("toy", "key", FORM, good).images) == 6
+    assert len(load_or_decode("toy", "key", OPTIONS, valid_source).images) == 6
     for file in left:
         os.utime(file, (0, 0))
-    load_or_decode("toy", "key", FORM, never)
+    load_or_decode("toy", "key", OPTIONS, no_source)
     for file in folder.glob("*.json"):
         file.unlink()
-    load_or_decode("toy", "key", FORM, good)
+    load_or_decode("toy", "key", OPTIONS, valid_source)
     assert not list(folder.glob("*.part"))
 
 
 def test_unreadable_images_and_empty_classes_are_skipped_with_warnings(folder, caplog):
     with caplog.at_level(logging.WARNING, "metabridge"):
-        images = load_or_decode("toy", "key", FORM, faulty).to_labelled_images()
+        images = load_or_decode("toy", "key", OPTIONS, faulty_source).to_labelled_images()
     assert [record.getMessage() for record in caplog.records] == [
         "Skipped 1 unreadable image: cat/2.png (it is not an image that Pillow reads).",
         "Skipped 1 class without a readable image: 'yeti'.",
@@ -133,21 +133,21 @@ def test_unreadable_images_and_empty_classes_are_skipped_with_warnings(folder, c
     assert images.superclass_names == ("animals", "trees")
 
 
-def test_strict_refuses_skipped_images_also_from_the_cache(folder):
-    for open_source in (faulty, never):
+def test_strict_rejects_skipped_images_also_from_the_cache(folder):
+    for open_source in (faulty_source, no_source):
         with pytest.raises(InputError) as caught:
-            load_or_decode("toy", "key", FORM, open_source).to_labelled_images(strict=True)
+            load_or_decode("toy", "key", OPTIONS, open_source).to_labelled_images(strict=True)
         assert str(caught.value) == (
             "Skipped 1 unreadable image: cat/2.png (it is not an image that Pillow reads). "
             "Fix or remove these, or load without strict."
         )
     with pytest.raises(InputError, match="Skipped 1 class without a readable image: 'yeti'"):
-        load_or_decode("toy", "other", FORM, good).to_labelled_images(strict=True)
+        load_or_decode("toy", "other", OPTIONS, valid_source).to_labelled_images(strict=True)
 
 
 def test_a_long_list_of_unreadable_images_is_shortened(folder):
     bad = source_of(*(RawImage(f"{n}.png", 0, b"") for n in range(50)), RawImage("good.png", 0, flat(1)))
-    (sentence, _) = load_or_decode("toy", "key", FORM, lambda: bad).problems()
+    (sentence, _) = load_or_decode("toy", "key", OPTIONS, lambda: bad).problems()
     assert sentence.startswith("Skipped 50 unreadable images: 0.png (it is not an image that Pillow reads), 1.png")
     assert sentence.endswith("4.png (it is not an image that Pillow reads) and 45 more.")
 
@@ -156,7 +156,7 @@ def test_without_a_readable_image_there_is_an_error_and_no_entry(folder):
     with pytest.raises(
         InputError, match=r"toy has no readable image \(1 tried; a.png: it is not an image that Pillow reads\)"
     ):
-        load_or_decode("toy", "key", FORM, lambda: source_of(RawImage("a.png", 0, b"")))
+        load_or_decode("toy", "key", OPTIONS, lambda: source_of(RawImage("a.png", 0, b"")))
     assert not list(folder.iterdir())
 
 
@@ -168,29 +168,29 @@ def test_classes_with_too_few_images_are_in_no_split():
         cached.to_labelled_images(min_images=3)
 
 
-def test_a_cache_path_that_is_not_a_folder_is_refused_before_decoding(tmp_path, monkeypatch):
+def test_a_cache_path_that_is_not_a_folder_is_rejected_before_decoding(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(
         InputError,
         match=r"cannot be cached in .*file/cache \(Not a directory\).* METABRIDGE_CACHE to a writable folder\.$",
     ):
-        load_or_decode("toy", "key", FORM, never)
+        load_or_decode("toy", "key", OPTIONS, no_source)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_cache_is_refused(folder):
+def test_a_read_only_cache_is_rejected(folder):
     folder.mkdir()
     folder.chmod(0o500)
     with pytest.raises(
         InputError,
         match=r"cannot be cached in .*cache \(Permission denied\).* METABRIDGE_CACHE to a writable folder\.$",
     ):
-        load_or_decode("toy", "key", FORM, never)
+        load_or_decode("toy", "key", OPTIONS, no_source)
 
 
 def test_a_read_only_file_system_is_read_but_not_written(folder, monkeypatch):
-    expected = load_or_decode("toy", "key", FORM, good)
+    expected = load_or_decode("toy", "key", OPTIONS, valid_source)
 
     system_open = os.open
 
@@ -200,12 +200,12 @@ def test_a_read_only_file_system_is_read_but_not_written(folder, monkeypatch):
         return system_open(path, flags, *arguments)
 
     monkeypatch.setattr(os, "open", read_only)
-    assert torch.equal(load_or_decode("toy", "key", FORM, never).images, expected.images)
+    assert torch.equal(load_or_decode("toy", "key", OPTIONS, no_source).images, expected.images)
     with pytest.raises(
         InputError,
         match=r"cannot be cached in .*cache \(Read-only file system\).* METABRIDGE_CACHE to a writable folder\.$",
     ):
-        load_or_decode("toy", "other", FORM, never)
+        load_or_decode("toy", "other", OPTIONS, no_source)
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
@@ -215,7 +215,7 @@ def test_a_full_disk_is_reported_and_leaves_no_files(folder, monkeypatch, fails)
 
     monkeypatch.setattr(os, fails, full)
     with pytest.raises(InputError, match=r"\(No space left on device\). Free space there, or set METABRIDGE_CACHE"):
-        load_or_decode("toy", "key", FORM, good)
+        load_or_decode("toy", "key", OPTIONS, valid_source)
     assert not list(folder.iterdir())
 
 
@@ -232,7 +232,7 @@ def test_a_failed_write_leaves_no_files(folder):
 
 
 def test_the_index_describes_the_entry(folder):
-    load_or_decode("toy", "key", FORM, faulty)
+    load_or_decode("toy", "key", OPTIONS, faulty_source)
     (index,) = folder.glob("*.json")
     entry = json.loads(index.read_text())
     assert (entry["shape"], entry["labels"], entry["skipped"]) == (
@@ -300,7 +300,7 @@ def corruptions(content: bytes, count: int) -> list[bytes]:
     return copies
 
 
-def facts(cached: CachedImages) -> tuple[object, ...]:
+def contents_of(cached: CachedImages) -> tuple[object, ...]:
     return (
         cached.images.tolist(),
         cached.labels.tolist(),
@@ -312,7 +312,7 @@ def facts(cached: CachedImages) -> tuple[object, ...]:
     )
 
 
-def varied() -> ImageSource:
+def random_source() -> ImageSource:
     """Return images of random pixels."""
     rng = random.Random(1)
     images = [
@@ -329,19 +329,19 @@ def varied() -> ImageSource:
 @pytest.mark.parametrize("end", ["pixels", "json"])
 def test_corrupted_entries_never_give_other_data(folder, monkeypatch, end):
     monkeypatch.setattr(image_cache, "CHECKSUM_BYTES", 100)  # so that there are several checksums
-    expected = facts(load_or_decode("toy", "key", FORM, varied))
+    expected = contents_of(load_or_decode("toy", "key", OPTIONS, random_source))
     (file,) = folder.glob(f"*.{end}")
     content = file.read_bytes()
     for corrupt in corruptions(content, 150):
         file.unlink()
         file.write_bytes(corrupt)
-        assert facts(load_or_decode("toy", "key", FORM, varied)) == expected
+        assert contents_of(load_or_decode("toy", "key", OPTIONS, random_source)) == expected
         assert end == "json" or file.read_bytes() == content  # different JSON text can have the same content
 
 
 @pytest.mark.parametrize("missing", ["checksum", "blocks"])
 def test_an_entry_without_checksums_is_decoded_again(folder, missing):
-    load_or_decode("toy", "key", FORM, good)
+    load_or_decode("toy", "key", OPTIONS, valid_source)
     (index,) = folder.glob("*.json")
     entry = json.loads(index.read_text())
     del entry[missing]
@@ -349,8 +349,8 @@ def test_an_entry_without_checksums_is_decoded_again(folder, missing):
         entry["checksum"] = image_cache._checksum({name: value for name, value in entry.items() if name != "checksum"})
     index.write_text(json.dumps(entry))
     with pytest.raises(AssertionError, match="read again"):
-        load_or_decode("toy", "key", FORM, never)
-    assert len(load_or_decode("toy", "key", FORM, good).images) == 6
+        load_or_decode("toy", "key", OPTIONS, no_source)
+    assert len(load_or_decode("toy", "key", OPTIONS, valid_source).images) == 6
 
 
 @pytest.mark.parametrize(
@@ -364,20 +364,20 @@ def test_an_entry_without_checksums_is_decoded_again(folder, missing):
     ids=str,
 )
 def test_a_forged_entry_is_decoded_again(folder, wrong):
-    load_or_decode("toy", "key", FORM, good)
+    load_or_decode("toy", "key", OPTIONS, valid_source)
     (index,) = folder.glob("*.json")
     entry = json.loads(index.read_text()) | wrong
     del entry["checksum"]
     index.write_text(json.dumps({**entry, "checksum": image_cache._checksum(entry)}))
-    assert len(load_or_decode("toy", "key", FORM, good).to_labelled_images().images) == 6
+    assert len(load_or_decode("toy", "key", OPTIONS, valid_source).to_labelled_images().images) == 6
 
 
 def test_an_entry_of_an_earlier_version_is_not_read(folder):
-    load_or_decode("toy", "key", FORM, good)
+    load_or_decode("toy", "key", OPTIONS, valid_source)
     for file in list(folder.iterdir()):
         shutil.move(file, folder / file.name.replace(f"-v{image_cache.FORMAT}-", "-v1-"))
     with pytest.raises(AssertionError, match="read again"):
-        load_or_decode("toy", "key", FORM, never)
+        load_or_decode("toy", "key", OPTIONS, no_source)
 
 
 def denied() -> bytes:
@@ -396,14 +396,14 @@ def test_temporarily_unreadable_images_are_reported_and_tried_again(folder, fail
         )
 
     for _ in range(2):
-        cached = load_or_decode("toy", "key", FORM, lambda: open_source(failure))
+        cached = load_or_decode("toy", "key", OPTIONS, lambda: open_source(failure))
         assert len(cached.images) == 2
         assert cached.problems()[0] == (
             f"Skipped 1 unreadable image: cat/2.png ({reason}). "
             "Images that the system could not read are tried again on every load."
         )
-    assert len(load_or_decode("toy", "key", FORM, lambda: open_source(flat(8))).images) == 3
-    assert len(load_or_decode("toy", "key", FORM, never).images) == 3
+    assert len(load_or_decode("toy", "key", OPTIONS, lambda: open_source(flat(8))).images) == 3
+    assert len(load_or_decode("toy", "key", OPTIONS, no_source).images) == 3
 
 
 def test_an_error_reading_the_data_is_not_reported_as_an_error_writing_the_cache(folder):
@@ -416,7 +416,7 @@ def test_an_error_reading_the_data_is_not_reported_as_an_error_writing_the_cache
 
     for open_source in (unreadable, lambda: ImageSource("a toy", CLASSES, 2, fails)):
         with pytest.raises(InputError, match=r"^train\.pkl cannot be read \(.*\)\. Fix or remove it\.$"):
-            load_or_decode("toy", "key", FORM, open_source)
+            load_or_decode("toy", "key", OPTIONS, open_source)
 
 
 def test_duplicates_in_two_splits_are_reported_on_every_load(folder, caplog):
@@ -424,26 +424,26 @@ def test_duplicates_in_two_splits_are_reported_on_every_load(folder, caplog):
         names = [("cat/1.png", 0, 7), ("cat/2.png", 0, 8), ("oak/1.png", 2, 7), ("oak/2.png", 2, 9)]
         return source_of(*(RawImage(name, label, flat(value)) for name, label, value in names))
 
-    for source in (open_source, never):
+    for source in (open_source, no_source):
         caplog.clear()
-        cached = load_or_decode("toy", "key", FORM, source)
+        cached = load_or_decode("toy", "key", OPTIONS, source)
         cached.to_labelled_images()
         assert (
             "1 image is in more than one split, so accuracies may be too high: cat/1.png in train and "
             "oak/1.png in test. `metabridge data check` lists them."
         ) in caplog.text
     caplog.clear()
-    load_or_decode("toy", "other", FORM, good).to_labelled_images()
+    load_or_decode("toy", "other", OPTIONS, valid_source).to_labelled_images()
     assert "more than one split" not in caplog.text
 
 
 def test_duplicates_in_one_split_are_not_reported(folder, caplog):
     same = source_of(RawImage("cat/1.png", 0, flat(7)), RawImage("yeti/1.png", 1, flat(7)), RawImage("oak", 2, flat(9)))
-    load_or_decode("toy", "key", FORM, lambda: same).to_labelled_images()
+    load_or_decode("toy", "key", OPTIONS, lambda: same).to_labelled_images()
     assert caplog.text == ""
 
 
-def test_sizes_too_large_for_disk_or_memory_are_refused_before_decoding(folder, monkeypatch):
+def test_sizes_too_large_for_disk_or_memory_are_rejected_before_decoding(folder, monkeypatch):
     def source() -> ImageSource:
         return ImageSource("a toy", CLASSES, 10**6, lambda: pytest.fail("an image was read"))
 
@@ -464,11 +464,11 @@ def test_sizes_too_large_for_disk_or_memory_are_refused_before_decoding(folder, 
 def test_pipes_among_the_files_or_in_the_cache_do_not_block(folder, tmp_path):
     os.mkfifo(tmp_path / "a.png")
     assert fingerprint([tmp_path / "a.png"], tmp_path) != fingerprint([], tmp_path)
-    load_or_decode("toy", "key", FORM, good)
+    load_or_decode("toy", "key", OPTIONS, valid_source)
     (index,) = folder.glob("*.json")
     index.unlink()
     os.mkfifo(index)
-    assert len(load_or_decode("toy", "key", FORM, good).images) == 6
+    assert len(load_or_decode("toy", "key", OPTIONS, valid_source).images) == 6
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -484,8 +484,8 @@ def test_entries_written_by_two_processes_at_once_are_not_mixed(folder, monkeypa
 
     monkeypatch.setattr(os, "replace", replace_and_truncate)
     if times < 3:
-        assert load_or_decode("toy", "key", FORM, good).labels.tolist() == 3 * [0] + 3 * [1]
+        assert load_or_decode("toy", "key", OPTIONS, valid_source).labels.tolist() == 3 * [0] + 3 * [1]
     else:
         with pytest.raises(InputError, match=r"differ from what was written: .* METABRIDGE_CACHE to another folder\.$"):
-            load_or_decode("toy", "key", FORM, good)
+            load_or_decode("toy", "key", OPTIONS, valid_source)
     assert len(truncated) == times

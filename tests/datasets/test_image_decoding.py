@@ -16,8 +16,8 @@ from pictures import encoded, flat, png16
 ORANGE = (255, 128, 0)
 
 
-def solid(mode: str, colour: object) -> Image.Image:
-    return Image.new(mode, (8, 8), colour)
+def solid(mode: str, color: object) -> Image.Image:
+    return Image.new(mode, (8, 8), color)
 
 
 def transparent_palette() -> bytes:
@@ -28,14 +28,14 @@ def transparent_palette() -> bytes:
 
 
 FILES = {
-    "grey": (encoded(solid("L", 100)), (100, 100, 100)),
+    "gray": (encoded(solid("L", 100)), (100, 100, 100)),
     "1 bit": (encoded(solid("1", 1)), (255, 255, 255)),
     "RGB": (encoded(solid("RGB", ORANGE)), ORANGE),
     "palette": (encoded(solid("RGB", ORANGE).quantize(4)), ORANGE),
     "CMYK": (encoded(solid("CMYK", (0, 127, 255, 0)), "tiff"), ORANGE),
     "RGBA": (encoded(solid("RGBA", (*ORANGE, 255))), ORANGE),
-    "RGBA seen through": (encoded(solid("RGBA", (*ORANGE, 0))), (255, 255, 255)),
-    "grey half seen through": (encoded(solid("LA", (0, 128))), (127, 127, 127)),
+    "RGBA transparent": (encoded(solid("RGBA", (*ORANGE, 0))), (255, 255, 255)),
+    "gray half transparent": (encoded(solid("LA", (0, 128))), (127, 127, 127)),
     "16 bits": (encoded(np.full((8, 8), 0x6464, dtype=np.uint16)), (100, 100, 100)),
     "16 bits RGB": (png16(np.full((8, 8, 3), [0xFFFF, 0x8080, 0])), ORANGE),
     "32 bits": (encoded(Image.fromarray(np.full((8, 8), 0x6464, dtype=np.int32)), "tiff"), (100, 100, 100)),
@@ -50,17 +50,17 @@ FILES = {
 
 @pytest.mark.parametrize("kind", FILES)
 def test_every_mode_is_converted_to_rgb(kind):
-    content, colour = FILES[kind]
+    content, color = FILES[kind]
     pixels = decode(content, DecodeOptions(size=8, channels=3))
     assert pixels.shape == (3, 8, 8)
     assert pixels.dtype == np.uint8
-    assert np.abs(pixels.astype(int) - np.array(colour)[:, None, None]).max() <= 1
+    assert np.abs(pixels.astype(int) - np.array(color)[:, None, None]).max() <= 1
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_every_mode_is_converted_to_grey(kind):
-    content, colour = FILES[kind]
-    luma = np.dot(colour, [0.299, 0.587, 0.114])
+def test_every_mode_is_converted_to_gray(kind):
+    content, color = FILES[kind]
+    luma = np.dot(color, [0.299, 0.587, 0.114])
     assert np.abs(decode(content, DecodeOptions(size=8, channels=1)) - luma).max() <= 1.5
 
 
@@ -70,7 +70,7 @@ def test_16_bit_values_are_scaled_and_not_clipped():
     assert np.array_equal(pixels, np.round(ramp / 257).astype(np.uint8))
 
 
-def test_transparent_palette_colours_become_white():
+def test_transparent_palette_colors_become_white():
     pixels = decode(transparent_palette(), DecodeOptions(size=8, channels=3))
     assert pixels[:, 0, 0].tolist() == [255, 255, 255]
     assert pixels[:, 0, 7].tolist() == list(ORANGE)
@@ -103,9 +103,9 @@ def test_crop_keeps_the_central_square():
 def test_a_large_jpeg_decoded_at_reduced_size_looks_the_same():
     y, x = np.mgrid[0:800, 0:1200]
     photograph = np.stack([128 + 100 * np.sin(x / 90), 128 + 100 * np.cos(y / 70), x / 5], axis=-1).astype(np.uint8)
-    form = DecodeOptions(size=32, channels=3, crop=True)
-    exact = decode(photograph, form).astype(int)
-    assert np.abs(decode(encoded(photograph, "jpeg", quality=95), form) - exact).mean() < 2
+    options = DecodeOptions(size=32, channels=3, crop=True)
+    exact = decode(photograph, options).astype(int)
+    assert np.abs(decode(encoded(photograph, "jpeg", quality=95), options) - exact).mean() < 2
 
 
 def test_invert_makes_dark_pixels_bright():
@@ -175,7 +175,7 @@ def test_floats_are_rounded_to_the_nearest_of_256_values():
         (-1, np.int32, "it has a pixel of value -1, but pixels are from 0 to 65535"),
     ],
 )
-def test_pixels_out_of_range_are_refused(value, dtype, reason):
+def test_pixels_out_of_range_are_rejected(value, dtype, reason):
     values = np.ones((8, 8), dtype=dtype)
     values[3, 4] = value
     assert decode_one(encoded(Image.fromarray(values), "tiff")) == Unreadable(reason)
@@ -219,7 +219,7 @@ def test_the_size_is_checked_before_decoding(content, size, monkeypatch):
         encoded(flat(3), "ico"),
     ],
 )
-def test_other_formats_are_refused_and_start_no_program(content, monkeypatch):
+def test_other_formats_are_rejected_and_start_no_program(content, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
     assert decode_one(content) == Unreadable("it is not an image that Pillow reads")
 
@@ -241,9 +241,9 @@ def jpeg_of_scans(side: int, scans: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (png_header(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
-        (bmp_with_one_skip(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 a side are decoded"),
-        (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but at most 65535 a side are decoded"),
+        (png_header(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 per side are decoded"),
+        (bmp_with_one_skip(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 per side are decoded"),
+        (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but at most 65535 per side are decoded"),
         (
             tiff_of_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
             "the sides of its tiles are not whole numbers",
@@ -252,7 +252,7 @@ def jpeg_of_scans(side: int, scans: int) -> bytes:
     ],
     ids=["line", "jump", "array", "tile of text", "scans"],
 )
-def test_small_files_that_take_gigabytes_or_minutes_are_refused(content, reason, monkeypatch):
+def test_small_files_that_take_gigabytes_or_minutes_are_rejected(content, reason, monkeypatch):
     monkeypatch.setattr(module, "_convert", lambda image, channels: pytest.fail("the image was decoded"))
     assert decode_one(content) == Unreadable(reason)
 

@@ -49,7 +49,7 @@ def test_given_splits_are_not_changed():
     assert assign_splits(classes, seed=1) == classes
 
 
-def test_a_negative_seed_is_refused():
+def test_a_negative_seed_is_rejected():
     with pytest.raises(InputError, match="seed is -1, but must not be negative"):
         assign_splits(unsplit(3), seed=-1)
 
@@ -136,7 +136,7 @@ def test_links_to_folders_elsewhere_are_classes(folders):
     assert notes == linked_notes == ()
 
 
-def test_an_unreadable_folder_is_refused(folders, monkeypatch):
+def test_an_unreadable_folder_is_rejected(folders, monkeypatch):
     scandir = os.scandir
 
     def denied(path):
@@ -163,7 +163,7 @@ class Denied:
         raise PermissionError(13, "Permission denied", self.name)
 
 
-def test_a_link_without_permission_is_refused_unless_it_is_an_image(folders, monkeypatch):
+def test_a_link_without_permission_is_rejected_unless_it_is_an_image(folders, monkeypatch):
     scandir, name = os.scandir, "ape.png"
 
     @contextlib.contextmanager
@@ -216,14 +216,14 @@ def test_files_too_large_for_an_image_or_for_memory_are_not_read(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../a.png", "a/../../b.png", "..", "", None, b"a.png", "a\0b"])
-def test_names_of_files_outside_the_folder_are_refused(tmp_path, name):
+def test_names_of_files_outside_the_folder_are_rejected(tmp_path, name):
     assert path_inside(tmp_path, "a/b..png", tmp_path / "train.csv") == tmp_path / "a" / "b..png"
     with pytest.raises(InputError, match=r"train\.csv names the image .*, which is not in "):
         path_inside(tmp_path, name, tmp_path / "train.csv")
 
 
 @pytest.mark.parametrize("wrong", [-1, 3, 0.9, np.float32(0.5), float("nan"), float("inf"), "1", None, 10**30])
-def test_invalid_labels_are_refused(wrong):
+def test_invalid_labels_are_rejected(wrong):
     assert parse_indices(Path("a.pkl"), "labels", np.array([0.0, 2.0]), 3) == [0, 2]
     with pytest.raises(
         InputError, match=r"^a\.pkl has .+ in labels, but expected whole numbers from 0 to 2\. Download"
@@ -232,7 +232,7 @@ def test_invalid_labels_are_refused(wrong):
 
 
 @pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan, np.inf])
-def test_invalid_pixels_are_refused(wrong):
+def test_invalid_pixels_are_rejected(wrong):
     values = np.array([0, 255, wrong])
     assert parse_uint8("a.pkl", "data", values[:2]).tolist() == [0, 255]
     with pytest.raises(

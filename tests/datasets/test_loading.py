@@ -19,8 +19,8 @@ def root(tmp_path, empty_cache):
 
 
 def test_path_and_name_can_be_given_in_four_ways(root):
-    forms = [load(root), load(str(root)), load("folder", root), load(f"folder:{root}")]
-    assert [names_in(images) for images in forms] == 4 * [{"train": {"cat", "dog"}, "test": {"oak"}}]
+    loaded = [load(root), load(str(root)), load("folder", root), load(f"folder:{root}")]
+    assert [names_in(images) for images in loaded] == 4 * [{"train": {"cat", "dog"}, "test": {"oak"}}]
 
 
 def test_min_images_leaves_small_classes_out_of_the_splits(root):
@@ -46,12 +46,12 @@ def test_glyphs_accept_min_images(glyphs):
         (
             "folder",
             {"size": 100_000},
-            "size is 100000, but images have at most 7071 pixels a side. Use a smaller size.",
+            "size is 100000, but must be at most 7071 pixels. Use a smaller size.",
         ),
-        ("folder", {"channels": 2}, "channels is 2, but images have 1 (grey) or 3 (RGB). Use one of these."),
+        ("folder", {"channels": 2}, "channels is 2, but images have 1 (gray) or 3 (RGB). Use one of these."),
     ],
 )
-def test_invalid_options_are_refused(root, name, option, sentence):
+def test_invalid_options_are_rejected(root, name, option, sentence):
     with pytest.raises(InputError) as caught:
         load(name, root, **option)
     assert str(caught.value) == sentence
@@ -71,19 +71,19 @@ def test_invalid_options_are_refused(root, name, option, sentence):
         ("omniglot:nowhere", None, "nowhere does not exist."),
     ],
 )
-def test_unknown_names_and_missing_paths_are_refused(name, root, sentence):
+def test_unknown_names_and_missing_paths_are_rejected(name, root, sentence):
     with pytest.raises(InputError) as caught:
         load(name, root)
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_path_without_a_data_set_is_refused_with_a_list_of_formats(tmp_path):
+def test_a_path_without_a_data_set_is_rejected_with_a_list_of_formats(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(InputError, match=r"contains no known data set: not omniglot, .*no parquet files, and no"):
         detect(tmp_path)
 
 
-def test_a_name_that_is_too_long_for_a_path_is_refused():
+def test_a_name_that_is_too_long_for_a_path_is_rejected():
     with pytest.raises(InputError, match="but the known data sets are"):
         load(5000 * "a")
 

@@ -56,12 +56,12 @@ def write_pickles(root: Path) -> None:
         (root / f"mini-imagenet-cache-{part}.pkl").write_bytes(pickle.dumps(content, 2))
 
 
-FORMS = {"parquet": write_parquet, "csv": write_csv, "pickles": write_pickles}
+LAYOUTS = {"parquet": write_parquet, "csv": write_csv, "pickles": write_pickles}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_classes_images_and_splits(tmp_path, form):
-    FORMS[form](tmp_path)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_classes_images_and_splits(tmp_path, layout):
+    LAYOUTS[layout](tmp_path)
     assert detect(tmp_path) == "mini-imagenet"
     images = load("mini-imagenet", tmp_path)
     assert names_in(images) == SPLITS
@@ -78,7 +78,7 @@ def test_an_image_missing_from_the_folder_is_skipped(tmp_path, caplog):
     assert "Skipped 1 unreadable image: n018556725.jpg (No such file or directory)." in caplog.text
 
 
-def test_a_csv_file_without_a_header_is_refused(tmp_path):
+def test_a_csv_file_without_a_header_is_rejected(tmp_path):
     write_csv(tmp_path)
     (tmp_path / "val.csv").write_text("a.jpg,n01\n")
     with pytest.raises(InputError, match=r"val\.csv has no columns filename and label in its first line"):
@@ -96,21 +96,21 @@ def test_a_csv_file_without_a_header_is_refused(tmp_path):
         ),
     ],
 )
-def test_a_pickle_with_other_content_is_refused(tmp_path, content, sentence):
+def test_a_pickle_with_other_content_is_rejected(tmp_path, content, sentence):
     write_pickles(tmp_path)
     (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(content))
     with pytest.raises(InputError, match=rf"mini-imagenet-cache-val\.pkl {sentence}"):
         load(tmp_path)
 
 
-def test_a_pickle_with_code_in_it_is_refused(tmp_path):
+def test_a_pickle_with_code_in_it_is_rejected(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "mini-imagenet-cache-test.pkl").write_bytes(pickle.dumps({"image_data": exec}))
     with pytest.raises(InputError, match=r"mini-imagenet-cache-test\.pkl refers to builtins\.exec, which is code"):
         load(tmp_path)
 
 
-def test_an_empty_folder_is_refused_with_a_list_of_formats(tmp_path):
+def test_an_empty_folder_is_rejected_with_a_list_of_formats(tmp_path):
     with pytest.raises(InputError, match=r"has no files of mini-ImageNet\. Put its parquet files there, or"):
         load("mini-imagenet", tmp_path)
 
@@ -131,7 +131,7 @@ def test_the_real_parquet_files_have_100_classes_with_the_published_splits():
 
 
 @pytest.mark.parametrize("row", [0.9, -1, 2, float("nan"), None])
-def test_a_pickle_with_an_invalid_row_number_is_refused(tmp_path, row):
+def test_a_pickle_with_an_invalid_row_number_is_rejected(tmp_path, row):
     write_pickles(tmp_path)
     content = {"image_data": np.zeros((2, 84, 84, 3), np.uint8), "class_dict": {"n1": [0, row]}}
     (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(content))
@@ -151,7 +151,7 @@ def test_a_pickle_with_an_invalid_row_number_is_refused(tmp_path, row):
         (",n1", r"val\.csv names the image '', which is not in"),
     ],
 )
-def test_a_csv_file_with_an_invalid_line_is_refused(tmp_path, line, sentence):
+def test_a_csv_file_with_an_invalid_line_is_rejected(tmp_path, line, sentence):
     write_csv(tmp_path)
     (tmp_path / "val.csv").write_text(f"filename,label\n{line}\n")
     with pytest.raises(InputError, match=sentence):
@@ -178,7 +178,7 @@ def test_reading_a_csv_file_takes_time_linear_in_its_lines(tmp_path):
     assert lines < 3000 * 300
 
 
-def test_a_pickle_with_more_rows_than_images_is_refused(tmp_path):
+def test_a_pickle_with_more_rows_than_images_is_rejected(tmp_path):
     write_pickles(tmp_path)
     rows = 3000 * [0]
     content = {"image_data": np.zeros((1, 4, 4, 3), np.uint8), "class_dict": {f"n{name}": rows for name in range(9)}}

@@ -84,10 +84,10 @@ def test_rotations_are_new_classes_in_the_same_alphabet_and_split(archives):
     )
 
 
-def test_a_truncated_archive_is_refused(archives):
+def test_a_truncated_archive_is_rejected(archives):
     file = archives / "images_evaluation.zip"
     file.write_bytes(file.read_bytes()[:-300])
-    with pytest.raises(InputError, match=r"images_evaluation\.zip is not a complete zip archive \(.*\)\. Download the"):
+    with pytest.raises(InputError, match=r"images_evaluation\.zip is not a valid zip archive \(.*\)\. Download the"):
         load("omniglot", archives)
 
 
@@ -114,13 +114,13 @@ def test_an_empty_character_is_skipped_with_a_warning(folders, archives, caplog)
         assert "Skipped 1 class without a readable image: 'Greek/character03'." in caplog.text
 
 
-def test_a_missing_part_is_refused(archives):
+def test_a_missing_part_is_rejected(archives):
     (archives / "images_evaluation.zip").unlink()
     with pytest.raises(InputError, match=r"has neither images_evaluation\.zip nor the folder images_evaluation\. Put"):
         load("omniglot", archives)
 
 
-def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused(archives):
+def test_an_archive_that_unpacks_to_far_more_than_its_size_is_rejected(archives):
     with zipfile.ZipFile(archives / "images_evaluation.zip", "a", zipfile.ZIP_DEFLATED) as archive:
         for number in range(3):
             archive.writestr(f"images_evaluation/Greek/character01/{number}.png", bytes(2**24))
@@ -137,7 +137,7 @@ def test_a_huge_drawing_in_an_archive_is_not_unpacked(archives, caplog):
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_an_archive_with_an_unsupported_compression_method_is_refused(archives, method):
+def test_an_archive_with_an_unsupported_compression_method_is_rejected(archives, method):
     with zipfile.ZipFile(archives / "images_evaluation.zip", "a", method) as archive:
         archive.writestr("images_evaluation/Greek/character01/9.png", drawing(9))
     with pytest.raises(

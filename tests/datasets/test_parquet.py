@@ -84,25 +84,25 @@ def test_an_unreadable_image_is_named_by_file_and_path(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("where", ["end", "middle"])
-def test_a_damaged_file_is_refused(tmp_path, where):
+def test_a_damaged_file_is_rejected(tmp_path, where):
     file = write(tmp_path / "train.parquet", list(range(50)), 50 * [1])
     content = file.read_bytes()
     half = len(content) // 2
     file.write_bytes(content[:-10] if where == "end" else content[:30] + bytes(half) + content[30 + half :])
     with pytest.raises(
-        InputError, match=r"train\.parquet is not a complete parquet file \(.*\)\. Download the file again\."
+        InputError, match=r"train\.parquet is not a valid parquet file \(.*\)\. Download the file again\."
     ):
         load(file)
 
 
-def test_a_file_without_image_or_label_column_is_refused(tmp_path):
+def test_a_file_without_image_or_label_column_is_rejected(tmp_path):
     file = write(tmp_path / "a.parquet", [1], [1], column="photo")
     with pytest.raises(InputError, match=r"has the columns photo, label, but none is called image or img\. Rename one"):
         load(file)
 
 
 @pytest.mark.parametrize("path", ["/etc/hostname", "../secret.png", "a/../../secret.png"])
-def test_a_row_that_names_a_file_outside_the_folder_is_refused(tmp_path, path):
+def test_a_row_that_names_a_file_outside_the_folder_is_rejected(tmp_path, path):
     (tmp_path / "data").mkdir()
     (tmp_path / "secret.png").write_bytes(encoded(flat(10)))
     table = pyarrow.table({"image": [{"bytes": None, "path": path}], "label": ["cat"]})
@@ -111,7 +111,7 @@ def test_a_row_that_names_a_file_outside_the_folder_is_refused(tmp_path, path):
         load(tmp_path / "data")
 
 
-def test_a_row_that_names_a_missing_file_is_refused(tmp_path):
+def test_a_row_that_names_a_missing_file_is_rejected(tmp_path):
     table = pyarrow.table({"image": [{"bytes": None, "path": "one.png"}], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet")
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_a_row_that_names_a_missing_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("labels", "wrong"), [([0.9, 1.0], "0.9"), ([0, 2], "2"), ([[1], [2]], r"\[1\]")])
-def test_invalid_labels_are_refused(tmp_path, labels, wrong):
+def test_invalid_labels_are_rejected(tmp_path, labels, wrong):
     write(tmp_path / "train.parquet", [1, 2], labels, names=["cat", "dog"])
     with pytest.raises(
         InputError, match=rf"train\.parquet has {wrong} in column label, but .*\. Download the file again"
@@ -131,25 +131,25 @@ def test_invalid_labels_are_refused(tmp_path, labels, wrong):
         load(tmp_path)
 
 
-def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_unpacks_to_far_more_than_its_size_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FREE_BYTES", 2**20)
     table = pyarrow.table({"image": [bytes(2**22)], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet", compression="gzip", use_dictionary=False)
     assert (tmp_path / "train.parquet").stat().st_size < 2**14
-    with pytest.raises(InputError, match=r"is not a complete parquet file \(it has \d+ bytes, but declares 1 rows"):
+    with pytest.raises(InputError, match=r"is not a valid parquet file \(it has \d+ bytes, but declares 1 rows"):
         load(tmp_path)
 
 
-def test_more_rows_than_bytes_are_refused(tmp_path):
+def test_more_rows_than_bytes_are_rejected(tmp_path):
     table = pyarrow.table({"image": 10**5 * [b""], "label": 10**5 * [1]})
     parquet.write_table(table, tmp_path / "train.parquet")
     with pytest.raises(InputError, match=r"but declares 100000 rows"):
         load(tmp_path)
 
 
-def test_a_pipe_is_refused(tmp_path):
+def test_a_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "train.parquet")
-    with pytest.raises(InputError, match=r"train\.parquet is not a complete parquet file \(it is not a regular file\)"):
+    with pytest.raises(InputError, match=r"train\.parquet is not a valid parquet file \(it is not a regular file\)"):
         load("parquet", tmp_path)
 
 

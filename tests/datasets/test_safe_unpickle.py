@@ -62,7 +62,7 @@ class Runs:
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_that_refers_to_code_is_refused_and_nothing_is_run(tmp_path, function, arguments, name, protocol):
+def test_a_pickle_that_refers_to_code_is_rejected_and_nothing_is_run(tmp_path, function, arguments, name, protocol):
     file = tmp_path / "made"
     filled = [part.format(file=str(file)) if isinstance(part, str) else part for part in arguments]
     data = pickle.dumps({"data": [Runs(function, *filled)]}, protocol)
@@ -90,14 +90,14 @@ def test_every_instruction_that_names_a_global_is_guarded(tmp_path, data):
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps([1, 2])[:-3], pickle.dumps(np.zeros(9))[:60]])
-def test_a_damaged_pickle_is_refused(data):
+def test_a_damaged_pickle_is_rejected(data):
     with pytest.raises(
-        InputError, match=r"^train\.pkl is not a complete pickle of plain data \(.+\)\. Download the file again\.$"
+        InputError, match=r"^train\.pkl is not a valid pickle of plain data \(.+\)\. Download the file again\.$"
     ):
         unpickle(data, "train.pkl")
 
 
-def test_a_reference_to_an_external_object_is_refused():
+def test_a_reference_to_an_external_object_is_rejected():
     with pytest.raises(InputError, match=r"a\.pkl refers to an object outside the file"):
         unpickle(b"Pelsewhere\n.", "a.pkl")
 
@@ -112,13 +112,13 @@ def test_dtype_flags_that_make_numpy_follow_pointers_are_ignored():
 
 
 @pytest.mark.parametrize("array", [np.array([{}], dtype=object), np.zeros(2, dtype=[("a", "u1")])])
-def test_arrays_of_objects_and_of_records_are_refused(array):
-    with pytest.raises(InputError, match="is not a complete pickle of plain data"):
+def test_arrays_of_objects_and_of_records_are_rejected(array):
+    with pytest.raises(InputError, match="is not a valid pickle of plain data"):
         unpickle(pickle.dumps(array, 2), "a.pkl")
 
 
 def test_the_class_of_arrays_cannot_be_called():
-    with pytest.raises(InputError, match="is not a complete pickle of plain data"):
+    with pytest.raises(InputError, match="is not a valid pickle of plain data"):
         unpickle(b"cnumpy\nndarray\n(I2\ntR.", "a.pkl")
 
 
@@ -171,8 +171,8 @@ def test_arrays_are_read_only_views_of_bytes():
         b"\x82\x01.",  # an extension
     ],
 )
-def test_instructions_that_plain_data_do_not_need_are_refused(data):
-    with pytest.raises(InputError, match=r"is not a complete pickle of plain data \(.+\)"):
+def test_instructions_that_plain_data_do_not_need_are_rejected(data):
+    with pytest.raises(InputError, match=r"is not a valid pickle of plain data \(.+\)"):
         unpickle(data, "a.pkl")
 
 

@@ -75,14 +75,14 @@ def test_the_table_has_the_608_published_classes_and_no_category_is_in_two_split
     assert len(categories) == len({category for _, category in categories}) == 34
 
 
-def test_a_different_number_of_images_and_labels_is_refused(tmp_path):
+def test_a_different_number_of_images_and_labels_is_rejected(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "val_images_png.pkl").write_bytes(pickle.dumps([b""]))
     with pytest.raises(InputError, match=r"val_images_png\.pkl is not a list of 4 images, the number of labels"):
         load(tmp_path)
 
 
-def test_labels_larger_than_the_number_of_names_are_refused(tmp_path):
+def test_labels_larger_than_the_number_of_names_are_rejected(tmp_path):
     write_pickles(tmp_path)
     labels = {"label_specific": [0, 7], "label_specific_str": ["a"]}
     (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(labels))
@@ -92,7 +92,7 @@ def test_labels_larger_than_the_number_of_names_are_refused(tmp_path):
         load(tmp_path)
 
 
-def test_missing_labels_are_refused(tmp_path):
+def test_missing_labels_are_rejected(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "test_labels.pkl").unlink()
     with pytest.raises(InputError, match=r"test_images_png\.pkl has no test_labels\.pkl next to it\. Put it there"):
@@ -100,7 +100,7 @@ def test_missing_labels_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["train_images_png.pkl", "train_labels.pkl"])
-def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
+def test_a_pickle_with_code_in_it_is_rejected(tmp_path, file):
     write_pickles(tmp_path)
     (tmp_path / file).write_bytes(pickle.dumps([exec]))
     with pytest.raises(InputError, match=rf"{file} refers to builtins\.exec, which is code, not data"):
@@ -109,7 +109,7 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path, file):
 
 @pytest.mark.parametrize("key", ["label_specific", "label_general"])
 @pytest.mark.parametrize("wrong", [0.9, -1, float("nan")])
-def test_invalid_labels_are_refused(tmp_path, key, wrong):
+def test_invalid_labels_are_rejected(tmp_path, key, wrong):
     write_pickles(tmp_path)
     for names in (True, False):
         labels = pickle.loads((tmp_path / "val_labels.pkl").read_bytes())
@@ -133,7 +133,7 @@ def test_the_number_of_unnamed_classes_is_limited(tmp_path):
 
 
 @pytest.mark.parametrize("image", [np.array([1, 256]), np.array([0.5]), 10**10, [1, 2]])
-def test_images_that_are_not_bytes_are_refused(tmp_path, image):
+def test_images_that_are_not_bytes_are_rejected(tmp_path, image):
     write_pickles(tmp_path)
     images = pickle.loads((tmp_path / "val_images_png.pkl").read_bytes())
     images[2] = image

@@ -58,32 +58,32 @@ def tasks(world: HardEasy | Landscape, shots: int = 100, queries: int = 20) -> L
 def moments_of(world: HardEasy | Landscape, count: int, shots: int, seed: int = 0) -> tuple[SplitMoments, torch.Tensor]:
     """The moments of tasks, and which of them are truly hard."""
     episodes = tasks(world, shots, shots).sample(count, torch.Generator().manual_seed(seed))
-    whole = episodes.without_split()
-    return regression_moments(whole.support_x.double(), whole.support_y), episodes.classes[:, 0] == 0
+    unsplit = episodes.without_split()
+    return regression_moments(unsplit.support_x.double(), unsplit.support_y), episodes.classes[:, 0] == 0
 
 
 @pytest.fixture(scope="module")
-def found() -> Diagnosis:
+def diagnosis() -> Diagnosis:
     return diagnose(tasks(WORLD), alpha=0.9, tasks=400)
 
 
-def test_the_parameters_of_a_known_landscape_are_estimated(found):
-    hard, easy = found.groups
-    assert found.distance == pytest.approx(WORLD.R, rel=0.1)
+def test_the_parameters_of_a_known_landscape_are_estimated(diagnosis):
+    hard, easy = diagnosis.groups
+    assert diagnosis.distance == pytest.approx(WORLD.R, rel=0.1)
     assert hard.dispersion == pytest.approx(WORLD.r_hard, rel=0.15)
     assert easy.dispersion == pytest.approx(WORLD.r_easy, rel=0.15)
     assert hard.rate == pytest.approx(WORLD.rho_hard, rel=0.15)
     assert easy.rate == pytest.approx(WORLD.rho_easy, rel=0.15)
-    assert found.m == 100
+    assert diagnosis.m == 100
 
 
-def test_the_predicted_ratio_is_that_of_corollary_1(found):
-    assert found.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.1)
-    assert found.ratio.low < found.ratio.value < found.ratio.high
-    assert found.nal / found.maml == pytest.approx(found.ratio.value)
-    assert found.advice == replace(found.advice, method="maml", adapts=True)
-    assert found.ratio_limit == pytest.approx(1 + found.distance**2 / found.groups[0].dispersion)
-    assert found.ratio_limit == pytest.approx(1 + WORLD.R**2 / WORLD.r_hard, rel=0.2)
+def test_the_predicted_ratio_is_that_of_corollary_1(diagnosis):
+    assert diagnosis.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.1)
+    assert diagnosis.ratio.low < diagnosis.ratio.value < diagnosis.ratio.high
+    assert diagnosis.nal / diagnosis.maml == pytest.approx(diagnosis.ratio.value)
+    assert diagnosis.advice == replace(diagnosis.advice, method="maml", adapts=True)
+    assert diagnosis.ratio_limit == pytest.approx(1 + diagnosis.distance**2 / diagnosis.groups[0].dispersion)
+    assert diagnosis.ratio_limit == pytest.approx(1 + WORLD.R**2 / WORLD.r_hard, rel=0.2)
 
 
 def test_groups_are_separated_by_hardness():
@@ -175,25 +175,25 @@ def test_the_step_does_not_diverge_on_resampled_tasks():
 
 
 def test_plain_pre_training_is_recommended_if_the_groups_have_the_same_center():
-    found = diagnose(tasks(ALIKE), alpha=0.9, tasks=150)
-    assert found.ratio.value == pytest.approx(1, abs=0.02)
-    assert found.ratio.low >= 1  # MAML has the lowest possible risk
-    assert found.advice.adapts is False
-    assert found.advice.method == "nal"
-    assert NO_GAIN in str(found).lower()
+    diagnosis = diagnose(tasks(ALIKE), alpha=0.9, tasks=150)
+    assert diagnosis.ratio.value == pytest.approx(1, abs=0.02)
+    assert diagnosis.ratio.low >= 1  # MAML has the lowest possible risk
+    assert diagnosis.advice.adapts is False
+    assert diagnosis.advice.method == "nal"
+    assert NO_GAIN in str(diagnosis).lower()
 
 
-def test_adaptation_is_recommended_if_it_gains_enough(found):
-    assert found.ratio.low > MIN_RATIO
-    assert found.advice.confidence == 1
-    assert "MAML" in found.advice.headline
+def test_adaptation_is_recommended_if_it_gains_enough(diagnosis):
+    assert diagnosis.ratio.low > MIN_RATIO
+    assert diagnosis.advice.confidence == 1
+    assert "MAML" in diagnosis.advice.headline
     assert NO_GAIN in Advice("nal", False, 0.9, ()).headline.lower()
 
 
-def test_the_same_seed_gives_the_same_diagnosis(found):
+def test_the_same_seed_gives_the_same_diagnosis(diagnosis):
     again = diagnose(tasks(WORLD), alpha=0.9, tasks=400)
-    assert again == found
-    assert diagnose(tasks(WORLD), alpha=0.9, tasks=400, seed=1) != found
+    assert again == diagnosis
+    assert diagnose(tasks(WORLD), alpha=0.9, tasks=400, seed=1) != diagnosis
 
 
 def test_symmetric_products_have_the_norm_of_the_matrix():
@@ -224,24 +224,24 @@ def test_the_solution_for_classes_that_differ_in_one_direction_is_that_direction
 
 
 def test_superclasses_of_images_can_be_the_groups(glyphs):
-    found = diagnose(glyphs.tasks("train", queries=5), untrained_network(glyphs), groups="superclasses", tasks=24)
-    assert [group.tasks for group in found.groups] == [12, 12]
-    assert found.space == "pairs of features"
-    assert found.m == 10  # pairs of five images
-    assert [cost.method for cost in found.costs] == ["rfs", "mtl", "anil", "maml"]
+    diagnosis = diagnose(glyphs.tasks("train", queries=5), untrained_network(glyphs), groups="superclasses", tasks=24)
+    assert [group.tasks for group in diagnosis.groups] == [12, 12]
+    assert diagnosis.space == "pairs of features"
+    assert diagnosis.m == 10  # pairs of five images
+    assert [cost.method for cost in diagnosis.costs] == ["rfs", "mtl", "anil", "maml"]
 
 
 def test_parts_of_a_mixture_can_be_the_groups():
     hard, easy = (tasks(Landscape((replace(group, probability=1.0),), 5)) for group in WORLD.landscape.groups)
-    found = diagnose(Mixture((hard, easy), (0.5, 0.5)), groups="parts", alpha=0.9, tasks=200)
-    assert found.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.15)
+    diagnosis = diagnose(Mixture((hard, easy), (0.5, 0.5)), groups="parts", alpha=0.9, tasks=200)
+    assert diagnosis.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.15)
 
 
 def test_regression_tasks_use_the_features_of_a_network():
-    found = diagnose(Quadratic(shots=20, queries=20), mb.models.mlp(10, 1), tasks=24)
-    assert found.space == "features and a constant"
-    assert found.dimension == 10
-    assert [cost.method for cost in found.costs] == ["nal", "anil", "maml"]
+    diagnosis = diagnose(Quadratic(shots=20, queries=20), mb.models.mlp(10, 1), tasks=24)
+    assert diagnosis.space == "features and a constant"
+    assert diagnosis.dimension == 10
+    assert [cost.method for cost in diagnosis.costs] == ["nal", "anil", "maml"]
 
 
 def test_costs_are_those_of_the_presets():
@@ -259,7 +259,7 @@ def test_costs_are_those_of_the_presets():
 
 
 def test_kernel_predictions_are_compared_with_the_support_alone(monkeypatch):
-    monkeypatch.setattr(advice, "TRAINING_POINTS", 200)
+    monkeypatch.setattr(advice, "TRAINING_EXAMPLES", 200)
     predictions = predict_with_kernels(mb.kernels.fully_connected_kernel(depth=3), Quadratic(), seed=0)
     assert [prediction.method for prediction in predictions] == ["support alone", "mtl", "anil", "maml"]
     assert predictions[0].gain == 0
@@ -269,15 +269,15 @@ def test_kernel_predictions_are_compared_with_the_support_alone(monkeypatch):
     assert predictions[1].gain > predictions[1].gain_ci95
 
 
-def test_the_report_contains_its_figures_and_the_json_all_numbers(found, tmp_path):
-    html = diagnosis_page.write(found, tmp_path).read_text()
+def test_the_report_contains_its_figures_and_the_json_all_numbers(diagnosis, tmp_path):
+    html = diagnosis_page.write(diagnosis, tmp_path).read_text()
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
     assert len(sources) == 2 * 3
     for source in sources:
         assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
-    assert found.advice.headline in html
+    assert diagnosis.advice.headline in html
     stored = json.loads((tmp_path / "diagnosis.json").read_text())
-    assert stored["ratio"]["value"] == found.ratio.value
+    assert stored["ratio"]["value"] == diagnosis.ratio.value
     assert len(stored["rates"]) == len(stored["solution_map"]) == 400
 
 
@@ -304,24 +304,24 @@ def test_the_command_writes_a_report(metabridge, glyphs, tmp_path):
         ({"net": mb.models.mlp(5, 1), "features": torch.tanh}, "net and features are both given"),
     ],
 )
-def test_invalid_arguments_are_refused(options, message):
+def test_invalid_arguments_are_rejected(options, message):
     with pytest.raises(InputError, match=re.escape(message)):
         diagnose(tasks(WORLD), **({"tasks": 40} | options))
 
 
-def test_a_singular_covariance_is_refused():
+def test_a_singular_covariance_is_rejected():
     moments, hard = moments_of(WORLD, 40, 20)
     flat = torch.zeros_like(moments.covariance)
     with pytest.raises(InputError, match="the covariance of a task's features is singular"):
         LandscapeEstimate(replace(moments, covariance=flat), hard, 20).landscape(0.5)
 
 
-def test_more_than_one_value_per_point_is_refused():
+def test_more_than_one_value_per_point_is_rejected():
     with pytest.raises(InputError, match="Diagnose each output separately"):
         regression_moments(torch.zeros(2, 8, 3).double(), torch.zeros(2, 8, 2))
 
 
-def test_images_without_features_are_refused(glyphs):
+def test_images_without_features_are_rejected(glyphs):
     with pytest.raises(InputError, match="Give net or features"):
         diagnose(glyphs.tasks("train"), tasks=20)
 
@@ -347,15 +347,15 @@ def test_tasks_without_any_signal_do_not_change_the_groups():
 
 def test_the_ratio_is_one_if_there_is_nothing_to_gain(tmp_path):
     nothing = HardEasy(rho_hard=0.1, rho_easy=1.0, R=0.0, r_hard=0.0, r_easy=0.0, dimension=3, noise=0.0)
-    found = diagnose(tasks(nothing, 20, 20), tasks=40)
-    assert found.ratio.value == 1
-    assert found.advice.adapts is False
-    assert found.ratio_limit is None
-    assert diagnosis_page.write(found, tmp_path).exists()
-    json.loads(found.to_json())
+    diagnosis = diagnose(tasks(nothing, 20, 20), tasks=40)
+    assert diagnosis.ratio.value == 1
+    assert diagnosis.advice.adapts is False
+    assert diagnosis.ratio_limit is None
+    assert diagnosis_page.write(diagnosis, tmp_path).exists()
+    json.loads(diagnosis.to_json())
 
 
-def test_tasks_without_pairs_of_the_same_class_are_refused(glyphs):
+def test_tasks_without_pairs_of_the_same_class_are_rejected(glyphs):
     with pytest.raises(InputError, match=r"no two images of the same class.*Use queries=2"):
         diagnose(glyphs.tasks("train", shots=1, queries=1), untrained_network(glyphs), tasks=20)
 
@@ -373,17 +373,17 @@ def make_advice(prediction: Prediction, *kernels: KernelPrediction, problems: tu
 
 @pytest.mark.parametrize(("ratios", "adapts"), [([*4 * [1.1], 9.0], False), ([1.1, *4 * [MIN_RATIO]], True)])
 def test_the_advice_is_that_of_most_resamplings(ratios, adapts):
-    found = make_advice(make_prediction(2.0, ratios))
-    assert (found.adapts, found.method) == (adapts, "anil" if adapts else "nal")
-    assert found.confidence == pytest.approx(0.8)
+    diagnosis = make_advice(make_prediction(2.0, ratios))
+    assert (diagnosis.adapts, diagnosis.method) == (adapts, "anil" if adapts else "nal")
+    assert diagnosis.confidence == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("adapting", [4, 5, 6])
 def test_nothing_is_recommended_if_resamplings_disagree(adapting):
-    found = make_advice(make_prediction(2.0, [1.1] * (9 - adapting) + [9.0] * adapting))
-    assert (found.adapts, found.method) == (None, None)
-    assert found.confidence == pytest.approx(max(adapting, 9 - adapting) / 9)
-    assert re.match(r"Undecided: (44|56|67) % of resampled sets of tasks favor.*sample more", found.headline)
+    diagnosis = make_advice(make_prediction(2.0, [1.1] * (9 - adapting) + [9.0] * adapting))
+    assert (diagnosis.adapts, diagnosis.method) == (None, None)
+    assert diagnosis.confidence == pytest.approx(max(adapting, 9 - adapting) / 9)
+    assert re.match(r"Undecided: (44|56|67) % of resampled sets of tasks favor.*sample more", diagnosis.headline)
 
 
 def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
@@ -400,19 +400,19 @@ def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
 
 
 def test_a_negligible_saving_is_not_worth_adaptation():
-    found = make_advice(make_prediction(9.0, [9.0], saved=0.0004))
-    assert (found.adapts, found.method) == (False, "nal")
-    assert any("negligible" in reason for reason in found.reasons)
+    diagnosis = make_advice(make_prediction(9.0, [9.0], saved=0.0004))
+    assert (diagnosis.adapts, diagnosis.method) == (False, "nal")
+    assert any("negligible" in reason for reason in diagnosis.reasons)
     worth = make_advice(make_prediction(9.0, [9.0], saved=0.01))
     assert worth.adapts is True
     assert not any("negligible" in reason for reason in worth.reasons)
 
 
 def test_nothing_is_recommended_if_there_are_problems():
-    found = make_advice(make_prediction(9.0, [9.0]), problems=("the data are bad: use others", "they are few"))
-    assert (found.adapts, found.method, found.confidence) == (None, None, 1.0)
-    assert found.headline == "Undecided: the data are bad: use others."
-    assert found.reasons[0] == "they are few"
+    diagnosis = make_advice(make_prediction(9.0, [9.0]), problems=("the data are bad: use others", "they are few"))
+    assert (diagnosis.adapts, diagnosis.method, diagnosis.confidence) == (None, None, 1.0)
+    assert diagnosis.headline == "Undecided: the data are bad: use others."
+    assert diagnosis.reasons[0] == "they are few"
 
 
 def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
@@ -420,15 +420,15 @@ def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
         gains = {"support alone": 0.0, "mtl": 0.05, "anil": 0.3, "maml": gain}
         return [KernelPrediction(name, "accuracy", 0.5, 0.1, value, margin) for name, value in gains.items()]
 
-    found = make_prediction(9.0, [9.0])
-    assert make_advice(found, *kernels(0.5)).method == "maml"
-    assert make_advice(found, *kernels(0.4)).method == "anil"
-    assert make_advice(found, *kernels(0.1)).method == "anil"
+    diagnosis = make_prediction(9.0, [9.0])
+    assert make_advice(diagnosis, *kernels(0.5)).method == "maml"
+    assert make_advice(diagnosis, *kernels(0.4)).method == "anil"
+    assert make_advice(diagnosis, *kernels(0.1)).method == "anil"
     assert make_advice(make_prediction(1.0, [1.0]), *kernels(0.5)).method == "nal"
     reason = "by the kernels of infinitely wide networks, {} better than regression on the support alone"
-    assert reason.format("ANIL, MAML are") in make_advice(found, *kernels(0.5)).reasons
-    assert reason.format("ANIL is") in make_advice(found, *kernels(0.1)).reasons
-    assert reason.format("no method is") in make_advice(found, *kernels(0.1, margin=1.0)).reasons
+    assert reason.format("ANIL, MAML are") in make_advice(diagnosis, *kernels(0.5)).reasons
+    assert reason.format("ANIL is") in make_advice(diagnosis, *kernels(0.1)).reasons
+    assert reason.format("no method is") in make_advice(diagnosis, *kernels(0.1, margin=1.0)).reasons
 
 
 def test_a_large_remaining_loss_is_a_reason():
@@ -441,23 +441,26 @@ def test_a_large_remaining_loss_is_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "words"), [(0.1, "the tasks called hard are the fast ones"), (1.2, "the two groups hardly differ")]
+    ("ratio", "words"),
+    [(0.1, "the tasks of the hard group are the faster ones"), (1.2, "the two groups hardly differ")],
 )
 def test_unclear_groups_are_mentioned(ratio, words):
-    found, clear = (advice.advise(make_prediction(2.0, [2.0]), "nal", "maml", (1.0, rate), ()) for rate in (ratio, 1.5))
-    assert any(words in reason for reason in found.reasons)
+    diagnosis, clear = (
+        advice.advise(make_prediction(2.0, [2.0]), "nal", "maml", (1.0, rate), ()) for rate in (ratio, 1.5)
+    )
+    assert any(words in reason for reason in diagnosis.reasons)
     assert not any(words in reason for reason in clear.reasons)
 
 
 def test_the_largest_step_depends_on_the_tasks_and_not_on_resamplings():
     few = tasks(WORLD, 20, 20)
-    with pytest.raises(InputError, match=r"alpha is 100\.0, but steps of") as refused:
+    with pytest.raises(InputError, match=r"alpha is 100\.0, but steps of") as rejected:
         diagnose(few, alpha=100.0, tasks=40)
-    largest = float(re.search(r"steps of ([\d.]+)", str(refused.value))[1])
+    largest = float(re.search(r"steps of ([\d.]+)", str(rejected.value))[1])
     assert diagnose(few, alpha=0.999 * largest, tasks=40).alpha == 0.999 * largest
 
 
-def test_a_step_that_overflows_is_refused():
+def test_a_step_that_overflows_is_rejected():
     with pytest.raises(
         InputError, match=r"^alpha is 1e\+300, so large that the risk overflows. Use alpha=[\d.]+ or less\.$"
     ):
@@ -465,13 +468,13 @@ def test_a_step_that_overflows_is_refused():
 
 
 def test_kernel_predictions_that_fail_are_left_out_with_a_warning(monkeypatch, caplog):
-    def refuse(*_, **__):
+    def reject(*_, **__):
         raise InputError("points 0 and 1 are the same")
 
-    monkeypatch.setattr("metabridge.diagnosis.diagnose_tasks.predict_with_kernels", refuse)
-    found = diagnose(tasks(ALIKE), tasks=40, kernel=mb.kernels.fully_connected_kernel(depth=2))
-    assert found.kernel_predictions == ()
-    assert "The kernel predictions are left out: points 0 and 1 are the same" in caplog.text
+    monkeypatch.setattr("metabridge.diagnosis.diagnose_tasks.predict_with_kernels", reject)
+    diagnosis = diagnose(tasks(ALIKE), tasks=40, kernel=mb.kernels.fully_connected_kernel(depth=2))
+    assert diagnosis.kernel_predictions == ()
+    assert "Continuing without kernel predictions: points 0 and 1 are the same" in caplog.text
 
 
 def test_the_ratio_of_zero_risks_is_defined():
@@ -479,7 +482,7 @@ def test_the_ratio_of_zero_risks_is_defined():
     assert Risks(0.0, 0.0).ratio == 1
 
 
-def test_points_that_are_not_finite_are_refused():
+def test_points_that_are_not_finite_are_rejected():
     def square_root(x):
         return x.sqrt()  # NaN for negative numbers
 
@@ -498,9 +501,9 @@ def test_few_tasks_give_a_warning(caplog):
 def test_concatenated_moments_have_the_smallest_number_of_points():
     first, second = (moments_of(WORLD, 5, shots)[0] for shots in (40, 10))
     assert (
-        SplitMoments.concatenate([first, second]).points_per_dimension
-        == second.points_per_dimension
-        < first.points_per_dimension
+        SplitMoments.concatenate([first, second]).examples_per_dimension
+        == second.examples_per_dimension
+        < first.examples_per_dimension
     )
 
 
@@ -516,9 +519,9 @@ class ModifiedTasks:
     outputs = 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        whole = LinearTasks(replace(WORLD, noise=0.0).landscape, self.shots, 20).sample(tasks, generator)
-        whole = whole.without_split()
-        x, y = whole.support_x, whole.support_y
+        unsplit = LinearTasks(replace(WORLD, noise=0.0).landscape, self.shots, 20).sample(tasks, generator)
+        unsplit = unsplit.without_split()
+        x, y = unsplit.support_x, unsplit.support_y
         for transform, shape in ((self.point_scale, y.shape), (self.task_scale, (tasks, 1, 1))):
             if transform is not None:
                 scale = transform(torch.rand(shape, generator=generator))
@@ -548,16 +551,16 @@ def test_the_ratio_of_heavy_tailed_inputs_uses_their_fourth_moments():
     solutions = nal_solution(WORLD.landscape), maml_solution(WORLD.landscape, 0.9, 100, fourth=fourth)
     nal, maml = risk_above_floor(WORLD.landscape, torch.stack(solutions), 0.9, 100, fourth=fourth)
     for seed in range(2):
-        found = diagnose(ModifiedTasks(point_scale=spiked), alpha=0.9, tasks=200, seed=seed)
-        assert found.ratio.low <= float(nal / maml) <= found.ratio.high < 1.1 < normal
-        assert found.advice.adapts is False
-        assert [group.kurtosis for group in found.groups] == pytest.approx([SPIKED_FOURTH, SPIKED_FOURTH], rel=0.15)
-        assert re.search(r"hard: .* fourth moments [789](\.\d)? times those of normal inputs", str(found))
+        diagnosis = diagnose(ModifiedTasks(point_scale=spiked), alpha=0.9, tasks=200, seed=seed)
+        assert diagnosis.ratio.low <= float(nal / maml) <= diagnosis.ratio.high < 1.1 < normal
+        assert diagnosis.advice.adapts is False
+        assert [group.kurtosis for group in diagnosis.groups] == pytest.approx([SPIKED_FOURTH, SPIKED_FOURTH], rel=0.15)
+        assert re.search(r"hard: .* fourth moments [789](\.\d)? times those of normal inputs", str(diagnosis))
 
 
 def test_adapted_covariances_use_the_fourth_moments_of_the_inputs():
-    whole = ModifiedTasks(point_scale=spiked).sample(200, torch.Generator().manual_seed(0)).without_split()
-    moments = regression_moments(whole.support_x.double(), whole.support_y)
+    unsplit = ModifiedTasks(point_scale=spiked).sample(200, torch.Generator().manual_seed(0)).without_split()
+    moments = regression_moments(unsplit.support_x.double(), unsplit.support_y)
     estimate = LandscapeEstimate(moments, find_hard_tasks(moments), 100)
     covariance = WORLD.landscape.distribution.covariance[1]
     fourth = SPIKED_FOURTH * (covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance)
@@ -566,8 +569,8 @@ def test_adapted_covariances_use_the_fourth_moments_of_the_inputs():
     assert (adapted_covariance(covariance, 0.9, 100).diagonal() < 0.2 * exact.diagonal()).all()
 
 
-def test_the_kurtosis_of_normal_inputs_is_one(found):
-    assert [group.kurtosis for group in found.groups] == pytest.approx([1, 1], rel=0.05)
+def test_the_kurtosis_of_normal_inputs_is_one(diagnosis):
+    assert [group.kurtosis for group in diagnosis.groups] == pytest.approx([1, 1], rel=0.05)
 
 
 def test_fourth_moments_of_few_points_are_unbiased():
@@ -580,16 +583,18 @@ def test_fourth_moments_of_few_points_are_unbiased():
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_recommended_if_the_noise_has_no_variance(seed, monkeypatch):
     monkeypatch.setattr(estimates, "RESAMPLINGS", 10)
-    found = diagnose(ModifiedTasks(noise=cauchy), alpha=0.9, tasks=60, seed=seed)
-    assert (found.advice.adapts, found.advice.method) == (None, None)
-    assert re.match(r"Undecided: few values dominate the variance of the targets of (hard|easy)", found.advice.headline)
-    assert str(found).startswith(found.advice.headline)
+    diagnosis = diagnose(ModifiedTasks(noise=cauchy), alpha=0.9, tasks=60, seed=seed)
+    assert (diagnosis.advice.adapts, diagnosis.advice.method) == (None, None)
+    assert re.match(
+        r"Undecided: few values dominate the variance of the targets of (hard|easy)", diagnosis.advice.headline
+    )
+    assert str(diagnosis).startswith(diagnosis.advice.headline)
 
 
 def test_heavy_tails_of_inputs_and_targets_are_distinguished():
     def tails(environment, count: int = 60) -> set[str]:
-        whole = environment.sample(count, torch.Generator().manual_seed(0)).without_split()
-        moments = regression_moments(whole.support_x.double(), whole.support_y)
+        unsplit = environment.sample(count, torch.Generator().manual_seed(0)).without_split()
+        moments = regression_moments(unsplit.support_x.double(), unsplit.support_y)
         return {name.split()[0] for name in LandscapeEstimate(moments, torch.arange(count) % 2 == 0, 100).heavy_tails()}
 
     assert tails(ModifiedTasks()) == tails(ModifiedTasks(point_scale=spiked)) == set()
@@ -611,12 +616,12 @@ def test_a_step_that_diverges_on_single_tasks_is_reported(monkeypatch):
     """A tenth of the tasks have inputs with eight times the variance, which hardly changes the mean covariance."""
     monkeypatch.setattr(estimates, "RESAMPLINGS", 10)
     environment = ModifiedTasks(task_scale=lambda u: torch.where(u < 0.1, 8**0.5, 1.0))
-    found = diagnose(environment, alpha=0.9, tasks=200)
-    steps = 0.9 * torch.tensor(found.curvatures)
-    assert found.diverging_share == float((steps >= 2).double().mean())
-    assert 0.02 < found.diverging_share < 0.09
+    diagnosis = diagnose(environment, alpha=0.9, tasks=200)
+    steps = 0.9 * torch.tensor(diagnosis.curvatures)
+    assert diagnosis.diverging_share == float((steps >= 2).double().mean())
+    assert 0.02 < diagnosis.diverging_share < 0.09
     assert 5 < steps.max() < 12
-    assert f"the step diverges on {100 * found.diverging_share:.1f} % of the tasks" in str(found)
+    assert f"the step diverges on {100 * diagnosis.diverging_share:.1f} % of the tasks" in str(diagnosis)
     chosen = diagnose(environment, tasks=200)
     assert chosen.diverging_share == 0
     assert chosen.alpha * max(chosen.curvatures) == pytest.approx(1.9)
@@ -662,16 +667,16 @@ def test_the_share_of_hard_tasks_is_the_weight_of_the_first_part():
         float(risk_above_floor(landscape, w, 0.9, 100))
         for w in (nal_solution(landscape), maml_solution(landscape, 0.9, 100))
     ]
-    found = diagnose(Mixture(parts, (3.0, 1.0)), groups="parts", alpha=0.9, tasks=200)
-    assert found.nal == pytest.approx(exact[0], rel=0.1)
-    assert found.maml == pytest.approx(exact[1], rel=0.1)
+    diagnosis = diagnose(Mixture(parts, (3.0, 1.0)), groups="parts", alpha=0.9, tasks=200)
+    assert diagnosis.nal == pytest.approx(exact[0], rel=0.1)
+    assert diagnosis.maml == pytest.approx(exact[1], rel=0.1)
     even = hard_easy_risks(WORLD, 0.9, 100)
     assert even.maml != pytest.approx(exact[1], rel=0.2)
 
 
 @pytest.mark.parametrize("best", RIDGES)
 def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best, monkeypatch):
-    monkeypatch.setattr(advice, "TRAINING_POINTS", 60)
+    monkeypatch.setattr(advice, "TRAINING_EXAMPLES", 60)
     tested = []
 
     def evaluate(fitted, environment, *, tasks, seed):

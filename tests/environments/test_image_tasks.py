@@ -33,7 +33,7 @@ def data() -> LabelledImages:
 
 
 def pixels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the class and the index of each image of (tasks, points, 1, 1, 2)."""
+    """Return the class and the index of each image, from images of shape (tasks, images, 1, 1, 2)."""
     values = (x * 255).round().long().flatten(2)
     return values[..., 0], values[..., 1]
 
@@ -49,12 +49,12 @@ def test_no_image_is_twice_in_a_task(data):
 def test_every_image_has_the_class_of_its_label(data, superclass):
     environment = data.tasks("train", ways=3, shots=2, queries=3, superclass=superclass)
     tasks = environment.sample(200, seeded())
-    shown = torch.tensor(SPLITS["train"])[tasks.classes]
+    task_classes = torch.tensor(SPLITS["train"])[tasks.classes]
     for x, y in [(tasks.support_x, tasks.support_y), (tasks.query_x, tasks.query_y)]:
-        assert torch.equal(pixels(x)[0], shown.gather(1, y))
+        assert torch.equal(pixels(x)[0], task_classes.gather(1, y))
 
 
-def test_points_are_ordered_by_class(data):
+def test_images_are_ordered_by_class(data):
     tasks = data.tasks("train", ways=3, shots=1, queries=2).sample(2, seeded())
     assert tasks.support_y.tolist() == 2 * [[0, 1, 2]]
     assert tasks.query_y.tolist() == 2 * [[0, 0, 1, 1, 2, 2]]
@@ -138,7 +138,7 @@ def test_images_are_floats_from_zero_to_one(data):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"split": "dev"}, "split is 'dev', but these images have 'train', 'test'. Use one."),
+        ({"split": "dev"}, "split is 'dev', but must be one of 'train', 'test'."),
         ({"ways": 11}, "ways is 11, but split 'train' has 10 classes. Use ways=10 or fewer."),
         ({"ways": 0}, "ways is 0, but must be a whole number of at least 1. Use ways=1 or more."),
         ({"superclass": "near"}, "superclass is 'near', but must be one of 'any', 'same', 'different'."),
@@ -159,12 +159,12 @@ def test_images_are_floats_from_zero_to_one(data):
         (
             {"shots": 5, "queries": 1},
             "class 'class11' has 5 images, but 5 shots + 1 query need 6. "
-            "Use fewer shots, or leave out classes with fewer than 6 images (min_images=6, on the command "
+            "Use fewer shots, or omit classes with fewer than 6 images (min_images=6, on the command "
             "line --min-images 6).",
         ),
     ],
 )
-def test_impossible_tasks_are_refused(data, settings, sentence):
+def test_impossible_tasks_are_rejected(data, settings, sentence):
     arguments = {"split": "train", "ways": 2, "shots": 1, "queries": 1} | settings
     with pytest.raises(InputError) as caught:
         data.tasks(arguments.pop("split"), **arguments)
@@ -192,7 +192,7 @@ def test_a_single_class_allows_no_tasks(data):
         ),
     ],
 )
-def test_inconsistent_fields_are_refused(data, wrong, sentence):
+def test_inconsistent_fields_are_rejected(data, wrong, sentence):
     with pytest.raises(InputError) as caught:
         replace(data, **wrong)
     assert str(caught.value).startswith(sentence)
@@ -217,10 +217,10 @@ def test_batches_sample_the_images_of_the_split_uniformly(data):
     ("settings", "sentence"),
     [
         ({"size": 0}, "size is 0, but must be a whole number of at least 1. Use size=1 or more."),
-        ({"split": "dev"}, "split is 'dev', but these images have 'train', 'test'. Use one."),
+        ({"split": "dev"}, "split is 'dev', but must be one of 'train', 'test'."),
     ],
 )
-def test_impossible_batches_are_refused(data, settings, sentence):
+def test_impossible_batches_are_rejected(data, settings, sentence):
     with pytest.raises(InputError) as caught:
         data.batches(settings.pop("split", "train"), **settings)
     assert str(caught.value) == sentence
@@ -265,7 +265,9 @@ def test_rotations_add_three_classes_for_each_class_of_the_splits(square, splits
 
 
 def test_unknown_splits_and_images_that_are_not_square_are_not_rotated(square, data):
-    with pytest.raises(InputError, match="splits is 'trian', but these images have 'train', 'validation', 'test'"):
+    with pytest.raises(
+        InputError, match="splits is 'trian', but the splits of these images are 'train', 'validation', 'test'"
+    ):
         square.with_rotations(("trian",))
     with pytest.raises(InputError, match="images are 1×2 pixels, but only square images can be rotated by 90"):
         data.with_rotations()
@@ -314,5 +316,15 @@ def test_notebooks_show_a_table_of_the_splits(data):
     train, test = (sum(COUNTS[member] for member in SPLITS[split]) for split in ("train", "test"))
     assert "<tr><th>split</th><th>classes</th><th>images</th></tr>" in html
     assert f"<tr><td>train</td><td>10</td><td>{train}</td></tr><tr><td>test</td><td>3</td><td>{test}</td></tr>" in html
+    assert "&lt;folder&gt;" in html
+    assert "<folder>" not in html
+
+
+def test_notebooks_show_a_table_of_the_tasks(data):
+    named = replace(data, load_arguments={"name": "<folder>"})
+    html = named.tasks("test", ways=2, shots=1, queries=3)._repr_html_()
+    columns = "<th>ways</th><th>shots per class</th><th>queries per class</th><th>classes</th><th>images</th>"
+    cells = "".join(f"<td>{number}</td>" for number in (2, 1, 3, 3, sum(COUNTS[label] for label in SPLITS["test"])))
+    assert f"<tr>{columns}</tr><tr>{cells}</tr></table>" in html
     assert "&lt;folder&gt;" in html
     assert "<folder>" not in html

@@ -32,13 +32,13 @@ def random_landscape(dimension: int = 3, noise: float = 0.0) -> Landscape:
     return Landscape(groups, dimension)
 
 
-def solved(episodes):
-    """Return w* of every task, from noise-free points."""
+def solutions_of(episodes):
+    """Return w* of every task, computed from noise-free targets."""
     points = episodes.without_split()
     return torch.linalg.lstsq(points.support_x.double(), points.support_y.double()).solution.squeeze(-1)
 
 
-def same(measured: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> bool:
+def within_error(measured: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> bool:
     """Return whether all entries differ by at most 4.5 standard errors."""
     return bool(((measured - expected).abs() <= 4.5 * error).all())
 
@@ -46,18 +46,18 @@ def same(measured: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) ->
 def check_covariance(points: torch.Tensor, expected: torch.Tensor) -> None:
     """Check the covariance of normal points (n, d); entry (i, j) has standard error √((Σ_ii Σ_jj + Σ_ij²)/n)."""
     error = ((torch.outer(expected.diagonal(), expected.diagonal()) + expected**2) / len(points)).sqrt()
-    assert same(points.T @ points / len(points), expected, error)
+    assert within_error(points.T @ points / len(points), expected, error)
 
 
 def test_inputs_and_solutions_have_the_distribution_of_their_group():
     landscape = random_landscape()
     episodes = LinearTasks(landscape, 6, 4).sample(6000, seeded())
-    w = solved(episodes)
+    w = solutions_of(episodes)
     for group in range(2):
         in_group = episodes.classes[:, 0] == group
         _, covariance, center, spread, _ = (field[group] for field in landscape.distribution)
         check_covariance(episodes.query_x[in_group].double().flatten(0, 1), covariance)
-        assert same(w[in_group].mean(0), center, (spread.diagonal() / in_group.sum()).sqrt())
+        assert within_error(w[in_group].mean(0), center, (spread.diagonal() / in_group.sum()).sqrt())
         check_covariance(w[in_group] - center, spread)
 
 
@@ -78,7 +78,7 @@ def test_target_noise_has_the_variance_of_the_group():
 def test_support_and_query_of_a_task_have_one_solution():
     episodes = LinearTasks(random_landscape(), 6, 4).sample(50, seeded())
     torch.testing.assert_close(
-        episodes.query_x.double() @ solved(episodes)[..., None], episodes.query_y.double(), atol=1e-5, rtol=1e-4
+        episodes.query_x.double() @ solutions_of(episodes)[..., None], episodes.query_y.double(), atol=1e-5, rtol=1e-4
     )
 
 
@@ -90,29 +90,31 @@ def test_hard_and_easy_tasks_are_groups_of_scaled_identities():
 
 
 def test_sampled_landscapes_have_fixed_tasks_with_several_episodes():
-    few = random_landscape().sample_finite(5, seeded())
-    torch.testing.assert_close(few.distribution.probability, torch.full((5,), 0.2, dtype=torch.float64))
+    finite = random_landscape().sample_finite(5, seeded())
+    torch.testing.assert_close(finite.distribution.probability, torch.full((5,), 0.2, dtype=torch.float64))
     for seed in (1, 2):
-        episodes = LinearTasks(few, 6, 4).sample_every_group(3, seeded(seed))
+        episodes = LinearTasks(finite, 6, 4).sample_every_group(3, seeded(seed))
         assert episodes.classes[:, 0].tolist() == [task for task in range(5) for _ in range(3)]
         torch.testing.assert_close(
-            solved(episodes), few.distribution.center.repeat_interleave(3, 0), atol=1e-4, rtol=1e-4
+            solutions_of(episodes), finite.distribution.center.repeat_interleave(3, 0), atol=1e-4, rtol=1e-4
         )
 
 
 def test_episodes_of_a_task_share_its_solution():
-    w = solved(LinearTasks(random_landscape(), 6, 4).sample_every_group(2, seeded()))
+    w = solutions_of(LinearTasks(random_landscape(), 6, 4).sample_every_group(2, seeded()))
     torch.testing.assert_close(w[0::2], w[1::2], atol=1e-4, rtol=1e-4)
 
 
 def test_labels_are_one_with_the_logistic_probability():
     landscape = Landscape((TaskGroup(random_covariance(3, 1), torch.tensor([1.0, -2.0, 0.5])),), 3)
     episodes = LogisticTasks(landscape, 50, 50).sample(1000, seeded()).without_split()
-    chance = (episodes.support_x @ torch.tensor([1.0, -2.0, 0.5])).sigmoid()
+    probability = (episodes.support_x @ torch.tensor([1.0, -2.0, 0.5])).sigmoid()
     for low in torch.arange(0, 1, 0.2):
-        here = (chance >= low) & (chance < low + 0.2)
-        gap = (episodes.support_y[here] - chance[here]).double()
-        assert abs(float(gap.mean())) < 4.5 * float((chance * (1 - chance))[here].sum().sqrt()) / int(here.sum())
+        in_bin = (probability >= low) & (probability < low + 0.2)
+        gap = (episodes.support_y[in_bin] - probability[in_bin]).double()
+        assert abs(float(gap.mean())) < 4.5 * float((probability * (1 - probability))[in_bin].sum().sqrt()) / int(
+            in_bin.sum()
+        )
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda each: type(each).__name__)
@@ -171,13 +173,16 @@ SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
         (lambda: HardEasy(0.1, 1.0, r_easy=-1.0), "r_easy is -1.0, but must be a finite number"),
         (lambda: LinearTasks(WORLD.landscape, 0), "shots is 0, but must be"),
         (lambda: LogisticTasks(WORLD.landscape, 1, 0), "queries is 0, but must be"),
-        (lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape), "noise is 0.1, but labels of logistic regression"),
+        (
+            lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape),
+            "noise is 0.1, but logistic regression has no noise",
+        ),
         (lambda: ENVIRONMENTS[0].sample(0, seeded()), "tasks is 0, but must be"),
         (lambda: ENVIRONMENTS[0].sample_every_group(0, seeded()), "episodes is 0, but must be"),
         (lambda: WORLD.landscape.sample_finite(0, seeded()), "tasks is 0, but must be"),
     ],
 )
-def test_invalid_arguments_are_refused(make, sentence):
+def test_invalid_arguments_are_rejected(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)

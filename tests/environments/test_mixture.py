@@ -17,8 +17,8 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def within_binomial(count: int, of: int, probability: float) -> bool:
-    return abs(count - of * probability) < 4 * math.sqrt(of * probability * (1 - probability))
+def within_binomial(count: int, trials: int, probability: float) -> bool:
+    return abs(count - trials * probability) < 4 * math.sqrt(trials * probability * (1 - probability))
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def test_tasks_of_a_mixture_are_those_of_its_environments(glyphs, same_shape):
 def test_tasks_of_the_same_images_equal_those_of_copied_images(glyphs, shots):
     copied = replace(glyphs, images=glyphs.images.clone())  # so that images are looked up separately
     first = glyphs.tasks("train", shots=shots, superclass="different")
-    together, apart = (Mixture((first, data.tasks("train", shots=shots)), (0.5, 0.5)) for data in (glyphs, copied))
+    joint, separate = (Mixture((first, data.tasks("train", shots=shots)), (0.5, 0.5)) for data in (glyphs, copied))
     for seed in range(3):
-        first_batch, second_batch = (mixture.sample(7, seeded(seed)).tensors() for mixture in (together, apart))
+        first_batch, second_batch = (mixture.sample(7, seeded(seed)).tensors() for mixture in (joint, separate))
         assert len(first_batch) == len(second_batch) == 5
         assert all(torch.equal(one, other) for one, other in zip(first_batch, second_batch))
 
@@ -103,8 +103,8 @@ def test_classes_are_kept_if_the_environments_have_the_same_ones(different_shape
 
 
 def test_tasks_with_equal_numbers_of_images_but_different_ways_are_mixed(glyphs):
-    forms = {"train": (5, 2, 4), "test": (10, 1, 2)}
-    environments = [glyphs.tasks(split, ways=w, shots=s, queries=q) for split, (w, s, q) in forms.items()]
+    shapes = {"train": (5, 2, 4), "test": (10, 1, 2)}
+    environments = [glyphs.tasks(split, ways=w, shots=s, queries=q) for split, (w, s, q) in shapes.items()]
     assert Mixture(environments, (0.5, 0.5)).sample(8, seeded()).query_x.shape == (8, 20, 1, 28, 28)
 
 
@@ -122,9 +122,11 @@ def test_a_network_trains_on_tasks_of_two_shapes(different_shapes, name):
     assert math.isfinite(run.curve[-1].loss)
 
 
-def test_a_mixture_with_different_classes_refuses_a_method_with_a_row_per_class(same_shape):
+def test_a_mixture_with_different_classes_rejects_a_method_with_a_row_per_class(same_shape):
     net = conv4(channels=1, size=28, outputs=3, filters=4)
-    with pytest.raises(InputError, match="classes is None, but training_head 'task-rows' has a row"):
+    with pytest.raises(
+        InputError, match="classes is None, but training_head 'task-rows' has one row per training class"
+    ):
         fit(net, method("mtl"), Mixture(same_shape, (0.5, 0.5)), iterations=1, progress=False)
 
 
@@ -139,6 +141,6 @@ def test_a_mixture_with_different_classes_refuses_a_method_with_a_row_per_class(
         ((Mixture((Sinusoid(),), (1.0,)),), (1.0,), "environments contains a Mixture"),
     ],
 )
-def test_invalid_mixtures_are_refused(environments, weights, sentence):
+def test_invalid_mixtures_are_rejected(environments, weights, sentence):
     with pytest.raises(InputError, match=sentence):
         Mixture(environments, weights)

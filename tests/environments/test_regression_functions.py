@@ -14,7 +14,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def fit_sinusoid(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Amplitude, phase and largest error of the best a sin x + b cos x."""
+    """Return the amplitude, phase and largest error of the least-squares fit a sin x + b cos x."""
     basis = torch.cat([x.sin(), x.cos()], dim=-1).double()
     coefficients = torch.linalg.lstsq(basis, y.double()).solution
     error = (basis @ coefficients - y.double()).abs().amax()
@@ -31,12 +31,12 @@ def test_amplitude_phase_and_inputs_of_sinusoids_are_uniform_on_their_ranges():
     tasks = Sinusoid(shots=20, queries=1).sample(4000, seeded())
     amplitude, phase, _ = fit_sinusoid(tasks.support_x, tasks.support_y)
     for values, low, high in [(amplitude, 0.1, 5), (phase, 0, math.pi), (tasks.support_x.flatten(), -5, 5)]:
-        unit = ((values - low) / (high - low)).double().sort().values
-        assert unit[0] > -1e-3
-        assert unit[-1] < 1 + 1e-3
-        # Kolmogorov-Smirnov distance to the uniform law; 1.95/√n is passed with probability 0.001.
-        distance = (unit - torch.linspace(0, 1, len(unit), dtype=torch.float64)).abs().max()
-        assert distance < 1.95 / math.sqrt(len(unit))
+        normalized = ((values - low) / (high - low)).double().sort().values
+        assert normalized[0] > -1e-3
+        assert normalized[-1] < 1 + 1e-3
+        # Kolmogorov-Smirnov distance to the uniform distribution, which exceeds 1.95/√n with probability 0.001.
+        distance = (normalized - torch.linspace(0, 1, len(normalized), dtype=torch.float64)).abs().max()
+        assert distance < 1.95 / math.sqrt(len(normalized))
 
 
 def test_quadratic_inputs_have_norm_root_d():
@@ -59,7 +59,7 @@ def test_quadratic_targets_have_the_scaled_chi_squared_distribution():
 
 
 def test_quadratic_targets_are_computed_before_inputs_are_normalized():
-    """Undone by hand: the inputs' directions and one unknown length each reproduce the targets."""
+    """Compute the same tasks here, and compare targets and inputs."""
     generator = seeded(3)
     center = torch.randn(6, 1, 10, generator=generator)
     width = torch.empty(6, 1, 1).uniform_(1.3, 1.6, generator=generator)
@@ -95,7 +95,7 @@ def test_tasks_are_regressions_with_one_output_and_no_persistent_classes(environ
         (lambda: Sinusoid().sample(0, seeded()), "tasks is 0, but must be"),
     ],
 )
-def test_a_count_below_one_is_refused(make, sentence):
+def test_a_count_below_one_is_rejected(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)

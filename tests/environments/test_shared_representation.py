@@ -16,7 +16,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def slopes_of(world: SharedRepresentation, tasks: int) -> torch.Tensor:
+def fitted_parameters(world: SharedRepresentation, tasks: int) -> torch.Tensor:
     """Return the regression vectors, computed from noise-free tasks with enough points."""
     episodes = world.sample(tasks, seeded())
     return torch.linalg.lstsq(episodes.support_x.double(), episodes.support_y.double()).solution[..., 0]
@@ -24,11 +24,11 @@ def slopes_of(world: SharedRepresentation, tasks: int) -> torch.Tensor:
 
 def test_task_parameters_lie_in_the_representation_with_the_given_mean_and_variances():
     world = SharedRepresentation(8, (0.5, 2.0), mean=(1.0, -3.0), noise=0.0, shots=20, queries=1)
-    slopes = slopes_of(world, 4000)
+    fitted = fitted_parameters(world, 4000)
     basis = world.representation
     assert torch.allclose(basis.mT @ basis, torch.eye(2, dtype=torch.float64))
-    assert (slopes - slopes @ basis @ basis.mT).abs().max() < 1e-4
-    weights = slopes @ basis
+    assert (fitted - fitted @ basis @ basis.mT).abs().max() < 1e-4
+    weights = fitted @ basis
     for index, (mean, variance) in enumerate(zip(world.mean, world.variances)):
         assert weights[:, index].mean().item() == pytest.approx(mean, abs=4 * math.sqrt(variance / 4000))
         assert weights[:, index].var().item() == pytest.approx(variance, rel=4 * math.sqrt(2 / 4000))
@@ -64,8 +64,8 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others():
     first, again, other = (world.sample(3, seeded(seed)) for seed in (1, 1, 2))
     assert torch.equal(first.support_y, again.support_y)
     assert not torch.equal(first.support_y, other.support_y)
-    there = SharedRepresentation(dimension=6, variances=(1.0,), seed=1)
-    assert not torch.equal(world.representation, there.representation)
+    other_world = SharedRepresentation(dimension=6, variances=(1.0,), seed=1)
+    assert not torch.equal(world.representation, other_world.representation)
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"metaoptnet", "rfs"}))  # which need class labels
@@ -105,7 +105,7 @@ def test_training_on_a_pool_lowers_the_loss():
         (lambda: SharedRepresentation().task_parameters, "pool is None, so there is no fixed set of tasks."),
     ],
 )
-def test_invalid_arguments_are_refused(make, sentence):
+def test_invalid_arguments_are_rejected(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)

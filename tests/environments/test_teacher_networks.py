@@ -32,8 +32,8 @@ def test_a_network_with_the_neurons_of_the_teacher_has_zero_error(activation):
 
 def test_fixed_teachers_are_equally_frequent():
     tasks = TeacherTasks(FixedNeurons(NEURONS), "tanh").sample(2000, seeded()).without_split()
-    answers = torch.stack([neuron_sum("tanh", teacher, tasks.support_x) for teacher in NEURONS])
-    matches = (answers - tasks.support_y).abs().amax((-2, -1)) < 1e-12
+    outputs = torch.stack([neuron_sum("tanh", teacher, tasks.support_x) for teacher in NEURONS])
+    matches = (outputs - tasks.support_y).abs().amax((-2, -1)) < 1e-12
     assert matches.sum(0).eq(1).all()
     assert abs(int(matches[0].sum()) - 1000) < 4 * math.sqrt(500)
 
@@ -50,10 +50,10 @@ def test_inputs_and_noise_have_the_given_variances():
 
 
 def test_gaussian_neurons_have_the_given_mean_and_variance():
-    drawn = GaussianNeurons(dimension=3, width=2, mean=2.0, variance=0.25).sample(20_000, seeded())
-    assert drawn.shape == (20_000, 2, 3)
-    torch.testing.assert_close(drawn.mean(0), torch.full((2, 3), 2.0), atol=0.02, rtol=0)
-    torch.testing.assert_close(drawn.flatten(1).T.cov(), 0.25 * torch.eye(6), atol=0.02, rtol=0)
+    neurons = GaussianNeurons(dimension=3, width=2, mean=2.0, variance=0.25).sample(20_000, seeded())
+    assert neurons.shape == (20_000, 2, 3)
+    torch.testing.assert_close(neurons.mean(0), torch.full((2, 3), 2.0), atol=0.02, rtol=0)
+    torch.testing.assert_close(neurons.flatten(1).T.cov(), 0.25 * torch.eye(6), atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("neurons", [FixedNeurons(NEURONS), GaussianNeurons(2)], ids=["fixed", "gaussian"])
@@ -71,8 +71,8 @@ def test_every_regression_method_trains_on_hard_and_easy_teachers(name):
     learner, net = method(name), mlp(2, environment.outputs, width=8)
     params = parameters(learner, net)
     _, gradients = meta_gradient(learner, net, params, environment.sample(4, seeded()))
-    assert any(slope.abs().max() > 0 for slope in gradients.values())
-    assert all(slope.isfinite().all() for slope in gradients.values())
+    assert any(grad.abs().max() > 0 for grad in gradients.values())
+    assert all(grad.isfinite().all() for grad in gradients.values())
 
 
 def test_training_on_teachers_improves_new_tasks():
@@ -104,7 +104,7 @@ def test_training_on_teachers_improves_new_tasks():
         (lambda: FixedNeurons(torch.ones(0, 1, 2)), "neurons is float32 of shape (0, 1, 2), but must be"),
     ],
 )
-def test_invalid_arguments_are_refused(make, sentence):
+def test_invalid_arguments_are_rejected(make, sentence):
     with pytest.raises(InputError) as caught:
         make()
     assert str(caught.value).startswith(sentence)

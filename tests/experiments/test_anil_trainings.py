@@ -95,12 +95,12 @@ def test_curves_start_at_the_initial_network_and_end_with_the_last_step(finished
 
 def test_an_error_says_that_no_training_is_finished(tmp_path, monkeypatch):
     monkeypatch.setitem(SETTINGS, "quick", SMALL)
-    with pytest.raises(InputError, match="no training of anil-fig2 is finished"):
+    with pytest.raises(InputError, match="no part of anil-fig2 is finished"):
         anil_fig2.EXPERIMENT.run(ExperimentOptions("quick", out=tmp_path, minutes=0.0, progress=False))
 
 
 def test_only_selects_trainings(finished, tmp_path):
-    with pytest.raises(InputError, match="only names reptile"):
+    with pytest.raises(InputError, match="only is reptile"):
         anil_fig2.EXPERIMENT.run(ExperimentOptions("quick", out=tmp_path, only=("reptile",), progress=False))
     options, _ = finished[anil_fig2]
     outcome = anil_fig2.EXPERIMENT.run(replace(options, out=tmp_path, only=("infinite-tasks",)))

@@ -7,7 +7,7 @@ import pytest
 from metabridge.diagnosis import Interval, estimates
 from metabridge.experiments import ExperimentOptions, Outcome, diagnose_worlds, load_experiment
 from metabridge.experiments.diagnose_worlds import (
-    CLEAR,
+    CLEAR_RATIOS,
     EXPERIMENT,
     SETTINGS,
     LinearProblem,
@@ -74,12 +74,12 @@ def test_risks_after_training_approach_the_population_risks(seed, monkeypatch):
 def test_a_recommendation_is_right_or_wrong_only_where_the_true_ratio_is_clear(outcome):
     diagnosis = outcome.data.trials[0].diagnosis
     adapting = replace(diagnosis, advice=replace(diagnosis.advice, adapts=True))
-    assert Trial(adapting, CLEAR[1] + 0.1, 1.0).right is True
-    assert Trial(adapting, CLEAR[0] - 0.05, 1.0).right is False
-    assert Trial(adapting, sum(CLEAR) / 2, 1.0).right is None
+    assert Trial(adapting, CLEAR_RATIOS[1] + 0.1, 1.0).is_right is True
+    assert Trial(adapting, CLEAR_RATIOS[0] - 0.05, 1.0).is_right is False
+    assert Trial(adapting, sum(CLEAR_RATIOS) / 2, 1.0).is_right is None
     undecided = replace(diagnosis, advice=replace(diagnosis.advice, method=None, adapts=None, problem="why"))
-    assert Trial(undecided, CLEAR[1] + 0.1, 1.0).right is False
-    assert Trial(undecided, CLEAR[0] - 0.05, 1.0).right is False
+    assert Trial(undecided, CLEAR_RATIOS[1] + 0.1, 1.0).is_right is False
+    assert Trial(undecided, CLEAR_RATIOS[0] - 0.05, 1.0).is_right is False
 
 
 def test_steps_of_random_problems_do_not_diverge():

@@ -19,7 +19,7 @@ from metabridge.experiments.kernel_fewshot import (
     METHODS,
     RIDGES,
     SETTINGS,
-    option_grid,
+    candidate_learners,
 )
 from metabridge.experiments.kernel_fewshot_data import (
     SIZE,
@@ -40,7 +40,7 @@ TINY = replace(
     test=PoolSize(6, 3),
     validation_tasks=4,
     test_tasks=6,
-    plans=tuple(replace(plan, iterations=2, validate_tasks=2) for plan in SETTINGS["quick"].plans[1:2]),
+    plans=tuple(replace(config, iterations=2, validate_tasks=2) for config in SETTINGS["quick"].plans[1:2]),
 )
 CHEAP = {
     "fully connected": KERNELS["fully connected"],
@@ -76,7 +76,7 @@ def test_a_kernel_learns_no_classes_from_all_relabellings_of_the_training_tasks(
     copies = [replace(train, support_y=order[train.support_y], query_y=order[train.query_y]) for order in orders]
     joined = {name: torch.cat([getattr(c, name) for c in copies]) for name in ("support_x", "support_y")}
     joined |= {name: torch.cat([getattr(c, name) for c in copies]) for name in ("query_x", "query_y")}
-    for learner in option_grid(fully_connected_kernel(depth=3), kernel_method):
+    for learner in candidate_learners(fully_connected_kernel(depth=3), kernel_method):
         if learner.ridge > RIDGES[0]:
             continue
         alone = replace(learner, method="maml" if kernel_method == "maml" else "anil-split", outer_time=0.0)
@@ -94,7 +94,7 @@ def test_centered_targets_shift_all_outputs_of_a_query_equally(kernel_method):
         return replace(episodes, support_y=y[0], query_y=y[1])
 
     train, test = three_ways(3, 0), three_ways(4, 1)
-    learner = option_grid(fully_connected_kernel(depth=3), kernel_method)[0]
+    learner = candidate_learners(fully_connected_kernel(depth=3), kernel_method)[0]
     plain, centered = (learner.fit(valued(train, by)).predict(valued(test, by)) for by in (0, 1 / 3))
     change = plain - centered
     assert torch.allclose(change, change[..., :1].expand_as(change), atol=1e-9)
@@ -181,7 +181,7 @@ def test_the_result_reads_back_and_the_figure_can_be_drawn(outcome, tmp_path):
 
 @pytest.mark.parametrize("kernel_method", METHODS)
 def test_the_grid_combines_every_inner_time_with_every_ridge(kernel_method):
-    grid = option_grid(fully_connected_kernel(depth=3), kernel_method)
+    grid = candidate_learners(fully_connected_kernel(depth=3), kernel_method)
     times = {learner.test_time or learner.inner_time for learner in grid}
     assert {learner.ridge for learner in grid} == set(RIDGES)
     assert math.inf in times

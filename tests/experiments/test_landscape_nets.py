@@ -74,7 +74,7 @@ def outcomes():
             patch.setitem(module.SETTINGS, "quick", small)
         patch.setattr("metabridge.theory.loss_surface.SEARCH_POINTS", 9)
         patch.setattr("metabridge.theory.loss_surface.PRECISION", 1e-2)
-        patch.setattr("metabridge.experiments.landscape_thm1.SHARES", (0.1, 0.5))
+        patch.setattr("metabridge.experiments.landscape_thm1.RELATIVE_ALPHAS", (0.1, 0.5))
         options = ExperimentOptions("quick", progress=False)
         return {module: module.EXPERIMENT.run(options) for module in (landscape_fig4, landscape_fig6)}
 

@@ -20,10 +20,10 @@ from metabridge.experiments import (
     landscape_trainings,
     load_experiment,
 )
-from metabridge.experiments.landscape_table1 import ALIKE, alphabets, hardest, split_alphabets
+from metabridge.experiments.landscape_table1 import SIMILAR_ALPHABETS, alphabets, hardest, split_alphabets
 from metabridge.experiments.landscape_table2 import hold_out_images
 from metabridge.experiments.landscape_trainings import (
-    KINDS,
+    TASK_KINDS,
     Accuracy,
     AccuracyRecord,
     NetTraining,
@@ -96,10 +96,10 @@ def test_a_changed_setting_starts_a_new_training_and_keeps_the_old_run(table, pa
 def test_a_stopped_training_resumes_and_ends_with_the_same_numbers(finished, tmp_path):
     _, outcome = finished[landscape_table2]
     options = ExperimentOptions("quick", out=tmp_path, only=("p0.5-maml",), progress=False)
-    with pytest.raises(InputError, match="no training of landscape-table2 is finished"):
+    with pytest.raises(InputError, match="no part of landscape-table2 is finished"):
         landscape_table2.EXPERIMENT.run(replace(options, minutes=0.0))
     resumed = landscape_table2.EXPERIMENT.run(options)
-    assert len(resumed.result.rows) == len(KINDS)
+    assert len(resumed.result.rows) == len(TASK_KINDS)
     for name, record in resumed.data.items():
         assert record.scores == outcome.data[name].scores
 
@@ -107,7 +107,7 @@ def test_a_stopped_training_resumes_and_ends_with_the_same_numbers(finished, tmp
 @pytest.fixture
 def two_at_once(monkeypatch) -> None:
     """Let a CPU train two networks in turns."""
-    monkeypatch.setitem(interleaved.CONCURRENT_TRAININGS, "cpu", 2)
+    monkeypatch.setitem(interleaved.CONCURRENT_RUNS, "cpu", 2)
 
 
 def two_trainings(glyphs, iterations: int) -> list[PlannedTraining]:
@@ -149,7 +149,7 @@ def test_trainings_in_turns_give_the_same_numbers_as_one_after_another(
     printed = capsys.readouterr().err
     assert all(f"{training.label} 6/6: loss" in printed for training in planned)
 
-    monkeypatch.delitem(interleaved.CONCURRENT_TRAININGS, "cpu")
+    monkeypatch.delitem(interleaved.CONCURRENT_RUNS, "cpu")
     seeds.clear()
     in_sequence = ExperimentOptions("quick", out=tmp_path / "in-sequence", progress=False)
     expected = train_all(in_sequence, "table", glyphs, planned)
@@ -185,8 +185,8 @@ def test_only_selects_trainings_and_rows(finished, tmp_path):
     ranked = run(replace(options, only=("ranking",)))
     assert [row.name for row in ranked.result.rows] == ["ranking, hard alphabets", "ranking, easy alphabets"]
     outcome = run(replace(options, only=("small-nal-1",)))
-    assert [row.name for row in outcome.result.rows[2:]] == [f"small r_H, NAL-1, {kind}" for kind in KINDS]
-    with pytest.raises(InputError, match="only names maml, but the trainings are ranking, large-maml"):
+    assert [row.name for row in outcome.result.rows[2:]] == [f"small r_H, NAL-1, {kind}" for kind in TASK_KINDS]
+    with pytest.raises(InputError, match=r"only is maml, .* its parts are ranking, large-maml"):
         run(replace(options, only=("maml",)))
 
 
@@ -214,7 +214,7 @@ def record(scores: dict[str, Accuracy], seed: int = 0, images: str = "omniglot a
     return AccuracyRecord("name", {"seed": seed, "images": images}, Machine("cpu", "", "", None), 1.0, scores)
 
 
-NAMES = [f"alphabet {index}" for index in range(48)] + list(ALIKE)
+NAMES = [f"alphabet {index}" for index in range(48)] + list(SIMILAR_ALPHABETS)
 
 
 @pytest.mark.parametrize("setting", ["large", "small"])
@@ -223,14 +223,14 @@ def test_splits_of_alphabets_are_disjoint_and_have_the_sizes_of_the_paper(settin
     low = {"hard": NAMES[-10:], "easy": NAMES[:10], "one of each": NAMES[39:49]}[alike]
     ranking = record({name: Accuracy(0.5 if name in low else 0.9, 0.01, 10) for name in NAMES})
     splits = split_alphabets(NAMES, ranking, setting, seed=3)
-    assert list(splits) == list(KINDS)
+    assert list(splits) == list(TASK_KINDS)
     assert not any(set(a) & set(b) for a, b in combinations(splits.values(), 2))
     if setting == "large":
-        assert [len(splits[kind]) for kind in KINDS] == [25, 5, 15, 5]
+        assert [len(splits[kind]) for kind in TASK_KINDS] == [25, 5, 15, 5]
         assert {*splits["hard train"], *splits["hard test"]} == set(low)
     else:
         assert (splits["hard train"], splits["hard test"]) == (["Sanskrit"], ["Bengali"])
-        assert len(splits["easy train"]) + len(splits["easy test"]) == 40 - len(set(ALIKE) - set(low))
+        assert len(splits["easy train"]) + len(splits["easy test"]) == 40 - len(set(SIMILAR_ALPHABETS) - set(low))
 
 
 def test_the_split_of_alphabets_depends_on_the_seed():
@@ -313,7 +313,7 @@ def test_table_1_is_trained_as_in_the_paper(planned, glyphs, monkeypatch):
             assert (plan.training.steps, plan.training.inner_lr, plan.training.filters) == (1, 0.1, 64)
             assert points_per_class(plan.tasks, 5) == points
             assert plan.tasks.weights == (0.5, 0.5)
-            assert [plan.test_tasks[kind].superclass for kind in KINDS] == ["different", "same"] * 2
+            assert [plan.test_tasks[kind].superclass for kind in TASK_KINDS] == ["different", "same"] * 2
 
 
 def test_table_2_is_trained_as_in_the_paper(planned, monkeypatch):
@@ -328,7 +328,7 @@ def test_table_2_is_trained_as_in_the_paper(planned, monkeypatch):
             assert tuple(points_per_class(part, part.ways) for part in plan.tasks.environments) == points
             assert plan.tasks.weights == pytest.approx((1 - share, share))
             assert plan.tasks.outputs == 20
-            forms = [(tasks.ways, tasks.shots, tasks.split) for tasks in map(plan.test_tasks.get, KINDS)]
+            forms = [(tasks.ways, tasks.shots, tasks.split) for tasks in map(plan.test_tasks.get, TASK_KINDS)]
             assert forms == [(2, 50, "validation"), (20, 5, "validation"), (2, 50, "test"), (20, 5, "test")]
 
 
@@ -341,11 +341,12 @@ def test_records_have_the_keys_of_version_0_1_0(glyphs):
 
 def test_rows_are_means_over_seeds_and_agree_if_intervals_overlap():
     records = [
-        record({kind: Accuracy(mean, 0.03, 500) for kind in KINDS}, seed=seed) for seed, mean in ((0, 0.5), (1, 0.6))
+        record({kind: Accuracy(mean, 0.03, 500) for kind in TASK_KINDS}, seed=seed)
+        for seed, mean in ((0, 0.5), (1, 0.6))
     ]
     published = ((55.0, 0.1), (57.2, 0.1), (57.2, 0.0), (52.0, 1.0))
     rows = list(accuracy_rows("MAML", records, published, "omniglot"))
-    assert [row.name for row in rows] == [f"MAML, {kind}" for kind in KINDS]
+    assert [row.name for row in rows] == [f"MAML, {kind}" for kind in TASK_KINDS]
     assert rows[0].ours == pytest.approx(55)
     assert rows[0].ci95 == pytest.approx(3 / 2**0.5)
     assert [row.agrees for row in rows] == [True, True, False, True]

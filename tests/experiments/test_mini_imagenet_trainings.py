@@ -17,7 +17,7 @@ from metabridge.experiments import (
     mini_imagenet_trainings,
 )
 from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, VIEWS
-from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, plan_dict
+from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, config_dict
 from metabridge.report.results import Machine, Result
 from metabridge.training.config import ImageTrainingConfig
 
@@ -27,18 +27,18 @@ EXPERIMENTS = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
     """Make every training two steps long on few classes, and evaluate it on four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
-    plans = mini_imagenet_trainings.plans
+    configs = mini_imagenet_trainings.configs
 
     def short(scale: str) -> dict[str, ImageTrainingConfig]:
         small = {}
-        for name, plan in plans(scale).items():
-            options = {"filters": 4} if plan.model == "conv4" else {"widths": [4, 4, 8, 8]}
-            plan = replace(plan, iterations=2, validate_every=1, validate_tasks=2, batch_size=2, training_ways=None)
-            small[name] = replace(plan, model_options={**plan.model_options, **options})
+        for name, config in configs(scale).items():
+            options = {"filters": 4} if config.model == "conv4" else {"widths": [4, 4, 8, 8]}
+            config = replace(config, iterations=2, validate_every=1, validate_tasks=2, batch_size=2, training_ways=None)
+            small[name] = replace(config, model_options={**config.model_options, **options})
         return small
 
     for module in (mini_imagenet_trainings, bridge_table3):
-        patch.setattr(module, "plans", short)
+        patch.setattr(module, "configs", short)
     patch.setitem(EVALUATIONS, "quick", replace(EVALUATIONS["quick"], tasks=4, views=VIEWS[1:2]))
     patch.setattr(mini_imagenet_trainings, "load", lambda name: few)
 
@@ -125,12 +125,12 @@ def test_only_runs_the_named_training(small, tmp_path):
 
 
 def test_unknown_names_in_only_raise_an_error(tmp_path):
-    with pytest.raises(InputError, match=r"only names maml-1, but the trainings are mtl, metaoptnet\."):
+    with pytest.raises(InputError, match=r"only is maml-1, .* its parts are mtl, metaoptnet\."):
         load_experiment("bridge-table4").run(ExperimentOptions("quick", out=tmp_path, only=("maml-1",), progress=False))
 
 
 def test_interrupted_trainings_leave_no_record_and_resume(small, tmp_path):
-    with pytest.raises(InputError, match="no training of bridge-table5 is finished"):
+    with pytest.raises(InputError, match="no part of bridge-table5 is finished"):
         rows("bridge-table5", tmp_path, minutes=0)
     assert not (tmp_path / "records").exists()
     assert len(rows("bridge-table5", tmp_path)) == len(bridge_table5.PUBLISHED)
@@ -141,17 +141,17 @@ def test_the_paper_scale_without_its_dataset_raises_an_error(tmp_path, data):
     with pytest.raises(InputError) as caught:
         load_experiment("bridge-table3").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
     assert str(caught.value) == (
-        f"the paper scale needs mini-ImageNet, but --data, {data}, has no folder mini-imagenet. "
+        f"the paper scale needs mini-ImageNet, but --data is {data}, which has no folder mini-imagenet. "
         "Use --scale quick to try the experiment without it."
     )
 
 
-def test_records_of_other_plans_are_ignored(small, out):
+def test_records_of_other_configurations_are_ignored(small, out):
     options = ExperimentOptions("quick", out=out, progress=False)
-    plan = replace(mini_imagenet_trainings.plans("quick")["mtl"], seed=0)
-    assert TrainingRecord.load(options, "glyphs-mtl-quick-0", plan_dict(plan)) is not None
-    assert TrainingRecord.load(options, "glyphs-mtl-quick-0", plan_dict(replace(plan, lr=0.5))) is None
-    assert TrainingRecord.load(options, "glyphs-mtl-quick-1", plan_dict(plan)) is None
+    config = replace(mini_imagenet_trainings.configs("quick")["mtl"], seed=0)
+    assert TrainingRecord.load(options, "glyphs-mtl-quick-0", config_dict(config)) is not None
+    assert TrainingRecord.load(options, "glyphs-mtl-quick-0", config_dict(replace(config, lr=0.5))) is None
+    assert TrainingRecord.load(options, "glyphs-mtl-quick-1", config_dict(config)) is None
 
 
 def test_malformed_records_raise_an_error(small, tmp_path):
@@ -195,8 +195,8 @@ def test_the_ratio_of_hours_is_that_of_the_times_to_the_best_accuracy_that_both_
 def test_trainings_have_the_seed_of_the_options(monkeypatch, tmp_path):
     seeds = {}
 
-    def note_seed(options: ExperimentOptions, training: str, name: str, plan: ImageTrainingConfig, *_) -> None:
-        seeds[name] = plan.seed
+    def note_seed(options: ExperimentOptions, training: str, name: str, config: ImageTrainingConfig, *_) -> None:
+        seeds[name] = config.seed
 
     monkeypatch.setattr(mini_imagenet_trainings, "train_or_load", note_seed)
     mini_imagenet_trainings.train_or_load_all(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))

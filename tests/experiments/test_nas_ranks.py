@@ -20,8 +20,8 @@ from small_searches import MACHINE, SEARCH, small_images
 
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
-    plan = replace(SETTINGS["quick"].plan, iterations=2, validate_every=2, validate_tasks=2, batch_size=8)
-    settings = nas_ranks_trainings.Settings(4, replace(SEARCH, cells=3), plan, test_tasks=4, resamples=20)
+    config = replace(SETTINGS["quick"].config, iterations=2, validate_every=2, validate_tasks=2, batch_size=8)
+    settings = nas_ranks_trainings.Settings(4, replace(SEARCH, cells=3), config, test_tasks=4, resamples=20)
     monkeypatch.setitem(SETTINGS, "quick", settings)
     monkeypatch.setattr(nas_ranks_trainings, "load", lambda name: small_images(glyphs))
 
@@ -88,8 +88,8 @@ def test_failed_proxies_rank_last():
 
 def test_proxies_are_means_over_repeats_and_accuracies_those_of_test_tasks(glyphs, tmp_path):
     images, search = small_images(glyphs), replace(SEARCH, cells=3, tasks=2, repeats=2)
-    plan = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
-    run = train_on_images(plan, images, progress=False)
+    config = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
+    run = train_on_images(config, images, progress=False)
     architecture = random_architecture(torch.Generator().manual_seed(0))
     scored = score(ExperimentOptions("quick"), architecture, search, images, run, 20)
     file = str(architecture.save(tmp_path / "architecture.json"))

@@ -30,7 +30,7 @@ def test_an_interrupted_search_resumes_and_finds_the_same_cells(glyphs, monkeypa
     expected, evaluated[:] = list(evaluated), []
     interrupted = replace(options, out=tmp_path / "interrupted")
     for _ in range(3):
-        with pytest.raises(InputError, match="no training of nas-fig2 is finished"):
+        with pytest.raises(InputError, match="no part of nas-fig2 is finished"):
             load_experiment("nas-fig2").run(replace(interrupted, minutes=0))
     assert len(evaluated) == 3
     resumed = load_experiment("nas-fig2").run(interrupted)
@@ -43,7 +43,7 @@ def test_an_interrupted_search_resumes_and_finds_the_same_cells(glyphs, monkeypa
 
 @pytest.mark.parametrize("data", [None, Path("nowhere")])
 def test_the_paper_scale_without_mini_imagenet_raises_an_error(tmp_path, data):
-    with pytest.raises(InputError, match=rf"--data, {data}, has no folder mini-imagenet. Use --scale quick"):
+    with pytest.raises(InputError, match=rf"--data is {data}, which has no folder mini-imagenet. Use --scale quick"):
         load_experiment("nas-fig2").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
 
 

@@ -73,8 +73,8 @@ def test_tables_contain_all_published_accuracies_and_no_verdicts_at_the_quick_sc
 
 def test_tables_share_the_records_of_the_same_searches(image_sizes, out):
     names = [file.name for file in (out / "records").iterdir()]
-    # five variants with two seeds each, searched and trained; ResNet-12, and one longer training
-    assert len(names) == 5 * 2 * 2 + 2
+    # five variants with two seeds each, searched and trained; ResNet-12, and one architecture with two other recipes
+    assert len(names) == 5 * 2 * 2 + 3
     assert "nas-search-maml-5-0-quick.json" in names
     assert "nas-train-resnet12-0-quick.json" in names
 
@@ -90,13 +90,14 @@ def test_the_architectures_found_are_trained(image_sizes, out):
         assert records[f"search-random-5-{seed}"].architecture == drawn
 
 
-def test_the_longer_training_differs_only_in_its_length(image_sizes, out):
+def test_other_recipes_change_only_what_they_name(image_sizes, out):
     records = run("nas-table1", out).data
     usual, longer = records["train-maml-5-0"], records["train-maml-5-0-longer"]
-    assert longer.plan == {**usual.plan, "iterations": 10, "validate_every": 1}
+    assert longer.plan == {**usual.plan, "iterations": 10}
     assert (usual.iterations, longer.iterations) == (1, 10)
     assert usual.plan["model_options"]["drop_rate"] == nas_searches.SETTINGS["quick"].drop_rate
     assert "train-maml-5-1-longer" not in records
+    assert records["train-maml-5-0-muon"].plan == {**usual.plan, "optimizer": "muon", "lr": 0.2}
 
 
 def test_only_selects_trainings_and_interrupted_ones_resume(image_sizes, tmp_path):
@@ -117,7 +118,7 @@ def test_only_selects_trainings_and_interrupted_ones_resume(image_sizes, tmp_pat
             "train-maml-5-0-longer",
             r"train-maml-5-0-longer needs a search that is finished\. Add search-maml-5-0 to --only",
         ),
-        ("train-ntk-5-0", "only names train-ntk-5-0, but the trainings are search-maml-5-0,"),
+        ("train-ntk-5-0", "only is train-ntk-5-0, .* its parts are search-maml-5-0,"),
     ],
 )
 def test_training_without_its_search_raises_an_error(image_sizes, tmp_path, training, message):
@@ -132,7 +133,7 @@ def test_searches_use_the_variant_and_trainings_use_the_seed_of_the_search(image
     search, training = records[f"search-{label}"].plan, records[f"train-{label}"].plan
     settings = [search[key] for key in ("kernel", "cells", "time", "ridge", "seed")]
     assert settings == [variant.kernel, variant.cells, str(variant.adaptation_time), variant.ridge, 1]
-    assert training["lr"] == nas_searches.SETTINGS["quick"].lr != nas_searches.SETTINGS["quick"].plan.lr
+    assert training["lr"] == nas_searches.SETTINGS["quick"].lr != nas_searches.SETTINGS["quick"].config.lr
     assert (training["seed"], training["model_options"]["cells"]) == (1, variant.cells)
     assert image_sizes == [nas_searches.IMAGE_SIZE, nas_trainings.IMAGE_SIZE]
     (folder,) = (tmp_path / "runs").glob(f"nas-train-{label}*")

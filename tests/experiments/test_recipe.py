@@ -23,10 +23,10 @@ def small(monkeypatch, glyphs) -> None:
     """Make every training four steps long on few classes, and evaluate it on four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
     net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch_size": 4, "validate_tasks": 2}
-    plans = {
-        scale: {"rfs": replace(mini_imagenet_trainings.plans(scale)["rfs"], **net)} for scale in ("quick", "paper")
+    configs = {
+        scale: {"rfs": replace(mini_imagenet_trainings.configs(scale)["rfs"], **net)} for scale in ("quick", "paper")
     }
-    monkeypatch.setattr(recipe, "plans", plans.get)
+    monkeypatch.setattr(recipe, "configs", configs.get)
     monkeypatch.setattr(recipe, "STEPS", {"quick": 4, "paper": 4})
     monkeypatch.setattr(mini_imagenet_trainings, "load", lambda name: few)
     evaluations = mini_imagenet_trainings.EVALUATIONS

@@ -29,9 +29,9 @@ class EncodingTable:
 def test_every_score_belongs_to_its_split_shots_penalty_and_seed(glyphs, monkeypatch, tmp_path):
     monkeypatch.setattr(training_records, "FeatureTable", EncodingTable)
     options = ExperimentOptions("quick", out=tmp_path, seed=7, progress=False)
-    plan = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
+    config = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
     images, evaluation = small_images(glyphs), training_records.Evaluation((1, 5), 2, ())
-    record = training_records.train_or_load(options, "", "brief", plan, lambda: images, evaluation)
+    record = training_records.train_or_load(options, "", "brief", config, lambda: images, evaluation)
     assert {(score.split, score.shots, score.penalty): score.mean for score in record.scores} == {
         (split, shots, penalty): pytest.approx(7000 + 100 * (split == "test") + 10 * shots + penalty)
         for split in ("validation", "test")
@@ -53,5 +53,5 @@ def test_the_selected_head_is_the_best_in_validation():
     record = replace(make_record(0.5), name="mtl", scores=scores)
     assert record.selected(5).mean == 0.61
     assert record.score("test", 5, penalty=0.1).mean == 0.60
-    with pytest.raises(InputError, match="the record of mtl has no such score on test with 1 shots"):
+    with pytest.raises(InputError, match="the record of mtl has no such score on the test split with 1 shots"):
         record.selected(1)

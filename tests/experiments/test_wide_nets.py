@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from metabridge.experiments import ExperimentOptions, Result, load_experiment, metantk_thm1, metantk_thm2
-from metabridge.experiments.metantk_thm1 import Training, Trainings
+from metabridge.experiments.metantk_thm1 import Measurements, TrainingRun
 from metabridge.experiments.wide_nets import initialization_seeds
 
 OPTIONS = ExperimentOptions("quick", progress=False)
@@ -59,16 +59,16 @@ def test_wider_trained_networks_agree_better_with_their_kernels(outcomes):
 
 
 def test_losses_above_the_bound_and_changes_that_do_not_fall_disagree():
-    falling = Training(tuple(0.5**step for step in range(10)), path=1.0, kernel_change=1.0, kernel_error=1.0)
+    falling = TrainingRun(tuple(0.5**step for step in range(10)), path=1.0, kernel_change=1.0, kernel_error=1.0)
     constant = replace(falling, losses=(1.0,) * 10)
     other = replace(constant, path=1.1, kernel_change=1.1, kernel_error=1.1)
-    trainings = Trainings({8: [falling, falling], 16: [falling, constant]}, bound=0.9, limit=0.6)
-    first, second = metantk_thm1.loss_rows(trainings)
+    measurements = Measurements({8: [falling, falling], 16: [falling, constant]}, bound=0.9, limit=0.6)
+    first, second = metantk_thm1.loss_rows(measurements)
     assert (first.ours, first.agrees) == (pytest.approx(0.5), True)
     assert (second.ours, second.agrees) == (pytest.approx(0.75), False)
     assert "11 of 20 losses of 2 trainings" in second.note
-    trainings = Trainings({8: [constant, other], 16: [constant, other]}, bound=0.9, limit=0.6)
-    exponents = [row for row in metantk_thm1.power_law_rows(trainings) if row.metric.startswith("exponent")]
+    measurements = Measurements({8: [constant, other], 16: [constant, other]}, bound=0.9, limit=0.6)
+    exponents = [row for row in metantk_thm1.power_law_rows(measurements) if row.metric.startswith("exponent")]
     assert [row.agrees for row in exponents] == [False, False, None]
     assert all(row.ours == pytest.approx(0) for row in exponents)
 

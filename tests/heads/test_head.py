@@ -1,4 +1,4 @@
-"""What holds for every test-time head; `test_heads.py` compares them with scikit-learn."""
+"""Tests of every registered test-time head; `test_heads.py` compares heads with scikit-learn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @every_head
-def test_a_head_made_by_name_classifies_separated_classes(name):
+def test_a_head_created_by_name_classifies_separated_classes(name):
     x, y = points()
     head = create_head(name)
     assert head.normalize
@@ -53,7 +53,7 @@ def test_a_head_is_solved_for_the_tasks_of_a_trained_network(name):
 
 
 @every_head
-def test_a_head_says_whether_its_scores_are_probabilities_and_whether_it_fits_values(name):
+def test_a_head_declares_whether_it_is_calibrated_and_whether_it_fits_real_values(name):
     kind = Head.registry[name]
     assert isinstance(kind.calibrated, bool)
     x = torch.randn(2, 6, 3)
@@ -65,6 +65,6 @@ def test_a_head_says_whether_its_scores_are_probabilities_and_whether_it_fits_va
             create_head(name).fit(x, values, 1)
 
 
-def test_an_unknown_head_is_refused_with_the_names_of_all():
-    with pytest.raises(InputError, match="head is 'forest', but must be one of centroid, logistic, ridge, svm"):
+def test_an_unknown_head_raises_an_error_with_all_names():
+    with pytest.raises(InputError, match=f"head is 'forest', but must be one of {', '.join(sorted(Head.registry))}"):
         create_head("forest")

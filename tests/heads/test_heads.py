@@ -14,7 +14,7 @@ from torch import Tensor
 from metabridge.errors import InputError
 from metabridge.heads import SVM, LinearHead, LogisticRegression, NearestCentroid, PairwiseHead, RidgeClassifier, newton
 
-# With these tolerances, rounding stops some solvers of scikit-learn. With one shot, a class has no variance.
+# With small tolerances, rounding errors stop some solvers of scikit-learn. A class with one example has no variance.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 class Tasks(NamedTuple):
-    """Classes of Gaussian points around their means."""
+    """Tasks whose classes are Gaussian clusters."""
 
     x: Tensor
     y: Tensor
@@ -40,7 +40,7 @@ def gaussian_tasks(count: int, shots: list[int], features: int, *, spread: float
     x = torch.stack([mean[labels] for mean, labels in zip(means, y)])
     query = means.repeat(1, 3, 1) + 1.0
     x, query = (t + spread * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (x + 1.0, query))
-    # In steps of 1/16: libsvm keeps its kernel matrix in float32, which holds products of such points exactly.
+    # Multiples of 1/16, since libsvm stores its kernel matrix in float32, in which their products are exact.
     return Tasks((16 * x).round() / 16, y, query, ways)
 
 
@@ -220,22 +220,22 @@ def test_heads_of_duplicate_points_are_finite(head):
 @every_head
 def test_invalid_inputs_raise_errors_that_name_them(head):
     x, y = torch.randn(2, 4, 3), torch.tensor([[0, 1, 0, 1], [0, 1, 1, 1]])
-    with pytest.raises(InputError, match="class 2 of task 0 has no support point"):
+    with pytest.raises(InputError, match="class 2 of task 0 has no support example"):
         head.fit(x, y, 3)
-    with pytest.raises(InputError, match="labels run from -1 to 0"):
+    with pytest.raises(InputError, match="labels are between -1 and 0"):
         head.fit(x, y - 1, 2)
     with pytest.raises(InputError, match="labels is int64 of shape"):
         head.fit(x, y[:, :3], 2)
-    with pytest.raises(InputError, match="features holds NaN or infinite values"):
+    with pytest.raises(InputError, match="features contains NaN or infinite values"):
         head.fit(x.where(x < x.max(), torch.nan), y, 2)
-    with pytest.raises(InputError, match="the head was fitted to"):
+    with pytest.raises(InputError, match="the head was fitted with the task axes"):
         head.fit(x, y, 2).scores(torch.randn(2, 4, 5))
 
 
 def test_a_head_that_overflows_its_dtype_raises_an_error():
     tasks = gaussian_tasks(2, [3, 3], 16)
     x = 1e25 * tasks.x
-    with pytest.raises(InputError, match=r"features is .*float32.* overflows torch.float32\. Use float64"):
+    with pytest.raises(InputError, match=r"features is .*float32.* overflow torch.float32\. Use float64"):
         NearestCentroid().fit(x.float(), tasks.y, tasks.ways)
     assert NearestCentroid().fit(x.double(), tasks.y, tasks.ways).bias.isfinite().all()
 
@@ -253,7 +253,7 @@ def test_heads_of_half_precision_features_equal_those_of_the_features_in_float32
 
 
 @pytest.mark.parametrize("head", [LogisticRegression(), SVM(), SVM(loss="hinge"), NearestCentroid()], ids=repr)
-def test_classifiers_refuse_real_targets(head):
+def test_classifiers_reject_real_targets(head):
     with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 4, 1\).*Only RidgeClassifier fits real"):
         head.fit(torch.randn(2, 4, 3), torch.randn(2, 4, 1), 1)
 
@@ -286,7 +286,7 @@ def test_a_head_that_is_not_solved_logs_one_warning(head, remedy, monkeypatch, c
     tasks = gaussian_tasks(3, [5, 5], 4, spread=2.0)
     monkeypatch.setattr("metabridge.heads.newton.STEPS", 1)
     monkeypatch.setattr("metabridge.heads.newton.HINGE_STEPS", 1)
-    monkeypatch.setattr("metabridge.heads.svm_duals.MOST_POINTS", 1)
+    monkeypatch.setattr("metabridge.heads.svm_duals.MAX_EXAMPLES", 1)
     head.fit(tasks.x, tasks.y, tasks.ways)
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{head!r} stopped ")
@@ -295,7 +295,7 @@ def test_a_head_that_is_not_solved_logs_one_warning(head, remedy, monkeypatch, c
 
 def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
     tasks = gaussian_tasks(3, [9, 9], 4, spread=2.0)
-    monkeypatch.setattr("metabridge.heads.svm_duals._MOST_EXCHANGES", 0)
+    monkeypatch.setattr("metabridge.heads.svm_duals._MAX_EXCHANGES", 0)
     monkeypatch.setattr("metabridge.heads.svm_duals.INTERIOR_STEPS", 3)
     SVM(10.0, "hinge").fit(tasks.x, tasks.y, tasks.ways)
     assert [record.getMessage().split(" stopped ")[0] for record in caplog.records] == [repr(SVM(10.0, "hinge"))]

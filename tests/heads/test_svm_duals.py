@@ -41,9 +41,9 @@ def unequal(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return x, new_labels
 
 
-def doubled(x: Tensor, labels: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-    """Repeat every point, in its class or `turn` classes further."""
-    return x.repeat(1, 2, 1), torch.cat([labels, (labels + turn) % 3], -1)
+def doubled(x: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Repeat every point, in its class or `shift` classes further."""
+    return x.repeat(1, 2, 1), torch.cat([labels, (labels + shift) % 3], -1)
 
 
 MACHINES = {
@@ -54,8 +54,8 @@ MACHINES = {
     "overlapping": machines(18, 3, seed=2),
     "unequal classes": unequal(*machines(12, 30)),
     "unequal and overlapping": unequal(*machines(16, 4)),
-    "the same point twice in a class": doubled(*machines(9, 24), turn=0),
-    "the same point in two classes": doubled(*machines(9, 24), turn=1),
+    "the same point twice in a class": doubled(*machines(9, 24), shift=0),
+    "the same point in two classes": doubled(*machines(9, 24), shift=1),
 }
 
 
@@ -75,7 +75,7 @@ def test_pairwise_svms_decide_as_svc_and_as_the_interior_point_method(x, labels,
     reference = svm.SVC(C=C, kernel="linear", tol=1e-10, decision_function_shape="ovo")
     theirs = [reference.fit(a.numpy(), b.numpy()).decision_function(c.numpy()) for a, b, c in zip(x, labels, query)]
     torch.testing.assert_close(ours, torch.from_numpy(np.stack(theirs)), rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(svm_duals, "_MOST_EXCHANGES", 0)
+    monkeypatch.setattr(svm_duals, "_MAX_EXCHANGES", 0)
     torch.testing.assert_close(ours, decisions(x, labels, C, query), rtol=1e-5, atol=1e-5)
 
 

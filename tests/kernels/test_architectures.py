@@ -374,7 +374,7 @@ ONES = torch.ones(2, 3)
         (lambda: conv4_kernel().ntk(torch.zeros(1, 1, 16, 16)), "row 0 of x: zero"),
         (lambda: fully_connected_kernel(3).ntk(ONES.long()), "Use x.double()"),
         (lambda: fully_connected_kernel(3).ntk(ONES.half()), "Use x.double()"),
-        (lambda: fully_connected_kernel(3).ntk(ONES, ONES.double()), "one dtype"),
+        (lambda: fully_connected_kernel(3).ntk(ONES, ONES.double()), "must have the same dtype"),
         (lambda: fully_connected_kernel(3).ntk(ONES, ONES[:, :2]), "the same shape"),
         (lambda: fully_connected_kernel(3).ntk(ONES, torch.ones(2, 3, device="meta")), "Use z.to"),
         (lambda: fully_connected_kernel(3).ntk(torch.ones(2, 3, 4, 4)), r"x.flatten\(1\)"),

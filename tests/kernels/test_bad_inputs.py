@@ -1,4 +1,4 @@
-"""Error messages name the points without a kernel or with a singular one, and the way out."""
+"""Error messages name the points whose kernel is undefined or singular, and how to fix that."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_duplicate_training_points_are_named_and_their_order_explained(learner):
         second = 5 * task + point + (0 if learner.uses_split else 2)
         low, high = sorted((first, second))
         duplicated = with_point(make_tasks(), "query_x", task, point, x[1, 1])
-        message = f"points {low} and {high} of the training tasks are the same.*use a ridge.*, 5 each, {order}"
+        message = f"points {low} and {high} of the training tasks are equal.*use a ridge.*, 5 per task, {order}"
         with pytest.raises(InputError, match=message):
             learner.fit(duplicated)
         assert replace(learner, ridge=0.1).fit(duplicated).predict(make_tasks(seed=1)).isfinite().all()
@@ -98,7 +98,7 @@ def test_duplicate_support_points_are_named_with_their_task():
     test = with_point(make_tasks(7), "support_x", 5, 1, make_tasks(7).support_x[5, 0])
     for learner in (KernelLearner(KERNEL, "mtl"), KernelLearner(KERNEL, "maml", 0.3, test_time=math.inf)):
         fitted = learner.fit(make_tasks())
-        with pytest.raises(InputError, match=r"its points 0 and 1, in task 5, are the same.*ridge or a finite time"):
+        with pytest.raises(InputError, match=r"its points 0 and 1, in task 5, are equal.*ridge or a finite time"):
             fitted.predict(test)
         assert replace(learner, inner_ridge=0.1).fit(make_tasks()).predict(test).isfinite().all()
 
@@ -106,7 +106,8 @@ def test_duplicate_support_points_are_named_with_their_task():
 def test_test_tasks_must_match_the_training_tasks():
     fitted = LEARNERS[0].fit(make_tasks())
     with pytest.raises(
-        InputError, match=r"the points are of shape \(4,\), but those of the training tasks.*same features"
+        InputError,
+        match=r"points of the test tasks have shape \(4,\), but the points of the training tasks.*same features",
     ):
         fitted.predict(make_tasks(shape=(4,)))
     test = make_tasks()
@@ -130,6 +131,6 @@ def test_images_are_flattened_for_a_kernel_of_vectors(learner):
     assert torch.equal(learner.fit(train).predict(test), learner.fit(flat[0]).predict(flat[1]))
 
 
-def test_kernel_of_images_refuses_vectors():
+def test_kernel_of_images_rejects_vectors():
     with pytest.raises(InputError, match="but must be images"):
         KernelLearner(conv4_kernel(), "mtl").fit(make_tasks())

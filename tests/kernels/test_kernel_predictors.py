@@ -184,10 +184,10 @@ def test_invalid_settings_and_tasks_are_named(small):
     with pytest.raises(InputError, match="heads is 'independent', but maml trains one head"):
         KernelLearner(KERNEL, "maml", heads="independent")
     fitted = KernelLearner(KERNEL, "mtl").fit(train)
-    with pytest.raises(InputError, match=r"the points are of shape \(9,\)"):
+    with pytest.raises(InputError, match=r"the points of the test tasks have shape \(9,\)"):
         fitted.predict(replace(test, query_x=test.query_x[..., :9], support_x=test.support_x[..., :9]))
     duplicated = replace(train, query_x=train.support_x.clone())
-    with pytest.raises(InputError, match="points 0 and 5 of the training tasks are the same"):
+    with pytest.raises(InputError, match="points 0 and 5 of the training tasks are equal"):
         KernelLearner(KERNEL, "mtl").fit(duplicated)
     assert KernelLearner(KERNEL, "mtl", ridge=0.1).fit(duplicated).jitter == 0
     assert math.isfinite(fitted.condition_number())

@@ -34,7 +34,7 @@ def test_jitter_is_logged_and_returned(caplog):
     with caplog.at_level(logging.WARNING, "metabridge"):
         solution = cholesky_solve(matrix, torch.ones(20, 1, dtype=torch.float64))
     assert 1e-12 < solution.jitter < 1e-9
-    assert f"needed a jitter of {solution.jitter:.1e}" in caplog.text
+    assert f"added a jitter of {solution.jitter:.1e}" in caplog.text
 
 
 def test_singular_matrix_raises():
@@ -63,12 +63,12 @@ def test_conjugate_gradient_logs_incomplete_convergence(caplog):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
-def test_points_equal_up_to_length_are_named(factor):
+def test_points_equal_up_to_a_factor_are_named(factor):
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     plain, biased = fully_connected_kernel(depth=3), fully_connected_kernel(depth=3, bias_variance=0.1)
     check_duplicates(plain, x, "the training tasks")
     x[4] = factor * x[1]
-    message = "points 1 and 4 of the training tasks are the same, or the same up to length"
+    message = "points 1 and 4 of the training tasks are equal up to a positive factor"
     with pytest.raises(InputError, match=message):
         check_duplicates(plain, x, "the training tasks")
     if factor == 1:

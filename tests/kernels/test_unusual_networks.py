@@ -296,13 +296,13 @@ def test_channels_last_inputs_are_supported(strategy: str) -> None:
     assert relative_error(kernel.ntk(channels_last, channels_last), kernel.ntk(x, x)) < 1e-12
 
 
-def test_a_layer_that_sees_only_some_samples_is_reported() -> None:
+def test_a_layer_that_processes_only_some_samples_is_reported() -> None:
     net, x = (
         build_seeded(lambda: CustomNet(routed, a=nn.Linear(128, 5), b=nn.Linear(128, 5), head=linear_head(5))),
         random_normal(1, 4, 2, 8, 8),
     )
     x[:, 0, 0, 0] = torch.tensor([9.0, 9.0, 9.0, -9.0])
-    with pytest.raises(InputError, match=r"of 4 samples Linear\(.*\) sees 3 rows.* needs layers that see every sample"):
+    with pytest.raises(InputError, match=r"Linear\(.*\) received 3 rows for a batch of 4 samples, but one"):
         EmpiricalKernel(net).ntk(x)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,12 @@ import torch
 from torch import nn
 
 from cases import CLASSES, METHODS, NETS, WAYS, clusters, odd_episodes, odd_net, small_conv4, smooth_mlp
-from metabridge import Engine, InputError, adapt, method, parameters, predict
+from metabridge import Engine, Episodes, InputError, adapt, method, parameters, predict
 from metabridge.environments import Sinusoid
 from metabridge.heads import SVM, NearestCentroid, RidgeClassifier
 from metabridge.learners import PRESETS
 from metabridge.learners.task_gradients import compute_features
-from metabridge.models import Network, conv4, mlp
+from metabridge.models import Network, conv4, mlp, resnet12
 
 THREADS = 8
 
@@ -39,6 +40,34 @@ def test_adaptation_lowers_the_support_loss():
         x, y = episodes.support_x[0], episodes.support_y[0]
         adapted = adapt(learner, net, params, x, y)
         assert learner.loss(adapted(x), y) < learner.loss(net(x), y) - 0.05
+
+
+def test_the_representation_of_an_adapted_network_is_short():
+    net, episodes = mlp(4, 3), clusters((4,), tasks=1).to(dtype=torch.float32)
+    x, y = episodes.support_x[0], episodes.support_y[0]
+    anil, with_svm = method("anil"), method("anil", test="svm")
+    assert repr(adapt(anil, net, parameters(anil, net), x, y)) == "Adapted(mlp)"
+    assert repr(adapt(with_svm, net, parameters(with_svm, net), x, y)) == "Adapted(mlp, with a test-time head)"
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "option"),
+    [
+        (conv4(channels=3, size=28), (1, 28, 28), "channels=3"),
+        (resnet12(channels=3, size=28, widths=(4, 4, 4, 4)), (1, 28, 28), "channels=3"),
+        (mlp(9, 2), (1, 4, 4), "inputs=9"),
+    ],
+)
+@pytest.mark.parametrize("name", ["maml", "anil"])
+def test_inputs_of_another_shape_raise_an_error_that_names_both(name, net, shape, option):
+    learner, x = method(name), torch.rand(4, *shape)
+    labels = torch.tensor([0, 1, 0, 1])
+    episodes = Episodes(x[None], labels[None], x[None], labels[None])
+    sentence = rf"Inputs have shape {re.escape(str(shape))}, but the network was built with {option}"
+    with pytest.raises(InputError, match=sentence):
+        adapt(learner, net, parameters(learner, net), x, labels)
+    with pytest.raises(InputError, match=sentence):
+        predict(learner, net, parameters(learner, net), episodes)
 
 
 def test_adapting_the_head_does_not_change_the_body():

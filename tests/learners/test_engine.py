@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from copy import deepcopy
 from itertools import accumulate
+from typing import get_args
 
 import pytest
 import torch
@@ -13,13 +15,13 @@ from torch.nn import functional as F
 from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative, smooth_mlp
 from metabridge import Engine, Episodes, InputError, heads, meta_gradient, method, parameters
 from metabridge.learners import task_gradients
-from metabridge.learners.engine import MOST_CAPTURES
+from metabridge.learners.engine import MAX_CAPTURES, Mode
 from metabridge.models import Network, mlp
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_gradients_in_inference_mode_are_refused():
+def test_gradients_in_inference_mode_raise_an_error():
     learner, net, episodes = method("maml"), smooth_mlp(), clusters((4,))
     params = parameters(learner, net)
     with torch.inference_mode(), pytest.raises(InputError, match=r"inference_mode\(\) is on.* Train outside of it"):
@@ -69,6 +71,38 @@ def test_a_meta_gradient_does_not_change_the_network():
     before = {name: value.clone() for name, value in net.state_dict().items()}
     meta_gradient(METHODS["maml"], net, parameters(METHODS["maml"], net), episodes)
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_every_mode_computes_the_same_gradient(mode):
+    if mode == "captured" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = "cuda" if mode == "captured" else "cpu"
+    learner, net, episodes = METHODS["maml"], smooth_mlp(), clusters((4,))
+    params = parameters(learner, net)
+    expected = Engine(learner, net, mode="loop")(params, episodes)
+    on_device = {name: value.detach().to(device) for name, value in params.items()}
+    engine = Engine(learner, smooth_mlp().to(device), mode=mode)
+    for _ in range(2):  # captures, then replays
+        actual = engine(on_device, episodes.to(device))
+        assert relative(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
+
+
+def test_a_mode_without_a_branch_raises_an_error():
+    net, episodes = smooth_mlp(), clusters((4,))
+    engine = Engine(METHODS["anil"], net)
+    engine.mode = "new"
+    with pytest.raises(AssertionError, match="new"):
+        engine(parameters(METHODS["anil"], net), episodes)
+
+
+def test_representations_fit_on_one_line():
+    learner, net = method("maml"), mlp(1, 1)
+    engine = Engine(learner, net, mode="loop", flat=True, dtype=torch.bfloat16)
+    assert repr(engine) == "Engine(mlp, mode='loop', flat=True, dtype=torch.bfloat16)"
+    x = torch.randn(2, 3, 1)
+    gradient = Engine(learner, net)(parameters(learner, net), Episodes(x, x, x, x))
+    assert re.fullmatch(r"MetaGradient\(loss=[\d.e-]+, gradients of 6 parameters\)", repr(gradient))
 
 
 def test_without_a_gpu_the_captured_mode_runs_uncaptured():
@@ -147,9 +181,9 @@ def test_alternating_batch_shapes_are_captured_once_each_with_correct_gradients(
 def test_reallocated_parameters_and_too_many_shapes_free_earlier_captures():
     learner, net = METHODS["maml"], smooth_mlp().cuda()
     engine, params = Engine(learner, net), parameters(learner, net)
-    for shots in range(1, MOST_CAPTURES + 2):
+    for shots in range(1, MAX_CAPTURES + 2):
         engine(params, clusters((4,), shots=shots).to("cuda"))
-        assert 1 <= len(engine._captures) <= MOST_CAPTURES
+        assert 1 <= len(engine._captures) <= MAX_CAPTURES
     engine(params, clusters((4,)).to("cuda"))
     reallocated = {n: v.detach().clone() for n, v in params.items()}
     engine(reallocated, clusters((4,)).to("cuda"))
@@ -196,7 +230,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_with_one_warning(caplog):
     [
         ("maml", lambda e: Episodes(e.support_x, e.support_y + 3, e.query_x, e.query_y), "A label is 5, but the head"),
         ("maml", lambda e: e.to(dtype=torch.float32), "Inputs are torch.float32, but the parameters are torch.float64"),
-        ("mtl", lambda e: Episodes(e.support_x, e.support_y, e.query_x, e.query_y), "do not say which classes"),
+        ("mtl", lambda e: Episodes(e.support_x, e.support_y, e.query_x, e.query_y), "episodes.classes is None"),
         (
             "rfs",
             lambda e: Episodes(e.support_x, e.support_y, e.query_x, e.query_y, e.classes + 4),
@@ -224,7 +258,7 @@ def test_unsuitable_episodes_raise_an_error_with_a_clear_message(name, change, s
 
 def test_missing_rows_unknown_modes_and_unsuitable_networks_raise_errors():
     net, episodes = smooth_mlp(), clusters((4,))
-    with pytest.raises(InputError, match=r"Give classes=environment\.classes"):
+    with pytest.raises(InputError, match=r"Pass classes=environment\.classes"):
         parameters(method("mtl"), net)
     with pytest.raises(InputError, match="mode is 'fast', but must be one of 'auto', 'loop'"):
         Engine(method("maml"), net, mode="fast")
@@ -232,7 +266,7 @@ def test_missing_rows_unknown_modes_and_unsuitable_networks_raise_errors():
     rows = parameters(linear, net, classes=CLASSES)
     with pytest.raises(InputError, match="factorizes a linear net with one weight matrix"):
         meta_gradient(linear, net, rows, episodes)
-    with pytest.raises(InputError, match=r"none of them covers the parameter 'features\.1\.weight'"):
+    with pytest.raises(InputError, match=r"none of them matches the parameter 'features\.1\.weight'"):
         meta_gradient(partial, net, rows, episodes)
 
 
@@ -250,7 +284,7 @@ def three_threads():
 
 
 @pytest.mark.parametrize("drop", [nn.Dropout(0.3), FunctionalDropout(), nn.RReLU()])
-def test_the_flat_mode_refuses_networks_with_dropout(drop):
+def test_the_flat_mode_raises_an_error_for_networks_with_dropout(drop):
     net = Network(nn.Sequential(nn.Linear(3, 8), drop), nn.Linear(8, 1)).train()
     learner, x = method("maml"), torch.randn(2, 4, 3)
     episodes = Episodes(x, x[..., :1], x + 1, x[..., :1])
@@ -333,7 +367,7 @@ def test_whole_numbers_that_bfloat16_rounds_and_integer_inputs_of_float_networks
         Engine(learner, net, dtype=torch.bfloat16)(params, Episodes(x, y, x, y))
     for fine in (x / 999, x.clamp(max=256)):
         assert Engine(learner, net, dtype=torch.bfloat16)(params, Episodes(fine, y, fine, y)).loss.isfinite()
-    with pytest.raises(InputError, match=r"Inputs are torch\.int64, but this network takes floating-point ones"):
+    with pytest.raises(InputError, match=r"Inputs are torch\.int64, but this network takes floating-point inputs"):
         Engine(learner, net)(params, Episodes(x.long(), y, x.long(), y))
 
 
@@ -345,7 +379,7 @@ def test_a_network_that_vmap_cannot_run_is_computed_task_by_task_with_one_warnin
     net, episodes = Network(nn.Sequential(nn.Linear(4, 5), Unusual()), nn.Linear(5, 3)).double(), clusters((4,))
     learner = method("maml")
     params = parameters(learner, net)
-    task_gradients._warn_of_loop.cache_clear()
+    task_gradients._warn_about_loop.cache_clear()
     with caplog.at_level(logging.WARNING, "metabridge"):
         actual, again = (Engine(learner, net, mode="vectorized")(params, episodes) for _ in range(2))
     assert ["cannot vectorize this network" in record.message for record in caplog.records] == [True]
@@ -354,7 +388,7 @@ def test_a_network_that_vmap_cannot_run_is_computed_task_by_task_with_one_warnin
         assert relative(flattened(result.gradients), flattened(expected.gradients)) < 1e-12
 
 
-def test_one_classifier_over_all_classes_refuses_real_targets():
+def test_one_classifier_over_all_classes_raises_an_error_for_real_targets():
     learner, net = method("rfs", test=heads.RidgeClassifier()), mlp(2, 1)
     x, y = torch.randn(3, 4, 2), torch.randn(3, 4, 1)
     episodes = Episodes(x, y, x, y, classes=torch.tensor([[0], [1], [2]]))

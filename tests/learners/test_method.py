@@ -7,9 +7,11 @@ from cases import METHODS, OTHERWISE_TESTED
 from metabridge import InputError, Method, adapt, method, parameters
 from metabridge.heads import LogisticRegression
 from metabridge.learners import PRESETS
+from metabridge.learners.method import balance
 from metabridge.models import mlp
-from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, SVMSolver
+from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, SVMSolver
 
+EXACT_SOLVERS = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.solves_exactly)
 STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 
 
@@ -56,22 +58,30 @@ def test_options_change_the_solver_or_the_method():
             lambda: Method("all", RidgeSolver(), training_head="solved"),
             "solves a linear head, but adapts is 'all'",
         ),
-        (lambda: Method("head", RidgeSolver()), "solver in closed form (RidgeSolver, SVMSolver)"),
-        (lambda: Method("head", STEPS, training_head="solved"), "exactly with a solver in closed form"),
+        (lambda: Method("head", RidgeSolver()), f"solvers that compute an optimal head ({EXACT_SOLVERS})"),
+        (lambda: Method("head", STEPS, training_head="solved"), "with the solvers that compute an optimal head"),
         (lambda: Method("head", STEPS, training_head="task-rows"), "rows are trained jointly"),
         (lambda: Method("none", None, outer="plain", training_head="frozen", test=STEPS), "no inner solver adapts it"),
-        (lambda: Method("head", Proximal(), outer="displacement"), "trains only what adapts"),
+        (lambda: Method("head", Proximal(), outer="displacement"), "trains only adapted parameters"),
         (
             lambda: Method("none", None, outer="plain", training_head="task-rows", test=STEPS),
             "from a shared head",
         ),
-        (lambda: Method("none", None, outer="plain"), "Say how to adapt at test time"),
+        (lambda: Method("none", None, outer="plain"), "Set test to a solver or a head"),
     ],
 )
 def test_a_contradictory_combination_raises_an_error_with_a_clear_message(make, sentence):
     with pytest.raises(InputError) as error:
         make()
     assert sentence in str(error.value)
+
+
+def test_the_representation_of_a_method_names_functions_and_omits_the_default_loss():
+    assert "loss" not in repr(method("maml"))
+    assert repr(method("maml")).startswith("Method(adapts='all', inner=GradientDescent(steps=5, lr=0.01")
+    assert "loss=balance" in repr(method("maml", loss=balance))
+    assert "regularizer=balance)" in repr(method("burer-monteiro"))
+    assert all(" at 0x" not in repr(method(name)) for name in PRESETS)
 
 
 def test_the_solver_at_test_time_uses_its_own_learning_rate():
@@ -90,7 +100,7 @@ def test_the_solver_at_test_time_uses_its_own_learning_rate():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: method("nal", rates="per-element"), "test has the rates 'per-element'"),
+        (lambda: method("nal", rates="per-element"), "test has rates='per-element'"),
         (lambda: method("reptile", rates="per-tensor"), "which learns no rates"),
         (lambda: Method("all", "gd"), "inner is 'gd', but must be one of GradientDescent"),
         (lambda: Method("all", GradientDescent), "inner is <class"),

@@ -33,7 +33,7 @@ def test_all_modes_give_the_same_gradient_of_the_joint_batch(name):
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
-def test_multi_task_gradients_are_those_of_one_cross_entropy_over_the_joint_batch(name):
+def test_multi_task_gradients_equal_the_gradient_of_one_cross_entropy_over_the_joint_batch(name):
     learner, net, episodes = method(name), running_net(), clusters(SHAPE)
     params = parameters(learner, net, classes=CLASSES)
     whole = episodes.without_split()

@@ -107,7 +107,7 @@ def test_at_most_one_per_edge_is_true_when_all_edges_have_one_operator():
     assert [set(operators) for operators in state.normal] == [{OPERATORS[edge % 7]} for edge in range(9)]
 
 
-def test_active_operators_of_an_impossible_network_are_refused():
+def test_active_operators_of_an_impossible_network_raise_an_input_error():
     edges = ActiveOperators.full().normal
     with pytest.raises(InputError, match="the normal cell has 8 edges, but must have 9"):
         ActiveOperators(edges[:8], edges)
@@ -123,14 +123,14 @@ def test_the_best_architecture_has_the_best_operator_of_the_two_best_edges():
     high_scores = {(0, "skip"): 2.0, (1, "conv_3x3"): -0.0, (2, "skip"): 1.0, (4, "conv_3x3"): 3.0}
     high_scores |= {(6, "dil_conv_3x3"): 1.0, (5, "skip"): math.inf}
     scores |= {("normal", *choice): score for choice, score in high_scores.items()}
-    scores["normal", 3, "skip"] = 0.5  # the third of its node
+    scores["normal", 3, "skip"] = 0.5  # only the third-best edge of its node
     architecture = ActiveOperators.full().best_architecture(scores)
     assert architecture.normal == (
         ((0, "skip"), (1, OPERATORS[0])),
         ((0, "skip"), (2, "conv_3x3")),
         ((0, "skip"), (1, "dil_conv_3x3")),
     )
-    first = OPERATORS[0]  # of equals
+    first = OPERATORS[0]  # wins because all scores are equal
     assert architecture.reduction == (((0, first), (1, first)),) * 3
 
 
@@ -149,7 +149,7 @@ def test_the_active_operators_of_an_architecture_give_the_same_architecture():
 
 
 @pytest.mark.parametrize("score", [None, math.nan])
-def test_an_operator_without_a_score_is_refused(score):
+def test_an_operator_without_a_score_raises_an_input_error(score):
     scores = dict.fromkeys(ActiveOperators.full(), 1.0)
     scores["reduction", 8, "skip"] = score
     if score is None:

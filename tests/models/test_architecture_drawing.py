@@ -46,7 +46,7 @@ def test_no_arrow_of_any_architecture_crosses_a_label(wiring):
     for arrow in arrows:
         x, y = points_along(arrow, axes).T
         for box in boxes:
-            edge = 0.04  # which an arrow's point may touch
+            edge = 0.04  # arrow heads may touch the edge of a box
             left, bottom, width, height = box.get_x(), box.get_y(), box.get_width(), box.get_height()
             within = (x > left + edge) & (x < left + width - edge) & (y > bottom + edge) & (y < bottom + height - edge)
             assert not within.any()
@@ -58,8 +58,8 @@ def test_labels_lie_within_their_boxes_and_name_the_operators():
     drawing = figure(Architecture(wired(WIRINGS[0]), wired(WIRINGS[-1])))
     drawing.draw_without_rendering()
     for axes in drawing.axes:
-        said = [text.get_text() for text in axes.texts]
-        assert {"0", "1", "2", "out", "$c_{k-2}$", "$c_{k-1}$", "conv 1×5 5×1", "sep conv 3×3"} == set(said)
+        labels = [text.get_text() for text in axes.texts]
+        assert {"0", "1", "2", "out", "$c_{k-2}$", "$c_{k-1}$", "conv 1×5 5×1", "sep conv 3×3"} == set(labels)
         outlines = [p.get_window_extent() for p in axes.patches if isinstance(p, FancyBboxPatch | Circle)]
         for text in axes.texts:
             extent = text.get_window_extent()
@@ -74,6 +74,6 @@ def test_the_suffix_selects_the_format_and_the_same_cells_give_the_same_bytes(tm
     assert draw(random_cells(1), tmp_path / f"other-{name}").read_bytes() != first
 
 
-def test_another_format_is_refused(tmp_path):
+def test_another_format_raises_an_input_error(tmp_path):
     with pytest.raises(InputError, match=r"file is '.*cells.pdf', but must end in .png or .svg."):
         draw(random_cells(), tmp_path / "cells.pdf")

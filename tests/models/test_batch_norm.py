@@ -75,7 +75,7 @@ def test_running_statistics_are_those_of_the_batches():
     assert torch.allclose(norm.mean, everything.mean(0))
     assert torch.allclose(norm.variance, everything.var(0, correction=0))
     alone = norm.eval()(everything[:1])
-    assert torch.allclose(alone, norm(everything)[:1])  # every point is independent
+    assert torch.allclose(alone, norm(everything)[:1])  # every input is normalized independently
     assert torch.allclose(norm(everything).std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-4)
 
 
@@ -88,13 +88,13 @@ def test_running_statistics_are_accurate_for_a_large_mean():
     assert norm.eval()(batches[0]).isfinite().all()
 
 
-def test_batch_statistics_depend_on_the_other_points_also_in_evaluation():
+def test_batch_statistics_depend_on_the_other_inputs_also_in_evaluation():
     norm = BatchNorm(3).double().eval()
     x = inputs(6, 3)
     assert not torch.allclose(norm(x)[:2], norm(x[:2]))
 
 
-def test_pytorch_batch_norms_are_refused_and_replaced_with_their_values():
+def test_pytorch_batch_norms_raise_an_error_and_are_replaced_by_layers_with_the_same_values():
     features = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
     features(torch.randn(20, 4, generator=torch.Generator().manual_seed(0)))
     with pytest.raises(InputError, match=r"Network\.around"):
@@ -124,7 +124,7 @@ def test_a_batch_norm_without_weight_or_bias_is_converted_to_one_without(statist
     assert torch.autograd.gradgradcheck(torch.func.vmap(ours), tasks.requires_grad_())
 
 
-def test_unknown_statistics_are_refused():
+def test_unknown_statistics_raise_an_input_error():
     with pytest.raises(InputError, match="'batch' or 'running'"):
         BatchNorm(3, "moving")
 

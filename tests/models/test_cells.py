@@ -242,7 +242,7 @@ def test_the_same_seed_gives_the_same_weights_with_kaiming_variance():
             assert float(layer.weight.detach().var()) == pytest.approx(variance, rel=0.2)
 
 
-def test_drop_path_drops_whole_points_and_keeps_the_mean():
+def test_drop_path_drops_whole_inputs_and_keeps_the_mean():
     torch.manual_seed(0)
     drop = DropPath(0.2)
     out = drop(torch.ones(4000, 2, 3, 3))
@@ -324,6 +324,6 @@ def test_networks_of_random_architectures_can_be_built_and_trained():
         ),
     ],
 )
-def test_impossible_options_are_refused_with_a_way_out(make, sentence):
+def test_impossible_options_raise_an_input_error(make, sentence):
     with pytest.raises(InputError, match=sentence):
         make()

@@ -75,11 +75,11 @@ print(observe(net, x).random, "torch._dynamo" in sys.modules)
 compiled = torch.compile(net, backend="eager")
 print(observe(compiled, x).random, observe(compiled.eval(), x).random)
 """
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
-    assert (done.stdout.split(), done.stderr) == (["True", "False", "True", "False"], "")
+    process = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
+    assert (process.stdout.split(), process.stderr) == (["True", "False", "True", "False"], "")
 
 
-def test_a_parameter_that_cannot_be_replaced_is_refused():
+def test_a_parameter_that_cannot_be_replaced_raises_an_input_error():
     class Holder:
         def __init__(self, weight):
             self.weight = weight
@@ -97,7 +97,7 @@ def test_a_parameter_that_cannot_be_replaced_is_refused():
         observe(Hidden(), torch.randn(2, 3))
 
 
-def test_a_forward_pass_that_changes_an_unregistered_tensor_is_refused():
+def test_a_forward_pass_that_changes_an_unregistered_tensor_raises_an_input_error():
     class Centered(nn.Module):
         def __init__(self):
             super().__init__()

@@ -84,7 +84,7 @@ def test_buffers_are_shared_unless_they_are_copied():
     assert torch.equal(copy, buffer)
 
 
-def test_a_torchscript_module_is_refused():
+def test_a_torchscript_module_raises_an_input_error():
     with pytest.raises(InputError, match="TorchScript module, whose parameters cannot be replaced"):
         bind_params(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), {})
 

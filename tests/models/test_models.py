@@ -24,6 +24,11 @@ def test_features_have_the_dimension_of_the_heads_input(net, shape, dimension):
     assert net(x).shape == (2, 5)
 
 
+def test_building_a_network_does_not_seed_the_generators_of_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("a GPU generator was seeded"))
+    conv4(1, 16, 3, filters=4)
+
+
 def test_the_same_seed_gives_the_same_weights_and_keeps_the_global_random_state():
     before = torch.get_rng_state()
     first, again, other = conv4(1, 28, seed=3), conv4(1, 28, seed=3), conv4(1, 28, seed=4)
@@ -42,7 +47,7 @@ def test_pooling_before_relu_gives_the_same_result():
 
 
 def test_resnet12_has_the_published_number_of_weights():
-    """12.4 M in all with widths 64-160-320-640, as the literature counts the body."""
+    """12.4 million for widths of 64, 160, 320 and 640; papers do not count the head."""
     body = sum(value.numel() for value in resnet12(3, 84).features.parameters())
     assert body == pytest.approx(12.42e6, rel=0.01)
 
@@ -56,7 +61,7 @@ def test_drop_block_drops_squares_at_its_rate_and_keeps_the_mean():
     dropped = (out == 0).float()
     corners = -nn.functional.max_pool2d(-dropped, 3, stride=1)  # 1 where a whole square is dropped
     covered = nn.functional.max_pool2d(nn.functional.pad(corners, [2] * 4), 3, stride=1)
-    assert torch.equal(covered, dropped)  # whatever is dropped lies in a dropped square that is dropped
+    assert torch.equal(covered, dropped)  # every dropped pixel lies in a square that is dropped completely
     assert torch.equal(block.eval()(out), out)
 
 
@@ -82,7 +87,7 @@ def test_any_module_can_be_used_as_features():
         (lambda: DropBlock(1.5, 3), "drop_rate is 1.5"),
     ],
 )
-def test_impossible_options_are_refused_with_a_way_out(make, sentence):
+def test_impossible_options_raise_an_input_error(make, sentence):
     with pytest.raises(InputError, match=sentence):
         make()
 
@@ -104,10 +109,10 @@ def test_build_with_a_name_gives_the_network_of_the_builder(name, options, build
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("conv5", {}, "model is 'conv5', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
-        ("timm", {}, "model is 'timm', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
-        ("timm:", {}, "model is 'timm:', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
-        ("conv4:wide", {}, "model is 'conv4:wide', but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json."),
+        ("conv5", {}, "model is 'conv5', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE.json."),
+        ("timm", {}, "model is 'timm', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE.json."),
+        ("timm:", {}, "model is 'timm:', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE.json."),
+        ("conv4:wide", {}, "model is 'conv4:wide', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE"),
         (
             "conv4",
             {"depth": 5},

@@ -203,7 +203,7 @@ def test_an_example_that_a_module_cannot_map_to_features_raises_an_input_error(m
         Network.around(module, example, 2)
 
 
-def test_a_head_that_is_tied_to_the_body_is_refused_with_a_way_out() -> None:
+def test_the_error_for_a_head_that_shares_a_parameter_with_the_body_says_how_to_untie_it() -> None:
     net = Network(nn.Linear(3, 3), nn.Linear(3, 3))
     net.head.weight = net.features.weight
     with pytest.raises(InputError, match=r"head\.weight is also a parameter of the features.*Untie it") as caught:
@@ -214,12 +214,12 @@ def test_a_head_that_is_tied_to_the_body_is_refused_with_a_way_out() -> None:
 
 @pytest.mark.parametrize("mode", ["loop", "workers", "vectorized"])
 @pytest.mark.parametrize("name", ["maml", "anil"])
-def test_a_set_of_one_vector_cannot_be_normalized_in_any_mode(name: str, mode: Mode) -> None:
+def test_a_batch_of_one_vector_cannot_be_normalized_in_any_mode(name: str, mode: Mode) -> None:
     net = Network.around(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.zeros(3, 4), 3).double()
     tasks = clusters((4,))
     single_query = type(tasks)(tasks.support_x, tasks.support_y, tasks.query_x[:, :1], tasks.query_y[:, :1])
     with pytest.raises(
         InputError,
-        match=r"batch norm got a set of shape \(1, 3\), which has one value per channel.*at least two points",
+        match=r"batch norm got a batch of shape \(1, 3\), which has one value per channel.*at least two examples",
     ):
         Engine(method(name), net, mode=mode)(parameters(method(name), net), single_query)

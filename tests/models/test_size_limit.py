@@ -24,14 +24,14 @@ from metabridge.nas import random_architecture
         ("architecture.json", {"channels": 10**9}),
     ],
 )
-def test_a_network_that_is_too_large_is_refused_before_memory_is_allocated(tmp_path, monkeypatch, model, options):
+def test_a_network_that_is_too_large_raises_an_error_before_memory_is_allocated(tmp_path, monkeypatch, model, options):
     monkeypatch.chdir(tmp_path)
     random_architecture(torch.Generator().manual_seed(0)).save("architecture.json")
     with pytest.raises(InputError, match=r"more than 1073741824 values in its tensors, which is too large to build\."):
         build(model, **options)
 
 
-def test_a_network_of_too_many_layers_is_refused(monkeypatch):
+def test_a_network_of_too_many_layers_raises_an_error(monkeypatch):
     monkeypatch.setattr("metabridge.models.size_limit.SizeLimit.__init__.__defaults__", (2**30, 100))
     for options in ({"width": 1}, {"width": 40}):
         with pytest.raises(InputError, match=r"more than 100 tensors, which is too large to build\."):

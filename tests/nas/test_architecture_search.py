@@ -133,7 +133,7 @@ def test_fast_and_reference_implementation_give_the_same_scores(glyphs: Labelled
             assert fast[removal].condition.value == pytest.approx(reference[removal].condition.value, rel=1e-3)
 
 
-def test_continuing_with_other_data_is_refused(glyphs: LabelledImages, tmp_path: Path) -> None:
+def test_continuing_with_other_data_is_rejected(glyphs: LabelledImages, tmp_path: Path) -> None:
     config = small_search("none", operators=("skip",))
     first, second = (replace(glyphs, load_arguments={"name": name}) for name in ("first", "second"))
     with pytest.raises(TimeLimitError):
@@ -142,7 +142,7 @@ def test_continuing_with_other_data_is_refused(glyphs: LabelledImages, tmp_path:
         run_search(second, config, out=tmp_path, progress=False)
 
 
-def test_continuing_with_other_images_in_memory_is_refused(tmp_path: Path) -> None:
+def test_continuing_with_other_images_in_memory_is_rejected(tmp_path: Path) -> None:
     config, images = small_search("none", operators=("skip",)), two_images_of_two_classes()
     with pytest.raises(TimeLimitError):
         run_search(images, config, out=tmp_path, minutes=0, progress=False)
@@ -169,7 +169,7 @@ def test_patches_cover_all_positions_and_channels() -> None:
 
 
 def test_regions_are_counted_in_a_network_of_one_channel() -> None:
-    features = thin_supernet(two_operators_per_edge(), seed=0, inputs=9).features
+    features = thin_supernet(two_operators_per_edge(), seed=0, patch_count=9).features
     assert (len(features.cells), features.channels, features.stem[0].layer.out_channels) == (3, 1, 3)
 
 
@@ -204,16 +204,16 @@ def test_as_many_regions_as_images_are_a_failure() -> None:
         ({"adaptation_time": 0.0}, "adaptation_time is 0.0"),
         ({"ridge": -1.0}, "ridge is -1.0"),
         ({"operators": ()}, "operators is empty"),
-        ({"operators": ("conv_9x9",)}, "no operator 'conv_9x9'"),
+        ({"operators": ("conv_9x9",)}, "operator 'conv_9x9' is unknown"),
         ({"kernel": "mtl"}, "kernel is 'mtl'"),
     ],
 )
-def test_invalid_settings_are_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         SearchConfig(**options)
 
 
-def test_small_images_and_unknown_implementations_are_refused() -> None:
+def test_small_images_and_unknown_implementations_are_rejected() -> None:
     images = two_images_of_two_classes()
     with pytest.raises(InputError, match="images have 8×2 pixels"):
         ProxyEvaluator(small_search(), replace(images, images=images.images[..., :2]))
@@ -222,7 +222,7 @@ def test_small_images_and_unknown_implementations_are_refused() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["fast", "reference"])
-def test_a_supernet_that_is_too_large_is_refused_before_it_is_built(
+def test_a_supernet_that_is_too_large_is_rejected_before_it_is_built(
     glyphs: LabelledImages, tmp_path: Path, implementation: str
 ) -> None:
     config = small_search(channels=10**9)
@@ -309,7 +309,7 @@ run_search(load_glyphs(), small_search("none", operators=("skip", "conv_3x3")), 
 """
 
 
-def test_a_folder_in_use_is_refused_and_a_killed_search_is_continued(glyphs: LabelledImages, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_rejected_and_a_killed_search_is_continued(glyphs: LabelledImages, tmp_path: Path) -> None:
     config, out = small_search("none", operators=("skip", "conv_3x3")), tmp_path / "search"
     program = PAUSED_SEARCH.format(tests=str(Path(__file__).parent.parent))
     words = [sys.executable, "-c", program, str(out)]

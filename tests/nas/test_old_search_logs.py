@@ -51,6 +51,6 @@ def test_an_unfinished_search_is_continued(images: LabelledImages, folder: Path)
     assert result.architecture == Architecture.load(folder / "architecture.json") == ARCHITECTURE
 
 
-def test_a_search_of_other_images_is_still_refused(images: LabelledImages, folder: Path) -> None:
+def test_a_search_of_other_images_is_still_rejected(images: LabelledImages, folder: Path) -> None:
     with pytest.raises(InputError, match="images='14180 images, checksum 79f6465b'"):
         run_search(replace(images, images=255 - images.images), CONFIG, out=folder, progress=False)

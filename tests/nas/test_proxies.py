@@ -115,15 +115,15 @@ def test_running_out_of_memory_reduces_the_candidates_per_pass(monkeypatch: pyte
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(2, 3, 8, 8, dtype=torch.float64)
     removals = [None, *active][:9]
     exact = dict(CandidateKernels(net, active, x, 8).matrices(removals))
-    run_together, tried = CandidateKernels._run_together, []
+    run_copies, tried = CandidateKernels._run_copies, []
 
     def small(self: CandidateKernels, chosen: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
         tried.append(len(chosen))
         if len(chosen) > 2:
             raise torch.OutOfMemoryError
-        return run_together(self, chosen)
+        return run_copies(self, chosen)
 
-    monkeypatch.setattr(CandidateKernels, "_run_together", small)
+    monkeypatch.setattr(CandidateKernels, "_run_copies", small)
     score = dict(CandidateKernels(net, active, x, 8).matrices(removals))
     assert tried == [8, 4, 2, 2, 2, 2, 1]
     assert list(score) == removals
@@ -205,7 +205,7 @@ def test_other_activations_are_counted_next_to_a_relu() -> None:
     assert count_linear_regions(net, inputs).value == brute_force(net, inputs) > 2
 
 
-def test_batch_norm_over_the_batch_is_refused() -> None:
+def test_batch_norm_over_the_batch_is_rejected() -> None:
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU())
     with pytest.raises(InputError, match=r"batch norm '1' normalizes over the batch.*Use net.eval()"):
         count_linear_regions(net, torch.randn(9, 2))
@@ -228,12 +228,12 @@ def test_regions_do_not_depend_on_how_inputs_are_split(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("candidates_per_pass", [1, 5])
-@pytest.mark.parametrize("count", [1, 2])  # with one operator per edge, the ReLU of a source may have one reader
+@pytest.mark.parametrize("count", [1, 2])  # with one operator per edge, the ReLU of a source may have one consumer
 def test_fast_region_counts_equal_those_of_the_masked_network(candidates_per_pass: int, count: int) -> None:
     active = with_operators_per_edge(count)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.linspace(0, 1, 300).view(-1, 1, 1, 1) * torch.randn(1, 1, 3, 3, generator=generator)
-    net = thin_supernet(active, seed=0, inputs=len(inputs))
+    net = thin_supernet(active, seed=0, patch_count=len(inputs))
     counts = set()
     for removal, score in LinearRegionCounter(active, inputs, 0, candidates_per_pass).scores([None, *active]):
         mask(net, active.without(removal))
@@ -311,7 +311,7 @@ def test_a_value_that_is_not_finite_always_has_a_failure() -> None:
 
 
 @pytest.mark.parametrize("options", [{"kernel": "mtl"}, {"time": 0.0}, {"ridge": -1.0}, {"ridge": math.nan}])
-def test_invalid_settings_are_refused(options: dict[str, object]) -> None:
+def test_invalid_settings_are_rejected(options: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
         ConditionNumber(**options)
 

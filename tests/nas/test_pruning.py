@@ -105,7 +105,7 @@ def test_a_finished_search_computes_no_scores_again(tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
-def test_a_log_with_other_settings_is_refused_unless_it_has_no_scores(tmp_path: Path) -> None:
+def test_a_log_with_other_settings_is_rejected_unless_it_has_no_scores(tmp_path: Path) -> None:
     file = tmp_path / "search.jsonl"
     SearchLog(file, {"seed": 2, "cells": 5})
     search_log = SearchLog(file, {"seed": 0, "cells": 5})
@@ -140,7 +140,7 @@ def test_scores_after_a_damaged_line_are_computed_again(
 
 
 @pytest.mark.parametrize("first_line", ["garbage", "[1]", "{}", '{"settings": 5}'])
-def test_a_file_that_is_not_a_log_is_refused_and_left_unchanged(tmp_path: Path, first_line: str) -> None:
+def test_a_file_that_is_not_a_log_is_rejected_and_left_unchanged(tmp_path: Path, first_line: str) -> None:
     file = tmp_path / "search.jsonl"
     file.write_text(f'{first_line}\n{{"seconds": 1.0}}\n')
     with pytest.raises(InputError, match="is not a search log"):
@@ -271,7 +271,7 @@ def test_every_changed_digit_of_a_log_is_detected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_a_damaged_log_is_read_in_part_or_refused(tmp_path: Path, checksum: bool) -> None:
+def test_a_damaged_log_is_read_in_part_or_rejected(tmp_path: Path, checksum: bool) -> None:
     file, rng = tmp_path / "search.jsonl", random.Random(0)
     search_log = SearchLog(file, {"seed": 1, "time": "inf"})
     for repeat in range(3):

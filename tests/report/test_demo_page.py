@@ -91,10 +91,10 @@ def test_frames_are_green_exactly_where_the_prediction_is_right(outcome):
     right = (run.predict(episodes).argmax(-1) == episodes.query_y).view(3, 5, 15)[:, :, :2].sum().item()
     canvas = np.asarray(task_pictures.picture(run, episodes, shown=2).axes[0].images[0].get_array())
     counts = {}
-    for color in (task_pictures.RIGHT, task_pictures.WRONG):
+    for color in (task_pictures.CORRECT, task_pictures.WRONG):
         counts[color] = int((np.abs(canvas - to_rgb(color)).max(-1) < 1e-3).sum())
     frame = 34 * 34 - 28 * 28
-    assert counts == {task_pictures.RIGHT: right * frame, task_pictures.WRONG: (3 * 5 * 2 - right) * frame}
+    assert counts == {task_pictures.CORRECT: right * frame, task_pictures.WRONG: (3 * 5 * 2 - right) * frame}
 
 
 @pytest.mark.parametrize("along", ["iterations", "seconds"])

@@ -1,4 +1,4 @@
-"""What holds for every inner solver; their gradients are tested with `cases.METHODS`."""
+"""Tests of every registered inner solver; gradients are tested with `cases.METHODS`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ def test_every_outer_gradient_that_a_solver_admits_is_registered_and_tested(kind
 
 
 @every_solver
+def test_a_solver_that_admits_the_implicit_gradient_defines_its_linear_system(kind):
+    if "implicit" in kind.outer_rules:
+        system = kind().implicit_system
+        assert system is None or (system.strength > 0 and system.cg_steps > 0)
+    else:
+        with pytest.raises(NotImplementedError, match=f"{kind.__name__} must define implicit_system"):
+            kind().implicit_system  # noqa: B018
+
+
+@every_solver
 def test_a_solver_lowers_the_support_loss_of_a_head(kind):
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(3).repeat(4)
@@ -32,7 +42,7 @@ def test_a_solver_lowers_the_support_loss_of_a_head(kind):
 
 
 @every_solver
-def test_learned_parameters_of_a_solver_have_names_that_say_so(kind):
+def test_names_of_the_learned_parameters_of_a_solver_have_a_known_prefix(kind):
     start = {"head.weight": torch.zeros(3, 5)}
     for name, value in kind().solver_params(start).items():
         assert name.startswith(("rates.", "solver."))
@@ -40,5 +50,5 @@ def test_learned_parameters_of_a_solver_have_names_that_say_so(kind):
 
 
 @every_solver
-def test_a_solver_in_closed_form_takes_no_steps(kind):
-    assert kind.closed_form != issubclass(kind, IterativeSolver)
+def test_a_solver_either_solves_exactly_or_takes_steps(kind):
+    assert kind.solves_exactly != issubclass(kind, IterativeSolver)

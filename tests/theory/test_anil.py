@@ -343,8 +343,14 @@ EYE = torch.eye(2, dtype=torch.float64)
             lambda: check_convergence(EYE, AnilSettings(), width=1),
             "width is 1, but the representation has 2 dimensions",
         ),
-        (lambda: check_convergence(EYE, AnilSettings(0.1, 0.2)), "beta is 0.2, but theorem 1 needs it to be no larger"),
-        (lambda: check_convergence(EYE, AnilSettings(1.5, 1.0)), "alpha · beta · the largest eigenvalue of Σ* is 1.5"),
+        (
+            lambda: check_convergence(EYE, AnilSettings(0.1, 0.2)),
+            "beta is 0.2, but theorem 1 needs a beta of at most alpha",
+        ),
+        (
+            lambda: check_convergence(EYE, AnilSettings(1.5, 1.0)),
+            "alpha · beta · (largest eigenvalue of Σ*) is 1.5",
+        ),
         (lambda: initial_parameters(3, 4, 0.1, seeded()), "width is 4, but the inputs have 3 dimensions"),
         (lambda: error_bound(torch.ones(1), EYE, 1.0, AnilSettings(), 1), "points is 1, but proposition 1 needs"),
         (lambda: ridge_estimate(EYE, EYE[None], EYE[:1], 0.0), "penalty is 0.0, but must be a positive number."),

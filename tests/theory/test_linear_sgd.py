@@ -31,13 +31,13 @@ def test_gradients_equal_those_of_automatic_differentiation(logistic):
     y_in, y_out = (torch.rand(2, 4, 6, generator=generator, dtype=torch.float64) > 0.5).double()
     w = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     loss = LogisticLoss if logistic else SquaredLoss.from_points
-    value = LogisticLoss.value if logistic else SquaredLoss.value
+    pointwise = LogisticLoss.pointwise if logistic else SquaredLoss.pointwise
 
     def mean_loss(w, x, y):
-        return value((x @ w[..., None]).squeeze(-1), y).mean(-1).sum()
+        return pointwise((x @ w[..., None]).squeeze(-1), y).mean(-1).sum()
 
     (inner,) = torch.autograd.grad(mean_loss(w, x_in, y_in), w, create_graph=True)
-    torch.testing.assert_close(loss(x_in, y_in).gradient(w), inner)
+    torch.testing.assert_close(loss(x_in, y_in).grad(w), inner)
     (expected,) = torch.autograd.grad(mean_loss(w - 0.7 * inner, x_out, y_out), w)
     torch.testing.assert_close(maml_gradient(loss(x_in, y_in), loss(x_out, y_out), w, 0.7), expected)
     if logistic:
@@ -72,7 +72,7 @@ def test_hard_tasks_of_a_batch_have_their_weight():
 
 @pytest.mark.parametrize("values", [1, 1000])
 def test_training_is_the_same_however_many_iterations_are_sampled_together(values, monkeypatch):
-    monkeypatch.setattr("metabridge.theory.linear_sgd.VALUES_PER_SAMPLE", values)
+    monkeypatch.setattr("metabridge.theory.linear_sgd.MAX_SAMPLED_VALUES", values)
     tasks = LinearTasks(LANDSCAPE, 4, 3)
     result = train_linear_models(tasks, {"nal": LinearLearner(0.1)}, seeded(), iterations=3, runs=2)["nal"]
     generator, w = seeded(), torch.zeros(2, 3)
@@ -98,5 +98,5 @@ def test_the_label_entropy_is_the_loss_at_the_solution_of_each_task():
     episodes = LogisticTasks(landscape, 50, 50).sample(4000, seeded()).without_split()
     w = landscape.distribution.center.float()[episodes.classes[:, 0] // 2]
     logits = (episodes.support_x @ w[..., None]).squeeze(-1)
-    losses = LogisticLoss.value(logits, episodes.support_y.float()).mean(1).double()
+    losses = LogisticLoss.pointwise(logits, episodes.support_y.float()).mean(1).double()
     assert abs(float(losses.mean()) - label_entropy(landscape)) < 4.5 * float(losses.std()) / math.sqrt(4000)

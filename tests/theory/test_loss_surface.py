@@ -9,7 +9,7 @@ from metabridge.environments.teacher_networks import ACTIVATIONS, Activation, Fi
 from metabridge.episodes import Episodes
 from metabridge.learners import MetaGradient
 from metabridge.models import mlp
-from metabridge.theory.loss_surface import LossSurface, plane
+from metabridge.theory.loss_surface import LossSurface, neuron_grid
 from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss
 
 TEACHERS = [((1.0, 1.0), 0.5), ((-1.0, 0.5), 1.0), ((0.0, -1.0), 1.0)]  # neurons and variances of their inputs
@@ -61,7 +61,7 @@ def test_the_meta_gradient_vanishes_at_the_minimum(name, lr):
     episodes = sample("softplus", 4, 30, 5)
     surface = LossSurface("softplus", episodes, lr)
     minimum = surface.minimum()
-    assert surface(minimum) <= surface(plane(25)).min()
+    assert surface(minimum) <= surface(neuron_grid(25)).min()
     at_minimum, elsewhere = (
         meta_gradient(name, "softplus", episodes, point).gradients["features.1.weight"].norm()
         for point in (minimum, minimum + 0.3)

@@ -151,7 +151,7 @@ def test_loss_supports_vmap_over_students():
     torch.testing.assert_close(vmap(task.loss)(students), torch.stack([task.loss(student) for student in students]))
 
 
-def test_quadrature_refuses_more_than_three_dimensions():
+def test_quadrature_rejects_more_than_three_dimensions():
     wide = torch.ones(1, 4, dtype=torch.float64)
     assert TeacherTask(wide, "relu").loss(-wide) == pytest.approx(2)
     with pytest.raises(InputError, match="neurons have 4 dimensions, but the quadrature for tanh covers 3 at most"):
@@ -171,7 +171,7 @@ def test_quadrature_resolves_neurons_as_steep_as_documented(activation, w):
     assert float(TeacherTask(teacher, activation).gradient(student)) == pytest.approx(expected, rel=0.005)
 
 
-def test_curvatures_refuse_a_relu_neuron_of_zero_weights():
+def test_curvatures_reject_a_relu_neuron_of_zero_weights():
     task, _ = hard_and_easy("relu")
     with pytest.raises(InputError, match="W has a neuron with zero weights"):
         task.curvatures(torch.zeros(1, 2, dtype=torch.float64))

@@ -40,13 +40,13 @@ def tasks():
     return data.tasks("test", ways=3, shots=2, queries=4)
 
 
-def test_the_accuracy_is_that_of_evaluate_on_the_same_tasks(model, tasks):
+def test_the_score_equals_the_score_of_evaluate_on_the_same_tasks(model, tasks):
     found, score = (judge(model, tasks, tasks=50, seed=7) for judge in (assess, evaluate))
     assert torch.equal(found.score.values, score.values)
     assert (found.score.mean, found.score.ci95) == (score.mean, score.ci95)
 
 
-def test_classes_and_calibration_are_what_a_count_by_hand_gives(model, tasks):
+def test_class_accuracies_and_calibration_equal_counts_by_a_loop(model, tasks):
     found = assess(model, tasks, tasks=50, seed=7)
     hits: dict[str, list[bool]] = {}
     confidences, rights = [], []
@@ -76,14 +76,14 @@ def test_classes_and_calibration_are_what_a_count_by_hand_gives(model, tasks):
     assert sum(share for _, _, share in found.calibration) == pytest.approx(1)
 
 
-def test_the_calibration_error_of_a_small_case_is_as_worked_out_on_paper():
+def test_the_calibration_error_of_a_small_example_is_correct():
     found = Assessment(None, {"a": 0.5, "b": 0.25}, ((0.6, 0.5, 0.25), (0.95, 1.0, 0.75)))
     assert found.calibration_error == pytest.approx(0.25 * 0.1 + 0.75 * 0.05)
     assert found.worst == ("b", 0.25)
 
 
-def test_tasks_without_classes_are_refused(model):
-    with pytest.raises(InputError, match="environment is Sinusoid, but assess needs tasks over labelled images"):
+def test_tasks_without_classes_raise_an_error(model):
+    with pytest.raises(InputError, match="environment is Sinusoid, but assess needs tasks of labelled images"):
         assess(model, Sinusoid())
 
 
@@ -106,7 +106,7 @@ class OneDiverging(PartlyDiverging):
         return torch.cat([super().predict(episodes)[:1], self.model.predict(episodes)[1:]])
 
 
-def test_queries_of_a_diverged_task_are_wrong_and_without_a_confidence(model, tasks):
+def test_queries_of_a_diverged_task_count_as_wrong_and_are_not_calibrated(model, tasks):
     plain, found = assess(model, tasks, tasks=16), assess(OneDiverging(model, 12), tasks, tasks=16)
     assert found.score.diverged == 1
     assert found.score.values.tolist() == [0.0, *plain.score.values.tolist()[1:]]
@@ -122,6 +122,6 @@ def test_queries_of_a_diverged_task_are_wrong_and_without_a_confidence(model, ta
     assert alone.score.values[0] <= 8 / 12
 
 
-def test_a_model_that_diverges_on_every_task_is_refused(model, tasks):
+def test_a_model_that_diverges_on_every_task_raises_an_error(model, tasks):
     with pytest.raises(InputError, match="adaptation diverged on all 16 tasks"):
         assess(PartlyDiverging(model, 12), tasks, tasks=16)

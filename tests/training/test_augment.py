@@ -61,7 +61,7 @@ def enhanced(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4])
 @pytest.mark.parametrize("kind", range(3), ids=["brightness", "contrast", "saturation"])
-def test_each_change_of_color_is_pillows_up_to_its_rounding(jittered, kind, factor, channels):
+def test_each_color_change_equals_pillows_up_to_rounding(jittered, kind, factor, channels):
     image, factors = picture(channels), tuple(factor if own == kind else 1.0 for own in range(3))
     found = jittered(image, (0, 1, 2), factors)
     assert (found - enhanced(image, (kind,), factors)).abs().max() < 1.8 * LEVEL
@@ -73,7 +73,7 @@ ORDERS = list(itertools.permutations(range(3)))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_changes_of_color_in_any_order_are_pillows_in_that_order(jittered, order):
+def test_color_changes_in_any_order_equal_pillows_in_that_order(jittered, order):
     image, factors = picture(3), (1.8, 1.8, 2.0)
     found = jittered(image, order, factors)
     gaps = {other: (found - enhanced(image, other, factors)).abs() for other in ORDERS}
@@ -81,7 +81,7 @@ def test_changes_of_color_in_any_order_are_pillows_in_that_order(jittered, order
     assert all(gap.max() > 40 * LEVEL for other, gap in gaps.items() if other != order)
 
 
-def test_factors_are_uniform_and_drawn_for_every_image_by_itself():
+def test_factors_are_uniform_and_independent_for_each_image():
     """On a flat gray image only brightness shows, and its factor is the ratio of output to input."""
     flat = torch.full((4000, 3, 2, 2), 0.5)
     factors = Augment(padding=0, jitter=0.4, flip=False)(flat, seeded())[:, 0, 0, 0] / 0.5
@@ -101,7 +101,7 @@ def windows(image: torch.Tensor, padding: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_crop_is_a_window_of_the_padded_image_and_every_window_is_as_likely(channels, flip):
+def test_every_crop_is_a_window_of_the_padded_image_and_all_are_equally_likely(channels, flip):
     image = 0.1 + 0.9 * torch.rand(channels, 5, 6, generator=seeded())
     possible = windows(image, padding=2)
     if flip:
@@ -114,7 +114,7 @@ def test_every_crop_is_a_window_of_the_padded_image_and_every_window_is_as_likel
     assert chi_square < len(possible) + 5 * (2 * len(possible)) ** 0.5
 
 
-def test_a_flip_is_exactly_the_mirror_half_of_the_time():
+def test_half_of_the_images_are_mirrored_exactly():
     images = torch.rand(2000, 3, 4, 5, generator=seeded())
     changed = Augment(padding=0, jitter=0)(images, seeded(1))
     mirrored = (changed == images.flip(-1)).flatten(1).all(1)
@@ -135,7 +135,7 @@ def rectangles(augment: Augment, count: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("scale", [(0.3, 1.0), (0.9, 1.0), (0.5, 0.6)])
-def test_stretched_crops_have_the_claimed_share_of_the_area_and_lie_anywhere_inside(scale):
+def test_random_rectangles_have_areas_in_the_range_and_lie_inside_the_image(scale):
     width, height, x, y = rectangles(Augment(jitter=0, scale=scale), 3000)
     area = width.abs() * height
     assert scale[0] - 1e-4 < area.min() < scale[0] + 0.01
@@ -154,7 +154,7 @@ def test_stretched_crops_have_the_claimed_share_of_the_area_and_lie_anywhere_ins
 
 
 @pytest.mark.parametrize("width", [9, 12])
-def test_the_whole_area_without_flip_is_the_image_itself(width):
+def test_a_rectangle_of_the_whole_area_without_flip_is_the_image(width):
     images = torch.rand(20, 3, 9, width, generator=seeded())
     changed = Augment(jitter=0, flip=False, scale=(1.0, 1.0))(images, seeded())
     assert torch.allclose(changed, images, atol=1e-5)
@@ -165,7 +165,7 @@ VARIANTS = [Augment(), Augment(padding=0), Augment(jitter=0), Augment(flip=False
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("augment", VARIANTS)
-def test_the_same_generator_state_gives_the_same_images_and_another_one_others(augment, channels):
+def test_the_generator_state_determines_the_images(augment, channels):
     images = torch.rand(6, channels, 12, 12, generator=seeded())
     first, again, other = (augment(images, seeded(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
@@ -174,13 +174,13 @@ def test_the_same_generator_state_gives_the_same_images_and_another_one_others(a
     assert 0 <= first.min() < first.max() <= 1
 
 
-def test_without_crop_jitter_and_flip_nothing_changes_and_nothing_is_drawn():
+def test_without_crop_jitter_and_flip_images_and_generator_do_not_change():
     images, generator = torch.rand(3, 3, 8, 8, generator=seeded()), seeded(1)
     assert torch.equal(Augment(padding=0, jitter=0, flip=False)(images, generator), images)
     assert torch.equal(generator.get_state(), seeded(1).get_state())
 
 
-def test_support_and_query_are_changed_independently_and_keep_their_labels():
+def test_support_and_query_images_change_independently_and_keep_their_labels():
     x = torch.rand(1, 1, 3, 8, 8, generator=seeded()).expand(2, 4, -1, -1, -1).contiguous()
     y = torch.arange(4).expand(2, 4)
     episodes = Episodes(x, y, x.clone(), y.clone(), classes=torch.arange(8).view(2, 4))
@@ -192,7 +192,7 @@ def test_support_and_query_are_changed_independently_and_keep_their_labels():
     assert torch.equal(changed.classes, episodes.classes)
 
 
-def test_tasks_of_one_set_stay_tasks_of_one_set():
+def test_tasks_without_a_split_stay_without_a_split():
     x, y = torch.rand(2, 4, 3, 8, 8, generator=seeded()), torch.arange(4).expand(2, 4)
     changed = Augment(padding=2).episodes(Episodes(x, y, x, y), seeded())
     assert not changed.is_split
@@ -200,7 +200,7 @@ def test_tasks_of_one_set_stay_tasks_of_one_set():
 
 
 @pytest.mark.parametrize("scale", [None, (1.0, 1.0)])
-def test_images_are_small_for_the_first_share_of_a_training_and_then_of_their_own_size(scale):
+def test_images_are_small_for_the_first_fraction_of_training_and_then_of_full_size(scale):
     growing = Augment(padding=0, jitter=0, flip=False, scale=scale, growth=(6, 0.5))
     ramp = torch.linspace(0, 1, 12).expand(2, 3, 1, 12, 12).contiguous()
     episodes = Episodes(ramp, torch.zeros(2, 3, dtype=torch.int64), ramp.clone(), torch.zeros(2, 3, dtype=torch.int64))
@@ -211,7 +211,7 @@ def test_images_are_small_for_the_first_share_of_a_training_and_then_of_their_ow
     assert torch.allclose(small[:, 1:-1], between[1:-1].expand(6, 4), atol=0.01)
 
 
-def test_the_usual_padding_grows_with_the_image():
+def test_the_default_padding_depends_on_the_image_size():
     assert [Augment.for_size(size).padding for size in (28, 32, 84)] == [4, 4, 8]
 
 
@@ -223,27 +223,27 @@ def test_the_usual_padding_grows_with_the_image():
         ({"jitter": -0.1}, "jitter is -0.1, but must be between 0 and 1. Use jitter=0.4."),
         (
             {"scale": (0.0, 1.0)},
-            "scale is (0.0, 1.0), but must be two shares of the area in ascending order, such as (0.3, 1.0).",
+            "scale is (0.0, 1.0), but must be two fractions of the area in ascending order, such as (0.3, 1.0).",
         ),
         (
             {"scale": (0.8, 0.5)},
-            "scale is (0.8, 0.5), but must be two shares of the area in ascending order, such as (0.3, 1.0).",
+            "scale is (0.8, 0.5), but must be two fractions of the area in ascending order, such as (0.3, 1.0).",
         ),
         (
             {"growth": (0, 0.5)},
-            "growth is (0, 0.5), but must be a size in pixels and a share of training, such as (60, 0.5).",
+            "growth is (0, 0.5), but must be a size in pixels and a fraction of training, such as (60, 0.5).",
         ),
         (
             {"growth": (8, 1.5)},
-            "growth is (8, 1.5), but must be a size in pixels and a share of training, such as (60, 0.5).",
+            "growth is (8, 1.5), but must be a size in pixels and a fraction of training, such as (60, 0.5).",
         ),
         (
             {"scale": (0.5, 1.2)},
-            "scale is (0.5, 1.2), but must be two shares of the area in ascending order, such as (0.3, 1.0).",
+            "scale is (0.5, 1.2), but must be two fractions of the area in ascending order, such as (0.3, 1.0).",
         ),
     ],
 )
-def test_impossible_changes_are_refused_with_a_sentence(options, sentence):
+def test_invalid_arguments_raise_an_error_with_a_clear_message(options, sentence):
     with pytest.raises(InputError) as caught:
         Augment(**options)
     assert str(caught.value) == sentence

@@ -56,9 +56,12 @@ def settings(change):
 
 
 DAMAGES = {
-    "another version": (settings(lambda s: s | {"version": 2}), "was written in form 2, but this version .* form 1"),
-    "no version": (settings(lambda s: [s]), "is not a run: its settings.json is not of metabridge"),
-    "a missing setting": (settings(lambda s: {"version": 1}), "settings.json is damaged: it does not say the model"),
+    "another version": (
+        settings(lambda s: s | {"version": 3}),
+        "was written in format 3, but this version .* format 2",
+    ),
+    "no version": (settings(lambda s: [s]), "is not a run: metabridge did not write its settings.json"),
+    "a missing setting": (settings(lambda s: {"version": 1}), "settings.json is damaged: the model is missing"),
     "no JSON": (lambda f: (f / "settings.json").write_text('{"version": 1, '), "settings.json is damaged: it is not"),
     "no text": (lambda f: (f / "settings.json").write_bytes(b"\xff\xfe\x00"), "settings.json is damaged: it is not"),
     "truncated weights": (cut("weights.safetensors"), "weights.safetensors is damaged or not of a run"),
@@ -68,7 +71,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_run_is_refused_with_one_sentence_by_load_and_by_fit(copy, damage):
+def test_a_damaged_run_raises_an_error_in_load_and_in_fit(copy, damage):
     harm, sentence = DAMAGES[damage]
     harm(copy)
     for use in (load, on_sinusoids):
@@ -77,7 +80,7 @@ def test_a_damaged_run_is_refused_with_one_sentence_by_load_and_by_fit(copy, dam
         assert "\n" not in str(caught.value)
 
 
-def test_a_run_without_its_weights_is_refused_with_one_sentence(copy):
+def test_a_run_without_weights_raises_an_error(copy):
     (copy / "weights.safetensors").unlink()
     with pytest.raises(InputError, match="has no weights yet"):
         load(copy)
@@ -85,8 +88,8 @@ def test_a_run_without_its_weights_is_refused_with_one_sentence(copy):
         on_sinusoids(copy)
 
 
-def test_what_is_no_run_is_refused_with_one_sentence(tmp_path):
-    with pytest.raises(InputError, match=r"there is no run at .*\. Name the folder that was given to train"):
+def test_a_path_that_is_not_a_run_raises_an_error(tmp_path):
+    with pytest.raises(InputError, match=r"there is no run at .*\. Name the folder that training wrote \(--out\)"):
         load(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"is not a run: settings.json cannot be read \(No such file or directory\)"):
         load(tmp_path)
@@ -101,9 +104,9 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["settings.json", *FILES])
-def test_the_files_of_others_are_not_overwritten(tmp_path, name):
+def test_files_of_other_programs_are_not_overwritten(tmp_path, name):
     (tmp_path / name).write_text('{"editor.fontSize": 14}')
-    with pytest.raises(InputError, match=rf"{name} .*not of (a run|metabridge)\. Name another folder"):
+    with pytest.raises(InputError, match=rf"(did not write its|contains) {name}\b.* another folder"):
         on_sinusoids(tmp_path)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, '{"editor.fontSize": 14}')]
 
@@ -125,7 +128,7 @@ def test_reading_a_run_unpickles_nothing(copy, monkeypatch):
         load(copy)
 
 
-def test_a_loaded_run_predicts_what_the_trained_one_does(tmp_path):
+def test_a_loaded_run_predicts_the_same_as_the_trained_run(tmp_path):
     runs = {"maml": on_sinusoids(tmp_path / "maml"), "rfs": on_colors("rfs", tmp_path / "rfs")}
     environments = {"maml": Sinusoid(), "rfs": colors().tasks("validation", ways=3, shots=2, queries=3)}
     for name, run in runs.items():
@@ -140,12 +143,14 @@ def test_a_loaded_run_predicts_what_the_trained_one_does(tmp_path):
         assert all(torch.equal(value, again.params[key]) for key, value in loaded.params.items())
 
 
-def test_a_network_made_by_hand_must_be_given_again_and_fit(tmp_path):
+def test_a_network_built_by_hand_must_be_passed_to_load_and_must_match(tmp_path):
     def net(width: int = 6) -> Network:
         return Network(nn.Sequential(nn.Linear(1, width), nn.Tanh()), nn.Linear(width, 1))
 
     run = fit(net(), method("maml"), Sinusoid(), iterations=2, out=tmp_path, progress=False)
-    with pytest.raises(InputError, match=r"made by hand. Make it again and give it: load\(folder, net=net\)"):
+    with pytest.raises(
+        InputError, match=r"was not built by metabridge.models. Build it and pass it: load\(folder, net=net\)"
+    ):
         load(tmp_path)
     with pytest.raises(InputError, match=r"'features.0.weight' of shape \(7, 1\), but the run in .* has \(6, 1\)"):
         load(tmp_path, net=net(7))
@@ -157,7 +162,7 @@ def test_a_network_made_by_hand_must_be_given_again_and_fit(tmp_path):
     assert torch.equal(load(tmp_path, net=net()).predict(episodes), run.predict(episodes))
 
 
-def test_a_layer_in_two_places_is_stored_once_and_read_back_into_both(tmp_path):
+def test_a_layer_in_two_places_is_stored_once_and_loaded_into_both(tmp_path):
     def net(seed: int) -> Network:
         torch.manual_seed(seed)
         layer = nn.Linear(4, 4)
@@ -182,7 +187,7 @@ def test_a_layer_in_two_places_is_stored_once_and_read_back_into_both(tmp_path):
         lambda known: known["model"].pop("model"),
     ],
 )
-def test_settings_of_another_kind_are_refused_in_a_sentence(tmp_path, damage):
+def test_settings_of_another_type_raise_an_error(tmp_path, damage):
     on_sinusoids(tmp_path)
     known = RunFolder(tmp_path).settings()
     damage(known)
@@ -191,7 +196,7 @@ def test_settings_of_another_kind_are_refused_in_a_sentence(tmp_path, damage):
         load(tmp_path)
 
 
-def test_a_pretrained_network_is_made_without_its_download(tmp_path, monkeypatch):
+def test_a_pretrained_network_is_built_without_a_download(tmp_path, monkeypatch):
     run = on_sinusoids(tmp_path)
     asked = []
 
@@ -227,23 +232,23 @@ EVERY_METHOD: dict[str, Method] = (
 
 
 @pytest.mark.parametrize("name", EVERY_METHOD)
-def test_every_method_is_read_back_from_json_as_it_was_written(name):
+def test_reading_a_written_method_returns_an_equal_method(name):
     assert read_method(json.loads(json.dumps(write_method(EVERY_METHOD[name])))) == EVERY_METHOD[name]
 
 
 @pytest.mark.parametrize("change", [{"loss": lambda p, y: (p - y).square().mean()}, {"regularizer": lambda p: 0.0}])
-def test_a_method_with_a_function_of_ones_own_cannot_be_saved_but_trained(tmp_path, change):
+def test_a_method_with_a_custom_function_can_be_trained_but_not_saved(tmp_path, change):
     chosen = method("maml", **change) if "loss" in change else method("maml", steps=1)
     if "regularizer" in change:
         chosen = replace(chosen, regularizer=lambda params: params["head.weight"].square().sum())
     options = {"iterations": 1, "progress": False}
-    with pytest.raises(InputError, match="a loss or regularizer of your own cannot be saved"):
+    with pytest.raises(InputError, match="a custom loss or regularizer cannot be saved"):
         fit(mlp(1, 1), chosen, Sinusoid(), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
     assert fit(mlp(1, 1), chosen, Sinusoid(), **options).finished
 
 
-def test_the_tensors_of_a_run_with_channels_last_are_read_back_in_their_own_order(tmp_path):
+def test_tensors_in_channels_last_layout_are_loaded_with_the_same_values(tmp_path):
     data = colors().tasks("train", ways=WAYS, shots=1, queries=1)
     run = fit(
         conv4(3, 18, WAYS), method("anil"), data, iterations=2, precision="bfloat16", out=tmp_path, progress=False
@@ -254,7 +259,7 @@ def test_the_tensors_of_a_run_with_channels_last_are_read_back_in_their_own_orde
 
 
 @pytest.mark.parametrize("name", ["weights", "state"])
-def test_every_flipped_bit_is_noticed(copy, name):
+def test_every_flipped_bit_is_detected(copy, name):
     file, folder = copy / f"{name}.safetensors", RunFolder(copy)
     content, draw = file.read_bytes(), random.Random(0)
     header = 8 + int.from_bytes(content[:8], "little")
@@ -277,7 +282,7 @@ def old_form(folder: Path, name: str, notes: bytes) -> None:
 
 
 @pytest.mark.parametrize("what", ["settings", "weights", "state"])
-def test_whatever_is_damaged_gives_a_run_or_one_sentence(copy, what):
+def test_any_damage_gives_a_run_or_a_one_line_error(copy, what):
     draw, refused = random.Random(0), []
     clean = {file: file.read_bytes() for file in copy.iterdir()}
     intact = RunFolder(copy).settings() if what == "settings" else RunFolder(copy).read(what)[1]
@@ -300,7 +305,7 @@ def test_whatever_is_damaged_gives_a_run_or_one_sentence(copy, what):
 @pytest.mark.parametrize(
     "size", [{"depth": 10**9}, {"depth": 10**9, "width": 1}, {"width": 10**4}, {"inputs": 10**12}, {"outputs": 10**30}]
 )
-def test_settings_of_a_network_larger_than_its_weights_are_refused_before_it_is_built(copy, size):
+def test_settings_of_a_network_larger_than_its_weights_raise_an_error_before_it_is_built(copy, size):
     known = RunFolder(copy).settings()
     known["model"] |= size
     (copy / "settings.json").write_text(json.dumps(known))
@@ -309,7 +314,7 @@ def test_settings_of_a_network_larger_than_its_weights_are_refused_before_it_is_
 
 
 @pytest.mark.parametrize("name", ["weights", "state"])
-def test_a_file_that_may_not_be_read_is_not_called_damaged(copy, name, monkeypatch):
+def test_a_file_without_read_permission_is_not_reported_as_damaged(copy, name, monkeypatch):
     opened = os.open
 
     def forbidden(path, *arguments):
@@ -326,14 +331,14 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(copy, name, monkeypat
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 @pytest.mark.parametrize("name", ["settings.json", "weights.safetensors", "state.safetensors"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(copy, name):
+def test_a_pipe_in_place_of_a_file_raises_an_error_without_waiting(copy, name):
     (copy / name).unlink()
     os.mkfifo(copy / name)
     with pytest.raises(InputError, match=r"cannot be read \(Not a regular file\)"):
         load(copy)
 
 
-def test_weights_of_another_dtype_are_refused(copy):
+def test_weights_of_another_dtype_raise_an_error(copy):
     tensors, notes = RunFolder(copy).read("weights")
     RunFolder(copy).write("weights", {key: value.double() for key, value in tensors.items()}, notes)
     for use in (load, on_sinusoids):
@@ -349,7 +354,7 @@ def test_weights_of_another_dtype_are_refused(copy):
         lambda known: known["model"].update(activation="tanh"),
     ],
 )
-def test_settings_of_another_model_or_method_than_the_weights_have_are_refused(copy, change):
+def test_settings_of_another_model_or_method_than_the_weights_raise_an_error(copy, change):
     known = RunFolder(copy).settings()
     change(known)
     (copy / "settings.json").write_text(json.dumps(known))
@@ -358,7 +363,9 @@ def test_settings_of_another_model_or_method_than_the_weights_have_are_refused(c
 
 
 @pytest.mark.parametrize("model", ["/dev/zero.json", "nowhere.json", "timm:resnet18", 7, None, ["mlp"]])
-def test_settings_that_name_a_file_or_no_model_are_refused_and_the_file_is_not_opened(copy, model, monkeypatch):
+def test_settings_that_name_a_file_or_an_unknown_model_raise_an_error_without_opening_the_file(
+    copy, model, monkeypatch
+):
     settings(lambda s: s | {"model": s["model"] | {"model": model}})(copy)
     monkeypatch.setattr(Architecture, "load", lambda file: pytest.fail(f"{file} was opened"))
     with pytest.raises(InputError, match=r"settings.json is damaged: its settings cannot be read \("):

@@ -18,10 +18,10 @@ from metabridge.training.config import (
     ImageTrainingConfig,
     WholeNumber,
     default_config,
-    former_names_replaced,
     help_text,
     option,
     options_of,
+    replace_former_names,
     training_options,
 )
 from metabridge.training.trainer import OPTIMIZERS
@@ -72,7 +72,7 @@ def test_an_option_added_to_a_configuration_is_checked_documented_and_stored():
         Extended(warmup_steps=-1)
 
 
-def test_a_command_receives_the_options_that_were_given_and_no_others():
+def test_a_command_receives_only_the_options_on_the_command_line():
     received = {}
 
     def command(data: str = "glyphs", **config: object) -> None:
@@ -85,7 +85,7 @@ def test_a_command_receives_the_options_that_were_given_and_no_others():
     assert received == {"data": "folder", "lr": 0.1, "schedule": Cosine(), "method_options": {"steps": 3}}
 
 
-def test_a_configuration_given_to_fit_is_the_start_and_options_by_name_replace_it(tmp_path):
+def test_options_of_fit_take_precedence_over_its_configuration(tmp_path):
     config = TrainingConfig(iterations=2, lr=0.5, seed=3)
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), config=config, lr=0.1, out=tmp_path, progress=False)
     assert [run.settings["training"][name] for name in ("iterations", "lr", "seed")] == [2, 0.1, 3]
@@ -112,29 +112,29 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
         ({"schedule": "step"}, r"schedule is 'step', but must be a schedule such as metabridge.schedules.Cosine\(\)."),
     ],
 )
-def test_a_wrong_option_is_refused_with_its_name_its_value_and_the_way_out(options, message):
+def test_an_invalid_option_raises_an_error_with_its_name_its_value_and_a_valid_value(options, message):
     with pytest.raises(InputError, match=message):
         ImageTrainingConfig(**options)
 
 
-def test_all_optimizers_that_can_be_chosen_exist():
+def test_every_optimizer_name_has_an_optimizer():
     assert options_of(TrainingConfig)["optimizer"].metadata["check"].words == tuple(OPTIMIZERS)
 
 
-def test_the_rows_of_method_defaults_are_for_methods_that_exist():
+def test_method_defaults_are_for_existing_methods():
     assert METHOD_DEFAULTS.keys() <= PRESETS.keys()
     assert all(config.method == name for name, config in METHOD_DEFAULTS.items())
     assert default_config("maml") == ImageTrainingConfig("maml", schedule=Cosine())
 
 
-def test_former_names_are_read_and_today_s_names_kept():
+def test_former_names_are_replaced_and_current_names_kept():
     former = {"batch": 2, "average": None, "turns": True, "lr": 0.1}
-    assert former_names_replaced(former) == {"batch_size": 2, "ema_decay": None, "rotated_classes": True, "lr": 0.1}
+    assert replace_former_names(former) == {"batch_size": 2, "ema_decay": None, "rotated_classes": True, "lr": 0.1}
     today = ImageTrainingConfig("mtl").as_dict()
-    assert former_names_replaced(today) == today
+    assert replace_former_names(today) == today
 
 
-def test_the_training_options_of_an_image_training_can_be_taken_out():
+def test_training_options_can_be_extracted_from_an_image_training_config():
     config = ImageTrainingConfig("mtl", lr=0.5)
     assert training_options(config, batch_size=1) == TrainingConfig(
         lr=0.5, batch_size=1, iterations=10_000, validate_tasks=200

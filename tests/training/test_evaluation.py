@@ -12,10 +12,10 @@ from metabridge.heads import create_head
 from metabridge.learners.adapt import predict_from_features
 from metabridge.models import conv4, estimate_statistics, mlp
 from metabridge.training import Augment, Model, TestTimeAugmentation
-from metabridge.training.evaluation import FeatureTable, _sampled, predictions, score_tasks
+from metabridge.training.evaluation import FeatureTable, _sample_in_blocks, predictions, score_tasks
 
 
-def test_the_interval_covers_the_truth_about_nineteen_times_in_twenty():
+def test_the_interval_covers_the_true_mean_in_95_percent_of_the_cases():
     generator = torch.Generator().manual_seed(0)
     covered = [
         abs(score.mean - 0.3) < score.ci95
@@ -25,14 +25,22 @@ def test_the_interval_covers_the_truth_about_nineteen_times_in_twenty():
 
 
 @pytest.mark.parametrize("tasks", [2, 5, 10])
-def test_the_interval_of_few_tasks_covers_the_truth_as_often_as_that_of_many(tasks):
+def test_the_interval_of_few_tasks_also_has_95_percent_coverage(tasks):
     values = torch.randn(4000, tasks, generator=torch.Generator().manual_seed(tasks), dtype=torch.float64)
     covered = sum(abs(score.mean) <= score.ci95 for score in map(Score.of, values))
     low, high = stats.binom.interval(0.9999, 4000, 0.95)
     assert low <= covered <= high
 
 
-def test_the_same_seed_judges_every_model_on_the_same_tasks():
+@pytest.mark.parametrize("name", ["maml", "rfs"])
+def test_images_with_another_number_of_channels_raise_an_error(test_tasks, name):
+    chosen, net = method(name), conv4(3, 28)
+    model = Model(chosen, net, parameters(chosen, net, classes=5))
+    with pytest.raises(InputError, match=r"Inputs have shape \(1, 28, 28\), but the network was built with channels=3"):
+        evaluate(model, test_tasks, tasks=2)
+
+
+def test_the_same_seed_evaluates_every_model_on_the_same_tasks():
     chosen, net = method("maml"), mlp(1, 1)
     model = Model(chosen, net, parameters(chosen, net))
     first, again = (evaluate(model, Sinusoid(), tasks=20, seed=3) for _ in range(2))
@@ -40,7 +48,7 @@ def test_the_same_seed_judges_every_model_on_the_same_tasks():
     assert not torch.equal(first.values, evaluate(model, Sinusoid(), tasks=20, seed=4).values)
 
 
-def test_every_task_is_scored_by_itself():
+def test_every_task_is_scored_separately():
     chosen, net = method("anil"), mlp(1, 1)
     model = Model(chosen, net, parameters(chosen, net))
 
@@ -80,7 +88,7 @@ def test_tasks(glyphs):
 
 
 @pytest.mark.parametrize("name", ["mtl", "r2d2", "metaoptnet", "anil"])
-def test_features_computed_once_give_the_predictions_of_every_task_by_itself(glyphs, test_tasks, name):
+def test_features_computed_once_give_the_same_predictions_as_for_single_tasks(glyphs, test_tasks, name):
     model = inductive(glyphs, name)
     outputs, labels, classes = joined(predictions(model, test_tasks, tasks=20, seed=3))
     generator = torch.Generator().manual_seed(3)
@@ -92,7 +100,7 @@ def test_features_computed_once_give_the_predictions_of_every_task_by_itself(gly
         assert torch.equal(classes[place], episodes.classes)
 
 
-def test_models_of_every_kind_are_judged_on_the_same_tasks(glyphs, test_tasks):
+def test_models_with_and_without_fixed_features_are_evaluated_on_the_same_tasks(glyphs, test_tasks):
     """One that computes features once, solving heads by the hundred, and one that adapts all layers, few at a time."""
     chosen, net = method("maml", steps=1), conv4(1, 28)
     direct = Model(chosen, net, parameters(chosen, net))
@@ -101,10 +109,10 @@ def test_models_of_every_kind_are_judged_on_the_same_tasks(glyphs, test_tasks):
     assert torch.equal(one[2], other[2])
 
 
-def test_tasks_drawn_in_blocks_and_joined_are_those_of_the_blocks(test_tasks):
+def test_tasks_do_not_depend_on_the_batch_size(test_tasks):
     """As a GPU takes them: several blocks at once."""
     for environment in (test_tasks, Sinusoid()):
-        together = _sampled(environment, 40, torch.Generator().manual_seed(0), torch.device("cpu"))
+        together = _sample_in_blocks(environment, 40, torch.Generator().manual_seed(0), torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
         apart = [environment.sample(count, generator) for count in (16, 16, 8)]
         for index, tensor in enumerate(together.tensors()):
@@ -112,7 +120,7 @@ def test_tasks_drawn_in_blocks_and_joined_are_those_of_the_blocks(test_tasks):
 
 
 @pytest.mark.parametrize("name", ["mtl", "r2d2"])
-def test_an_unchanged_copy_doubles_every_support_point(glyphs, test_tasks, name):
+def test_an_unchanged_copy_duplicates_every_support_image(glyphs, test_tasks, name):
     model = inductive(glyphs, name)
     same = Augment(padding=0, jitter=0, flip=False)
     found, _, _ = joined(
@@ -131,7 +139,7 @@ def test_an_unchanged_copy_doubles_every_support_point(glyphs, test_tasks, name)
     assert not torch.allclose(expected, model.predict(episodes), atol=1e-2)
 
 
-def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_queries_alone(glyphs, test_tasks):
+def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_not_change(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     augment = Augment(padding=3)
     table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(2, augment=augment), seed=5)
@@ -149,7 +157,7 @@ def test_copies_are_changed_images_of_the_support_with_its_labels_and_leave_the_
     assert torch.allclose(table.features[1, table.positions[rows]], expected, atol=1e-4)
 
 
-def test_a_table_scores_another_head_on_the_tasks_that_evaluate_draws(glyphs, test_tasks):
+def test_a_feature_table_scores_another_head_on_the_tasks_of_evaluate(glyphs, test_tasks):
     logistic, ridge = (inductive(glyphs, "mtl", test=create_head(name)) for name in ("logistic", "ridge"))
     found = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
     for model, score in zip((logistic, ridge), found):
@@ -171,7 +179,7 @@ def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyph
     )
 
 
-def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, test_tasks):
+def test_rotated_features_are_the_concatenation_over_four_quarter_turns(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(rotated=True))
     rows = test_tasks.image_indices[5:20]
@@ -182,7 +190,7 @@ def test_turned_features_are_those_of_four_quarter_turns_side_by_side(glyphs, te
     assert torch.allclose(table.features[0, table.positions[rows]], expected, atol=1e-4)
 
 
-def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_center(glyphs, test_tasks):
+def test_cropped_features_are_the_mean_over_the_image_and_five_crops(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     images = glyphs.float_images(test_tasks.image_indices[:6])
     corners = [images[:, :, :21, :21], images[:, :, :21, 7:], images[:, :, 7:, :21], images[:, :, 7:, 7:]]
@@ -193,23 +201,23 @@ def test_cropped_features_are_the_mean_over_an_image_its_corners_and_its_center(
     assert not torch.allclose(expected, model.features(images), atol=1e-2)
 
 
-def test_a_negative_number_of_copies_is_refused():
+def test_a_negative_number_of_copies_raises_an_error():
     with pytest.raises(InputError, match="copies is -1"):
         TestTimeAugmentation(copies=-1)
 
 
-def test_copies_need_features_that_adaptation_leaves_alone(glyphs, test_tasks):
+def test_copies_need_features_that_do_not_depend_on_the_task(glyphs, test_tasks):
     chosen, net = method("maml"), conv4(1, 28)
     for augmentation in (
         TestTimeAugmentation(copies=2),
         TestTimeAugmentation(mirrored=True),
         TestTimeAugmentation(rotated=True),
     ):
-        with pytest.raises(InputError, match="but this model's features change with the task"):
+        with pytest.raises(InputError, match="but this model's features depend on the task"):
             evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, augmentation=augmentation)
 
 
-def test_a_difference_of_scores_is_taken_task_by_task():
+def test_the_difference_of_scores_is_paired_by_task():
     one, other = torch.tensor([0.2, 0.9, 0.5, 0.6]), torch.tensor([0.1, 0.9, 0.2, 0.6])
     gap = Score.of(one).minus(Score.of(other))
     assert torch.allclose(gap.values.float(), one - other)
@@ -220,7 +228,7 @@ def test_a_difference_of_scores_is_taken_task_by_task():
         Score.of(one).minus(Score.of(other[:3]))
 
 
-def test_evaluation_leaves_the_network_in_the_mode_it_was_in(glyphs, test_tasks):
+def test_evaluation_does_not_change_the_mode_of_the_network(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     for training in (True, False):
         model.net.train(training)
@@ -228,7 +236,7 @@ def test_evaluation_leaves_the_network_in_the_mode_it_was_in(glyphs, test_tasks)
         assert model.net.training == training
 
 
-def test_any_number_beats_nan_and_outputs_that_are_nan_are_wrong():
+def test_any_number_beats_nan_and_nan_outputs_count_as_wrong():
     for metric in ("accuracy", "squared error"):
         found, lost = (Score.of(torch.tensor(values), metric) for values in ([0.1, 0.2], [math.nan, 1.0]))
         assert found.beats(lost)
@@ -254,7 +262,7 @@ class Given:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_tasks_on_which_adaptation_diverged_are_wrong_and_counted(test_tasks, bad):
+def test_tasks_on_which_adaptation_diverged_count_as_wrong_and_are_counted(test_tasks, bad):
     labels = torch.cat([test_tasks.sample(n, g).query_y for g in [torch.Generator().manual_seed(0)] for n in (16, 4)])
     outputs = torch.nn.functional.one_hot(labels, 5).float()
     outputs[[2, 17]] = bad
@@ -264,14 +272,14 @@ def test_tasks_on_which_adaptation_diverged_are_wrong_and_counted(test_tasks, ba
     assert str(score).endswith("(adaptation diverged on 2 of 20 tasks)")
 
 
-def test_where_adaptation_diverged_on_every_task_there_is_no_accuracy(test_tasks):
+def test_the_accuracy_is_nan_if_adaptation_diverged_on_every_task(test_tasks):
     score = evaluate(Given(torch.full((6, 15, 5), math.nan)), test_tasks, tasks=6)
     assert math.isnan(score.mean)
     assert math.isnan(score.ci95)
     assert score.diverged == score.tasks == 6
 
 
-def test_a_squared_error_is_nan_where_adaptation_diverged_and_says_on_how_many_tasks():
+def test_the_squared_error_is_nan_if_adaptation_diverged_and_names_the_number_of_tasks():
     outputs = torch.zeros(20, 10, 1)
     outputs[4, 0] = math.inf
     score = evaluate(Given(outputs), Sinusoid(), tasks=20)
@@ -280,7 +288,7 @@ def test_a_squared_error_is_nan_where_adaptation_diverged_and_says_on_how_many_t
     assert "diverged on 1 of 20 tasks" in str(score)
 
 
-def test_a_diverging_adaptation_is_counted_by_a_table_of_features_too(glyphs, test_tasks):
+def test_a_feature_table_also_counts_diverged_tasks(glyphs, test_tasks):
     features = torch.randn(1, len(glyphs.labels), 8, generator=torch.Generator().manual_seed(0))
     table, net = FeatureTable(features, torch.arange(len(glyphs.labels))), mlp(3, 5, width=8)
     models = [Model(chosen, net, parameters(chosen, net)) for chosen in (method("anil"), method("anil", lr=3e38))]
@@ -291,24 +299,24 @@ def test_a_diverging_adaptation_is_counted_by_a_table_of_features_too(glyphs, te
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused_by_name(name, bad):
+def test_weights_that_are_not_finite_raise_an_error_with_their_name(name, bad):
     chosen, net = method(name), mlp(1, 1)
     params = parameters(chosen, net)
     params["head.weight"] = params["head.weight"].detach().clone()
     params["head.weight"][0, 0] = bad
-    with pytest.raises(InputError, match=r"the weight 'head\.weight' holds NaN or infinite values"):
+    with pytest.raises(InputError, match=r"the weight 'head\.weight' contains NaN or infinite values"):
         evaluate(Model(chosen, net, params), Sinusoid(), tasks=2)
 
 
-def test_statistics_that_are_not_finite_are_refused_by_name(glyphs, test_tasks):
+def test_statistics_that_are_not_finite_raise_an_error_with_their_name(glyphs, test_tasks):
     model = inductive(glyphs, "mtl")
     name, buffer = next((name, value) for name, value in model.net.named_buffers() if name.endswith("mean"))
     buffer[0] = math.nan
-    with pytest.raises(InputError, match=f"the weight '{name}' holds NaN"):
+    with pytest.raises(InputError, match=f"the weight '{name}' contains NaN"):
         evaluate(model, test_tasks, tasks=2)
 
 
-def test_prediction_leaves_the_mode_of_every_layer_as_it_is():
+def test_prediction_does_not_change_the_mode_of_any_layer():
     net = mlp(1, 1)
     net.features.append(torch.nn.Dropout(0.9))
     net.train()
@@ -321,11 +329,11 @@ def test_prediction_leaves_the_mode_of_every_layer_as_it_is():
     assert [layer.training for layer in net.modules()] == before
 
 
-def test_a_mask_of_infinite_values_is_no_diverged_weight():
+def test_a_mask_with_infinite_values_is_not_a_diverged_weight():
     net = mlp(1, 1)
     net.features.register_buffer("mask", torch.full((2, 2), -math.inf))
     chosen = method("anil")
     assert evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=2).tasks == 2
     net.features.mask[0, 0] = math.nan
-    with pytest.raises(InputError, match=r"the weight 'features\.mask' holds NaN"):
+    with pytest.raises(InputError, match=r"the weight 'features\.mask' contains NaN"):
         evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=2)

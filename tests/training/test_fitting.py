@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from cases import flattened
 from metabridge import Engine, Episodes, InputError, Score, evaluate, fit, method, parameters
 from metabridge.environments import SharedRepresentation, Sinusoid
 from metabridge.models import Network, conv4, mlp, resnet12
-from metabridge.training import Model, load, trainer
+from metabridge.training import Model, Point, load, trainer
 from metabridge.training.checkpoint import RunFolder
 
 
@@ -49,7 +50,21 @@ def test_training_on_glyphs_beats_the_untrained_net(glyphs, tasks, name, iterati
     assert after.mean - after.ci95 > before.mean + before.ci95
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
+def test_notebooks_show_a_run_as_a_table():
+    options = {"iterations": 4, "validate_tasks": 2, "progress": False}
+    run = fit(mlp(1, 1), method("maml", steps=1), Sinusoid(), validate=Sinusoid(), **options)
+    html = run._repr_html_()
+    assert "<th>method</th><td>Method(adapts=&#x27;all&#x27;, inner=GradientDescent(steps=1" in html
+    assert "<th>model</th><td>mlp</td>" in html
+    assert "<th>steps</th><td>4 (finished)</td>" in html
+    assert f"<th>best validation score</th><td>{run.best}</td>" in html
+    assert f"<th>training time</th><td>{run.seconds:.3g} s</td>" in html
+    stopped = replace(run, curve=(Point(1000, 1.0, 0.5, None),), finished=False)
+    assert "<th>steps</th><td>1,000 (unfinished)</td>" in stopped._repr_html_()
+    assert "<th>best validation score</th><td>none</td>" in stopped._repr_html_()
+
+
+def test_the_seed_determines_the_weights():
     def weights(seed):
         run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=5, seed=seed, progress=False, mode="loop")
         return run.params["head.weight"]
@@ -59,7 +74,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
 
 
 @pytest.mark.parametrize("dropped", [{"drop_rate": 0.3}, {"drop_rate": 0.0, "dropout": 0.3}])
-def test_the_same_seed_gives_the_same_weights_where_features_are_dropped_and_threads_are_many(monkeypatch, dropped):
+def test_the_seed_determines_the_weights_with_dropout_and_many_threads(monkeypatch, dropped):
     monkeypatch.setattr(
         "metabridge.training.trainer.DROP_RATE_STEPS", 1
     )  # so that the rate of DropBlock rises from the start
@@ -85,7 +100,7 @@ def test_the_same_seed_gives_the_same_weights_where_features_are_dropped_and_thr
         torch.set_num_threads(before)
 
 
-def test_the_parameters_of_the_best_validation_are_kept_and_written_into_the_network():
+def test_the_best_parameters_are_kept_and_copied_into_the_network():
     """A rate so large that training only harms: the first validation is then the best."""
     net = mlp(1, 1)
     run = fit(
@@ -108,7 +123,7 @@ def test_the_parameters_of_the_best_validation_are_kept_and_written_into_the_net
 def test_running_statistics_are_estimated_before_evaluation(tasks):
     net = conv4(1, 28, statistics="running")
     chosen = method("r2d2")
-    with pytest.raises(InputError, match="were never estimated"):
+    with pytest.raises(InputError, match="running statistics still have their initial values"):
         evaluate(Model(chosen, net, parameters(chosen, net)), tasks["test"], tasks=2)
     run = fit(net, chosen, tasks["train"], iterations=20, batch_size=2, progress=False)
     assert evaluate(run, tasks["test"], tasks=50).mean > 0.4
@@ -118,7 +133,7 @@ def test_running_statistics_are_estimated_before_evaluation(tasks):
     assert torch.allclose(run.predict(fewer)[0], alone, atol=1e-4)  # inductive: a query by itself
 
 
-def test_a_loss_that_is_not_finite_ends_training_with_a_sentence():
+def test_a_loss_that_is_not_finite_raises_an_error():
     with pytest.raises(InputError, match=r"The loss became (nan|inf) at iteration \d+. Lower lr \(now 1e\+20\)"):
         fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=20, lr=1e20, progress=False)
 
@@ -143,7 +158,7 @@ def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
         assert (None if state is None else state[1]["iteration"]) == done
 
 
-def test_without_a_terminal_every_validation_is_told_on_a_line_of_stderr(capsys):
+def test_without_a_terminal_every_validation_is_printed_to_stderr(capsys):
     options = {"validate": Sinusoid(), "iterations": 4, "validate_every": 2, "validate_tasks": 2}
     fit(mlp(1, 1), method("maml"), Sinusoid(), **options, name="training")
     printed, told = capsys.readouterr()
@@ -154,19 +169,19 @@ def test_without_a_terminal_every_validation_is_told_on_a_line_of_stderr(capsys)
     ]
 
 
-def test_points_of_another_shape_than_the_networks_are_refused_with_the_way_out(tasks):
-    with pytest.raises(InputError, match=r"of shape \(1,\), but the network was built with inputs=2."):
+def test_inputs_of_another_shape_than_the_networks_raise_an_error(tasks):
+    with pytest.raises(InputError, match=r"shape \(1,\), but the network was built with inputs=2."):
         fit(mlp(2, 1), method("maml"), Sinusoid(), progress=False)
-    with pytest.raises(InputError, match=r"of shape \(1, 28, 28\), but the network was built with channels=3."):
+    with pytest.raises(InputError, match=r"shape \(1, 28, 28\), but the network was built with channels=3."):
         fit(conv4(3, 28), method("anil"), tasks["train"], progress=False)
 
 
-def test_a_method_is_not_its_name():
+def test_a_method_name_instead_of_a_method_raises_an_error():
     with pytest.raises(InputError, match=r"method is 'anil', but must be a Method. Use metabridge.method\('anil'\)."):
         fit(mlp(1, 1), "anil", Sinusoid())
 
 
-def test_impossible_counts_are_refused():
+def test_invalid_counts_raise_an_error():
     with pytest.raises(InputError, match="iterations is 0"):
         fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=0)
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, progress=False)
@@ -201,7 +216,7 @@ def scored(monkeypatch):
         ([5.0, 4.0, 4.5, 4.2, 1.0, 1.0], "squared error", 1, 4, 1),
     ],
 )
-def test_training_ends_after_more_than_patience_validations_without_a_new_best_and_keeps_the_best(
+def test_training_stops_after_more_than_patience_validations_without_a_new_best_score(
     scored, means, metric, patience, validations, best
 ):
     judged = scored(means, metric)
@@ -214,7 +229,7 @@ def test_training_ends_after_more_than_patience_validations_without_a_new_best_a
     assert not torch.equal(judged[best], judged[best - 1])
 
 
-def test_the_learning_curve_has_the_mean_loss_since_the_point_before(monkeypatch):
+def test_the_learning_curve_has_the_mean_loss_since_the_previous_point(monkeypatch):
     losses = []
 
     class Noted(Engine):
@@ -231,7 +246,7 @@ def test_the_learning_curve_has_the_mean_loss_since_the_point_before(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl", "r2d2"])
-def test_a_step_in_bfloat16_has_nearly_the_loss_and_the_direction_of_one_in_float32(tasks, name):
+def test_a_step_in_bfloat16_has_nearly_the_same_loss_and_direction_as_in_float32(tasks, name):
     chosen = method("maml", steps=1) if name == "maml" else method(name)
     net = conv4(1, 28, statistics="batch" if name == "maml" else "running")
     params = parameters(chosen, net, classes=tasks["train"].classes)
@@ -283,24 +298,24 @@ def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks)
         ({"patience": "long"}, "patience is 'long', but must be a whole number of at least 0. Use patience=0 or more."),
         (
             {"device": "gpu"},
-            "device is 'gpu', but must be a device of PyTorch. Use device='cuda' or device='cpu'.",
+            "device is 'gpu', but must be a PyTorch device. Use device='cuda' or device='cpu'.",
         ),
-        ({"device": "meta"}, "device is 'meta', but must be a device of PyTorch. Use device='cuda' or device='cpu'."),
-        ({"device": None}, "device is None, but must be a device of PyTorch. Use device='cuda' or device='cpu'."),
+        ({"device": "meta"}, "device is 'meta', but must be a PyTorch device. Use device='cuda' or device='cpu'."),
+        ({"device": None}, "device is None, but must be a PyTorch device. Use device='cuda' or device='cpu'."),
     ],
 )
-def test_impossible_settings_are_refused_before_training(options, sentence):
+def test_invalid_settings_raise_an_error_before_training(options, sentence):
     with pytest.raises(InputError) as caught:
         fit(mlp(1, 1), method("maml"), Sinusoid(), progress=False, **options)
     assert str(caught.value) == sentence
 
 
-def test_a_run_in_low_precision_is_loaded_on_a_cpu_in_full(tmp_path):
+def test_a_run_in_low_precision_is_loaded_in_full_precision_on_a_cpu(tmp_path):
     fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, precision="bfloat16", out=tmp_path, progress=False)
     assert load(tmp_path).dtype is None
 
 
-def test_a_validation_that_is_nan_is_said_and_does_not_stay_the_best(monkeypatch, caplog):
+def test_a_nan_validation_score_is_logged_and_does_not_stay_the_best(monkeypatch, caplog):
     scores = iter([math.nan, 1.0, 0.5, math.nan, 0.2])
     monkeypatch.setattr(
         "metabridge.training.trainer.evaluate",
@@ -309,10 +324,10 @@ def test_a_validation_that_is_nan_is_said_and_does_not_stay_the_best(monkeypatch
     run = fit(mlp(1, 1), method("nal"), Sinusoid(), validate=Sinusoid(), iterations=5, validate_every=1, progress=False)
     assert [point.best for point in run.curve] == [True, True, True, False, True]
     assert run.best.mean == pytest.approx(0.2)
-    assert "the validation at iteration 4 is nan" in caplog.text
+    assert "the validation score at iteration 4 is nan" in caplog.text
 
 
-def test_numbers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
+def test_numpy_numbers_are_accepted_and_stored_as_python_numbers(tmp_path):
     numbers = {"iterations": np.int64(2), "batch_size": np.int32(2), "seed": np.uint8(3), "patience": np.int16(1)}
     numbers |= {"lr": np.float32(0.01), "weight_decay": np.float64(0.5), "validate_every": torch.tensor(1)}
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), **numbers, out=tmp_path, progress=False)
@@ -324,7 +339,7 @@ def test_numbers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
 
 
 @pytest.mark.parametrize("lr", [np.float32(0.01), torch.tensor(0.01), {"features": np.float32(0.01), "head": 0.5}])
-def test_numbers_of_numpy_in_a_method_and_in_tasks_are_kept_as_plain_ones(tmp_path, lr):
+def test_numpy_numbers_in_methods_and_tasks_are_stored_as_python_numbers(tmp_path, lr):
     tasks = SharedRepresentation(dimension=2, variances=(1.0,), noise=np.float32(0.5))
     fit(mlp(2, 1), method("maml", lr=lr), tasks, iterations=1, out=tmp_path, progress=False)
     kept = load(tmp_path)
@@ -332,7 +347,7 @@ def test_numbers_of_numpy_in_a_method_and_in_tasks_are_kept_as_plain_ones(tmp_pa
     assert kept.settings["tasks"]["noise"] == 0.5
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path):
+def test_a_missing_gpu_raises_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InputError, match=r"device is 'cuda', but PyTorch finds no GPU\. Use device='cpu'\."):
         fit(mlp(1, 1), method("maml"), Sinusoid(), device="cuda", out=tmp_path / "run")
@@ -342,7 +357,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "radam", "sgd"])
 @pytest.mark.parametrize(("name", "options"), [("maml", {"rates": "per-tensor", "steps": 1}), ("r2d2", {})])
-def test_weight_decay_pulls_at_the_weights_and_not_at_what_the_solver_learns(optimizer, name, options):
+def test_weight_decay_applies_to_weights_and_not_to_solver_parameters(optimizer, name, options):
     def step(decay: float) -> dict[str, torch.Tensor]:
         settings = {"iterations": 1, "optimizer": optimizer, "weight_decay": decay, "mode": "loop", "progress": False}
         return fit(mlp(1, 1), method(name, **options), Sinusoid(), **settings).params
@@ -354,7 +369,7 @@ def test_weight_decay_pulls_at_the_weights_and_not_at_what_the_solver_learns(opt
     assert not torch.equal(free["features.1.weight"], decayed["features.1.weight"])
 
 
-def test_trainings_that_drop_in_two_threads_end_as_one_by_one_and_leave_the_random_state_alone():
+def test_training_with_dropout_in_two_threads_gives_the_same_result_as_one_after_another():
     class Shared(Sinusoid):
         def sample(self, tasks, generator):
             time.sleep(0.001)  # lets another thread go on, if any may

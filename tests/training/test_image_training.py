@@ -38,7 +38,7 @@ SHORT = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "queries": 2
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"burer-monteiro"}))
-def test_the_usual_plan_of_every_method_trains_on_images(name):
+def test_the_default_configuration_of_every_method_trains_on_images(name):
     config = replace(default_config(name), **SHORT, batch_size=4 if name == "rfs" else 1, shots=1)
     run = train_on_images(config, images(), progress=False)
     assert run.method == method_of(config)
@@ -47,16 +47,16 @@ def test_the_usual_plan_of_every_method_trains_on_images(name):
     assert (run.params["heads.weight"].shape[0] if rows else None) == rows
 
 
-def test_validation_has_the_ways_and_queries_that_its_classes_and_images_allow():
+def test_validation_has_as_many_ways_and_queries_as_classes_and_images_allow():
     own = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(per_class=6))
     assert (own.ways, own.shots, own.queries) == (3, 2, 4)
     large = validation_tasks(ImageTrainingConfig("anil", ways=2), images(per_class=30))
     assert (large.ways, large.shots, large.queries) == (2, 1, 15)
 
 
-def test_training_tasks_may_have_more_ways_than_those_at_test():
+def test_training_tasks_may_have_more_ways_than_test_tasks():
     config = replace(default_config("mtl"), **SHORT, batch_size=1, shots=1, ways=3, training_ways=6)
-    assert training_tasks(config, images()).ways == 6
+    assert training_tasks(config, images(), method_of(config)).ways == 6
     assert validation_tasks(config, images()).ways == 3
     assert train_on_images(config, images(), progress=False).best.tasks == 2
 
@@ -77,21 +77,22 @@ def test_without_validation_classes_there_is_no_validation():
         (Augment(scale=(0.5, 1.0)), 1, Augment(scale=(0.5, 1.0))),
     ],
 )
-def test_images_in_color_are_augmented_unless_told_otherwise(given, channels, expected):
+def test_color_images_are_augmented_by_default(given, channels, expected):
     assert augmentation_of(ImageTrainingConfig("anil", augment=given), images(channels)) == expected
 
 
-def test_turns_make_four_training_classes_of_each_and_leave_validation_alone():
+def test_rotations_make_four_training_classes_of_each_and_do_not_change_validation():
     config = replace(default_config("rfs"), **SHORT, batch_size=4, rotated_classes=True, augment=False)
     run = train_on_images(config, images(), progress=False)
     assert run.params["heads.weight"].shape[0] == 28
 
 
-def test_a_classifier_over_all_classes_is_trained_on_batches_and_others_on_tasks():
-    batches = training_tasks(replace(default_config("rfs"), batch_size=6), images())
+def test_classifiers_over_all_classes_are_trained_on_batches_and_other_methods_on_tasks():
+    rfs, mtl = replace(default_config("rfs"), batch_size=6), ImageTrainingConfig("mtl", ways=4, shots=2, queries=3)
+    batches = training_tasks(rfs, images(), method_of(rfs))
     assert isinstance(batches, ImageBatches)
     assert batches.size == 6
-    tasks = training_tasks(ImageTrainingConfig("mtl", ways=4, shots=2, queries=3), images())
+    tasks = training_tasks(mtl, images(), method_of(mtl))
     assert (tasks.ways, tasks.shots, tasks.queries) == (4, 2, 3)
 
 
@@ -103,7 +104,7 @@ def test_a_classifier_over_all_classes_is_trained_on_batches_and_others_on_tasks
         ("resnet12", {"widths": [4, 4, 4, 12]}, 12),
     ],
 )
-def test_a_model_by_name_is_made_for_the_images_and_the_ways(model, options, features):
+def test_a_model_is_built_for_the_shape_of_the_images_and_the_ways(model, options, features):
     net = network_of(ImageTrainingConfig("anil", model=model, model_options=options, ways=3, seed=2), images())
     assert (net.head.in_features, net.head.out_features) == (features, 3)
     assert net.recipe["seed"] == 2

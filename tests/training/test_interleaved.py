@@ -34,7 +34,7 @@ def begin(seed: int, iterations: int = 3, drop: float = 0.0) -> Trainer:
     return Trainer(net, method("maml"), Sinusoid(), TrainingConfig(iterations=iterations, seed=seed), mode="loop")
 
 
-def test_trainings_end_in_the_order_of_their_lengths_and_others_take_their_turns():
+def test_runs_end_in_the_order_of_their_lengths_and_waiting_ones_take_their_place():
     lengths = {"long": 5, "short": 2, "waiting": 2}
     ends = [
         (name, run.curve[-1].iteration)
@@ -47,7 +47,7 @@ def test_trainings_end_in_the_order_of_their_lengths_and_others_take_their_turns
     assert ends == [("short", 2), ("long", 5), ("waiting", 2)]
 
 
-def test_when_the_time_is_up_those_under_way_end_and_those_waiting_do_not_begin():
+def test_at_the_deadline_active_runs_end_and_waiting_ones_do_not_start():
     begun = []
 
     def noted(seed: int) -> Trainer:
@@ -61,7 +61,7 @@ def test_when_the_time_is_up_those_under_way_end_and_those_waiting_do_not_begin(
     assert [run.finished for run in runs.values()] == [False, False]
 
 
-def test_what_would_not_be_the_same_beside_others_is_refused():
+def test_a_network_that_draws_random_numbers_raises_an_error():
     with pytest.raises(InputError, match=r"the network of one draws random numbers in training .* Use at_once=1"):
         list(train_interleaved({"one": lambda: begin(0, drop=0.5), "two": lambda: begin(1)}, at_once=2))
     assert len(list(train_interleaved({"one": lambda: begin(0, drop=0.5)}, progress=False))) == 1
@@ -69,7 +69,7 @@ def test_what_would_not_be_the_same_beside_others_is_refused():
         list(train_interleaved({}, at_once=0))
 
 
-def test_an_interrupt_waits_for_the_step_which_is_then_saved(tmp_path, monkeypatch, interruptible):
+def test_an_interrupt_waits_for_the_end_of_the_step_which_is_saved(tmp_path, monkeypatch, interruptible):
     def interrupted(self: Trainer) -> bool:
         signal.raise_signal(signal.SIGINT)
         return step(self)
@@ -93,7 +93,7 @@ def test_a_second_interrupt_does_not_wait(interruptible):
     assert len(reached) == 1
 
 
-def test_where_interrupts_are_ignored_they_stay_ignored(interruptible):
+def test_ignored_interrupts_stay_ignored(interruptible):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with uninterrupted():
         signal.raise_signal(signal.SIGINT)
@@ -116,7 +116,7 @@ on_sinusoids(Path(sys.argv[1]), told)
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_a_folder_in_training_is_loaded_but_not_trained_into_by_another_process(tmp_path, end):
+def test_a_locked_folder_can_be_loaded_but_not_written_by_another_process(tmp_path, end):
     out, expected = tmp_path / "run", on_sinusoids(tmp_path / "once")
     program = TRAINED.format(tests=str(Path(__file__).parent.parent))
     words = [sys.executable, "-c", program, str(out)]
@@ -137,7 +137,7 @@ def test_a_folder_in_training_is_loaded_but_not_trained_into_by_another_process(
     assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "once").iterdir()}
 
 
-def test_one_of_several_threads_trains_into_a_folder_and_the_others_are_refused(tmp_path):
+def test_only_one_of_several_threads_can_train_in_a_folder(tmp_path):
     under_way, refused = threading.Event(), threading.Event()
 
     def first(count: int) -> None:
@@ -157,7 +157,7 @@ def test_one_of_several_threads_trains_into_a_folder_and_the_others_are_refused(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file keeps its folder there")
-def test_a_training_whose_folder_was_moved_does_not_write_into_the_one_in_its_place(tmp_path):
+def test_a_trainer_whose_folder_was_moved_does_not_write_to_the_folder_in_its_place(tmp_path):
     def trainer(lr: float) -> Trainer:
         return Trainer(
             mlp(1, 1),
@@ -181,7 +181,7 @@ def test_a_training_whose_folder_was_moved_does_not_write_into_the_one_in_its_pl
     second.close()
 
 
-def test_a_training_that_cannot_begin_or_was_closed_leaves_its_folder_to_others(tmp_path):
+def test_a_trainer_that_failed_to_start_or_was_closed_unlocks_its_folder(tmp_path):
     def trainer(**options) -> Trainer:
         return Trainer(
             mlp(1, 1), method("maml"), Sinusoid(), TrainingConfig(iterations=2, **options), mode="loop", out=tmp_path
@@ -192,16 +192,16 @@ def test_a_training_that_cannot_begin_or_was_closed_leaves_its_folder_to_others(
     with pytest.raises(InputError, match="is in use by"):
         trainer()
     first.close()
-    with pytest.raises(InputError, match="holds a run with other settings"):
+    with pytest.raises(InputError, match="contains a run with other settings"):
         trainer(lr=0.5)
     second = trainer()
-    with pytest.raises(InputError, match=r"was closed. Make a new Trainer"):
+    with pytest.raises(InputError, match=r"was closed. Create a new Trainer"):
         first.save()
     assert run_to_end(second, "maml", progress=False).finished
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
-def test_training_leaves_the_random_numbers_of_the_caller_alone_and_is_not_changed_by_them(tmp_path, name):
+def test_training_and_caller_do_not_share_random_numbers(tmp_path, name):
     def train(out: Path | None, told=lambda count: None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         torch.manual_seed(7)
         expected = torch.rand(3)
@@ -222,7 +222,7 @@ def test_training_leaves_the_random_numbers_of_the_caller_alone_and_is_not_chang
     assert all(torch.equal(value, resumed[key]) for key, value in once.items())
 
 
-def test_trainings_in_turns_do_not_share_random_numbers():
+def test_interleaved_runs_do_not_share_random_numbers():
     def one(seed: int) -> Trainer:
         return begin(seed, drop=0.5)
 

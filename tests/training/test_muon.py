@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from metabridge.errors import InputError
-from metabridge.training.muon import FILTER_RATE, Muon, orthogonal
+from metabridge.training.muon import FILTER_RATE, Muon, orthogonalize
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -41,7 +41,7 @@ def set_gradients(net: nn.Module, step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param)
 
 
-def test_filter_banks_follow_the_polynomial_of_their_singular_values() -> None:
+def test_steps_of_filter_banks_apply_the_polynomial_to_singular_values() -> None:
     net = small_net()
     banks = [net[index].weight for index in range(3)]
     expected = [bank.detach().clone() for bank in banks]
@@ -56,7 +56,7 @@ def test_filter_banks_follow_the_polynomial_of_their_singular_values() -> None:
         assert torch.allclose(bank, mine, atol=1e-5)
 
 
-def test_everything_else_follows_sgd() -> None:
+def test_other_parameters_take_the_steps_of_sgd() -> None:
     net, other = small_net(), small_net()
     optimizer = Muon(net.parameters(), lr=0.3, weight_decay=0.1)
     sgd = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.1)
@@ -69,16 +69,16 @@ def test_everything_else_follows_sgd() -> None:
         assert torch.allclose(net[index].bias, other[index].bias, atol=1e-6)
 
 
-def test_banks_of_one_shape_do_not_mix() -> None:
+def test_filter_banks_of_the_same_shape_do_not_affect_each_other() -> None:
     banks = list(torch.randn(3, 8, 4, 3, 3))
-    together, alone = orthogonal(banks), [orthogonal([bank])[0] for bank in banks]
+    together, alone = orthogonalize(banks), [orthogonalize([bank])[0] for bank in banks]
     assert torch.allclose(torch.stack(together), torch.stack(alone), atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 3, 3), (64, 2, 3, 3)])
-def test_steps_are_near_orthogonal_whether_wide_or_tall(shape: tuple[int, ...]) -> None:
+def test_steps_of_wide_and_tall_matrices_are_nearly_orthogonal(shape: tuple[int, ...]) -> None:
     values = torch.linalg.svdvals(
-        orthogonal([torch.randn(shape, generator=torch.Generator().manual_seed(0))])[0].flatten(1)
+        orthogonalize([torch.randn(shape, generator=torch.Generator().manual_seed(0))])[0].flatten(1)
     )
     assert values.min() > 0.5
     assert values.max() < 1.3
@@ -99,13 +99,13 @@ def test_a_restored_optimizer_takes_the_same_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters()))
 
 
-def test_a_rate_that_is_not_positive_is_refused() -> None:
+def test_a_learning_rate_that_is_not_positive_raises_an_error() -> None:
     with pytest.raises(InputError, match="lr is 0"):
         Muon(small_net().parameters(), lr=0)
 
 
 @CUDA
-def test_captured_steps_equal_those_of_a_cpu() -> None:
+def test_captured_steps_equal_steps_on_a_cpu() -> None:
     nets = small_net().cuda(), small_net()
     optimizers = [Muon(net.parameters(), lr=0.3) for net in nets]
     for step in range(5):

@@ -101,14 +101,16 @@ def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp
 
 @pytest.mark.parametrize("way", ["interrupt", "minutes"])
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
-def test_interruption_leaves_no_trace_with_drop_block_and_augmentation(tmp_path, interrupted, monkeypatch, name, way):
+def test_interruption_does_not_change_the_result_with_drop_block_and_augmentation(
+    tmp_path, interrupted, monkeypatch, name, way
+):
     monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 3)
     expected = on_colors(name, tmp_path / "once")
     found = interrupted(lambda *told, **more: on_colors(name, tmp_path / "twice", *told, **more), way, (2, 4))
     assert_same_run(found, tmp_path / "twice", expected, tmp_path / "once")
 
 
-def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_the_rate_of_drop_block_rises_linearly_and_is_restored(tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 4)
     tasks = colors().batches("train", size=8)
     rates: list[float] = []
@@ -136,7 +138,7 @@ def test_the_rate_of_drop_block_rises_in_a_line_and_goes_on_where_it_was(tmp_pat
     assert rates == pytest.approx([0.3 * (iteration // 4 * 4) / 10 for iteration in range(10)])
 
 
-def test_early_stopping_comes_at_the_same_validation_after_an_interruption(tmp_path, interrupted):
+def test_early_stopping_is_the_same_after_an_interruption(tmp_path, interrupted):
     options = {"patience": 1, "lr": 0.5, "iterations": 40, "validate_every": 2}
     expected = on_sinusoids(tmp_path / "once", **options)
     assert expected.curve[-1].iteration < 40
@@ -191,7 +193,7 @@ for kill, numbers in kills:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
-def test_a_run_that_was_killed_at_any_write_or_step_ends_as_one_that_was_not(tmp_path):
+def test_killing_a_run_at_any_write_or_step_does_not_change_its_result(tmp_path):
     script = KILLED.format(tests=str(Path(__file__).parent.parent), root=str(tmp_path))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
@@ -208,7 +210,7 @@ def test_a_run_that_was_killed_at_any_write_or_step_ends_as_one_that_was_not(tmp
 
 @pytest.mark.parametrize("place", ["fsync", "replace"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_write_that_fails_leaves_the_old_files_whole_and_the_run_can_go_on(tmp_path, monkeypatch, place, number):
+def test_a_failed_write_keeps_the_old_files_and_the_run_can_continue(tmp_path, monkeypatch, place, number):
     on_sinusoids(tmp_path / "once")
     out, count = tmp_path / "full", [0]
     monkeypatch.setattr(fitting, "time", clock := Clock())
@@ -257,13 +259,13 @@ def test_a_write_that_fails_leaves_the_old_files_whole_and_the_run_can_go_on(tmp
         ({"validate": None}, "validation was {'environment': 'Sinusoid'"),
     ],
 )
-def test_another_setting_than_the_runs_is_named_and_refused(tmp_path, change, named):
+def test_a_setting_that_differs_from_the_run_raises_an_error_with_its_name(tmp_path, change, named):
     given = {"net": mlp(1, 1, width=8), "method": method("maml", steps=1, lr=0.02), "environment": Sinusoid()}
     given |= {"validate": Sinusoid(), "out": tmp_path} | SINUSOIDS
     fit(**given, minutes=0)
     with pytest.raises(InputError) as caught:
         fit(**given | change)
-    assert f"holds a run with other settings ({named}" in str(caught.value)
+    assert f"contains a run with other settings ({named}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -278,18 +280,18 @@ def test_another_setting_than_the_runs_is_named_and_refused(tmp_path, change, na
         (Mixture((Sinusoid(),), (1.0,)), Mixture((Sinusoid(queries=3),), (1.0,)), r"tasks\.environments"),
     ],
 )
-def test_a_run_does_not_go_on_with_other_tasks_of_the_same_kind(tmp_path, first, other, named):
+def test_a_run_cannot_continue_with_other_tasks_of_the_same_class(tmp_path, first, other, named):
     def train(tasks):
         points = tasks.sample(1, torch.Generator()).support_x.shape[-1]
         return fit(mlp(points, 1, width=4), method("maml"), tasks, iterations=1, out=tmp_path, progress=False)
 
     train(first)
     assert train(first).finished
-    with pytest.raises(InputError, match=rf"holds a run with other settings \({named}"):
+    with pytest.raises(InputError, match=rf"contains a run with other settings \({named}"):
         train(other)
 
 
-def test_turned_classes_are_another_setting(tmp_path):
+def test_rotated_classes_are_another_setting(tmp_path):
     data = colors()
     options = {"out": tmp_path, "iterations": 1, "progress": False}
     for images in (data, data.with_rotations(("train",))):
@@ -300,7 +302,7 @@ def test_turned_classes_are_another_setting(tmp_path):
         fit(net, method("anil"), tasks, **options)
 
 
-def test_a_run_of_another_kind_of_device_is_not_continued(tmp_path):
+def test_a_run_of_another_device_type_cannot_be_continued(tmp_path):
     on_sinusoids(tmp_path, minutes=0)
     tensors, notes = RunFolder(tmp_path).read("state")
     RunFolder(tmp_path).write("state", tensors | {"random.cuda": torch.zeros(16, dtype=torch.uint8)}, notes)
@@ -332,7 +334,7 @@ def with_wandering_buffers(out: Path, told=lambda count: None, **options) -> Run
 
 
 @pytest.mark.parametrize("way", ["interrupt", "minutes"])
-def test_buffers_that_move_in_training_go_on_from_where_they_were(tmp_path, interrupted, way):
+def test_buffers_that_change_in_training_are_restored(tmp_path, interrupted, way):
     expected = with_wandering_buffers(tmp_path / "once")
     assert expected.net.features.count > 0
     found = interrupted(lambda *told, **more: with_wandering_buffers(tmp_path / "twice", *told, **more), way, (7, 3))
@@ -340,7 +342,7 @@ def test_buffers_that_move_in_training_go_on_from_where_they_were(tmp_path, inte
     assert all(torch.equal(*pair) for pair in zip(found.net.buffers(), expected.net.buffers(), strict=True))
 
 
-def test_a_run_of_version_0_1_0_whose_state_has_no_buffers_goes_on(tmp_path, monkeypatch):
+def test_a_run_of_version_0_1_0_whose_state_has_no_buffers_continues(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(fitting, "time", clock)
     assert not with_wandering_buffers(tmp_path, lambda count: setattr(clock, "now", 60.0 * count), minutes=5).finished
@@ -356,10 +358,12 @@ def with_a_frozen_layer(out: Path, frozen: str, **options) -> Run:
     return fit(net, method("maml"), Sinusoid(), out=out, iterations=2, batch_size=2, progress=False, **options)
 
 
-def test_a_run_remembers_what_was_frozen_and_goes_on_with_nothing_else(tmp_path):
+def test_frozen_parameters_are_saved_and_must_be_the_same_to_continue(tmp_path):
     run = with_a_frozen_layer(tmp_path, "features.1")
     assert with_a_frozen_layer(tmp_path, "features.1").finished
-    with pytest.raises(InputError, match=r"holds a run with other settings \(frozen\[0\] is features.1.bias there"):
+    with pytest.raises(
+        InputError, match=r"contains a run with other settings \(frozen\[0\] was features.1.bias and is now"
+    ):
         with_a_frozen_layer(tmp_path, "features.3")
     again = load(tmp_path)
     assert [name for name, value in again.net.named_parameters() if not value.requires_grad] == [
@@ -372,7 +376,7 @@ def test_a_run_remembers_what_was_frozen_and_goes_on_with_nothing_else(tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", SCHEDULES)
-def test_a_run_can_be_made_longer_and_no_shorter_than_it_is(tmp_path, optimizer):
+def test_iterations_can_be_increased_but_not_below_those_already_done(tmp_path, optimizer):
     options = {"optimizer": optimizer, "schedule": SCHEDULES[optimizer], "validate_every": None}
     on_sinusoids(tmp_path / "run", iterations=30, **options)
     drawn: list[int] = []
@@ -388,7 +392,7 @@ def test_a_run_can_be_made_longer_and_no_shorter_than_it_is(tmp_path, optimizer)
     assert on_sinusoids(tmp_path / "run", iterations=32, **options).finished
 
 
-def test_a_lengthened_run_is_what_one_of_that_length_would_be(tmp_path):
+def test_a_lengthened_run_equals_a_run_of_that_length(tmp_path):
     """With a constant rate: what else it depends on is a function of the iteration alone."""
     expected = on_sinusoids(None, iterations=13)
     on_sinusoids(tmp_path, iterations=8)
@@ -404,7 +408,7 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_a_run_without_checksums_goes_on(tmp_path):
+def test_a_run_without_checksums_continues(tmp_path):
     from safetensors.torch import save
 
     expected = on_sinusoids(tmp_path / "once")
@@ -419,7 +423,7 @@ def test_a_run_without_checksums_goes_on(tmp_path):
     assert_same_run(on_sinusoids(tmp_path / "run"), tmp_path / "run", expected, tmp_path / "once")
 
 
-def test_a_run_that_is_shortened_to_where_it_is_ends_with_a_point_there(tmp_path):
+def test_a_run_shortened_to_its_current_iteration_ends_with_a_point_there(tmp_path):
     settings = TrainingConfig(iterations=20, validate_every=4, validate_tasks=6, batch_size=2)
     net, chosen, tasks = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02), Watched(Sinusoid())
     begun = Trainer(net, chosen, tasks, settings, validate=Sinusoid(), mode="loop", out=tmp_path)

@@ -11,7 +11,7 @@ from metabridge.learners.method import method
 from metabridge.models.network import apply_features
 from metabridge.training.config import ImageTrainingConfig
 from metabridge.training.evaluation import Model
-from metabridge.training.image_training import image_trainer, network_of, train_on_images, training_tasks
+from metabridge.training.image_training import image_trainer, method_of, network_of, train_on_images, training_tasks
 from metabridge.training.soft_targets import Softener, SoftTargets
 
 
@@ -29,7 +29,7 @@ def config(name: str, **options: object) -> ImageTrainingConfig:
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
-def test_smoothing_of_zero_changes_nothing(name: str, images) -> None:
+def test_zero_smoothing_does_not_change_training(name: str, images) -> None:
     plain = train_on_images(config(name), images, progress=False)
     soft = train_on_images(config(name, soft_targets=SoftTargets()), images, progress=False)
     for key, value in plain.params.items():
@@ -38,7 +38,7 @@ def test_smoothing_of_zero_changes_nothing(name: str, images) -> None:
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 @pytest.mark.parametrize("options", [{"smoothing": 0.3}, {"mixup": 0.5}, {"distillation": 0.5}])
-def test_soft_targets_train_other_weights(name: str, options: dict[str, float], images) -> None:
+def test_soft_targets_change_the_trained_weights(name: str, options: dict[str, float], images) -> None:
     plain = train_on_images(config(name), images, progress=False)
     teacher = train_on_images(config(name, seed=1), images, progress=False) if "distillation" in options else None
     soft = train_on_images(config(name, soft_targets=SoftTargets(**options)), images, progress=False, teacher=teacher)
@@ -46,9 +46,9 @@ def test_soft_targets_train_other_weights(name: str, options: dict[str, float], 
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
-def test_a_teachers_targets_are_its_predictions(name: str, images) -> None:
+def test_full_distillation_gives_the_teachers_predictions_as_targets(name: str, images) -> None:
     teacher = train_on_images(config(name), images, progress=False)
-    episodes = training_tasks(config(name), images).sample(1, torch.Generator().manual_seed(0))
+    episodes = training_tasks(config(name), images, method_of(config(name))).sample(1, torch.Generator().manual_seed(0))
     soft = Softener(SoftTargets(distillation=1.0, temperature=2.0), teacher.method, teacher)
     targets = soft(episodes, torch.Generator().manual_seed(0)).support_y[0]
     together = episodes.without_split()
@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_in_the_same_weights(ema_decay: float | None, images,
     assert all(torch.equal(value, resumed.params[key]) for key, value in whole.params.items())
 
 
-def test_the_average_is_a_mean_of_the_weights(images) -> None:
+def test_the_moving_average_is_a_mean_of_the_weights(images) -> None:
     plain, averaged = (
         image_trainer(config("rfs", ema_decay=each, iterations=1, validate_every=1), images) for each in (None, 0.9)
     )
@@ -92,8 +92,8 @@ def test_the_average_is_a_mean_of_the_weights(images) -> None:
     assert torch.allclose(kept, torch.lerp(start, ended, 1 - 1 / 10), atol=1e-6)
 
 
-def test_what_cannot_be_softened_is_refused(images) -> None:
-    with pytest.raises(InputError, match="train one classifier"):
+def test_methods_and_teachers_that_do_not_match_raise_an_error(images) -> None:
+    with pytest.raises(InputError, match="need a method whose head covers all training classes"):
         Softener(SoftTargets(smoothing=0.1), method("maml"), None)
     with pytest.raises(InputError, match="there is no teacher"):
         Softener(SoftTargets(distillation=0.1), method("rfs"), None)
@@ -104,11 +104,13 @@ def test_what_cannot_be_softened_is_refused(images) -> None:
         SoftTargets(smoothing=2)
 
 
-def test_a_teacher_whose_network_is_trained_on_answers_as_it_did(images) -> None:
+def test_training_the_teachers_network_does_not_change_the_teacher(images) -> None:
     run = train_on_images(config("mtl"), images, progress=False)
     run.net.train()
     soft = Softener(SoftTargets(distillation=1.0), run.method, run)
-    episodes = training_tasks(config("mtl"), images).sample(1, torch.Generator().manual_seed(0))
+    episodes = training_tasks(config("mtl"), images, method_of(config("mtl"))).sample(
+        1, torch.Generator().manual_seed(0)
+    )
     found = soft(episodes, torch.Generator().manual_seed(0)).support_y
     expected = Softener(SoftTargets(distillation=1.0), run.method, replace(run, net=run.net.eval()))
     assert torch.equal(found, expected(episodes, torch.Generator().manual_seed(0)).support_y)

@@ -16,7 +16,7 @@ from metabridge.environments import Sinusoid
 from metabridge.models import conv4, mlp
 from metabridge.schedules import Plateau, Step
 from metabridge.training import Augment, SoftTargets
-from metabridge.training.checkpoint import RunFolder, part
+from metabridge.training.checkpoint import RunFolder, select_group
 
 DATA = Path(__file__).parent.parent / "data" / "v0.1.0"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
@@ -119,12 +119,13 @@ def test_a_run_that_version_0_1_0_stopped_ends_in_the_weights_that_it_would_have
     for file in ("weights", "state"):
         found, expected = (RunFolder(folder).read(file)[0] for folder in (tmp_path / "run", DATA / name))
         for group in ("params", "average", "buffers", "moments"):
-            torch.testing.assert_close(part(found, group), part(expected, group))
-        assert all(torch.equal(value, part(expected, "random")[key]) for key, value in part(found, "random").items())
+            torch.testing.assert_close(select_group(found, group), select_group(expected, group))
+        states = select_group(expected, "random")
+        assert all(torch.equal(value, states[key]) for key, value in select_group(found, "random").items())
 
 
 @pytest.mark.parametrize("name", ["maml-rates", "mtl", "rfs", "anil-frozen"])
-def test_a_run_of_version_0_1_0_is_lengthened_to_the_same_weights(name, tmp_path):
+def test_lengthening_a_run_of_version_0_1_0_gives_the_same_weights(name, tmp_path):
     shutil.copytree(DATA / name, tmp_path / "run")
     run = train(name, tmp_path / "run", iterations=8)
     assert run.curve[-1].iteration == 8
@@ -134,7 +135,7 @@ def test_a_run_of_version_0_1_0_is_lengthened_to_the_same_weights(name, tmp_path
     assert load(tmp_path / "run").curve[-1].iteration == 8
 
 
-def test_other_options_than_those_of_a_run_of_version_0_1_0_are_refused(tmp_path):
+def test_options_that_differ_from_a_run_of_version_0_1_0_raise_an_error(tmp_path):
     shutil.copytree(DATA / "maml-rates", tmp_path / "run")
     with pytest.raises(InputError, match=r"training\.batch_size was 2 and is now 3"):
         train("maml-rates", tmp_path / "run", batch_size=3)

@@ -39,7 +39,7 @@ def anil(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def folders(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder whose subfolders `support` and `query` hold class folders of PNG files."""
+    """Return a folder whose subfolders `support` and `query` contain class folders of PNG files."""
     root = tmp_path_factory.mktemp("images")
     test = glyphs.splits["test"].tolist()
     for number, label in enumerate(test[:: len(test) // WAYS][:WAYS]):

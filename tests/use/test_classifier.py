@@ -53,7 +53,7 @@ def test_paths_pillow_images_and_arrays_give_equal_predictions(run, support, que
         np.testing.assert_array_equal(FewShotClassifier(run).fit(images, support[1]).predict_proba(queries), expected)
 
 
-def test_predictions_are_those_of_adapt_and_predict(run, support, query, fitted):
+def test_predictions_equal_those_of_metabridge_adapt(run, support, query, fitted):
     model = mb.load(run)
     x, queries = (
         torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])[:, None]).float() / 255
@@ -80,8 +80,8 @@ def test_labels_may_be_numbers(run, support, query):
 
 
 def test_with_two_classes_a_positive_decision_predicts_the_second(run, support, query):
-    few = [label in ("character 0", "character 1") for label in support[1]]
-    files, labels = ([item for item, take in zip(items, few) if take] for items in support)
+    pairs = [(file, label) for file, label in zip(*support) if label in ("character 0", "character 1")]
+    files, labels = zip(*pairs)
     classifier = FewShotClassifier(run).fit(files, labels)
     decisions = classifier.decision_function(query[0])
     assert decisions.shape == (len(query[0]),)
@@ -192,7 +192,7 @@ def test_a_saved_model_can_be_fitted_again_from_its_run(fitted, support, query, 
     assert loaded.head == "ridge"
 
 
-def test_accuracy_is_that_of_evaluate(run, glyphs):
+def test_accuracy_equals_that_of_evaluate(run, glyphs):
     model, tasks = mb.load(run), glyphs.tasks("test", ways=5, shots=5, queries=5)
     episodes = tasks.sample(16, torch.Generator().manual_seed(0))
     scores = []
@@ -206,9 +206,9 @@ def test_accuracy_is_that_of_evaluate(run, glyphs):
 
 
 def test_a_fixed_head_needs_its_number_of_classes_and_a_fitted_head_does_not(anil, support, query):
-    fewer = [(file, label) for file, label in zip(*support) if label != "character 0"]
-    files, labels = zip(*fewer)
-    with pytest.raises(InputError, match=r"y holds 3 classes, but .* trained for 4 .*--ways 3, or use head='logistic'"):
+    pairs = [(file, label) for file, label in zip(*support) if label != "character 0"]
+    files, labels = zip(*pairs)
+    with pytest.raises(InputError, match=r"y has 3 classes, but .* trained for 4 .*--ways 3, or use head='logistic'"):
         FewShotClassifier(anil).fit(files, labels)
     assert len(FewShotClassifier(anil, head="logistic").fit(files, labels).classes_) == 3
 
@@ -216,15 +216,18 @@ def test_a_fixed_head_needs_its_number_of_classes_and_a_fitted_head_does_not(ani
 @pytest.mark.parametrize(
     ("X", "message"),
     [
-        ("image.png", r"X is 'image.png', but must be a list of images. For a single one use \['image.png'\]"),
-        ([], "X holds no images"),
+        ("image.png", r"X is 'image.png', but must be a list of images. For a single image, use \['image.png'\]"),
+        ([], "X is empty"),
         (["nowhere.png"], r"nowhere.png cannot be read \(No such file or directory\). Fix or remove it."),
         ([__file__], r"test_classifier.py cannot be read \(it is not an image that Pillow reads\)"),
-        (np.zeros((3, 784)), r"X\[0\] has the shape \(784,\), but an image is"),
-        (np.zeros((3, 1, 28, 28)), r"X\[0\] has the shape \(1, 28, 28\), but an image is"),
-        (np.full((1, 28, 28), 255.0), r"X\[0\] holds values from 255 to 255, but floats must be from 0 to 1"),
-        (np.full((1, 28, 28), np.nan), "floats must be from 0 to 1"),
-        (np.zeros((1, 28, 28), dtype=int), r"X\[0\] holds int64, but must be uint8, or floats from 0 to 1"),
+        (np.zeros((3, 784)), r"X\[0\] has shape \(784,\), but must have shape"),
+        (np.zeros((3, 1, 28, 28)), r"X\[0\] has shape \(1, 28, 28\), but must have shape"),
+        (
+            np.full((1, 28, 28), 255.0),
+            r"X\[0\] has values from 255 to 255, but floating-point values must be from 0 to 1",
+        ),
+        (np.full((1, 28, 28), np.nan), "floating-point values must be from 0 to 1"),
+        (np.zeros((1, 28, 28), dtype=int), r"X\[0\] has dtype int64, but must be uint8, or floating point"),
         ([3], r"X\[0\] is a int, but must be the path of an image"),
         (Image.new("L", (28, 28)), r"X is a single Pillow image, but must be a list of images. .* use \[X\]"),
         (3, "X is a int, but must be a list of images"),
@@ -238,11 +241,11 @@ def test_an_input_that_is_not_an_image_is_an_error_that_names_it(fitted, X, mess
         fitted.predict(X)
 
 
-def test_wrong_labels_are_refused(run, support):
+def test_wrong_labels_are_rejected(run, support):
     files, labels = support
-    with pytest.raises(InputError, match="y holds 1 class"):
+    with pytest.raises(InputError, match="y has 1 class"):
         FewShotClassifier(run).fit(files[:2], ["one", "one"])
-    with pytest.raises(InputError, match=r"X holds 19 images, but y holds 20 labels"):
+    with pytest.raises(InputError, match=r"X has 19 images, but y has 20 labels"):
         FewShotClassifier(run).fit(files[1:], labels)
     with pytest.raises(InputError, match="head is 'forest'"):
         FewShotClassifier(run, head="forest").fit(files, labels)
@@ -250,14 +253,14 @@ def test_wrong_labels_are_refused(run, support):
         FewShotClassifier("nowhere").fit(files, labels)
 
 
-def test_a_network_without_image_inputs_is_refused(support):
+def test_a_network_without_image_inputs_is_rejected(support):
     anil, net = mb.method("anil"), mb.models.mlp(7, 4)
-    with pytest.raises(InputError, match="does not record the size of its input images"):
+    with pytest.raises(InputError, match="does not contain the size of its input images"):
         FewShotClassifier(mb.Model(anil, net, mb.parameters(anil, net))).fit(*support)
 
 
-def test_folders_without_an_adapted_model_and_damaged_files_are_refused(fitted, tmp_path):
-    with pytest.raises(InputError, match="holds no adapted model"):
+def test_folders_without_an_adapted_model_and_damaged_files_are_rejected(fitted, tmp_path):
+    with pytest.raises(InputError, match="contains no adapted model"):
         FewShotClassifier.load(tmp_path)
     fitted.save(tmp_path).write_bytes(b"damaged")
     with pytest.raises(InputError, match="is damaged"):
@@ -295,7 +298,7 @@ def test_an_unfitted_head_is_not_written(run, tmp_path):
 def test_a_run_that_diverged_is_not_adapted(run, support, name, value):
     model = mb.load(run)
     model.params[name].view(-1)[-1] = value
-    with pytest.raises(InputError, match=f"the weight '{name}' holds NaN or infinite values: training diverged"):
+    with pytest.raises(InputError, match=f"the weight '{name}' contains NaN or infinite values: training diverged"):
         FewShotClassifier(model).fit(*support)
 
 
@@ -318,9 +321,9 @@ def test_outputs_that_are_not_finite_are_an_error(fitted, query, tmp_path):
 
 def test_an_unknown_device_is_an_error_that_names_it(run, support, fitted, tmp_path):
     fitted.save(tmp_path)
-    with pytest.raises(InputError, match=r"device is 'gpu', but must be a device of PyTorch\. Use device='cuda'"):
+    with pytest.raises(InputError, match=r"device is 'gpu', but must be a PyTorch device\. Use device='cuda'"):
         FewShotClassifier(run, device="gpu").fit(*support)
-    with pytest.raises(InputError, match=r"device is 'gpu', but must be a device of PyTorch\. Use device='cuda'"):
+    with pytest.raises(InputError, match=r"device is 'gpu', but must be a PyTorch device\. Use device='cuda'"):
         FewShotClassifier.load(tmp_path, device="gpu")
 
 
@@ -370,13 +373,13 @@ def test_a_saved_model_with_invalid_notes_is_damaged(fitted, tmp_path, change):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("head.bias", torch.zeros(1, 3), "is of another shape or kind"),
-        ("head.weight", torch.zeros(1, 4, 1, dtype=torch.float64), "is of another shape or kind"),
+        ("head.bias", torch.zeros(1, 3), "its head has another shape or dtype"),
+        ("head.weight", torch.zeros(1, 4, 1, dtype=torch.float64), "its head has another shape or dtype"),
         ("params.features.0.0.weight", torch.zeros(2), "the network has 'features.0.0.weight' of shape"),
-        ("head.bias", torch.full((1, 4), torch.nan), "the weight 'bias' holds NaN or infinite values"),
+        ("head.bias", torch.full((1, 4), torch.nan), "the weight 'bias' contains NaN or infinite values"),
     ],
 )
-def test_a_saved_model_with_invalid_tensors_is_refused(fitted, tmp_path, name, value, message):
+def test_a_saved_model_with_invalid_tensors_is_rejected(fitted, tmp_path, name, value, message):
     fitted.save(tmp_path)
     rewrite(tmp_path, change_tensors=lambda tensors: tensors.update({name: value}))
     with pytest.raises(InputError, match=message):

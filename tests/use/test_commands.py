@@ -120,7 +120,7 @@ def broken(folders, tmp_path):
             "good",
             "{}/bad/b/2.png cannot be read (it is not an image that Pillow reads). Fix or remove it.",
         ),
-        ("good", "void", "query is {}/void, which holds no images"),
+        ("good", "void", "query is {}/void, which contains no images"),
         ("good", "unreadable", "query is {}/unreadable, but none of its 1 images can be read ("),
     ],
 )
@@ -142,7 +142,7 @@ def test_folders_that_cannot_be_used_are_named_and_nothing_is_written(
 def test_predict_without_an_adapted_model_says_how_to_create_one(on_cpu, run, folders, tmp_path):
     status, _, errors = on_cpu("predict", run, "--query", folders / "query", "--out", tmp_path / "predictions.csv")
     assert status == 2
-    assert errors.startswith(f"metabridge predict: {run} holds no adapted model. Create one with metabridge adapt")
+    assert errors.startswith(f"metabridge predict: {run} contains no adapted model. Create one with metabridge adapt")
 
 
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="onnxscript is not installed")
@@ -213,7 +213,7 @@ def test_weights_that_are_not_finite_are_an_error(on_cpu, run, folders, tmp_path
     RunFolder(broken).write(name, tensors, notes)
     status, printed, errors = on_cpu(*arguments, *query)
     assert (status, printed) == (2, "")
-    assert "the weight 'features.0.0.weight' holds NaN or infinite values: training diverged." in errors
+    assert "the weight 'features.0.0.weight' contains NaN or infinite values: training diverged." in errors
     assert not (tmp_path / "predictions.csv").exists()
 
 

@@ -10,7 +10,7 @@ import torch
 import metabridge as mb
 from metabridge import FewShotClassifier, InputError
 from metabridge.use import export_onnx, write_head
-from metabridge.use.image_input import pixels
+from metabridge.use.image_input import convert_images
 
 try:
     import onnx  # noqa: F401
@@ -25,7 +25,7 @@ else:
 with_onnx = pytest.mark.skipif(onnxruntime is None, reason=reason)
 
 
-def features(file, images: np.ndarray) -> np.ndarray:
+def onnx_features(file, images: np.ndarray) -> np.ndarray:
     return onnxruntime.InferenceSession(file).run(None, {"images": images})[0]
 
 
@@ -35,12 +35,12 @@ def test_features_in_onnx_are_those_of_torch_for_any_number_of_images(tmp_path, 
     anil, net = mb.method("anil"), mb.models.conv4(3, 32, filters=8, statistics=statistics).eval()
     mb.models.estimate_statistics(net.features, [torch.rand(20, 3, 32, 32)])
     params = {name: value + 0.1 * torch.randn_like(value) for name, value in mb.parameters(anil, net).items()}
-    model = mb.Model(anil, net, params)  # the network itself holds other parameters
+    model = mb.Model(anil, net, params)  # the parameters of `net` itself differ
     assert export_onnx(model, tmp_path / "new" / "features.onnx") < 1e-4
     for count in (1, 9):
         images = torch.rand(count, 3, 32, 32)
-        found = features(tmp_path / "new" / "features.onnx", images.numpy())
-        np.testing.assert_allclose(found, model.features(images), atol=1e-4)
+        exported = onnx_features(tmp_path / "new" / "features.onnx", images.numpy())
+        np.testing.assert_allclose(exported, model.features(images), atol=1e-4)
 
 
 @with_onnx
@@ -48,8 +48,8 @@ def test_graph_and_head_reproduce_predictions_without_torch(run, support, query,
     classifier = FewShotClassifier(run).fit(*support)
     export_onnx(classifier.adapted_, tmp_path / "features.onnx")
     head = json.loads(write_head(classifier, tmp_path / "head.json").read_text())
-    images = pixels(query[0], classifier.form_).astype(np.float32) / 255
-    inputs = features(tmp_path / "features.onnx", images)
+    images = convert_images(query[0], classifier.decode_options_).astype(np.float32) / 255
+    inputs = onnx_features(tmp_path / "features.onnx", images)
     assert head["kind"] == "linear"
     assert head["normalize"]
     inputs /= np.linalg.norm(inputs, axis=1, keepdims=True)
@@ -61,7 +61,7 @@ def test_graph_and_head_reproduce_predictions_without_torch(run, support, query,
 @with_onnx
 def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.use.onnx_export._difference_from_pytorch", lambda *_: (0.5, 20.0))
-    with pytest.raises(InputError, match=r"by 0.5, more than 0.0001 of the largest, 20, so .* is not written"):
+    with pytest.raises(InputError, match=r"by up to 0.5, but at most 0.002 is allowed, so .* is not written"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -95,7 +95,7 @@ def test_a_written_head_predicts_like_the_classifier(run, anil, support, query, 
         model = replace(model, params=model.params | {"head.bias": bias})
     classifier = FewShotClassifier(model).fit(*support)
     head = json.loads(write_head(classifier, tmp_path / "head.json").read_text())
-    x = torch.from_numpy(pixels(query[0], classifier.form_)).float() / 255
+    x = torch.from_numpy(convert_images(query[0], classifier.decode_options_)).float() / 255
     adapted = classifier.adapted_
     inputs = mb.Model(model.method, adapted.net, adapted.params).features(x)
     if head["normalize"]:
@@ -115,9 +115,9 @@ def test_a_written_head_predicts_like_the_classifier(run, anil, support, query, 
 def test_weights_that_are_not_finite_are_not_exported(run, support, tmp_path):
     model, classifier = mb.load(run), FewShotClassifier(run).fit(*support)
     model.params["features.0.0.weight"][0] = torch.inf
-    with pytest.raises(InputError, match=r"the weight 'features.0.0.weight' holds NaN or infinite values"):
+    with pytest.raises(InputError, match=r"the weight 'features.0.0.weight' contains NaN or infinite values"):
         export_onnx(model, tmp_path / "features.onnx")
     classifier.adapted_.head.bias[0, 1] = torch.nan
-    with pytest.raises(InputError, match=r"the weight 'head.bias' holds NaN"):
+    with pytest.raises(InputError, match=r"the weight 'head.bias' contains NaN"):
         write_head(classifier, tmp_path / "head.json")
     assert not list(tmp_path.iterdir())

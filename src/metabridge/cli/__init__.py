@@ -23,18 +23,18 @@ from metabridge.errors import InputError
 
 __all__ = ["app", "main"]
 
-# The base class of all usage errors, which typer itself does not export.
+# The base class of typer's usage errors; typer does not export it.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit status
 
 
 def main() -> None:
-    """Run the command line. Errors that the user can fix end in one message and exit status 2."""
+    """Run the command line. For errors that the user can fix, print one message and exit with status 2."""
     try:
         with terminal_output():
             status = app(prog_name="metabridge", standalone_mode=False)
     except InputError as error:
-        _end(_in_options(str(error)), 2)
+        _end(_with_option_names(str(error)), 2)
     except UsageError as error:
         _end(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
@@ -46,12 +46,13 @@ def main() -> None:
             raise
         _end("not enough memory. Use smaller images, networks or batches.", 2)
     if status == INTERRUPTED:
-        _end(f"interrupted.{' The same command continues from there.' if _resumes(sys.argv[1:]) else ''}", INTERRUPTED)
+        hint = " Run the same command again to continue." if _resumes(sys.argv[1:]) else ""
+        _end(f"interrupted.{hint}", INTERRUPTED)
     sys.exit(status)
 
 
 def _resumes(words: list[str]) -> bool:
-    """Return whether the same command would continue where it was interrupted."""
+    """Return whether running the same command again continues the interrupted work."""
     from metabridge.experiments import experiment_modules, load_experiment
 
     if words[:1] == ["reproduce"]:
@@ -59,10 +60,10 @@ def _resumes(words: list[str]) -> bool:
     return words[:1] in (["train"], ["search"])
 
 
-def _in_options(message: str) -> str:
+def _with_option_names(message: str) -> str:
     """Replace `Use min_images=3` in a message by `Use --min-images 3` if the command has that option."""
     command = typer.main.get_command(app)
-    for word in _path():
+    for word in _command_words():
         command = command.commands[word]  # type: ignore[attr-defined]
     flags = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
 
@@ -72,8 +73,8 @@ def _in_options(message: str) -> str:
     return re.sub(r"(?<=\bUse )(\w+)=(['\"]?)([\w.-]*\w)\2", as_flag, message)
 
 
-def _path() -> list[str]:
-    """Return the words of the command line that name the command."""
+def _command_words() -> list[str]:
+    """Return the words of the command line that name the command, such as `["data", "check"]`."""
     names = {command.callback.__name__ for command in app.registered_commands if command.callback}
     groups = {group.name for group in app.registered_groups if group.name}
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -83,7 +84,7 @@ def _path() -> list[str]:
 
 
 def _end(message: str, status: int) -> NoReturn:
-    """Print an error message with the command's name, and exit."""
+    """Print an error message that starts with the command's name, and exit."""
     with contextlib.suppress(OSError):
-        note(f"{' '.join(['metabridge', *_path()])}: {message}")
+        note(f"{' '.join(['metabridge', *_command_words()])}: {message}")
     sys.exit(status)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from metabridge.cli.options import MAX_SEED
 from metabridge.errors import InputError
 from metabridge.schedules import schedule
 from metabridge.training.config import (
@@ -22,8 +23,7 @@ from metabridge.training.config import (
     options_of,
 )
 
-MOST_SEED = 2**63 - 1
-# The type on the command line for a field's type; text for all others.
+# Types on the command line by the type of the field. Fields of all other types are read as text.
 TYPES: dict[str, Any] = {
     "int": int,
     "float": float,
@@ -47,7 +47,7 @@ def key_values(texts: list[str], flag: str) -> dict[str, Any]:
     return pairs
 
 
-# How a value is read that is not a number, text or a switch, by the field's type.
+# Functions that convert the values of other options, by the type of the field.
 READERS: dict[str, Callable[[Any, str], Any]] = {
     "Mapping[str, object]": key_values,
     "Schedule": lambda name, flag: schedule(name),
@@ -55,56 +55,62 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the `**config` parameter of a command by an option for each field of `ImageTrainingConfig`.
+    """Replace the `**config` parameter of a command by one option per field of `ImageTrainingConfig`.
 
-    The command receives only the options that are given on the command line.
+    The command receives only the options that the user passed.
     """
-    every_training = options_of(TrainingConfig)
+    general_options = options_of(TrainingConfig)
     options = {name: field for name, field in options_of(ImageTrainingConfig).items() if _type(field) is not None}
-    options = dict(sorted(options.items(), key=lambda item: item[0] in every_training))  # of image training first
-    fixed = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "config"]
+    options = dict(sorted(options.items(), key=lambda item: item[0] in general_options))  # options for images first
+    signature = inspect.signature(command, eval_str=True)
+    command_parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+        if parameter.name != "config"
+    ]
 
     def run(**values: Any) -> None:
-        given = {name: values.pop(name) for name in options}
-        config = {name: _read(options[name], value) for name, value in given.items() if value not in (None, [])}
+        config_values = {name: values.pop(name) for name in options}
+        config = {name: _read(options[name], value) for name, value in config_values.items() if value not in (None, [])}
         command(**values, **config)
 
-    parameters = [
+    config_parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(field))
         for name, field in options.items()
     ]
-    fixed = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in fixed]
-    run.__signature__ = inspect.Signature([fixed[0], *parameters, *fixed[1:]])  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [command_parameters[0], *config_parameters, *command_parameters[1:]]
+    )
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
 
 
 def flag_name(field: Field[Any]) -> str:
-    """Return the option's name on the command line."""
+    """Return the name of a field's option on the command line."""
     return str(field.metadata["flags"][0]) if field.metadata["flags"] else f"--{field.name.replace('_', '-')}"
 
 
 def _annotation(field: Field[Any]) -> Any:
-    """Return the type and the help text of an option for typer."""
-    check, kind = field.metadata["check"], _type(field)
+    """Return the annotation of an option's parameter, from which typer makes the option."""
+    check, option_type = field.metadata["check"], _type(field)
     bounds: dict[str, Any] = {}
-    if kind is int:
+    if option_type is int:
         whole = isinstance(check, WholeNumber)
-        bounds = {"min": check.least if whole else 0, "max": check.most if whole else MOST_SEED}
-    metavar = "KEY=VALUE" if kind == list[str] else None
+        bounds = {"min": check.minimum if whole else 0, "max": check.maximum if whole else MAX_SEED}
+    metavar = "KEY=VALUE" if option_type == list[str] else None
     flags = field.metadata["flags"] or ()
-    return Annotated[kind | None, typer.Option(*flags, help=_help(field), metavar=metavar, **bounds)]
+    return Annotated[option_type | None, typer.Option(*flags, help=_help(field), metavar=metavar, **bounds)]
 
 
 def _type(field: Field[Any]) -> Any:
-    """Return an option's type on the command line; None if several options set it, as for soft targets."""
+    """Return the type of a field's option; None for soft targets, which several options of `train` set."""
     if field.type == "SoftTargets | None":
         return None
     return TYPES.get(str(field.type).removesuffix(" | None"), str)
 
 
 def _help(field: Field[Any]) -> str:
-    """Return the help text, with the default if it is the same for all methods."""
+    """Return an option's help text, with the default if all methods have the same."""
     repeatable = " Can be repeated." if _type(field) == list[str] else ""
     defaults = [getattr(config, field.name) for config in (default_config("maml"), *METHOD_DEFAULTS.values())]
     if field.name == "method" or all(default == defaults[0] for default in defaults):
@@ -113,5 +119,6 @@ def _help(field: Field[Any]) -> str:
 
 
 def _read(field: Field[Any], value: Any) -> Any:
+    """Return the value of an option as the field takes it."""
     reader = READERS.get(str(field.type))
     return value if reader is None else reader(value, flag_name(field))

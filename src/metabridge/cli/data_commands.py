@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from metabridge.cli.options import MOST, app
+from metabridge.cli.options import QueriesOption, ShotsOption, app
 from metabridge.cli.terminal import print_table, say
+from metabridge.errors import MAX_COUNT
 
 if TYPE_CHECKING:
     from metabridge.datasets import DatasetReport
@@ -30,35 +31,37 @@ def check(
     data: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the data set, such as omniglot. Default: detected.")
     ] = None,
-    ways: Annotated[int, typer.Option(min=1, max=MOST, help="Number of classes per task.")] = 5,
-    shots: Annotated[int, typer.Option(min=1, max=MOST, help="Support images per class.")] = 1,
-    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images per class.")] = 15,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 2 if there are problems.")] = False,
+    ways: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of classes per task.")] = 5,
+    shots: ShotsOption = 1,
+    queries: QueriesOption = 15,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with status 2 instead of 1 if there are problems.")
+    ] = False,
 ) -> None:
-    """Read every image of a data set, and report its splits, its problems and the tasks it allows.
+    """Read every image of a data set, and report its splits, its problems and whether each split has enough images.
 
-    Problems are unreadable images, equal images in more than one split, empty classes, and splits with too few
-    classes or images for the tasks. The exit status is 0 without problems, 1 with problems, and 2 if the data set
-    cannot be used.
+    Problems are unreadable images, duplicate images across splits, empty classes, and splits with too few classes or
+    images for the tasks. The exit status is 0 if there are no problems, 1 if there are problems (2 with --strict), and
+    2 if the data set cannot be read at all.
 
     Example: **metabridge data check photographs --ways 5 --shots 1**
     """
     from metabridge.datasets import check_dataset
 
     report = check_dataset(path, data=data, ways=ways, shots=shots, queries=queries)
-    _print_report(report, f"{ways}-way {shots}-shot")
+    _print_report(report, f"{ways}-way {shots}-shot tasks")
     if not report.fine:
         raise typer.Exit(2 if strict else 1)
 
 
-def _print_report(report: DatasetReport, task: str) -> None:
+def _print_report(report: DatasetReport, tasks_column: str) -> None:
+    """Print a report. The column with this heading says whether a split allows the tasks."""
     say(f"{report.data}: {report.description}")
     rows = []
     for split in report.splits:
         numbers = (split.classes, split.images, split.fewest, split.median, split.most)
         rows.append([split.name, *(f"{number:.10g}" for number in numbers), "no" if split.obstacle else "yes"])
-    tasks_column = f"{task} tasks"
-    columns = ("split", "classes", "images", "fewest per class", "median", "most", tasks_column)
+    columns = ("split", "classes", "images", "smallest class", "median class", "largest class", tasks_column)
     print_table(columns, rows, text=("split", tasks_column))
     lines = [f"modes: {_format_counts(report.modes)}", f"sizes: {_format_sizes(report.sizes)}"]
     lines += [f"{split.name}: {split.obstacle}." for split in report.splits if split.obstacle]

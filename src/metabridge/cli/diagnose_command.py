@@ -1,4 +1,4 @@
-"""The command `diagnose`, which predicts before training which method is worth its cost."""
+"""The command `diagnose`, which recommends a method for a data set before anything is trained."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 from metabridge.cli.options import (
-    MOST,
+    MODELS,
     Device,
     DeviceOption,
     MinImagesOption,
+    QueriesOption,
     SeedOption,
+    ShotsOption,
     SizeOption,
+    WaysOption,
     app,
     device_name,
     images_for,
@@ -25,7 +28,7 @@ from metabridge.errors import InputError
 
 
 class Groups(StrEnum):
-    """How hard and easy tasks are separated."""
+    """How tasks are divided into hard and easy ones."""
 
     hardness = "hardness"
     superclasses = "superclasses"
@@ -35,21 +38,28 @@ class Groups(StrEnum):
 def diagnose(
     data: DataOption = "glyphs",
     model: Annotated[
-        str, typer.Option(help="Network for the features: conv4, resnet12, mlp, timm:NAME, or the folder of a run.")
+        str,
+        typer.Option(help=f"Network that computes the features: {MODELS} (untrained), or the folder of a trained run."),
     ] = "conv4",
-    out: Annotated[Path, typer.Option(help="Folder for the HTML report, its figures and the numbers.")] = Path(
-        "diagnosis"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the report: index.html, its figures, and diagnosis.json with all numbers.")
+    ] = Path("diagnosis"),
     split: Annotated[str, typer.Option(help="Split of the data set: train, validation or test.")] = "train",
-    ways: Annotated[int, typer.Option(min=2, max=MOST, help="Number of classes per task.")] = 5,
-    shots: Annotated[int, typer.Option(min=1, max=MOST, help="Number of support images per class.")] = 1,
-    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Number of query images per class.")] = 15,
+    ways: WaysOption = 5,
+    shots: ShotsOption = 1,
+    queries: QueriesOption = 15,
     tasks: Annotated[int, typer.Option(min=10, max=10_000, help="Number of tasks to sample.")] = 200,
     groups: Annotated[
-        Groups, typer.Option(help="Separate hard and easy tasks by their estimated hardness or by superclasses.")
+        Groups,
+        typer.Option(
+            help="How to divide tasks into hard and easy ones. hardness: by the estimated hardness of each task; "
+            "superclasses: tasks within one superclass, such as one alphabet of Omniglot, are hard, and tasks across "
+            "superclasses easy."
+        ),
     ] = Groups.hardness,
     alpha: Annotated[
-        float | None, typer.Option(help="Step size of adaptation. Default: one that diverges on no task.")
+        float | None,
+        typer.Option(help="Inner learning rate. Default: chosen so that adaptation diverges on no task."),
     ] = None,
     kernels: Annotated[
         bool, typer.Option(help="Also predict accuracies with the kernels of infinitely wide networks.")
@@ -59,11 +69,13 @@ def diagnose(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Predict which method is worth its cost on a data set: plain pre-training, ANIL or MAML.
+    """Recommend plain pre-training, ANIL or MAML for a data set, without training a network.
 
-    Samples tasks, estimates how hard each of them is for the network's features and where its solution lies,
-    predicts the gain of adaptation in training, and compares it with the cost. Nothing is trained. Writes
-    diagnosis.json and an HTML report, index.html.
+    Samples tasks and fits a linear model of the network's features to each. From these models it estimates how hard
+    the tasks are and how far apart their solutions are. It predicts how much adaptation in training lowers the risk,
+    and compares this gain with the cost.
+
+    If --model is a run, --data and --ways still default to glyphs and 5: pass the data and the ways of the run.
 
     Example: **metabridge diagnose --data omniglot:data/omniglot --groups superclasses --out diagnosis**
     """
@@ -81,7 +93,9 @@ def diagnose(
         try:
             builder(model)  # raises InputError before the images are loaded
         except InputError as error:
-            raise InputError(f"{error} --model can also be the folder of a run, but {model} is no folder.") from error
+            raise InputError(
+                f"{error} --model can also be the folder of a run, but {model} is not a folder."
+            ) from error
     make_folder(out)
     if is_run:
         run = load_run(model, device=torch_device)

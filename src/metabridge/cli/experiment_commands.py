@@ -11,6 +11,7 @@ import typer
 from metabridge.cli.options import Device, DeviceOption, SeedOption, app, device_name, is_number
 from metabridge.cli.terminal import print_table, say
 from metabridge.errors import InputError
+from metabridge.experiments import experiment_modules
 
 if TYPE_CHECKING:
     from metabridge.experiments.glyph_methods import Comparison
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Scale(StrEnum):
-    """How much to compute."""
+    """How large an experiment is."""
 
     quick = "quick"
     paper = "paper"
@@ -26,15 +27,17 @@ class Scale(StrEnum):
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the page, its pictures and the numbers.")] = Path("demo"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the page index.html, its pictures, and glyphs.json with all numbers.")
+    ] = Path("demo"),
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Train and compare four methods on the built-in glyphs.
+    """Train and compare four methods on the built-in glyphs, in a few minutes on a CPU.
 
-    Trains MAML, ANIL, MTL and NAL to classify five new characters from one example of each, tests them on
-    alphabets that they were not trained on, prints the accuracies with 95 % intervals, and writes an HTML page with
-    learning curves and pictures of right and wrong answers.
+    Trains MAML, ANIL, MTL and NAL to classify five new characters from one example of each, and tests them on
+    alphabets that they were not trained on. Prints the accuracies with 95 % confidence intervals, and writes an HTML
+    page with learning curves and pictures of correct and wrong predictions.
 
     Example: **metabridge demo --out demo --seed 1**
     """
@@ -51,30 +54,34 @@ def demo(
 
 @app.command()
 def reproduce(
-    name: Annotated[
-        str, typer.Argument(metavar="ID", help="Name of the experiment, such as glyphs; an unknown name lists all.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="ID", help=f"Experiment to run: {', '.join(experiment_modules())}.")],
     scale: Annotated[
-        Scale, typer.Option(help="quick: minutes on a CPU; paper: the size of the published experiment.")
+        Scale, typer.Option(help="quick: takes minutes on a CPU; paper: as large as the published experiment.")
     ] = Scale.quick,
     device: DeviceOption = Device.auto,
     seed: SeedOption = 0,
-    out: Annotated[Path, typer.Option(help="Folder for ID.json, ID.png and the training runs.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder for ID.json, ID.png and training runs.")] = Path("runs"),
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder that contains the data sets omniglot/ and mini-imagenet/.", envvar="METABRIDGE_DATA"),
+        typer.Option(
+            help="Folder with the data sets, in subfolders omniglot and mini-imagenet. Default: only built-in data.",
+            envvar="METABRIDGE_DATA",
+        ),
     ] = None,
     only: Annotated[
         str,
-        typer.Option(metavar="NAME,...", help="Run only these trainings; an unknown name lists all. Default: all."),
+        typer.Option(
+            metavar="NAME,...",
+            help="Run only these parts of the experiment; an unknown name prints the names of all parts. Default: all.",
+        ),
     ] = "",
     minutes: Annotated[
         float | None,
         typer.Option(
             min=0,
             callback=is_number,
-            help="Stop each training, or all that run at the same time, after this number of minutes; the same "
-            "command continues. Default: no limit.",
+            help="Stop each training run, or all runs that are trained together, after this number of minutes. Run the "
+            "same command again to continue. Default: no limit.",
         ),
     ] = None,
 ) -> None:
@@ -82,7 +89,7 @@ def reproduce(
 
     Writes ID.json with the settings, the machine and all numbers, and ID.png with the figure. The quick scale runs the
     same code as the paper scale with smaller settings, and uses the built-in glyphs if the data set is not available.
-    Experiments that share a training run it once: its scores are stored in OUT/records/.
+    Scores of training runs are stored in OUT/records, where other experiments that need the same run find them.
 
     Example: **metabridge reproduce glyphs --scale quick --out runs**
     """
@@ -90,12 +97,14 @@ def reproduce(
     from metabridge.files import make_folder
 
     experiment = load_experiment(name)
-    trainings = tuple(training for training in only.split(",") if training)
-    for option, is_given in (("--only", bool(trainings)), ("--minutes", minutes is not None)):
-        if is_given and not experiment.resumable:
-            raise InputError(f"{name} takes no {option}, since it is computed as a whole. Leave {option} out.")
+    selected_parts = tuple(part for part in only.split(",") if part)
+    for option, is_used in (("--only", bool(selected_parts)), ("--minutes", minutes is not None)):
+        if is_used and not experiment.resumable:
+            raise InputError(f"{name} has no option {option}, because it always runs as a whole. Omit {option}.")
     make_folder(out)
-    outcome = experiment.run(ExperimentOptions(scale.value, device_name(device), seed, out, data, trainings, minutes))
+    outcome = experiment.run(
+        ExperimentOptions(scale.value, device_name(device), seed, out, data, selected_parts, minutes)
+    )
     _print_result(outcome.result)
     say(f"The numbers are in {outcome.result.write(out)}")
     file = out / f"{name}.png"
@@ -104,7 +113,7 @@ def reproduce(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        say(f"{file} is not drawn, since matplotlib is not installed.")
+        say(f"{file} was not drawn, because matplotlib is not installed.")
     else:
         say(f"The figure is {file}")
 
@@ -113,25 +122,27 @@ def reproduce(
 def methods() -> None:
     """List the methods: which parameters adapt, with which inner solver, and how the outer gradient is computed.
 
-    Use the names with --method or metabridge.method; the settings are the defaults.
+    The table shows each method's default settings. Pass the name to **metabridge train --method** or to
+    **metabridge.method**.
 
     Example: **metabridge methods**
     """
     from metabridge.learners.method import PRESETS
     from metabridge.report.method_table import taxonomy_row
 
-    lines = {name: taxonomy_row(method) for name, method in PRESETS.items()}
-    columns = ("method", *next(iter(lines.values())))
-    print_table(columns, [[name, *cells.values()] for name, cells in lines.items()], text=columns)
+    rows = {name: taxonomy_row(method) for name, method in PRESETS.items()}
+    columns = ("method", *next(iter(rows.values())))
+    print_table(columns, [[name, *cells.values()] for name, cells in rows.items()], text=columns)
 
 
 def _print_scores(comparison: Comparison) -> None:
     rows = []
     for name, scores in comparison.scores.items():
-        percent = [str(score).removesuffix(" %") for score in scores.values()]
-        rows.append([name, *percent, f"{comparison.runs[name].seconds:.0f} s"])
-    columns = ("method", *scores, "training")
-    print_table(columns, rows, text=("method",), title="Accuracy on new alphabets in percent, with 95 % intervals")
+        accuracies = [str(score).removesuffix(" %") for score in scores.values()]
+        rows.append([name, *accuracies, f"{comparison.runs[name].seconds:.0f} s"])
+    columns = ("method", *scores, "training time")
+    title = "Accuracy on new alphabets in percent, with 95 % confidence intervals"
+    print_table(columns, rows, text=("method",), title=title)
 
 
 def _print_result(result: Result) -> None:

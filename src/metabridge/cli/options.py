@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from metabridge.errors import InputError
+from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
     from metabridge.environments import LabelledImages
@@ -25,11 +25,12 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-MOST = 1_000_000  # largest number of tasks, classes or images
+MAX_SEED = 2**63 - 1
+MODELS = "conv4, resnet12, mlp, timm:NAME or the path of an architecture.json"  # what --model accepts
 
 
 def is_number(value: float | None) -> float | None:
-    """Refuse NaN, which comparisons with bounds let through."""
+    """Return an option's value, or raise an error if it is NaN, which typer's check of bounds accepts."""
     if value is not None and math.isnan(value):
         raise typer.BadParameter("nan is not a number.")
     return value
@@ -38,34 +39,42 @@ def is_number(value: float | None) -> float | None:
 DeviceOption = Annotated[Device, typer.Option(help="Device to compute on; auto uses a GPU if there is one.")]
 SeedOption = Annotated[
     int,
-    typer.Option(min=0, max=2**63 - 1, help="Random seed. The same seed gives the same result on the same machine."),
+    typer.Option(min=0, max=MAX_SEED, help="Random seed. The same seed gives the same result on the same machine."),
 ]
 SizeOption = Annotated[
     int | None,
-    typer.Option(min=8, max=1024, help="Side length to resize images to, in pixels. Default: as usual for the data."),
+    typer.Option(
+        min=8,
+        max=1024,
+        help="Width and height to resize images to, in pixels. Default: 32 for CIFAR data sets, 28 for Omniglot, 84 "
+        "for all others. Glyphs always have 28.",
+    ),
 ]
 MinutesOption = Annotated[
     float | None,
     typer.Option(
         min=0,
         callback=is_number,
-        help="Stop after this number of minutes; the same command continues. Default: no limit.",
+        help="Stop after this number of minutes. Run the same command again to continue. Default: no limit.",
     ),
 ]
 MinImagesOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST, help="Leave out classes with fewer images than this. Default: use all classes."),
+    typer.Option(min=1, max=MAX_COUNT, help="Omit classes with fewer images than this. Default: use all classes."),
 ]
+WaysOption = Annotated[int, typer.Option(min=2, max=MAX_COUNT, help="Number of classes per task.")]
+ShotsOption = Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of support images per class.")]
+QueriesOption = Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of query images per class.")]
 
 
 def images_for(model: Model, data: str, min_images: int | None) -> LabelledImages:
-    """Load a data set, with images of the size and channels that a trained network takes."""
+    """Load a data set, with the image size and number of channels that a trained network takes."""
     from metabridge.datasets import load
     from metabridge.datasets.loading import parse_name
     from metabridge.use.image_input import image_shape
 
     channels, size = image_shape(model.net)
-    if parse_name(data)[0] != "glyphs":  # whose size is fixed
+    if parse_name(data)[0] != "glyphs":  # glyphs have a fixed size
         return load(data, size=size, channels=channels, min_images=min_images)
     images = load(data, min_images=min_images)
     if images.images.shape[1:] != (channels, size, size):
@@ -77,7 +86,11 @@ def images_for(model: Model, data: str, min_images: int | None) -> LabelledImage
 
 
 def device_name(device: Device) -> str:
-    """Return the name of the device, or raise an `InputError` if the machine has none."""
+    """Return the name of the PyTorch device.
+
+    Raises:
+        InputError: If the device is cuda and PyTorch finds no GPU.
+    """
     import torch
 
     if device is Device.auto:
@@ -93,8 +106,10 @@ def metabridge(
 ) -> None:
     """Few-shot learning with gradient-based meta-learning and multi-task learning.
 
-    Start with **metabridge demo**, which takes a few minutes and needs no data. For your own images, make a folder
-    with a subfolder for each class: **metabridge data check FOLDER**, then train, evaluate and adapt.
+    Start with **metabridge demo**, which takes a few minutes and needs no data.
+
+    To use your own images, put them into a folder with one subfolder per class. Check the folder with
+    **metabridge data check FOLDER**, and then run **metabridge train**, **evaluate** and **adapt**.
     """
     if version:
         from metabridge import __version__

@@ -1,4 +1,4 @@
-"""The commands `search`, which finds an architecture without training, and `score`, which prints its proxies."""
+"""The commands `search`, which finds an architecture without training, and `score`, which prints proxies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from metabridge.cli.options import (
-    MOST,
+    MODELS,
     Device,
     DeviceOption,
     MinImagesOption,
     MinutesOption,
+    QueriesOption,
     SeedOption,
+    ShotsOption,
     SizeOption,
+    WaysOption,
     app,
     device_name,
     is_number,
@@ -29,7 +32,7 @@ from metabridge.errors import InputError
 
 
 class ScoreKernel(StrEnum):
-    """The kernels that `score` knows."""
+    """The kernels of `score`: the values of `nas.proxies.KernelName`, which cannot be imported without PyTorch."""
 
     maml = "maml"
     anil = "anil"
@@ -37,7 +40,7 @@ class ScoreKernel(StrEnum):
 
 
 class SearchKernel(StrEnum):
-    """The kernels that can guide a search; see `metabridge.nas.SearchConfig`."""
+    """The values of `nas.architecture_search.SearchKernel`, which cannot be imported without PyTorch."""
 
     maml = "maml"
     anil = "anil"
@@ -47,28 +50,34 @@ class SearchKernel(StrEnum):
 
 
 CellsOption = Annotated[int, typer.Option(min=3, max=1000, help="Number of cells of the network.")]
-ChannelsOption = Annotated[int, typer.Option(min=1, max=4096, help="Number of channels of the first cells.")]
-TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of tasks that the kernel is computed on.")]
-WaysOption = Annotated[int, typer.Option(min=2, max=MOST, help="Number of classes per task.")]
-ShotsOption = Annotated[int, typer.Option(min=1, max=MOST, help="Number of support images per class.")]
-QueriesOption = Annotated[int, typer.Option(min=1, max=MOST, help="Number of query images per class.")]
+ChannelsOption = Annotated[
+    int, typer.Option(min=1, max=4096, help="Number of channels of the first cells; each reduction cell doubles it.")
+]
+TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of tasks for which the kernel is computed.")]
 RepeatsOption = Annotated[
-    int, typer.Option(min=1, max=1000, help="Number of initializations and batches of tasks to average over.")
+    int,
+    typer.Option(
+        min=1, max=1000, help="Number of repeats to average over, each with a new initialization and new tasks."
+    ),
 ]
 AdaptationTimeOption = Annotated[
     float,
     typer.Option(
-        min=0, callback=is_number, help="Adaptation of the kernel: learning rate times steps; inf for convergence."
+        min=0,
+        callback=is_number,
+        help="Inner-loop time of the maml and anil kernels: learning rate × number of steps; inf: until convergence.",
     ),
 ]
 RidgeOption = Annotated[
     float,
     typer.Option(
-        min=0, callback=is_number, help="Number added to the diagonal of the kernel matrices that adaptation inverts."
+        min=0,
+        callback=is_number,
+        help="Ridge added to the diagonal of the kernel matrices that the maml and anil kernels invert.",
     ),
 ]
 RegionInputsOption = Annotated[
-    int, typer.Option(min=2, max=100_000, help="Number of image patches used to count linear regions.")
+    int, typer.Option(min=2, max=100_000, help="Number of image patches on which linear regions are counted.")
 ]
 
 
@@ -78,13 +87,15 @@ def search(
     kernel: Annotated[
         SearchKernel,
         typer.Option(
-            help="Kernel whose condition number guides the search, together with linear regions. "
-            "none: linear regions alone; random: random cells, without any evaluation."
+            help="Kernel whose condition number guides the search, together with the number of linear regions. "
+            "none: only linear regions; random: random cells, without any evaluation."
         ),
     ] = SearchKernel.maml,
     cells: CellsOption = 5,
     channels: ChannelsOption = 48,
-    out: Annotated[Path, typer.Option(help="Folder for the architecture and the search log.")] = Path("runs/search"),
+    out: Annotated[Path, typer.Option(help="Folder for architecture.json, cells.png and the log search.jsonl.")] = Path(
+        "runs/search"
+    ),
     tasks: TasksOption = 3,
     ways: WaysOption = 5,
     shots: ShotsOption = 1,
@@ -97,17 +108,22 @@ def search(
     min_images: MinImagesOption = None,
     operators: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="Operators to choose from, such as skip,conv_3x3. Default: all."),
+        typer.Option(
+            metavar="NAME,...",
+            help="Operators to choose from, separated by commas: max_pool_3x3, avg_pool_3x3, skip, conv_1x5_5x1, "
+            "conv_3x3, sep_conv_3x3, dil_conv_3x3. Default: all.",
+        ),
     ] = None,
     minutes: MinutesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Search a network architecture for few-shot learning, without training any network.
+    """Search for a network architecture for few-shot learning, without training any network.
 
-    Starts from a network with all operators on all edges and removes operators by two proxies: the condition
-    number of the network's kernel and its number of linear regions. Writes architecture.json, a drawing of the
-    cells (cells.png) and all scores (search.jsonl). Running the same command again continues a stopped search.
+    Starts from a network with all operators on all edges and removes operators step by step. Two proxies of the
+    untrained network decide which: the condition number of its kernel and its number of linear regions. Writes
+    architecture.json, a drawing of the cells (cells.png) and all scores (search.jsonl). Run the same command again to
+    continue a stopped search.
 
     Example: **metabridge search --data mini-imagenet:data --size 32 --cells 5 --kernel maml --out runs/search**
     """
@@ -117,7 +133,7 @@ def search(
     from metabridge.nas import search as search_architecture
 
     if (out / "settings.json").exists():
-        raise InputError(f"--out is {out}, which has a training run. Choose another folder.")
+        raise InputError(f"--out is {out}, which contains a training run. Choose another folder.")
     options: dict[str, Any] = {
         "kernel": kernel.value,
         "cells": cells,
@@ -138,26 +154,26 @@ def search(
         images = load(data, size=size, min_images=min_images)
         result = search_architecture(images, **options, device=device_name(device), out=out, minutes=minutes)
     except TimeLimitError:
-        say(f"Stopped after {minutes:g} minutes. The scores are saved in {out}; run the same command to continue.")
+        say(f"Stopped after {minutes:g} minutes. The scores are in {out}. Run the same command again to continue.")
         return
     result.architecture.draw(out / "cells.png")
     for line in str(result.architecture).splitlines():
         say(line)
     if result.failed:
-        say(f"A proxy failed for {result.failed} of {result.evaluated} networks; search.jsonl has the reasons.")
+        say(f"A proxy failed for {result.failed} of {result.evaluated} networks. The reasons are in search.jsonl.")
     say(f"The architecture is in {out}.")
-    words = ["--model", out / "architecture.json", "--data", data]
-    words += ["--model-option", f"cells={cells}", "--model-option", f"channels={channels}"]
-    words += [*(["--size", size] if size else []), *(["--min-images", min_images] if min_images else [])]
-    say(f"Next: metabridge train {shlex.join(map(str, words))}")
+    train_options = ["--model", out / "architecture.json", "--data", data]
+    train_options += ["--model-option", f"cells={cells}", "--model-option", f"channels={channels}"]
+    train_options += [*(["--size", size] if size else []), *(["--min-images", min_images] if min_images else [])]
+    say(f"Next: metabridge train {shlex.join(map(str, train_options))}")
 
 
 @app.command()
 def score(
-    model: Annotated[str, typer.Option(help="An architecture.json, or conv4, resnet12, mlp or timm:NAME.")],
+    model: Annotated[str, typer.Option(help=f"Network: {MODELS}.")],
     data: DataOption = "glyphs",
     kernel: Annotated[
-        list[ScoreKernel] | None, typer.Option(help="Kernel to compute; can be repeated. Default: all.")
+        list[ScoreKernel] | None, typer.Option(help="Kernel to compute. Can be repeated. Default: all.")
     ] = None,
     cells: CellsOption = 5,
     channels: ChannelsOption = 48,
@@ -179,9 +195,9 @@ def score(
 ) -> None:
     """Print the proxies of an untrained network: condition numbers of its kernels and its number of linear regions.
 
-    Batch norms are replaced by group norms, so that images do not influence each other. For an architecture,
-    linear regions are counted as in a search: in a thin network, on image patches. For other models they are
-    counted in the model itself, on whole images.
+    Batch norms are replaced by group norms, so that images do not influence each other. Linear regions of an
+    architecture.json are counted as in a search: on image patches, in a network with the same cells but few channels.
+    For other networks they are counted in the network itself, on whole images.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
@@ -211,8 +227,8 @@ def score(
     )
     for search_kernel in (*(SearchKernel(name) for name in kernel or ScoreKernel), SearchKernel.none):
         score = score_model(model, images, replace(config, kernel=search_kernel.value), device=torch_device)
-        is_regions = search_kernel is SearchKernel.none
-        proxy = "linear regions" if is_regions else f"condition number, {search_kernel.upper()}"
+        only_regions = search_kernel is SearchKernel.none
+        proxy = "linear regions" if only_regions else f"condition number, {search_kernel.upper()}"
         values = ", ".join(f"{repeat.value:.4g}" for repeat in score.repeats)
         rows.append([proxy, f"{score.mean.value:.4g}", values, score.mean.failure or ""])
         json_values = [repeat.value if math.isfinite(repeat.value) else None for repeat in score.repeats]

@@ -16,12 +16,12 @@ from typing import TextIO
 
 from metabridge.errors import InputError
 
-MIN_TEXT_WIDTH = 12  # narrowest column of folded text, in characters
-PIPE_CLOSED = 1  # exit status if the reader of the output has closed it, as in Rich
+MIN_TEXT_WIDTH = 12  # minimal width of a wrapped column, in characters
+PIPE_CLOSED = 1  # exit status if the program that reads the output has closed the pipe, as in Rich
 
 
 def printable(text: object) -> str:
-    r"""Return text with control characters, and bytes that are not UTF-8, replaced by visible escapes.
+    r"""Return text in which control characters and bytes that are not UTF-8 are replaced by visible escapes.
 
     >>> printable("\x1b[31mred\n"), printable("caf\udce9")
     ('\\x1b[31mred\\n', 'caf\\xe9')
@@ -42,9 +42,9 @@ def note(text: object) -> None:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, text: Sequence[str] = (), title: str | None = None
 ) -> None:
-    """Print a table. Cells are never cut off; the columns named in `text` may be folded.
+    """Print a table. Cells of the columns in `text` are wrapped if necessary; cells are never truncated.
 
-    If the columns do not fit side by side, each row is printed as lines of `heading: cell`.
+    If the columns do not fit side by side, each cell is printed as a line `heading: cell`.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -53,16 +53,17 @@ def print_table(
 
     console = Console()
     cells = [[printable(cell) for cell in row] for row in rows]
-    least, most = [], []  # widths of the columns
+    min_widths, full_widths = [], []  # with and without wrapping
     for index, column in enumerate(columns):
-        widest = max((cell_len(row[index]) for row in cells), default=0)
-        most.append(max(cell_len(column), widest))
-        least.append(max(*map(cell_len, column.split()), min(widest, MIN_TEXT_WIDTH) if column in text else widest))
+        widest_cell = max((cell_len(row[index]) for row in cells), default=0)
+        min_cell = min(widest_cell, MIN_TEXT_WIDTH) if column in text else widest_cell
+        full_widths.append(max(cell_len(column), widest_cell))
+        min_widths.append(max(*map(cell_len, column.split()), min_cell))
     available = console.width - 3 * len(columns) - 1  # without borders and padding
-    if sum(least) > available:
+    if sum(min_widths) > available:
         _print_rows(columns, cells, title)
         return
-    widths = most if sum(most) <= available else least
+    widths = full_widths if sum(full_widths) <= available else min_widths
     table = Table(title=None if title is None else Text(printable(title)))
     for column, width in zip(columns, widths):
         if column in text:
@@ -75,7 +76,7 @@ def print_table(
 
 
 def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    """Print each row of a table as lines of `heading: cell`."""
+    """Print each cell of a table as a line `heading: cell`, with an empty line before each row."""
     if title is not None:
         say(title)
     for row in rows:
@@ -89,7 +90,10 @@ def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
 def terminal_output() -> Iterator[None]:
     """Escape characters that the terminal's encoding lacks, and print warnings and log messages as notes.
 
-    If standard output cannot be written, raise an `InputError`. If its reader has closed it, exit without a message.
+    If another program reads standard output and has closed the pipe, exit without a message.
+
+    Raises:
+        InputError: If standard output cannot be written.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -99,7 +103,7 @@ def terminal_output() -> Iterator[None]:
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = _show_warning
             yield
-            if sys.stdout is not None:  # it is None if the program was started without one
+            if sys.stdout is not None:  # None if the program was started without a standard output
                 sys.stdout.flush()
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):
@@ -113,7 +117,7 @@ def terminal_output() -> Iterator[None]:
 
 
 class _NoteHandler(logging.Handler):
-    """Prints log messages as notes."""
+    """A handler that prints log messages as notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage())
@@ -121,13 +125,13 @@ class _NoteHandler(logging.Handler):
 
 @contextlib.contextmanager
 def _log_as_notes() -> Iterator[None]:
-    """Print log messages of the library as notes; Python's own handler would not escape names."""
-    log, handler = logging.getLogger("metabridge"), _NoteHandler(logging.WARNING)
-    log.addHandler(handler)
+    """Print log messages of the library as notes. Python's default handler would not escape control characters."""
+    logger, handler = logging.getLogger("metabridge"), _NoteHandler(logging.WARNING)
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        log.removeHandler(handler)
+        logger.removeHandler(handler)
 
 
 def _show_warning(
@@ -143,7 +147,7 @@ def _show_warning(
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect a stream that cannot be written to the null device, so that flushing it at exit does not fail."""
+    """Redirect a stream that cannot be written to the null device; otherwise flushing it at exit would fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -151,6 +155,6 @@ def _discard(stream: TextIO) -> None:
 
 
 def _escape(character: str) -> str:
-    """Return a visible escape of a character; Python decodes bytes that are not UTF-8 as U+DC80 to U+DCFF."""
+    """Return a visible escape of a character. Python decodes bytes that are not UTF-8 as U+DC80 to U+DCFF."""
     code = ord(character)
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else repr(character)[1:-1]

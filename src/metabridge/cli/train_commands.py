@@ -10,11 +10,11 @@ import typer
 
 from metabridge.cli.config_options import with_config_options
 from metabridge.cli.options import (
-    MOST,
     Device,
     DeviceOption,
     MinImagesOption,
     MinutesOption,
+    QueriesOption,
     SeedOption,
     SizeOption,
     app,
@@ -22,7 +22,7 @@ from metabridge.cli.options import (
     images_for,
 )
 from metabridge.cli.terminal import note, print_table, say
-from metabridge.errors import InputError
+from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
     from metabridge.environments import LabelledImages
@@ -36,7 +36,7 @@ HeadOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Test-time head to fit on the features: centroid, logistic, ridge or svm. Default: that of the method.",
+        help="Test-time head to fit on the features: centroid, logistic, ridge or svm. Default: the method's head.",
     ),
 ]
 DataOption = Annotated[
@@ -53,25 +53,32 @@ DataOption = Annotated[
 @with_config_options
 def train(
     data: DataOption = "glyphs",
-    out: Annotated[Path, typer.Option(help="Folder to save the run in.")] = Path("runs/run"),
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/run"),
     size: SizeOption = None,
     min_images: MinImagesOption = None,
     smoothing: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Label smoothing: share of each label that is spread over all classes (mtl, rfs)."
+            min=0,
+            max=1,
+            help="Label smoothing: share of the target probability that is spread evenly over all classes (only mtl, "
+            "rfs).",
         ),
     ] = 0.0,
     mixup: Annotated[
         float,
         typer.Option(
-            min=0, max=100, help="Mixup: parameter A of the weights Beta(A, A) of mixed images; 0 for none (mtl, rfs)."
+            min=0,
+            max=100,
+            help="Mixup: train on weighted averages of two images and their labels, with weights from Beta(A, A) for "
+            "this value of A. 0: no mixup (only mtl, rfs).",
         ),
     ] = 0.0,
     teacher: Annotated[
         Path | None,
         typer.Option(
-            help="Distillation: folder of a run whose predictions are half of each target (mtl, rfs). Default: none."
+            help="Distillation: folder of a trained run, the teacher. Targets are the averages of its predicted "
+            "probabilities and the labels (only mtl, rfs). Default: no teacher."
         ),
     ] = None,
     minutes: MinutesOption = None,
@@ -80,9 +87,8 @@ def train(
 ) -> None:
     """Train a few-shot model.
 
-    Options that are not given have the values that the method is usually trained with. The folder of the run contains
-    the settings, the best weights, the learning curve and the training state. Running the same command again continues
-    a stopped run.
+    Options that you omit take the method's usual values. The folder of the run contains the settings, the best weights,
+    the learning curve and the training state. Run the same command again to continue a stopped run.
 
     Example: **metabridge train --data photos --method mtl --out runs/photos**
     """
@@ -96,18 +102,18 @@ def train(
     from metabridge.training.fitting import run_to_end
     from metabridge.training.image_training import image_trainer
 
+    # Check everything that does not depend on the images before they are read.
     defaults = default_config(config.pop("method", ImageTrainingConfig.method))
     method(defaults.method)
-    device_used = device_name(device)
+    torch_device = device_name(device)
     options = replace(defaults, **config, soft_targets=_soft_targets(smoothing, mixup, teacher))
-    # check everything that does not depend on the images before they are read
     _check_method(options)
     builder(options.model, **options.model_options)
     if out.is_file():
         raise InputError(f"--out is {out}, which is a file. Name a folder.")
     images = load_images(data, size=size, min_images=min_images)
-    teacher_run = None if teacher is None else load_run(teacher, device=device_used)
-    trainer = image_trainer(options, images, device=device_used, out=out, teacher=teacher_run)
+    teacher_run = None if teacher is None else load_run(teacher, device=torch_device)
+    trainer = image_trainer(options, images, device=torch_device, out=out, teacher=teacher_run)
     _note_validation(trainer, options.ways)
     run = run_to_end(trainer, options.method, minutes=minutes)
     _draw_curve(run, out, options.method)
@@ -117,10 +123,11 @@ def train(
     if run.finished:
         say(f"The run is in {out}. {_next_step(out, images, options.ways)}")
     else:
-        say(f"Stopped after {minutes:g} minutes. The same command continues from there.")
+        say(f"Stopped after {minutes:g} minutes. Run the same command again to continue.")
 
 
 def _soft_targets(smoothing: float, mixup: float, teacher: Path | None) -> SoftTargets | None:
+    """Return the soft targets that three options describe, or None if none of them is used."""
     from metabridge.training import SoftTargets
 
     if not (smoothing or mixup or teacher):
@@ -129,7 +136,7 @@ def _soft_targets(smoothing: float, mixup: float, teacher: Path | None) -> SoftT
 
 
 def _check_method(config: ImageTrainingConfig) -> None:
-    """Raise an `InputError` for method options that the method cannot take or a run cannot store."""
+    """Raise an `InputError` if the method rejects its options or a run cannot store them."""
     from metabridge.training.checkpoint import write_method
     from metabridge.training.image_training import method_of
 
@@ -138,12 +145,12 @@ def _check_method(config: ImageTrainingConfig) -> None:
     except InputError:
         raise
     except (TypeError, ValueError, KeyError) as error:
-        texts = ", ".join(f"{name}={value}" for name, value in config.method_options.items())
-        raise InputError(f"--option is {texts}, but {config.method} cannot take it ({error}).") from error
+        values = ", ".join(f"{name}={value}" for name, value in config.method_options.items())
+        raise InputError(f"--option is {values}, but {config.method} cannot take it ({error}).") from error
 
 
 def _note_validation(trainer: Trainer, ways: int) -> None:
-    """Print a note if validation is not possible, or has fewer classes per task than training."""
+    """Print a note if validation is impossible or its tasks have fewer classes than training tasks."""
     if trainer.validate is None:
         note("Fewer than two validation classes: keeping the last weights instead of the best.")
         return
@@ -153,10 +160,10 @@ def _note_validation(trainer: Trainer, ways: int) -> None:
 
 
 def _next_step(out: Path, images: LabelledImages, ways: int) -> str:
-    """Return the command that evaluates a finished run, with options that the test classes allow."""
+    """Return a message with the command that evaluates a finished run, with options that the test classes allow."""
     classes = images.splits.get("test", ())
     if len(classes) < 2:
-        return "Fewer than two test classes: to evaluate the run, name other data with metabridge evaluate --data."
+        return "Fewer than two test classes: evaluate the run on other data with metabridge evaluate --data."
     fewest_images = min(int((images.labels == label).sum()) for label in classes)
     shots, queries = ("1,5", fewest_images - 5) if fewest_images > 5 else ("1", fewest_images - 1)
     queries_option = f" --queries {queries}" if queries < 15 else ""
@@ -165,7 +172,7 @@ def _next_step(out: Path, images: LabelledImages, ways: int) -> str:
 
 
 def _draw_curve(run: Run, folder: Path, name: str) -> None:
-    """Draw the learning curve, if there was a validation and matplotlib is installed."""
+    """Draw the learning curve if the run was validated and matplotlib is installed."""
     from metabridge.files import write_atomically
 
     if run.best is None:
@@ -181,36 +188,74 @@ def _draw_curve(run: Run, folder: Path, name: str) -> None:
 @app.command()
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of trained runs.")],
-    shots: Annotated[str, typer.Option(metavar="K,...", help="Numbers of support images per class.")] = "1,5",
-    tasks: Annotated[int, typer.Option(min=2, max=MOST, help="Number of test tasks.")] = 2000,
+    shots: Annotated[
+        str,
+        typer.Option(metavar="K,...", help="Numbers of support images per class, each evaluated separately."),
+    ] = "1,5",
+    tasks: Annotated[
+        int, typer.Option(min=2, max=MAX_COUNT, help="Number of tasks for each number of support images.")
+    ] = 2000,
     ways: Annotated[
-        int | None, typer.Option(min=2, max=MOST, help="Number of classes per task. Default: as in training.")
+        int | None,
+        typer.Option(
+            min=2, max=MAX_COUNT, help="Number of classes per task. Default: as in the training of the first run."
+        ),
     ] = None,
-    queries: Annotated[int, typer.Option(min=1, max=MOST, help="Query images per class.")] = 15,
-    split: Annotated[str, typer.Option(help="Classes to evaluate on: train, validation or test.")] = "test",
+    queries: QueriesOption = 15,
+    split: Annotated[str, typer.Option(help="Split of the data set: train, validation or test.")] = "test",
     data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Data set, as for train. Default: that of the run.")
+        str | None,
+        typer.Option(
+            metavar="DATA", help="Data set, as for metabridge train. Default: the data on which the runs were trained."
+        ),
     ] = None,
     trained_classes: Annotated[
-        bool, typer.Option("--trained-classes", help="Allow classes that have the same names as training classes.")
+        bool,
+        typer.Option(
+            "--trained-classes",
+            help="Allow evaluation on classes with the same names as training classes, which otherwise is an error.",
+        ),
     ] = False,
-    min_images: MinImagesOption = None,
+    min_images: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="Omit classes with fewer images than this. Default: as in training, or all classes with --data.",
+        ),
+    ] = None,
     head: HeadOption = None,
     penalty: Annotated[
-        float | None, typer.Option(help="L2 penalty of --head (1/C for svm). Default: that of the head.")
+        float | None,
+        typer.Option(help="L2 penalty of --head (1/C for svm); requires --head. Default: depends on the head."),
     ] = None,
     copies: Annotated[
-        int, typer.Option(min=0, max=1000, help="Number of augmented copies of each support image to adapt to too.")
+        int,
+        typer.Option(
+            min=0,
+            max=1000,
+            help="Test-time augmentation: also adapt to this number of random copies per support image.",
+        ),
     ] = 0,
     mirrored: Annotated[
-        bool, typer.Option("--mirrored", help="Average features over each image and its mirror image.")
+        bool,
+        typer.Option(
+            "--mirrored", help="Test-time augmentation: average the features of each image and its mirror image."
+        ),
     ] = False,
     rotated: Annotated[
         bool,
-        typer.Option("--rotated", help="Concatenate the features of each image rotated by 0, 90, 180 and 270 degrees."),
+        typer.Option(
+            "--rotated",
+            help="Test-time augmentation: concatenate the features of each image rotated by 0, 90, 180 and 270 "
+            "degrees.",
+        ),
     ] = False,
     cropped: Annotated[
-        bool, typer.Option("--cropped", help="Average features over each image and five crops of it.")
+        bool,
+        typer.Option(
+            "--cropped", help="Test-time augmentation: average the features of each image and five crops of it."
+        ),
     ] = False,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
@@ -221,9 +266,9 @@ def evaluate(
 ) -> None:
     """Evaluate trained runs on new tasks, with 95 % confidence intervals.
 
-    Prints the accuracy over tasks, the class with the lowest accuracy, and the expected calibration error of the
-    probabilities. All runs are evaluated on the same tasks. With several runs it also prints how much the accuracy of
-    each differs from that of the first, with the interval of the differences on single tasks.
+    Prints the mean accuracy over tasks, the class with the lowest accuracy, and the expected calibration error of the
+    probabilities. All runs are evaluated on the same tasks. With several runs it also prints the mean difference
+    between the accuracy of each run and of the first, with the 95 % confidence interval of the per-task differences.
 
     Example: **metabridge evaluate runs/mtl runs/maml --shots 1,5 --tasks 2000**
     """
@@ -235,34 +280,33 @@ def evaluate(
     from metabridge.training.assessment import assess
 
     if penalty is not None and head is None:
-        raise InputError("--penalty is given without a head. Name one with --head.")
+        raise InputError("--penalty requires a head. Name one with --head.")
     test_head = None if head is None else create_head(head, penalty)
     if json_file is not None:
         make_parent_folder(json_file)
-    counts = _counts(shots)
+    shot_counts = _shot_counts(shots)
     augmentation = TestTimeAugmentation(copies, mirrored, rotated, cropped)
-    device_used = device_name(device)
-    models = [load(folder, device=device_used) for folder in runs]
-    ways = ways or _ways(runs[0], models[0])
-    sources = _sources(runs, models) if data is None else [None] * len(runs)
+    torch_device = device_name(device)
+    loaded_runs = [load(folder, device=torch_device) for folder in runs]
+    ways = ways or _training_ways(runs[0], loaded_runs[0])
+    load_arguments = _load_arguments(runs, loaded_runs) if data is None else [None] * len(runs)
     rows: list[list[str]] = []
     report: list[dict[str, object]] = []
-    first: dict[int, Assessment] = {}
-    for folder, run, source in zip(runs, models, sources):
+    first_assessments: dict[int, Assessment] = {}  # of the first run, by number of shots
+    for folder, run, arguments in zip(runs, loaded_runs, load_arguments):
         model = run if test_head is None else replace(run, method=replace(run.method, test=test_head))
-        images = _images(folder, run, source, data, min_images).to(device_used)
+        images = _images(folder, run, arguments, data, min_images).to(torch_device)
         if not trained_classes:
             _check_new_classes(folder, run, images, split, same_data=data is None)
         environments = {
             count: images.tasks(split, ways=ways, shots=count, queries=queries)
-            for count in sorted(counts, reverse=True)  # the largest number of shots needs the most images
+            for count in sorted(shot_counts, reverse=True)  # the largest first: the first to lack images
         }
-        for count in counts:
+        for count in shot_counts:
             environment = environments[count]
             assessment = assess(model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=True)
-            first.setdefault(count, assessment)
-            is_first = assessment is first[count]
-            difference = None if is_first else assessment.score.minus(first[count].score)
+            first = first_assessments.setdefault(count, assessment)
+            difference = None if assessment is first else assessment.score.minus(first.score)
             calibrated = _has_probabilities(model)
             rows.append(_table_row(folder, count, assessment, difference, calibrated=calibrated))
             report.append(_json_entry(folder, count, assessment, difference, calibrated=calibrated))
@@ -273,28 +317,28 @@ def evaluate(
     if json_file is not None:
         write_output(json_file, json_bytes(report, indent=2))
         if str(json_file) != STDOUT:
-            say(f"The accuracy on every class is in {json_file}")
+            say(f"All results, including the accuracy of every class, are in {json_file}")
 
 
-def _counts(shots: str) -> list[int]:
-    """Return the numbers of shots, which are separated by commas."""
+def _shot_counts(shots: str) -> list[int]:
+    """Return the numbers of shots in the value of --shots, such as "1,5"."""
     try:
-        counts = [int(part) for part in shots.split(",")]
+        counts = [int(number) for number in shots.split(",")]
     except ValueError:
         raise InputError(f"shots is {shots!r}, but must be whole numbers separated by commas, such as 1,5.") from None
-    if max(counts) > MOST:
-        raise InputError(f"shots is {max(counts)}, but must be {MOST} or less.")
+    if max(counts) > MAX_COUNT:
+        raise InputError(f"shots is {max(counts)}, but must be {MAX_COUNT} or less.")
     return counts
 
 
 def _has_probabilities(run: Run) -> bool:
-    """Return whether the softmax of the outputs are probabilities; the scores of some heads only rank the classes."""
+    """Return whether the softmax of the outputs gives probabilities. The outputs of some heads only rank classes."""
     from metabridge.heads import Head
 
     return not isinstance(run.method.test, Head) or run.method.test.calibrated
 
 
-def _ways(folder: Path, run: Run) -> int:
+def _training_ways(folder: Path, run: Run) -> int:
     """Return the number of classes per task in training."""
     from metabridge.training.checkpoint import damaged
 
@@ -304,72 +348,77 @@ def _ways(folder: Path, run: Run) -> int:
     return ways
 
 
-def _of_training_tasks(folder: Path, run: Run, key: str, kind: type[T]) -> T | None:
-    """Return one entry of the description of the training tasks, if there is one."""
+def _task_setting(folder: Path, run: Run, key: str, expected_type: type[T]) -> T | None:
+    """Return one of the stored settings of the run's training tasks, or None if it is not stored."""
     from metabridge.training.checkpoint import damaged
 
     value = (run.settings["tasks"] or {}).get(key)
-    if value is not None and not isinstance(value, kind):
+    if value is not None and not isinstance(value, expected_type):
         raise damaged(folder / "settings.json", f"its tasks have the {key} {value!r}")
     return value
 
 
-def _sources(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]]:
-    """Return how to load the data of each run; they must be equal except for the size and channels of the images."""
-    sources, origins = [], []
+def _load_arguments(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]]:
+    """Return the arguments of `datasets.load` for the training data of each run.
+
+    Raises:
+        InputError: If the runs were trained on different data. The size and channels of the images may differ.
+    """
+    load_arguments, data_sets = [], []
     for folder, run in zip(folders, runs):
-        source = _of_training_tasks(folder, run, "data", dict)
-        if source is None:
+        stored = _task_setting(folder, run, "data", dict)
+        if stored is None:
             raise InputError(f"the settings of the run in {folder} do not name its data. Name a data set with --data.")
-        sources.append({key: value for key, value in source.items() if source.get("name") != "glyphs" or key != "root"})
-        origins.append({key: value for key, value in source.items() if key not in ("size", "channels")})
-        if origins[-1] != origins[0]:
+        is_glyphs = stored.get("name") == "glyphs"
+        load_arguments.append({key: value for key, value in stored.items() if not (is_glyphs and key == "root")})
+        data_sets.append({key: value for key, value in stored.items() if key not in ("size", "channels")})
+        if data_sets[-1] != data_sets[0]:
             raise InputError(
                 f"the runs in {folders[0]} and {folder} were trained on different data, so they cannot be evaluated on "
                 "the same tasks. Name a data set for both with --data, or evaluate them separately."
             )
-    return sources
+    return load_arguments
 
 
 def _images(
-    folder: Path, run: Run, source: dict[str, Any] | None, data: str | None, min_images: int | None
+    folder: Path, run: Run, arguments: dict[str, Any] | None, data: str | None, min_images: int | None
 ) -> LabelledImages:
-    """Load `data`, or the data that the run was trained on, in the form that its network takes."""
+    """Load `data`, or by default the run's training data, with the size and channels that its network takes."""
     from metabridge.datasets import load
     from metabridge.training.checkpoint import damaged
     from metabridge.use.image_input import image_shape
 
     if data is not None:
         return images_for(run, data, min_images)
-    arguments = (source or {}) if min_images is None else (source or {}) | {"min_images": min_images}
+    arguments = arguments or {}
     try:
-        images = load(**arguments)
+        images = load(**(arguments if min_images is None else arguments | {"min_images": min_images}))
     except (TypeError, AttributeError) as error:
-        raise damaged(folder / "settings.json", f"its data {source} cannot be read ({error})") from error
+        raise damaged(folder / "settings.json", f"its data {arguments} cannot be read ({error})") from error
     channels, size = image_shape(run.net)
     if images.images.shape[1:] != (channels, size, size):
-        raise damaged(folder / "settings.json", f"its data {source} are not images that its network takes")
+        raise damaged(folder / "settings.json", f"its data {arguments} are not images that its network takes")
     return images
 
 
 def _check_new_classes(folder: Path, run: Run, images: LabelledImages, split: str, *, same_data: bool) -> None:
-    """Raise an `InputError` if classes of the split have the names of training classes."""
+    """Raise an `InputError` if classes of the split have the same names as training classes."""
     if split == "train" or split not in images.splits:
         return
-    trained = _of_training_tasks(folder, run, "class_names", list) or []
+    trained_names = _task_setting(folder, run, "class_names", list) or []
     names = images.split_class_names(split)
-    known = [name for name in names if name in trained]
-    if not known:
+    shared_names = [name for name in names if name in trained_names]
+    if not shared_names:
         return
     if same_data:
         raise InputError(
-            f"class '{known[0]}' is in the {split} split, but the run in {folder} was trained on it: the data, or the "
-            "classes that --min-images leaves out, have changed since. Restore them, or name new classes with --data."
+            f"class '{shared_names[0]}' is in the {split} split, but the run in {folder} was trained on it: the data "
+            "or --min-images differ from those in training. Restore them, or name other data with --data."
         )
     raise InputError(
-        f"{len(known)} of {len(names)} classes in the {split} split, such as '{known[0]}', have names that the run "
-        f"in {folder} was trained on, so its accuracy would not be that on new classes. Remove them from the data, or "
-        "add --trained-classes if they only share the names."
+        f"{len(shared_names)} of {len(names)} classes in the {split} split, such as '{shared_names[0]}', have names "
+        f"of classes that the run in {folder} was trained on, but evaluation needs new classes. Remove them from "
+        "the data, or add --trained-classes if only the names are the same."
     )
 
 
@@ -377,12 +426,12 @@ def _table_row(
     folder: Path, shots: int, assessment: Assessment, difference: Score | None, *, calibrated: bool
 ) -> list[str]:
     """Return the cells of one row of the table."""
-    name, accuracy = assessment.worst
+    worst_class, accuracy = assessment.worst
     return [
         str(folder),
         str(shots),
         str(assessment.score).removesuffix(" %"),
-        f"{name} {100 * accuracy:.1f} %",
+        f"{worst_class} {100 * accuracy:.1f} %",
         f"{assessment.calibration_error:.3f}" if calibrated else "",
         "" if difference is None else str(difference).removesuffix(" %"),
     ]

@@ -1,4 +1,4 @@
-"""Commands that use a trained model: `adapt`, `predict` and `export`."""
+"""The commands that use a trained model: `adapt`, `predict` and `export`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from metabridge.errors import InputError
 if TYPE_CHECKING:
     from metabridge.use import FewShotClassifier
 
-PRINTED_ROWS = 10
+PRINTED_ROWS = 10  # predictions in the printed table
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
-QueryOption = Annotated[Path, typer.Option(metavar="DIR", help="Folder of images to classify, searched recursively.")]
-OutOption = Annotated[Path, typer.Option(metavar="FILE", help="CSV file of the predictions; - is standard output.")]
+QueryOption = Annotated[
+    Path, typer.Option(metavar="DIR", help="Folder of images to classify; subfolders are included.")
+]
+OutOption = Annotated[Path, typer.Option(metavar="FILE", help="CSV file of the predictions; - for standard output.")]
 
 
 @app.command()
@@ -41,22 +43,22 @@ def adapt(
     """Adapt a trained run to new classes and classify images.
 
     Writes one line per query image: its path, the predicted class, the probability of that class, and the
-    probabilities of all classes. If the query images are in folders named after the classes, prints the accuracy.
+    probabilities of all classes. If query images are in folders named after the classes, prints the accuracy on them.
 
-    Query images that cannot be read are skipped and listed at the end; the exit status is then 1.
+    Query images that cannot be read are skipped and listed at the end. The exit status is then 1.
 
     Example: **metabridge adapt runs/photos --support new/labelled --query new/unlabelled --out predictions.csv**
     """
     from metabridge.files import STDOUT, make_folder, make_parent_folder
 
-    queries = _queries(query)
+    query_files = _query_files(query)
     make_parent_folder(out)
     if save is not None:
         make_folder(save)
     classifier = _adapted_classifier(run, support, head, device)
     if save is not None:
         (note if str(out) == STDOUT else say)(f"The adapted model is in {classifier.save(save)}")
-    _write_predictions(classifier, query, queries, out)
+    _write_predictions(classifier, query, query_files, out)
 
 
 @app.command()
@@ -68,56 +70,60 @@ def predict(
 ) -> None:
     """Classify images with a saved adapted model.
 
-    The output and the exit status are those of **metabridge adapt**.
+    Output and exit status are the same as for **metabridge adapt**.
 
     Example: **metabridge predict adapted --query new/unlabelled --out predictions.csv**
     """
     from metabridge.files import make_parent_folder
     from metabridge.use import FewShotClassifier
 
-    queries = _queries(query)
+    query_files = _query_files(query)
     make_parent_folder(out)
-    _write_predictions(FewShotClassifier.load(model, device=device_name(device)), query, queries, out)
+    _write_predictions(FewShotClassifier.load(model, device=device_name(device)), query, query_files, out)
 
 
 @app.command()
 def export(
     run: RunArgument,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the ONNX graph; - is standard output.")] = Path(
-        "features.onnx"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="File of the ONNX graph; - for standard output, which is not possible with --support."
+        ),
+    ] = Path("features.onnx"),
     support: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Adapt to these classes first: a folder with one subfolder of images per class."
+            metavar="DIR",
+            help="Folder with one subfolder of images per class: also adapt to these classes and export the head.",
         ),
     ] = None,
     head: HeadOption = None,
 ) -> None:
-    """Export the features of a run as an ONNX graph, for programs without PyTorch.
+    """Export the feature network of a run as an ONNX graph, for programs without PyTorch.
 
     The graph takes any number of images, of shape (n, channels, size, size) with values from 0 to 1. If onnxruntime is
     installed, the graph is compared with PyTorch and written only if they agree.
 
     With --support, adapts to these classes and writes the head to a JSON file next to the graph: its weight and bias,
-    the names of the classes, and whether features must be scaled to length 1 first.
+    the names of the classes, and whether features must be L2-normalized first.
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """
     from metabridge.files import STDOUT, make_parent_folder
-    from metabridge.models.batch_norm import normalizes_each_set
+    from metabridge.models.batch_norm import uses_batch_statistics
     from metabridge.training import load
     from metabridge.use import export_onnx, write_head
 
     if head is not None and support is None:
         raise InputError(f"--head is {head}, but fitting a head needs labelled images. Add --support.")
     make_parent_folder(out)
-    printed = str(out) == STDOUT
-    if support is not None and printed:
+    to_stdout = str(out) == STDOUT
+    if support is not None and to_stdout:
         raise InputError(
             "--out is -, but --support writes a second file next to the graph. Name a file, such as features.onnx."
         )
-    print_message = note if printed else say
+    print_message = note if to_stdout else say
     head_file = out.with_suffix(".json")
     if support is not None and head_file == out:
         raise InputError(f"--out is {out}, but the head is written there. Use another name, such as {out.stem}.onnx.")
@@ -130,7 +136,7 @@ def export(
         print_message(f"The features are in {out}. They differ from PyTorch's by at most {difference:.1e}.")
     if classifier is not None:
         say(f"The head for {len(classifier.classes_)} classes is in {write_head(classifier, head_file)}")
-    if normalizes_each_set(model.net):
+    if uses_batch_statistics(model.net):
         note("Batch norms use the statistics of each batch: the features of an image depend on the rest of its batch.")
 
 
@@ -157,32 +163,35 @@ def _adapted_classifier(run: Path, support: Path, head: str | None, device: Devi
     return classifier.fit(files, labels)
 
 
-def _queries(query: Path) -> list[Path]:
+def _query_files(query: Path) -> list[Path]:
+    """Return the image files in a folder and its subfolders."""
     from metabridge.datasets.image_files import IMAGE_SUFFIXES, READABLE_SUFFIXES, list_tree
 
     _require_folder("query", query)
     files = [file for file in list_tree(query) if file.suffix.lower() in IMAGE_SUFFIXES]
     if not files:
-        raise InputError(f"query is {query}, which holds no images ({', '.join(READABLE_SUFFIXES)}).")
+        raise InputError(f"query is {query}, which contains no images ({', '.join(READABLE_SUFFIXES)}).")
     return files
 
 
 def _require_folder(option: str, folder: Path) -> None:
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise InputError(f"{option} is {folder}, which {what}. Name a folder of images.")
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise InputError(f"{option} is {folder}, which {problem}. Name a folder of images.")
 
 
 def _write_predictions(classifier: FewShotClassifier, query: Path, files: list[Path], out: Path) -> None:
-    """Predict, write and print. Exit with status 1 if some images cannot be read."""
+    """Classify images, write the predictions and print a summary. Exit with status 1 if some images cannot be read."""
     import numpy as np
 
     from metabridge.datasets.image_decoding import Unreadable
     from metabridge.datasets.image_files import join_names, read_image_file
     from metabridge.files import STDOUT, write_output
-    from metabridge.use.image_input import read
+    from metabridge.use.image_input import decode_all
 
-    results = list(zip(files, read([partial(read_image_file, file) for file in files], classifier.form_)))
+    results = list(
+        zip(files, decode_all([partial(read_image_file, file) for file in files], classifier.decode_options_))
+    )
     unreadable = [(file, result.reason) for file, result in results if isinstance(result, Unreadable)]
     decoded = [(file, result) for file, result in results if not isinstance(result, Unreadable)]
     if not decoded:
@@ -191,31 +200,32 @@ def _write_predictions(classifier: FewShotClassifier, query: Path, files: list[P
         )
     read_files = [file for file, _ in decoded]
     probabilities = classifier.predict_proba([np.moveaxis(image, 0, -1) for _, image in decoded])
-    names, best = [str(name) for name in classifier.classes_], probabilities.argmax(1)
+    names, predicted = [str(name) for name in classifier.classes_], probabilities.argmax(1)
     predictions = [
-        (str(file), names[index], probabilities[row, index]) for row, (file, index) in enumerate(zip(read_files, best))
+        (str(file), names[label], probabilities[row, label])
+        for row, (file, label) in enumerate(zip(read_files, predicted))
     ]
-    printed = str(out) == STDOUT
-    terminal = printed and sys.stdout is not None and sys.stdout.isatty()
-    to_text = printable if terminal else str  # files keep control characters in names
+    to_stdout = str(out) == STDOUT
+    to_terminal = to_stdout and sys.stdout is not None and sys.stdout.isatty()
+    to_text = printable if to_terminal else str  # files keep control characters in names
     text = StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["path", "prediction", "probability", *map(to_text, names)])
-    lines.writerows(
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["path", "prediction", "probability", *map(to_text, names)])
+    writer.writerows(
         [to_text(file), to_text(name), probability, *row]
         for (file, name, probability), row in zip(predictions, probabilities.tolist())
     )
-    print_message = note if printed else say
+    print_message = note if to_stdout else say
     print_message(f"{len(names)} classes: {join_names(names, limit=10)}")
     write_output(out, text.getvalue().encode(errors="backslashreplace"))
-    if not printed:
-        _print_table(predictions)
+    if not to_stdout:
+        _print_predictions(predictions)
     folders = [file.parent.relative_to(query).as_posix() for file in read_files]
     correct = [folder == name for folder, (_, name, _) in zip(folders, predictions) if folder in names]
     if correct:
-        share = sum(correct) / len(correct)
-        print_message(f"Accuracy {100 * share:.1f} %: {sum(correct)} of {len(correct)} images in class folders.")
-    if not printed:
+        accuracy = sum(correct) / len(correct)
+        print_message(f"Accuracy {100 * accuracy:.1f} %: {sum(correct)} of {len(correct)} images in class folders.")
+    if not to_stdout:
         say(f"The predictions are in {out}")
     if unreadable:
         note(f"{len(unreadable)} of {len(files)} images could not be read:")
@@ -224,7 +234,8 @@ def _write_predictions(classifier: FewShotClassifier, query: Path, files: list[P
         raise typer.Exit(1)
 
 
-def _print_table(predictions: list[tuple[str, str, Any]]) -> None:
+def _print_predictions(predictions: list[tuple[str, str, Any]]) -> None:
+    """Print a table of the first predictions."""
     title = None if len(predictions) <= PRINTED_ROWS else f"First {PRINTED_ROWS} of {len(predictions)} images"
     rows = [[file, name, f"{probability:.3f}"] for file, name, probability in predictions[:PRINTED_ROWS]]
     print_table(("image", "prediction", "probability"), rows, text=("image", "prediction"), title=title)

@@ -1,16 +1,16 @@
-"""CIFAR-FS, FC100 and FS-CIFAR100: three splits of the 100 classes of CIFAR-100, with 600 images each.
+"""CIFAR-FS, FC100 and FS-CIFAR100: three ways to split the 100 classes of CIFAR-100.
 
-Read from CIFAR-100's files: `cifar-100-python` (the pickles train, test and meta) or `cifar-100-binary` (train.bin,
-test.bin and the label names), as folders or as the published .tar.gz archives. Images are 32 × 32 in RGB.
-Superclasses are CIFAR's 20 coarse labels.
+CIFAR-100 has 600 RGB images of 32 × 32 pixels per class. They are read from the folder `cifar-100-python` (the pickles
+train, test and meta), from the folder `cifar-100-binary` (train.bin, test.bin and the label names), or from one of the
+published archives of these folders (.tar.gz). Superclasses are the 20 coarse labels of CIFAR-100.
 
 - CIFAR-FS (Bertinetto et al. 2019): 64, 16 and 20 classes.
 - FC100 (Oreshkin et al. 2018): 60, 20 and 20 classes; no coarse label is in two splits.
 - FS-CIFAR100 (Collins et al. 2022): 80 training and 20 test classes. The paper does not list them and cites Oreshkin
-  et al., so we use FC100's test classes. As in the paper, 450 images of each training class are for training and 150
-  for measuring the accuracy on seen classes. These 150 images are the validation split, as classes named
-  "apple (held out)". The paper does not say which images they are: we use CIFAR's test images and the last 50 of
-  its training images.
+  et al., so the test classes here are those of FC100. As in the paper, 450 images of each training class are used for
+  training and 150 for measuring the accuracy on seen classes. These 150 images form the validation split, with class
+  names such as "apple (held out)". The paper does not say which images are held out; here, they are the 100 images of
+  the class in CIFAR-100's test file and the last 50 in its training file.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from metabridge.datasets.splits import read_split_table
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=32, channels=3)
-PIXELS = 3 * 32 * 32
-MAX_ARCHIVE_BYTES = 2**29  # packed or unpacked; CIFAR-100 has 178 MiB
-MAX_MEMBERS = 1000  # files in an archive; CIFAR-100 has five
+IMAGE_VALUES = 3 * 32 * 32  # uint8 values per image
+MAX_ARCHIVE_BYTES = 2**29  # compressed or not; CIFAR-100 has 178 MiB
+MAX_ARCHIVE_FILES = 1000  # CIFAR-100 has five
 GZIP_MAGIC = b"\x1f\x8b"
 TRAINING_IMAGES = 450  # per training class of FS-CIFAR100
-FILES = {
+FILES = {  # by layout, which is also the name of the folder
     "cifar-100-python": ("train", "test", "meta"),
     "cifar-100-binary": ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt"),
 }
@@ -57,11 +57,11 @@ FILES = {
 
 class _Cifar(NamedTuple):
     images: NDArray[np.uint8]  # (n, 3072): the red, green and blue planes of each image
-    fine: NDArray[np.int64]
-    coarse: NDArray[np.int64]
+    fine_labels: NDArray[np.int64]
+    coarse_labels: NDArray[np.int64]
     fine_names: list[str]
     coarse_names: list[str]
-    train_images: int  # the number of images from CIFAR's training file, which come first
+    train_count: int  # number of images from the training file, which come first
 
 
 def matches(root: Path) -> bool:
@@ -85,8 +85,8 @@ def list_files(root: Path) -> list[Path]:
         raise InputError(
             f"{root} does not contain CIFAR-100. Put cifar-100-python.tar.gz or cifar-100-binary.tar.gz there."
         )
-    form, path = location
-    return [path / file for file in FILES[form]] if path.is_dir() else [path]
+    layout, path = location
+    return [path / file for file in FILES[layout]] if path.is_dir() else [path]
 
 
 def open_source(root: Path, name: str = "cifar-fs") -> ImageSource:
@@ -97,55 +97,61 @@ def open_source(root: Path, name: str = "cifar-fs") -> ImageSource:
     metabridge.errors.InputError: nowhere does not contain CIFAR-100. Put cifar-100-python.tar.gz or ...
     """
     list_files(root)
-    form, path = _locate(root) or ("", root)
-    cifar = _read(form, path)
-    split_of = {fine: split for split, fine in read_split_table({"cifar-fs": "cifar_fs"}.get(name, "fc100"))}
+    layout, path = _locate(root) or ("", root)
+    cifar = _read(layout, path)
+    split_of = {
+        class_name: split for split, class_name in read_split_table({"cifar-fs": "cifar_fs"}.get(name, "fc100"))
+    }
     classes: dict[ClassInfo, list[int]] = {}
-    for number, fine in enumerate(cifar.fine_names):
-        if fine not in split_of:
+    for fine_label, class_name in enumerate(cifar.fine_names):
+        if class_name not in split_of:
             raise InputError(
-                f"{path} has a class {short_repr(fine)}, which is not in CIFAR-100. Download the files again."
+                f"{path} has a class {short_repr(class_name)}, which is not in CIFAR-100. Download the files again."
             )
-        rows = np.flatnonzero(cifar.fine == number).tolist()
-        superclass = cifar.coarse_names[cifar.coarse[rows[0]]] if rows else "none"
-        if name == "fs-cifar100" and split_of[fine] != "test":
-            classes[ClassInfo(fine, superclass, "train")] = rows[:TRAINING_IMAGES]
+        rows = np.flatnonzero(cifar.fine_labels == fine_label).tolist()
+        superclass = cifar.coarse_names[cifar.coarse_labels[rows[0]]] if rows else "none"
+        if name == "fs-cifar100" and split_of[class_name] != "test":
+            classes[ClassInfo(class_name, superclass, "train")] = rows[:TRAINING_IMAGES]
             if rows[TRAINING_IMAGES:]:
-                classes[ClassInfo(f"{fine} (held out)", superclass, "validation")] = rows[TRAINING_IMAGES:]
+                classes[ClassInfo(f"{class_name} (held out)", superclass, "validation")] = rows[TRAINING_IMAGES:]
         else:
-            classes[ClassInfo(fine, superclass, split_of[fine])] = rows
+            classes[ClassInfo(class_name, superclass, split_of[class_name])] = rows
 
     def images() -> Iterator[RawImage]:
         for label, rows in enumerate(classes.values()):
             for row in rows:
                 planes = cifar.images[row].reshape(3, 32, 32)
-                in_train = row < cifar.train_images
-                image_name = f"train: row {row}" if in_train else f"test: row {row - cifar.train_images}"
+                in_train = row < cifar.train_count
+                image_name = f"train: row {row}" if in_train else f"test: row {row - cifar.train_count}"
                 yield RawImage(image_name, label, np.ascontiguousarray(planes.transpose(1, 2, 0)))
 
     return ImageSource(f"CIFAR-100, {path.name}", tuple(classes), sum(map(len, classes.values())), images)
 
 
 def _locate(root: Path) -> tuple[str, Path] | None:
-    """Return the key in `FILES` of the files at a path, and their folder or archive."""
-    for form, files in FILES.items():
-        for folder in (root, root / form):
+    """Return the layout (a key of `FILES`) of the data set at a path, and its folder or archive; None without one."""
+    for layout, files in FILES.items():
+        for folder in (root, root / layout):
             if all((folder / file).is_file() for file in files):
-                return form, folder
-        for archive in (root, root / f"{form}.tar.gz"):
-            if archive.name == f"{form}.tar.gz" and archive.is_file():
-                return form, archive
+                return layout, folder
+        for archive in (root, root / f"{layout}.tar.gz"):
+            if archive.name == f"{layout}.tar.gz" and archive.is_file():
+                return layout, archive
     return None
 
 
-def _read(form: str, path: Path) -> _Cifar:
-    contents = _read_archive(path, form) if path.is_file() else {file: read_file(path / file) for file in FILES[form]}
-    parse = _parse_python if form == "cifar-100-python" else _parse_binary
+def _read(layout: str, path: Path) -> _Cifar:
+    if path.is_file():
+        contents = _read_archive(path, layout)
+    else:
+        contents = {file: read_file(path / file) for file in FILES[layout]}
+    parse = _parse_python if layout == "cifar-100-python" else _parse_binary
     cifar = parse(contents, path)
-    if not len(cifar.images) == len(cifar.fine) == len(cifar.coarse):
+    if not len(cifar.images) == len(cifar.fine_labels) == len(cifar.coarse_labels):
         raise InputError(
-            f"{path} has {len(cifar.images)} images, {len(cifar.fine)} fine labels and {len(cifar.coarse)} coarse "
-            "labels, but must have as many of each. Download the files again."
+            f"{path} has {len(cifar.images)} images, {len(cifar.fine_labels)} fine labels and "
+            f"{len(cifar.coarse_labels)} coarse labels, but needs one label of each kind per image. "
+            "Download the files again."
         )
     return cifar
 
@@ -153,25 +159,26 @@ def _read(form: str, path: Path) -> _Cifar:
 def _read_archive(archive: Path, folder: str) -> dict[str, bytes]:
     """Return the contents of the needed files in an archive, by file name."""
     with reading_errors(archive), open_regular(archive) as stream:
-        packed = stream.read(MAX_ARCHIVE_BYTES)
+        archive_bytes = stream.read(MAX_ARCHIVE_BYTES)
     contents = {}
     try:
-        unpacked = packed
-        if packed.startswith(GZIP_MAGIC):
-            with gzip.open(BytesIO(packed)) as unpacker:
-                unpacked = unpacker.read(MAX_ARCHIVE_BYTES + 1)
-        if len(unpacked) > MAX_ARCHIVE_BYTES:
+        tar_bytes = archive_bytes
+        if archive_bytes.startswith(GZIP_MAGIC):
+            with gzip.open(BytesIO(archive_bytes)) as gzip_stream:
+                tar_bytes = gzip_stream.read(MAX_ARCHIVE_BYTES + 1)
+        if len(tar_bytes) > MAX_ARCHIVE_BYTES:
             raise tarfile.TarError(f"it contains more than {MAX_ARCHIVE_BYTES // 2**20} MiB")
-        with tarfile.open(fileobj=BytesIO(unpacked), mode="r:") as members:
-            for number, member in enumerate(members):
-                if number == MAX_MEMBERS:
-                    raise tarfile.TarError(f"it contains more than {MAX_MEMBERS} files")
-                if not 0 <= member.size <= len(unpacked):  # tarfile would read without end, or a sparse file
+        with tarfile.open(fileobj=BytesIO(tar_bytes), mode="r:") as tar:
+            for index, member in enumerate(tar):
+                if index == MAX_ARCHIVE_FILES:
+                    raise tarfile.TarError(f"it contains more than {MAX_ARCHIVE_FILES} files")
+                # tarfile would not stop reading if a size is negative; a sparse file may declare any size.
+                if not 0 <= member.size <= len(tar_bytes):
                     raise tarfile.TarError(f"its entry {member.name} declares {member.size} bytes")
                 if member.isreg() and member.name.startswith(f"{folder}/"):
-                    contents[member.name.removeprefix(f"{folder}/")] = members.extractfile(member).read()  # type: ignore[union-attr]
+                    contents[member.name.removeprefix(f"{folder}/")] = tar.extractfile(member).read()  # type: ignore[union-attr]
     except Exception as error:  # damaged archives raise exceptions of many types
-        raise InputError(f"{archive} is not a complete archive ({error}). Download the file again.") from error
+        raise InputError(f"{archive} is not a valid CIFAR-100 archive ({error}). Download the file again.") from error
     for file in FILES[folder]:
         if file not in contents:
             raise InputError(f"{archive} does not contain {folder}/{file}. Download the file again.")
@@ -198,37 +205,38 @@ def _parse_python(contents: dict[str, bytes], path: Path) -> _Cifar:
     }
     return _Cifar(
         images=np.concatenate(images),
-        fine=labels["fine_labels"],
-        coarse=labels["coarse_labels"],
+        fine_labels=labels["fine_labels"],
+        coarse_labels=labels["coarse_labels"],
         fine_names=fine_names,
         coarse_names=coarse_names,
-        train_images=len(images[0]),
+        train_count=len(images[0]),
     )
 
 
 def _parse_planes(file: Path, images: Any) -> NDArray[np.uint8]:
     planes = parse_uint8(file, "data", images)
-    if planes.ndim != 2 or planes.shape[1] != PIXELS:
+    if planes.ndim != 2 or planes.shape[1] != IMAGE_VALUES:
         raise InputError(
-            f"{file} has data of shape {planes.shape}, but must have rows of {PIXELS}. Download the file again."
+            f"{file} has data of shape {planes.shape}, but expected shape (images, {IMAGE_VALUES}). "
+            "Download the file again."
         )
     return planes
 
 
 def _parse_binary(contents: dict[str, bytes], path: Path) -> _Cifar:
-    """Parse rows of bytes: the coarse label, the fine label and the pixels of an image."""
+    """Parse files in which each image is a row of bytes: coarse label, fine label and pixel values."""
     train, test, fine_text, coarse_text = (contents[file] for file in FILES["cifar-100-binary"])
-    if len(train) % (PIXELS + 2) or len(test) % (PIXELS + 2):
+    if len(train) % (IMAGE_VALUES + 2) or len(test) % (IMAGE_VALUES + 2):
         raise InputError(f"{path} has a file that ends in the middle of an image. Download the files again.")
-    rows = np.frombuffer(train + test, dtype=np.uint8).reshape(-1, PIXELS + 2)
+    rows = np.frombuffer(train + test, dtype=np.uint8).reshape(-1, IMAGE_VALUES + 2)
     fine_names, coarse_names = (text.decode("latin1").split() for text in (fine_text, coarse_text))
     return _Cifar(
         images=rows[:, 2:],
-        fine=np.array(parse_indices(path, "the fine labels", rows[:, 1], len(fine_names)), dtype=np.int64),
-        coarse=np.array(parse_indices(path, "the coarse labels", rows[:, 0], len(coarse_names)), dtype=np.int64),
+        fine_labels=np.array(parse_indices(path, "the fine labels", rows[:, 1], len(fine_names)), dtype=np.int64),
+        coarse_labels=np.array(parse_indices(path, "the coarse labels", rows[:, 0], len(coarse_names)), dtype=np.int64),
         fine_names=fine_names,
         coarse_names=coarse_names,
-        train_images=len(train) // (PIXELS + 2),
+        train_count=len(train) // (IMAGE_VALUES + 2),
     )
 
 

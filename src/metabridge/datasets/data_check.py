@@ -51,16 +51,16 @@ class ImageSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What `check_dataset` found.
+    """The result of `check_dataset`.
 
     Args:
         data: The name of the data set.
-        description: The kind of files, in words.
+        description: A description of the files, such as "folders of images".
         splits: The splits.
         sizes: The number of images of each (width, height), most frequent first.
-        modes: The number of images of each mode of Pillow, most frequent first.
+        modes: The number of images of each Pillow mode, such as "RGB", most frequent first.
         unreadable: The name of each unreadable image, with the reason.
-        duplicates: Groups of equal images in more than one split, as (split, name).
+        duplicates: Groups of equal images from more than one split; each image is given as (split, name).
         empty_classes: The names of classes without a readable image.
         notes: Remarks on how the files were read.
 
@@ -115,7 +115,7 @@ def check_dataset(
         ways: Number of classes per task.
         shots: Support images per class.
         queries: Query images per class.
-        seed: Splits the classes as `load` does, if the data set does not define splits.
+        seed: The seed for splitting the classes as `load` does, if the data set does not define splits.
 
     Returns:
         The report. Its property `fine` is true if there are no problems.
@@ -135,13 +135,13 @@ def check_dataset(
     """
     for option, value in (("ways", ways), ("shots", shots), ("queries", queries)):
         check_count(option, value)
-    existing = existing_path("the data set", path)
+    root = existing_path("the data set", path)
     if data is not None and data not in DATASETS:
         names = ", ".join(f"'{name}'" for name in DATASETS)
-        raise InputError(f"data is '{data}', but the data sets on disk are {names}. Use one of these.")
-    name = data or detect(existing)
-    with reading_errors(existing):
-        source = DATASETS[name].open_source(existing)
+        raise InputError(f"data is '{data}', but must be one of {names}.")
+    name = data or detect(root)
+    with reading_errors(root):
+        source = DATASETS[name].open_source(root)
 
     counts: Counter[int] = Counter()
     sizes: Counter[tuple[int, int]] = Counter()
@@ -159,65 +159,69 @@ def check_dataset(
     if not counts:
         raise InputError(f"{path} has no readable image ({source.total} tried).")
 
-    present = sorted(counts)
+    labels = sorted(counts)
     split_of = {
         label: info.split
-        for label, info in zip(present, assign_splits([source.classes[label] for label in present], seed))
+        for label, info in zip(labels, assign_splits([source.classes[label] for label in labels], seed))
     }
-    large_classes = [source.classes[label] for label in present if counts[label] >= shots + queries]
-    large_in_split = Counter(info.split for info in assign_splits(large_classes, seed))
-    groups = (
+    large_classes = [source.classes[label] for label in labels if counts[label] >= shots + queries]
+    large_class_counts = Counter(info.split for info in assign_splits(large_classes, seed))
+    equal_images = (
         [(split_of[label], name) for label, name in group] for group in images_by_digest.values() if len(group) > 1
     )
-    counts_in = {
-        split: [counts[label] for label in present if split_of[label] == split]
+    class_sizes = {
+        split: [counts[label] for label in labels if split_of[label] == split]
         for split in ("train", "validation", "test")
         if split in split_of.values()
     }
-    smallest_in: dict[str, str] = {}
-    for label in sorted(present, key=counts.__getitem__):
-        smallest_in.setdefault(split_of[label], source.classes[label].name)
+    smallest_class: dict[str, str] = {}  # its name, by split
+    for label in sorted(labels, key=counts.__getitem__):
+        smallest_class.setdefault(split_of[label], source.classes[label].name)
     return DatasetReport(
         data=name,
         description=source.description,
         splits=tuple(
             SplitReport(
                 split,
-                classes=len(images),
-                images=sum(images),
-                fewest=min(images),
-                median=median(images),
-                most=max(images),
-                obstacle=_obstacle(images, smallest_in[split], ways, shots, queries, large_in_split.get(split, 0)),
+                classes=len(sizes_in_split),
+                images=sum(sizes_in_split),
+                fewest=min(sizes_in_split),
+                median=median(sizes_in_split),
+                most=max(sizes_in_split),
+                obstacle=_obstacle(
+                    sizes_in_split, smallest_class[split], ways, shots, queries, large_class_counts.get(split, 0)
+                ),
             )
-            for split, images in counts_in.items()
+            for split, sizes_in_split in class_sizes.items()
         ),
         sizes=dict(sizes.most_common()),
         modes=dict(modes.most_common()),
         unreadable=tuple(unreadable),
-        duplicates=tuple(tuple(group) for group in groups if len({split for split, _ in group}) > 1),
+        duplicates=tuple(tuple(group) for group in equal_images if len({split for split, _ in group}) > 1),
         empty_classes=tuple(info.name for label, info in enumerate(source.classes) if label not in counts),
         notes=source.notes,
     )
 
 
-def _obstacle(images: list[int], smallest: str, ways: int, shots: int, queries: int, large_classes: int) -> str:
-    """Return why a split does not allow the tasks, and how to change that; an empty string if it does.
+def _obstacle(
+    class_sizes: list[int], smallest_class: str, ways: int, shots: int, queries: int, large_classes: int
+) -> str:
+    """Return why tasks cannot be sampled from a split, and how to change that; an empty string if they can.
 
-    `images` are the numbers of images per class, `smallest` the name of the smallest class, and `large_classes` the
-    number of classes in the split after those with too few images are dropped.
+    `class_sizes` are the numbers of images per class, `smallest_class` is the name of the smallest class, and
+    `large_classes` is the number of classes in the split without classes that have too few images.
     """
-    if len(images) < ways:
-        if len(images) == 1:
+    if len(class_sizes) < ways:
+        if len(class_sizes) == 1:
             return f"{ways} ways need {ways} classes, but there is 1: add more classes"
-        return f"{ways} ways need {ways} classes, but there are {len(images)}: use fewer ways, or add more classes"
+        return f"{ways} ways need {ways} classes, but there are {len(class_sizes)}: use fewer ways, or add more classes"
     needed = shots + queries
-    if min(images) < needed:
-        small_classes = sum(count < needed for count in images)
+    if min(class_sizes) < needed:
+        small_classes = sum(size < needed for size in class_sizes)
         way_out = f"; --min-images {needed} leaves {large_classes} classes" if large_classes >= ways else ""
         classes = "1 class has" if small_classes == 1 else f"{small_classes} classes have"
         return (
             f"{shots}-shot tasks with {queries} queries need {needed} images per class, but {classes} fewer: "
-            f"'{smallest}' has {min(images)}{way_out}"
+            f"'{smallest_class}' has {min(class_sizes)}{way_out}"
         )
     return ""

@@ -1,12 +1,12 @@
-"""Images in folders: a folder per class, and optionally a folder per superclass around the classes.
+"""Images in folders: a folder per class, optionally in a parent folder per superclass.
 
-A folder that contains images is a class, named by its path. Its superclass is the folder around it: in
+A folder that contains images is a class, named by its path. Its superclass is the parent folder: in
 `animals/cat/1.jpg`, the class is `animals/cat` and the superclass `animals`. Images may have any format, size and
 mode. By default the central square of each image is resized to 84 × 84 pixels in RGB.
 
 Folders named train, validation (or val, valid) and test define splits of the classes. Without them, classes are
-split at random, 64 % train, 16 % validation and 20 % test. The same is done if two of these folders share a class,
-because few-shot learning is tested on classes that are not in the training set.
+split at random, 64 % train, 16 % validation and 20 % test. They are also split at random if two of these folders
+share a class, because few-shot learning is evaluated on classes that are not in the training set.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def matches(root: Path) -> bool:
 
 
 def list_files(root: Path) -> list[Path]:
-    """Return all files and empty folders in the split folders, or in `root` if there are none.
+    """Return all files and empty folders in the split folders, or in `root` if there are no split folders.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -54,7 +54,7 @@ def list_files(root: Path) -> list[Path]:
     ...     [file.name for file in list_files(Path(root))]
     ['oak']
     """
-    return [file for part in list(split_folders(root).values()) or [root] for file in list_tree(part)]
+    return [file for folder in list(split_folders(root).values()) or [root] for file in list_tree(folder)]
 
 
 def open_source(root: Path) -> ImageSource:
@@ -67,16 +67,16 @@ def open_source(root: Path) -> ImageSource:
     ...     open_source(Path(root)).classes
     (ClassInfo(name='trees/oak', superclass='trees', split=''),)
     """
-    splits = {folder.name: split for split, folder in split_folders(root).items()} or {"": ""}
-    folders = find_class_folders(root, list(splits))
+    split_of = {folder.name: split for split, folder in split_folders(root).items()} or {"": ""}
+    class_folders = find_class_folders(root, list(split_of))
     classes: dict[ClassInfo, list[str]] = {}
-    for path, images in folders.images.items():
-        part, _, name = path.partition("/") if "" not in splits else ("", "", path)
-        classes[ClassInfo(name, name.rpartition("/")[0] or "all", splits[part])] = images
+    for path, images in class_folders.images.items():
+        split_folder, _, name = path.partition("/") if "" not in split_of else ("", "", path)
+        classes[ClassInfo(name, name.rpartition("/")[0] or "all", split_of[split_folder])] = images
     if not classes:
         raise InputError(
             f"{root} has no folders of images. Make a folder for each class there, with its images inside."
         )
-    description = "folders of images" + (f", split into {', '.join(splits.values())}" if "" not in splits else "")
-    source = source_from_files(description, classes, lambda name: read_image_file(root / name), folders.notes)
+    description = "folders of images" + (f", split into {', '.join(split_of.values())}" if "" not in split_of else "")
+    source = source_from_files(description, classes, lambda name: read_image_file(root / name), class_folders.notes)
     return merge_image_splits(source)

@@ -32,8 +32,8 @@ VARIANTS = 20  # images per character
 SIZE = 28
 MAX_ARRAY_BYTES = 2**26  # per array in the cache file; the images have 11 MB
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile unpacks other methods without a limit
-_FRAME = 84  # side of the square in which a shape is drawn before deformation
-_BODY = 60  # length of the longer side of the shape in it
+_FRAME_SIDE = 84  # in pixels, of the square frame in which a shape is drawn before it is deformed
+_SHAPE_SIDE = 60  # in pixels, the longer side of the shape in the frame
 
 # No italic fonts: in some scripts, italic letters look like other letters (т becomes m), and a shear adds slant.
 REGULAR = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral")
@@ -49,7 +49,7 @@ class Alphabet(NamedTuple):
 
 
 # Of characters that look alike, only the first in this list is kept, so letters come before signs.
-# The ranges skip marks, accented letters, and characters that differ only in the number of dots or strokes.
+# The ranges omit marks, accented letters, and characters that differ only in the number of dots or strokes.
 ALPHABETS = (
     Alphabet("Latin", "train", "41-5A 61-7A DE-DF E6 F0 FE"),
     Alphabet("Greek", "train", "391-3A9 3B1-3BC 3BE-3C9 3D0-3D1 3D5-3F0 3F7-3FB"),
@@ -92,7 +92,7 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImage
     """Return the glyphs. They are drawn on first use and cached on disk.
 
     Args:
-        seed: Another seed gives other images of the same characters.
+        seed: The seed for drawing; each seed gives other images of the same characters.
         cache: The cache folder. Default: `$METABRIDGE_CACHE` or `~/.cache/metabridge`.
 
     Returns:
@@ -130,23 +130,23 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImage
 
 
 class _Character(NamedTuple):
-    alphabet: int
+    alphabet: int  # index in `ALPHABETS`
     code: int
-    shapes: NDArray[np.uint8]  # (fonts, _FRAME, _FRAME), one for each font with the character
-    regular: int  # the number of shapes from regular fonts, which come first
+    shapes: NDArray[np.uint8]  # (fonts, _FRAME_SIDE, _FRAME_SIDE), one for each font that contains the character
+    regular_count: int  # number of shapes from regular fonts, which come first
 
 
 def _draw(seed: int) -> LabelledImages:
     from rich.console import Console
     from rich.progress import track
 
-    characters = _distinct(_candidates())
-    # In pages of 32 characters, since PyTorch is slow at many small operations.
-    pages = [characters[first : first + 32] for first in range(0, len(characters), 32)]
+    characters = _remove_lookalikes(_candidates())
+    # Render 32 characters at once, since PyTorch is slow at many small operations.
+    batches = [characters[first : first + 32] for first in range(0, len(characters), 32)]
     images = []
-    for page in track(pages, "Drawing glyphs", console=Console(stderr=True), transient=True):
-        parts = zip(*(_variants(character, seed) for character in page))
-        images.append(_render(*(torch.from_numpy(np.concatenate(part)) for part in parts)))
+    for batch in track(batches, "Drawing glyphs", console=Console(stderr=True), transient=True):
+        parameters = zip(*(_sample_variants(character, seed) for character in batch))
+        images.append(_render(*(torch.from_numpy(np.concatenate(arrays)) for arrays in parameters)))
     superclasses = torch.tensor([character.alphabet for character in characters])
     return LabelledImages(
         images=torch.cat(images),
@@ -168,7 +168,7 @@ def _splits(superclasses: Tensor, split_of: list[str]) -> dict[str, Tensor]:
 
 
 def _candidates() -> list[_Character]:
-    """Return the characters of the alphabets that a font has."""
+    """Return the characters of `ALPHABETS` that a font contains, without those that a font draws blank."""
     import matplotlib
     from matplotlib.ft2font import FT2Font
     from PIL import ImageFont
@@ -178,74 +178,76 @@ def _candidates() -> list[_Character]:
     fonts = [ImageFont.truetype(path, 96, layout_engine=ImageFont.Layout.BASIC) for path in paths]
     candidates = []
     for index, alphabet in enumerate(ALPHABETS):
-        for first, _, last in (part.partition("-") for part in alphabet.ranges.split()):
+        for first, _, last in (code_range.partition("-") for code_range in alphabet.ranges.split()):
             for code in range(int(first, 16), int(last or first, 16) + 1):
-                shapes = [_shape(font, code) for font, charmap in zip(fonts, charmaps) if code in charmap]
+                shapes = [_draw_shape(font, code) for font, charmap in zip(fonts, charmaps) if code in charmap]
                 if shapes and all(shape.any() for shape in shapes):
-                    regular = sum(code in charmap for charmap in charmaps[: len(REGULAR)])
-                    candidates.append(_Character(index, code, np.stack(shapes), max(regular, 1)))
+                    regular_count = sum(code in charmap for charmap in charmaps[: len(REGULAR)])
+                    candidates.append(_Character(index, code, np.stack(shapes), max(regular_count, 1)))
     return candidates
 
 
-def _shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
-    """Draw a character in the center of a frame with its longer side scaled to `_BODY`; all zero if it is blank."""
+def _draw_shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
+    """Draw a character in the center of a frame; its longer side is `_SHAPE_SIDE`. A blank character is all zero."""
     from PIL import Image, ImageDraw
 
     left, top, right, bottom = (int(edge) for edge in font.getbbox(chr(code)))
-    page = Image.new("L", (max(right - left, 1), max(bottom - top, 1)))
-    ImageDraw.Draw(page).text((-left, -top), chr(code), fill=255, font=font)
-    frame = Image.new("L", (_FRAME, _FRAME))
-    box = page.getbbox()
+    canvas = Image.new("L", (max(right - left, 1), max(bottom - top, 1)))
+    ImageDraw.Draw(canvas).text((-left, -top), chr(code), fill=255, font=font)
+    frame = Image.new("L", (_FRAME_SIDE, _FRAME_SIDE))
+    box = canvas.getbbox()
     if box is not None:
-        ink = page.crop(box)
-        scale = _BODY / max(ink.size)
-        ink = ink.resize((max(round(ink.width * scale), 1), max(round(ink.height * scale), 1)))
-        frame.paste(ink, ((_FRAME - ink.width) // 2, (_FRAME - ink.height) // 2))
+        shape = canvas.crop(box)
+        scale = _SHAPE_SIDE / max(shape.size)
+        shape = shape.resize((max(round(shape.width * scale), 1), max(round(shape.height * scale), 1)))
+        frame.paste(shape, ((_FRAME_SIDE - shape.width) // 2, (_FRAME_SIDE - shape.height) // 2))
     return np.asarray(frame)
 
 
-def _distinct(candidates: list[_Character]) -> list[_Character]:
+def _remove_lookalikes(candidates: list[_Character]) -> list[_Character]:
     """Remove each character that looks like an earlier one in a regular font.
 
-    Two shapes look alike if at most `tolerance` of the ink of each is farther than `distance` pixels from the other.
-    Shapes are compared at equal size, so letters whose cases differ only in size (o and O) look alike.
+    Two shapes, at half resolution, look alike if at most `tolerance` pixels of ink of each of them are more than
+    `distance` pixels away from the other. Shapes are compared at equal size, so letters whose cases differ only in
+    size (o and O) look alike.
     """
     distance, tolerance = 2, 5.0
-    shapes = torch.from_numpy(np.concatenate([c.shapes[: c.regular] for c in candidates]))
+    shapes = torch.from_numpy(np.concatenate([c.shapes[: c.regular_count] for c in candidates]))
     ink = avg_pool2d(shapes[:, None].float() / 255, 2)
     y, x = torch.meshgrid(*2 * [torch.arange(-distance, distance + 1)], indexing="ij")
     disc = (x**2 + y**2 <= distance**2).float()
-    near = conv2d((ink > 0.35).float(), disc[None, None], padding=distance) > 0
-    ink, far = ink.flatten(1), (~near).float().flatten(1)
-    character_of = torch.arange(len(candidates)).repeat_interleave(torch.tensor([c.regular for c in candidates]))
-    ink_outside = ink @ far.T
-    shapes_alike = torch.maximum(ink_outside, ink_outside.T) <= tolerance
-    alike = torch.zeros(len(candidates), len(candidates), dtype=torch.bool)
+    is_near = conv2d((ink > 0.35).float(), disc[None, None], padding=distance) > 0
+    ink, is_far = ink.flatten(1), (~is_near).float().flatten(1)
+    character_of = torch.arange(len(candidates)).repeat_interleave(torch.tensor([c.regular_count for c in candidates]))
+    far_ink = ink @ is_far.T
+    shapes_alike = torch.maximum(far_ink, far_ink.T) <= tolerance
+    characters_alike = torch.zeros(len(candidates), len(candidates), dtype=torch.bool)
     first, second = shapes_alike.nonzero(as_tuple=True)
-    alike[character_of[first], character_of[second]] = True
-    return [character for index, character in enumerate(candidates) if not alike[index, :index].any()]
+    characters_alike[character_of[first], character_of[second]] = True
+    return [character for index, character in enumerate(candidates) if not characters_alike[index, :index].any()]
 
 
-def _variants(character: _Character, seed: int) -> tuple[NDArray[np.float32], ...]:
-    """Draw the random parameters of each image of a character.
+def _sample_variants(character: _Character, seed: int) -> tuple[NDArray[np.float32], ...]:
+    """Sample the random parameters of each image of a character.
 
-    Return the signed distance to the outline, positive inside the strokes (VARIANTS, _FRAME, _FRAME), affine maps
-    (VARIANTS, 2, 3), and displacements of a coarse grid (VARIANTS, 2, 5, 5). A constant added to the distance changes
-    the stroke width.
+    Return the signed distance to the outline, positive inside the strokes (VARIANTS, _FRAME_SIDE, _FRAME_SIDE), affine
+    maps (VARIANTS, 2, 3), and displacements of a coarse grid (VARIANTS, 2, 5, 5). A constant is added to the distance,
+    which changes the stroke width.
     """
     from scipy.ndimage import distance_transform_edt
 
-    random = np.random.default_rng((seed, character.code))
+    rng = np.random.default_rng((seed, character.code))
 
     def uniform(low: float, high: float) -> NDArray[np.float64]:
-        return random.uniform(low, high, VARIANTS)
+        return rng.uniform(low, high, VARIANTS)
 
     inside = character.shapes > 127
     distance = np.stack([distance_transform_edt(shape) - distance_transform_edt(~shape) for shape in inside])
-    # Half the stroke width is twice the mean distance inside; below 1.8, strokes would be thinner than a final pixel.
+    # Half the stroke width is twice the mean distance inside. If it is below 1.8, strokes are thinner than a pixel of
+    # the image.
     half_width = 2 * np.array([values[shape].mean() for values, shape in zip(distance, inside)])
-    font = random.integers(len(distance), size=VARIANTS)
-    weight = np.maximum(uniform(-0.8, 1.6), 1.8 - half_width[font])
+    font = rng.integers(len(distance), size=VARIANTS)
+    widening = np.maximum(uniform(-0.8, 1.6), 1.8 - half_width[font])
 
     angle, shear, size, aspect = uniform(-0.25, 0.25), uniform(-0.3, 0.3), uniform(0.76, 1.04), uniform(0.85, 1.18)
     cosine, sine = np.cos(angle) / size, np.sin(angle) / size
@@ -253,19 +255,19 @@ def _variants(character: _Character, seed: int) -> tuple[NDArray[np.float32], ..
         [cosine * aspect, (sine + shear * cosine) / aspect, uniform(-0.12, 0.12)],
         [-sine * aspect, (cosine - shear * sine) / aspect, uniform(-0.12, 0.12)],
     ]
-    displacements = random.normal(0, 0.07, (VARIANTS, 2, 5, 5))
-    parameters = (distance[font] + weight[:, None, None], np.array(affine).transpose(2, 0, 1), displacements)
+    displacements = rng.normal(0, 0.07, (VARIANTS, 2, 5, 5))
+    parameters = (distance[font] + widening[:, None, None], np.array(affine).transpose(2, 0, 1), displacements)
     return tuple(array.astype(np.float32) for array in parameters)
 
 
 def _render(distance: Tensor, affine: Tensor, displacements: Tensor) -> Tensor:
     """Deform the shapes and render them, uint8 of shape (n, 1, SIZE, SIZE)."""
-    fine = 2 * SIZE  # strokes are thin, so render at twice the resolution and average
-    line = (2 * torch.arange(fine) + 1) / fine - 1
-    # Instead of affine_grid, whose many small matrix products would take most of the time.
-    right, down, shift = affine[:, None, None].unbind(-1)
-    grid = right * line[:, None] + down * line[:, None, None] + shift
-    warp = interpolate(displacements, (fine, fine), mode="bicubic", align_corners=True).movedim(1, -1)
+    side = 2 * SIZE  # strokes are thin, so render at twice the resolution and average
+    coordinates = (2 * torch.arange(side) + 1) / side - 1
+    # The same as affine_grid, whose many small matrix products would take most of the time.
+    x_column, y_column, translation = affine[:, None, None].unbind(-1)
+    grid = x_column * coordinates[:, None] + y_column * coordinates[:, None, None] + translation
+    warp = interpolate(displacements, (side, side), mode="bicubic", align_corners=True).movedim(1, -1)
     warped = grid_sample(distance[:, None], grid + warp, padding_mode="border", align_corners=False)
     return (255 * avg_pool2d(torch.sigmoid(2 * warped), 2)).round().to(torch.uint8)
 
@@ -276,20 +278,20 @@ def _read(file: Path) -> LabelledImages:
         if not all(
             0 <= entry.file_size <= MAX_ARRAY_BYTES and entry.compress_type in COMPRESSIONS for entry in entries
         ):
-            raise ValueError(f"{file} contains more than glyphs")
+            raise ValueError(f"{file} contains too large arrays or uses an unknown compression method")
 
-        def array(name: str) -> NDArray[Any]:
+        def read_array(name: str) -> NDArray[Any]:
             # zipfile compares the checksum at the end of an entry, so read all of it, which np.load alone may not do.
             return np.load(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)  # type: ignore[no-any-return]
 
-        superclasses = torch.from_numpy(array("superclasses"))
+        superclasses = torch.from_numpy(read_array("superclasses"))
         return LabelledImages(
-            images=torch.from_numpy(array("images")),
-            labels=torch.from_numpy(array("labels")),
-            class_names=tuple(array("class_names").tolist()),
+            images=torch.from_numpy(read_array("images")),
+            labels=torch.from_numpy(read_array("labels")),
+            class_names=tuple(read_array("class_names").tolist()),
             superclasses=superclasses,
-            superclass_names=tuple(array("superclass_names").tolist()),
-            splits=_splits(superclasses, array("superclass_splits").tolist()),
+            superclass_names=tuple(read_array("superclass_names").tolist()),
+            splits=_splits(superclasses, read_array("superclass_splits").tolist()),
         )
 
 

@@ -3,8 +3,8 @@
 An entry of the cache folder, `$METABRIDGE_CACHE` or `~/.cache/metabridge`, is two files: the pixels, laid out as in
 memory, and an index in JSON with the classes, the labels, and a list of what could not be read. The file names
 contain a fingerprint of the data set's files, so changed files get a new entry. The index is written after the
-pixels, so an entry that a killed process left incomplete is not used. The index holds checksums of itself and of the
-pixels; an entry that does not match its checksums is decoded again.
+pixels, so an entry that a killed process left incomplete is not used. The index contains checksums of itself and of
+the pixels; an entry that does not match its checksums is decoded again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from metabridge.datasets.image_decoding import (
     DecodeOptions,
     Unreadable,
     decode,
+    decoding_executor,
     decoding_threads,
     map_images,
 )
@@ -54,12 +54,12 @@ from metabridge.errors import InputError
 from metabridge.files import atomic_writer
 
 FORMAT = 2  # increase it when the stored data changes, or when the files of a data set are read differently
-# Up to this many files and bytes, the fingerprint covers the contents, which takes about a second to compute.
-# Beyond that, it covers the modification times.
+# A fingerprint covers the contents of up to this many files and bytes, which takes about a second to compute, and the
+# modification times if there are more.
 HASHED_FILES, HASHED_BYTES = 64, 2**30
-PART_LIFETIME = 24 * 3600  # seconds after which a temporary file of another process is taken for abandoned
-ATTEMPTS = 3  # at writing an entry while other processes write the same entry
-CHECKSUM_BYTES = 2**24  # pixels per checksum, approximately
+MAX_PART_AGE = 24 * 3600  # in seconds; older temporary files of other processes are considered abandoned
+MAX_WRITES = 3  # attempts to write an entry that other processes write at the same time
+CHECKSUM_BYTES = 2**24  # approximate number of bytes per checksum of the pixels
 
 logger = logging.getLogger("metabridge")
 
@@ -76,7 +76,7 @@ class CachedImages:
         skipped: The name of each unreadable image, with the reason.
         notes: Remarks for the user on how the files were read.
         incomplete: Whether an image was skipped for a reason that may be temporary.
-        duplicates: Groups of images with equal pixels in more than one class, as (index of the image, name).
+        duplicates: Groups of images with equal pixels from more than one class; each is given as (image index, name).
     """
 
     images: Tensor
@@ -94,9 +94,9 @@ class CachedImages:
         """Return the data set for training, and log warnings about what was skipped.
 
         Args:
-            seed: Splits the classes at random if the data set does not define splits.
+            seed: The seed for splitting the classes if the data set does not define splits.
             strict: Raise `InputError` if an image or a class was skipped.
-            min_images: Leave classes with fewer images out of all splits.
+            min_images: Omit classes with fewer images from all splits.
 
         >>> classes = (ClassInfo("cat", "animals", "train"), ClassInfo("oak", "trees", "test"))
         >>> cached = CachedImages(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1]), classes)
@@ -154,10 +154,10 @@ class CachedImages:
         labels = self.labels.tolist()
         descriptions = []
         for group in self.duplicates:
-            names = {split_of.get(labels[row]): name for row, name in group}
-            names.pop(None, None)
-            if len(names) > 1:
-                descriptions.append(" and ".join(f"{name} in {split}" for split, name in names.items()))
+            name_in_split = {split_of.get(labels[row]): name for row, name in group}
+            name_in_split.pop(None, None)  # of classes in no split
+            if len(name_in_split) > 1:
+                descriptions.append(" and ".join(f"{name} in {split}" for split, name in name_in_split.items()))
         if descriptions:
             images = "1 image is" if len(descriptions) == 1 else f"{len(descriptions)} images are"
             logger.warning(
@@ -177,10 +177,10 @@ def cache_folder() -> Path:
 
 
 def fingerprint(files: Iterable[Path], root: Path) -> str:
-    """Return a key of files below `root`, which changes with their names and contents.
+    """Return a hash of the names, sizes and contents of files below `root`.
 
-    The contents of more than `HASHED_FILES` files, or of more than `HASHED_BYTES`, are represented by sizes and
-    modification times: reading 60,000 images from a cold disk takes minutes, reading their times a second.
+    For more than `HASHED_FILES` files, or more than `HASHED_BYTES` bytes, it is a hash of the names, sizes and
+    modification times: reading 60,000 images from a cold disk takes minutes, reading their times takes a second.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -189,24 +189,24 @@ def fingerprint(files: Iterable[Path], root: Path) -> str:
     >>> keys[0] == keys[1]
     False
     """
-    names = sorted(map(str, files))  # strings: Path objects are slow by the ten thousand
+    names = sorted(map(str, files))  # strings, since tens of thousands of Path objects are slow
     stats = [_size_and_time(name) for name in names]
     by_content = len(names) <= HASHED_FILES and sum(size for size, _ in stats) <= HASHED_BYTES
-    prefix = len(str(root)) if str(root) != "." else -1
+    root_length = len(str(root)) if str(root) != "." else -1
     key = hashlib.sha256()
     for name, (size, modified) in zip(names, stats):
         state = _digest(name) if by_content else str(modified)
-        key.update(f"{name[prefix + 1 :]}\0{size}\0{state}\0".encode("utf-8", "surrogateescape"))
+        key.update(f"{name[root_length + 1 :]}\0{size}\0{state}\0".encode("utf-8", "surrogateescape"))
     return key.hexdigest()[:24]
 
 
 def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Callable[[], ImageSource]) -> CachedImages:
-    """Return the images of a data set from the cache, after decoding them if they are not in it.
+    """Return the images of a data set from the cache; if they are not in it, decode and store them first.
 
     Args:
         name: The name of the data set, for the file name and for messages.
         key: The fingerprint of the data set's files.
-        options: How images are decoded.
+        options: The options for decoding the images.
         open_source: Returns the undecoded images. It is called only if they must be decoded.
 
     >>> import numpy as np
@@ -217,18 +217,18 @@ def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Cal
     torch.Size([1, 1, 4, 4])
     """
     stem = f"{name}-v{FORMAT}-{options.size}px-{options.channels}-{key}"
-    pixels, index = (cache_folder() / f"{stem}.{suffix}" for suffix in ("pixels", "json"))
+    pixel_file, index_file = (cache_folder() / f"{stem}.{suffix}" for suffix in ("pixels", "json"))
     with contextlib.suppress(Exception):  # reading a damaged entry can raise exceptions of many types
-        cached = _read(pixels, index)
+        cached = _read(pixel_file, index_file)
         if not cached.incomplete:
             return cached
-    for _ in range(ATTEMPTS):
-        _write(name, open_source, options, pixels, index)
+    for _ in range(MAX_WRITES):
+        _write(name, open_source, options, pixel_file, index_file)
         with contextlib.suppress(Exception):  # another process may have replaced the pixels in the meantime
-            return _read(pixels, index)
+            return _read(pixel_file, index_file)
     raise InputError(
-        f"the images in the cache {pixels.parent} differ from what was written: other processes write the same entry, "
-        "or the disk is damaged. Wait for the other processes, or set METABRIDGE_CACHE to another folder."
+        f"the images in the cache {pixel_file.parent} differ from what was written: other processes write the same "
+        "entry, or the disk is damaged. Wait for the other processes, or set METABRIDGE_CACHE to another folder."
     )
 
 
@@ -251,20 +251,20 @@ def _digest(file: str) -> str:
 # The keys of the index, such as "form", "same" and "blocks", are those of version 0.1.0.
 
 
-def _read(pixels: Path, index: Path) -> CachedImages:
-    with open_regular(index) as stream:
+def _read(pixel_file: Path, index_file: Path) -> CachedImages:
+    with open_regular(index_file) as stream:
         entry = json.load(stream)
     if entry.pop("checksum") != _checksum(entry):
-        raise ValueError(f"{index} does not match its checksum")
+        raise ValueError(f"{index_file} does not match its checksum")
     shape = entry["shape"]
-    if pixels.stat().st_size != math.prod(shape):
-        raise ValueError(f"{pixels} is {pixels.stat().st_size} bytes, but its index says {math.prod(shape)}")
-    flat = torch.from_file(str(pixels), shared=False, size=math.prod(shape), dtype=torch.uint8)
-    images = flat.view(shape)
-    with ThreadPoolExecutor(decoding_threads()) as executor:
+    size = math.prod(shape)
+    if pixel_file.stat().st_size != size:
+        raise ValueError(f"{pixel_file} is {pixel_file.stat().st_size} bytes, but its index says {size}")
+    images = torch.from_file(str(pixel_file), shared=False, size=size, dtype=torch.uint8).view(shape)
+    with decoding_executor() as executor:
         blocks = (block.numpy().data for block in images.split(_images_per_checksum(math.prod(shape[1:]))))
         if list(executor.map(zlib.crc32, blocks)) != entry["blocks"]:
-            raise ValueError(f"{pixels} does not match its checksums")
+            raise ValueError(f"{pixel_file} does not match its checksums")
     labels, classes = entry["labels"], tuple(ClassInfo(*info) for info in entry["classes"])
     duplicate_rows = [row for group in entry["same"] for row, _ in group]
     if not (
@@ -274,7 +274,7 @@ def _read(pixels: Path, index: Path) -> CachedImages:
         and all(isinstance(text, str) for info in classes for text in info)
         and {info.split for info in classes} <= {*SPLIT_NAMES.values(), ""}
     ):
-        raise ValueError(f"{index} does not fit {pixels}")
+        raise ValueError(f"{index_file} contains invalid labels, classes or duplicates")
     return CachedImages(
         images=images,
         labels=torch.tensor(labels),
@@ -292,46 +292,46 @@ def _checksum(entry: dict[str, Any]) -> str:
 
 
 def _write(
-    name: str, open_source: Callable[[], ImageSource], options: DecodeOptions, pixels: Path, index: Path
+    name: str, open_source: Callable[[], ImageSource], options: DecodeOptions, pixel_file: Path, index_file: Path
 ) -> None:
-    with cache_writer(index) as index_stream:
-        with cache_writer(pixels) as pixel_stream:
+    with cache_writer(index_file) as index_stream:
+        with cache_writer(pixel_file) as pixel_stream:
             with reading_errors(name):
                 source = open_source()
-            _check_space(source.total, options, pixels.parent)
+            _check_space(source.total, options, pixel_file.parent)
             labels: list[int] = []
             skipped: list[tuple[str, str]] = []
             incomplete = False
             checksums: list[int] = []
             images_per_checksum = _images_per_checksum(options.channels * options.size**2)
-            names_of: dict[bytes, list[tuple[int, str]]] = {}
+            images_by_digest: dict[bytes, list[tuple[int, str]]] = {}
             for image, result in map_images(source, partial(_decode_with_digest, options=options), f"Decoding {name}"):
                 if isinstance(result, Unreadable):
                     skipped.append((image.name, result.reason))
                     incomplete |= result.temporary
                 else:
                     array, digest = result
-                    names_of.setdefault(digest, []).append((len(labels), image.name))
+                    images_by_digest.setdefault(digest, []).append((len(labels), image.name))
                     if len(labels) % images_per_checksum == 0:
                         checksums.append(0)
                     checksums[-1] = zlib.crc32(array.data, checksums[-1])
                     labels.append(image.label)
                     pixel_stream.write(array.data)
             if not labels:
-                first = f"; {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
-                raise InputError(f"{name} has no readable image ({source.total} tried{first}).")
-        present = sorted(set(labels))
-        new_label = {label: number for number, label in enumerate(present)}
+                first_reason = f"; {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
+                raise InputError(f"{name} has no readable image ({source.total} tried{first_reason}).")
+        nonempty_labels = sorted(set(labels))
+        new_label = {label: index for index, label in enumerate(nonempty_labels)}
         entry = {
             "form": source.description,
             "shape": [len(labels), options.channels, options.size, options.size],
             "labels": [new_label[label] for label in labels],
-            "classes": [source.classes[label] for label in present],
+            "classes": [source.classes[label] for label in nonempty_labels],
             "empty": [info.name for label, info in enumerate(source.classes) if label not in new_label],
             "skipped": skipped,
             "notes": source.notes,
             "incomplete": incomplete,
-            "same": [group for group in names_of.values() if len({labels[row] for row, _ in group}) > 1],
+            "same": [group for group in images_by_digest.values() if len({labels[row] for row, _ in group}) > 1],
             "blocks": checksums,
         }
         index_stream.write(json.dumps({**entry, "checksum": _checksum(entry)}).encode())
@@ -346,16 +346,16 @@ def _decode_with_digest(content: Content, options: DecodeOptions) -> tuple[NDArr
     return array, hashlib.blake2b(array.data, digest_size=16).digest()
 
 
-def _check_space(total: int, options: DecodeOptions, folder: Path) -> None:
-    """Raise `InputError` if the images do not fit on the disk or their decoding into memory."""
+def _check_space(count: int, options: DecodeOptions, folder: Path) -> None:
+    """Raise `InputError` if the images do not fit on the disk, or decoding them takes more than the free memory."""
     image_bytes = options.channels * options.size**2
     free = shutil.disk_usage(folder).free
-    if total * image_bytes > free:
+    if count * image_bytes > free:
         raise InputError(
-            f"{total} images of {options.size} × {options.size} pixels take {total * image_bytes / 2**30:.1f} GiB, but "
+            f"{count} images of {options.size} × {options.size} pixels take {count * image_bytes / 2**30:.1f} GiB, but "
             f"{folder} has {free / 2**30:.1f} GiB free. Use a smaller size, or set METABRIDGE_CACHE to another folder."
         )
-    memory = min(total, (2 * decoding_threads() + 1) * CHUNK) * image_bytes
+    memory = min(count, (2 * decoding_threads() + 1) * CHUNK) * image_bytes
     if memory > free_memory():
         raise InputError(
             f"decoding images of {options.size} × {options.size} pixels takes {memory / 2**30:.1f} GiB of memory, but "
@@ -387,9 +387,9 @@ def cache_writer(file: Path) -> Iterator[BinaryIO]:
 
 
 def _remove_abandoned_parts(file: Path) -> None:
-    """Remove temporary files by age: in a cache that machines share, the writer may run on another machine."""
+    """Remove old temporary files. Processes are not checked, since the writer may run on another machine."""
     for pattern in (f".{file.name[:40]}.*.part", f"{file.name}.*.part"):  # the second was used by version 0.1.0
         for part in file.parent.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - part.stat().st_mtime > PART_LIFETIME:
+                if time.time() - part.stat().st_mtime > MAX_PART_AGE:
                     part.unlink()

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 CHUNK = 16  # images per job of a thread
-# Photographs decode faster with each thread. Images of 100 pixels decode fastest with two threads; with 16, waiting
-# for Python's interpreter lock makes them slower.
+# Photographs decode faster with each additional thread. Images of about 100 × 100 pixels decode fastest with two
+# threads; with 16, waiting for Python's interpreter lock makes decoding slower.
 MAX_THREADS = 8
-# Pillow also reads formats that start other programs (EPS) and formats that image data sets do not use.
+# Pillow reads more formats, but some start other programs (EPS), and the others are not used for image data sets.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF", "JXL")
-MAX_PIXELS = 50_000_000  # per image; Pillow holds up to five copies of a WebP image
+MAX_PIXELS = 50_000_000  # per image; Pillow keeps up to five copies of a WebP image
 MAX_SIDE = 2**16 - 1  # in pixels; for longer rows, some decoders and resizing take gigabytes
 MAX_SCANNED_PIXELS = 2**32  # pixels × scans of a JPEG: each scan visits all pixels, even a scan of 10 bytes
 SCAN_MARKER = b"\xff\xda"
 ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # tags of EXIF and TIFF
 OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # messages of Pillow
 _memory_freed = threading.Condition()
-_pixels_in_use = [0]  # by the images that threads are converting
+_pixels_in_use = [0]  # number of pixels of the images that are being converted
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Unreadable:
 
 
 def open_image(content: Content) -> Image:
-    """Open an image from the bytes of its file or from pixels; of an animation, open the first frame.
+    """Open an image from the bytes of its file or from pixels; an animation is opened at its first frame.
 
     Raise an error for formats that are not in `FORMATS`, for images of more than `MAX_PIXELS` pixels and for JPEG
     files with so many scans that decoding would take minutes.
@@ -102,22 +102,22 @@ def open_image(content: Content) -> Image:
 def to_8_bit(image: Image, channels: int) -> Image:
     """Convert an image to 8 bits, gray for one channel and RGB for three, rotated upright by its EXIF tag.
 
-    16-bit values are scaled to 8 bits. Floats are scaled from [0, 1], or from [0, 255] if any is larger than 1.
-    Transparent images are composed onto white. Raise `ValueError` for values outside these ranges.
+    16-bit values are scaled to 8 bits. Floats are scaled from [0, 1], or from [0, 255] if any value exceeds 1.
+    Transparent images are composited onto white. Raise `ValueError` for values outside these ranges.
 
     >>> deep = open_image(np.full((2, 2), 65535, dtype=np.uint16))
     >>> deep.mode, to_8_bit(deep, 1).getpixel((0, 0))
     ('I;16', 255)
     """
     if max(image.size) > MAX_SIDE:
-        raise ValueError(f"it has {image.width} × {image.height} pixels, but at most {MAX_SIDE} a side are decoded")
+        raise ValueError(f"it has {image.width} × {image.height} pixels, but at most {MAX_SIDE} per side are decoded")
     with _limit_pixels(image.width * image.height):
         return _convert(image, channels)
 
 
 @contextlib.contextmanager
 def _limit_pixels(pixels: int) -> Iterator[None]:
-    """Wait until the images in conversion, with this one, have at most `MAX_PIXELS` pixels, to bound memory."""
+    """Wait until this image and those being converted have at most `MAX_PIXELS` pixels, to limit the memory."""
     with _memory_freed:
         _memory_freed.wait_for(lambda: _pixels_in_use[0] == 0 or _pixels_in_use[0] + pixels <= MAX_PIXELS)
         _pixels_in_use[0] += pixels
@@ -136,16 +136,16 @@ def _convert(image: Image, channels: int) -> Image:
     if image.getexif().get(ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        deep = np.asarray(image).astype(np.int32)
-        _check_range(deep, 65535)
-        deep += 128  # in place, since the array may be large
-        deep //= 257
-        image = Image.fromarray(deep.astype(np.uint8))
+        integers = np.asarray(image).astype(np.int32)
+        _check_range(integers, 65535)
+        integers += 128  # in place, since the array may be large
+        integers //= 257
+        image = Image.fromarray(integers.astype(np.uint8))
     elif image.mode == "F":
-        values = np.asarray(image)
-        _check_range(values, 255)
-        scale = 255 if values.max(initial=0) <= 1 else 1
-        image = Image.fromarray((scale * values).round().astype(np.uint8))
+        floats = np.asarray(image)
+        _check_range(floats, 255)
+        scale = 255 if floats.max(initial=0) <= 1 else 1
+        image = Image.fromarray((scale * floats).round().astype(np.uint8))
     elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image if image.mode == "RGBA" else image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -154,7 +154,7 @@ def _convert(image: Image, channels: int) -> Image:
 
 def _check_range(values: NDArray[Any], maximum: int) -> None:
     for value in (values.min(initial=0), values.max(initial=0)):
-        if not 0 <= value <= maximum:  # also true for NaN
+        if not 0 <= value <= maximum:  # written so that NaN is rejected
             raise ValueError(f"it has a pixel of value {value}, but pixels are from 0 to {maximum}")
 
 
@@ -185,8 +185,8 @@ def map_images(
 ) -> Iterator[tuple[RawImage, Result | Unreadable]]:
     """Apply a function to the content of every image in threads, and yield the images with the results in order.
 
-    An error in the function becomes an `Unreadable` result. A progress bar is shown on a terminal. Only the images
-    that the threads work on are in memory.
+    If the function raises an error, the result is an `Unreadable`. A progress bar is shown on a terminal. Only the
+    images that are being processed are in memory.
 
     >>> source = ImageSource("a toy", (), 1, lambda: iter([RawImage("a.png", 0, b"no image")]))
     >>> [result for _, result in map_images(source, open_image, "Opening")]
@@ -195,23 +195,35 @@ def map_images(
     from rich.console import Console
     from rich.progress import Progress
 
-    def run(chunk: tuple[RawImage, ...]) -> list[tuple[RawImage, Result | Unreadable]]:
-        return [(image, _try(function, image.content)) for image in chunk]
+    def process(chunk: tuple[RawImage, ...]) -> list[tuple[RawImage, Result | Unreadable]]:
+        return [(image, _try_apply(function, image.content)) for image in chunk]
 
     console = Console(stderr=True)
-    images = _images_of(source)
+    images = _iterate(source)
     chunks = iter(lambda: tuple(islice(images, CHUNK)), ())
     pending: deque[Future[list[tuple[RawImage, Result | Unreadable]]]] = deque()
+    progress_bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with decoding_executor() as executor, progress_bar as progress:
+        task = progress.add_task(title, total=source.total)
+        pending.extend(executor.submit(process, chunk) for chunk in islice(chunks, 2 * decoding_threads()))
+        while pending:
+            results = pending.popleft().result()
+            pending.extend(executor.submit(process, chunk) for chunk in islice(chunks, 1))
+            yield from results
+            progress.advance(task, len(results))
+
+
+@contextlib.contextmanager
+def decoding_executor() -> Iterator[ThreadPoolExecutor]:
+    """Start `decoding_threads()` threads, and stop them after the block without starting pending jobs.
+
+    >>> with decoding_executor() as executor:
+    ...     list(executor.map(abs, [-1, 2]))
+    [1, 2]
+    """
     executor = ThreadPoolExecutor(decoding_threads())
     try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task(title, total=source.total)
-            pending.extend(executor.submit(run, chunk) for chunk in islice(chunks, 2 * decoding_threads()))
-            while pending:
-                results = pending.popleft().result()
-                pending.extend(executor.submit(run, chunk) for chunk in islice(chunks, 1))
-                yield from results
-                progress.advance(bar, len(results))
+        yield executor
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -225,12 +237,12 @@ def decoding_threads() -> int:
     return min(os.cpu_count() or 1, MAX_THREADS)
 
 
-def _images_of(source: ImageSource) -> Iterator[RawImage]:
+def _iterate(source: ImageSource) -> Iterator[RawImage]:
     with reading_errors(source.description):
         yield from source.images()
 
 
-def _try(function: Callable[[Content], Result], content: Content) -> Result | Unreadable:
+def _try_apply(function: Callable[[Content], Result], content: Content) -> Result | Unreadable:
     from PIL import UnidentifiedImageError
 
     try:

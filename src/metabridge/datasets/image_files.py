@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from metabridge.errors import InputError
 
 READABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
-IMAGE_SUFFIXES = frozenset({*READABLE_SUFFIXES, ".heic", ".heif", ".avif", ".jxl"})  # the last four if Pillow has them
+# Pillow reads the last four of these only with plugins or optional libraries.
+IMAGE_SUFFIXES = frozenset({*READABLE_SUFFIXES, ".heic", ".heif", ".avif", ".jxl"})
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 SYSTEM_FOLDERS = frozenset({"__MACOSX", "lost+found", "System Volume Information", "$RECYCLE.BIN"})
-SPLIT_SHARES = {"validation": 0.16, "test": 0.2}  # of the classes, as in mini-ImageNet; the rest is for training
+SPLIT_FRACTIONS = {"validation": 0.16, "test": 0.2}  # of the classes, as in mini-ImageNet; the others are for training
 MAX_IMAGE_BYTES = 2**29
-_BROKEN_LINK = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 Content = bytes | NDArray[np.uint8] | Callable[[], bytes]
 
@@ -37,8 +38,8 @@ class RawImage(NamedTuple):
     Args:
         name: The name shown in messages, such as its path.
         label: The index of its class.
-        content: The bytes of the image file, a function that reads them, or pixels. A function defers reading, so
-            that an unreadable file is reported with its name during decoding. Pixels are uint8 of shape
+        content: The bytes of the image file, a function that reads them, or pixels. With a function, an unreadable
+            file raises its error during decoding, where it is reported with its name. Pixels are uint8 of shape
             (height, width) or (height, width, 3).
     """
 
@@ -60,8 +61,8 @@ class ImageSource:
     """The classes and the undecoded images of a data set.
 
     Args:
-        description: The kind of files, in words.
-        classes: The classes, which the labels of the images index.
+        description: A description of the files, such as "folders of images".
+        classes: The classes; the label of an image is an index in them.
         total: The number of images.
         images: A function that iterates over the images.
         notes: Remarks for the user on how the files were read.
@@ -80,7 +81,7 @@ def source_from_files(
     read: Callable[[str], bytes],
     notes: tuple[str, ...] = (),
 ) -> ImageSource:
-    """Return the source of images in named files; `read` returns the content of the file of a name.
+    """Return the source of the images in files; `read` returns the content of a file, given its name.
 
     >>> source = source_from_files("a toy", {ClassInfo("cat", "animals", "train"): ["cat/1.png"]}, read=str.encode)
     >>> [(image.name, image.label) for image in source.images()]
@@ -102,11 +103,11 @@ class ClassFolders(NamedTuple):
     notes: tuple[str, ...]
 
 
-def find_class_folders(root: Path, parts: Sequence[str] = ("",)) -> ClassFolders:
-    """Return the images of every class folder in the folders `parts` of `root`, as paths relative to `root`.
+def find_class_folders(root: Path, subfolders: Sequence[str] = ("",)) -> ClassFolders:
+    """Return the images of every class folder below the `subfolders` of `root`, as paths relative to `root`.
 
-    A class folder contains images, or nothing at all (an empty class). Links are followed, but each folder is read
-    once; a folder inside `parts` is named by its path, not by a link to it.
+    A class folder contains images, or it contains no folders (an empty class). Links are followed, but each folder is
+    read once; a folder below `subfolders` is named by its path, not by a link to it.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -116,31 +117,31 @@ def find_class_folders(root: Path, parts: Sequence[str] = ("",)) -> ClassFolders
     ...     find_class_folders(Path(root)).images
     {'trees/elm': [], 'trees/oak': ['trees/oak/1.png']}
     """
-    starts = [root / part for part in parts]
+    start_folders = [root / subfolder for subfolder in subfolders]
     repeated: list[tuple[Path, Path]] = []
     classes: dict[Path, list[str]] = {}
-    for folder, subfolders, files in walk_folders(starts, repeated):
+    for folder, inner_folders, files in walk_folders(start_folders, repeated):
         images = [name for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES]
-        if folder not in starts and (images or not subfolders):
+        if folder not in start_folders and (images or not inner_folders):
             classes[folder.relative_to(root)] = images
-    order = {part: number for number, part in enumerate(parts)}
+    order = {subfolder: position for position, subfolder in enumerate(subfolders)}
     paths = {}
     for folder in sorted(classes, key=lambda path: (order.get(path.parts[0], 0), path.parts)):
         name = folder.as_posix()
         paths[name] = [f"{name}/{image}" for image in classes[folder]]
-    skipped = [f"{link.relative_to(root)} (the same folder as {first.relative_to(root)})" for link, first in repeated]
+    skipped = [f"{link.relative_to(root)} (the same folder as {path.relative_to(root)})" for link, path in repeated]
     note = f"skipped links to folders that are read under another path: {join_names(skipped)}."
     return ClassFolders(paths, (note,) if skipped else ())
 
 
 def walk_folders(
-    starts: Iterable[Path], repeated: list[tuple[Path, Path]] | None = None
+    start_folders: Iterable[Path], repeated: list[tuple[Path, Path]] | None = None
 ) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Iterate over all folders at or below `starts`: the path, the names of subfolders, the names of other files.
+    """Yield the path, the names of subfolders and the names of files of each folder at or below `start_folders`.
 
-    Hidden files and folders are left out. Each folder is visited once, and links to folders are followed last, so
-    that a folder below `starts` is visited under its path rather than through a link. For each skipped folder,
-    `(second path, first path)` is appended to `repeated`.
+    Hidden files and folders are omitted. Each folder is visited once, and links to folders are followed last, so
+    a folder below `start_folders` is visited under its path rather than through a link. If another path leads to the
+    same folder, `(other path, first path)` is appended to `repeated`.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -148,7 +149,7 @@ def walk_folders(
     ...     [subfolders for _, subfolders, _ in walk_folders([Path(root)])]
     [['again']]
     """
-    folders, links = deque(starts), deque[Path]()
+    folders, links = deque(start_folders), deque[Path]()
     visited: dict[tuple[int, int], Path] = {}
     while folders or links:
         folder = folders.popleft() if folders else links.popleft()
@@ -160,7 +161,9 @@ def walk_folders(
                     repeated.append((folder, first))
                 continue
             with os.scandir(folder) as entries:
-                visible = sorted((entry for entry in entries if not _hidden(entry.name)), key=lambda entry: entry.name)
+                visible = sorted(
+                    (entry for entry in entries if not _is_hidden(entry.name)), key=lambda entry: entry.name
+                )
             subfolders = [entry for entry in visible if _is_folder(entry)]
         except OSError as error:
             raise reading_error(folder, error) from error
@@ -174,11 +177,13 @@ def walk_folders(
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder; a broken link is not, and an image link is checked when it is read."""
+    """Return whether an entry is a folder. Broken links, and unreadable links with an image suffix, count as files."""
     try:
         return entry.is_dir()
     except OSError as error:
-        if entry.is_symlink() and (error.errno in _BROKEN_LINK or Path(entry.name).suffix.lower() in IMAGE_SUFFIXES):
+        if entry.is_symlink() and (
+            error.errno in _BROKEN_LINK_ERRORS or Path(entry.name).suffix.lower() in IMAGE_SUFFIXES
+        ):
             return False
         raise
 
@@ -227,15 +232,15 @@ def assign_splits(classes: Sequence[ClassInfo], seed: int = 0) -> tuple[ClassInf
     split_of: dict[int, str] = {}
     for split in ("test", "validation"):
         minimum = 1 if len(order) > 1 + (split == "test" and len(classes) > 2) else 0
-        for _ in range(max(round(SPLIT_SHARES[split] * len(classes)), minimum)):
+        for _ in range(max(round(SPLIT_FRACTIONS[split] * len(classes)), minimum)):
             split_of[order.pop()] = split
     return tuple(info._replace(split=split_of.get(index, "train")) for index, info in enumerate(classes))
 
 
 def merge_image_splits(source: ImageSource) -> ImageSource:
-    """Remove splits that do not separate classes, so that the classes can be split.
+    """Remove splits that are not splits of the classes, so that `assign_splits` can split the classes.
 
-    A single split is treated as the whole data set. Splits that share a class are splits of images, made for
+    A single split is treated as the whole data set. Splits that share a class are splits of the images, made for
     ordinary classification: the images of each class are merged, with a remark in `notes`.
 
     >>> classes = (ClassInfo("cat", "", "train"), ClassInfo("cat", "", "test"))
@@ -249,8 +254,8 @@ def merge_image_splits(source: ImageSource) -> ImageSource:
     splits = {info.split for info in source.classes}
     if not shared and len(splits) > 1 and "" not in splits:
         return source
-    merged = {key: label for label, key in enumerate(splits_of)}
-    label_of = [merged[name, superclass] for name, superclass, _ in source.classes]
+    merged_label = {key: label for label, key in enumerate(splits_of)}
+    new_labels = [merged_label[name, superclass] for name, superclass, _ in source.classes]
     notes = source.notes
     if shared:
         first, second, *_ = next(splits for splits in splits_of.values() if len(splits) > 1)
@@ -260,8 +265,8 @@ def merge_image_splits(source: ImageSource) -> ImageSource:
         )
     return replace(
         source,
-        classes=tuple(ClassInfo(*key, "") for key in merged),
-        images=lambda: (image._replace(label=label_of[image.label]) for image in source.images()),
+        classes=tuple(ClassInfo(*key, "") for key in merged_label),
+        images=lambda: (image._replace(label=new_labels[image.label]) for image in source.images()),
         notes=notes,
     )
 
@@ -276,7 +281,9 @@ def read_file(file: Path) -> bytes:
     with reading_errors(file), open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > (free := free_memory()):
-            raise InputError(f"{file} is {size / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of memory are free.")
+            raise InputError(
+                f"{file} is {size / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of memory are free. Free some memory."
+            )
         return stream.read()
 
 
@@ -350,7 +357,9 @@ def reading_error(path: object, error: OSError | MemoryError) -> InputError:
 
 
 def path_inside(folder: Path, name: object, source: Path) -> Path:
-    """Return the path of the image that the file `source` refers to; raise `InputError` if it is outside `folder`.
+    """Return the path of the image `name` in `folder`; raise `InputError` for an invalid name or one outside `folder`.
+
+    `source` is the file that contains the name.
 
     >>> path_inside(Path("images"), "../secret.png", Path("train.csv"))
     Traceback (most recent call last):
@@ -451,7 +460,7 @@ def free_memory() -> int:
 
 
 def join_names(names: Iterable[str], limit: int = 5) -> str:
-    """Join names with commas for a message; of more than `limit` names, count the others.
+    """Join at most `limit` names with commas for a message, followed by the number of the other names.
 
     >>> join_names(["a", "b", "c"], limit=2)
     'a, b and 1 more'
@@ -462,5 +471,5 @@ def join_names(names: Iterable[str], limit: int = 5) -> str:
     return f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name in SYSTEM_FOLDERS

@@ -22,11 +22,11 @@ class DatasetReader(NamedTuple):
     """How a data set is recognized and read.
 
     Args:
-        decode_options: The image size, channels and cropping that are usual for the data set.
+        decode_options: The usual size, channels and preprocessing of the data set's images.
         matches: Returns whether a path contains the data set.
         list_files: Returns the files of the data set, for its fingerprint.
         open_source: Returns its classes and undecoded images.
-        options: The arguments of `load` that only some data sets accept.
+        options: The arguments of `load` that this data set accepts, but not all data sets do.
     """
 
     decode_options: DecodeOptions
@@ -59,7 +59,7 @@ DATASETS = {
     ),
     "folder": DatasetReader(folder.DECODE_OPTIONS, folder.matches, folder.list_files, folder.open_source, ("seed",)),
 }
-NAMES = ("glyphs", *DATASETS)
+DATASET_NAMES = ("glyphs", *DATASETS)
 
 
 def load(
@@ -82,11 +82,11 @@ def load(
             "NAME:PATH", such as "omniglot:data/omniglot".
         root: The folder or file of the data set, if `name` is a name; for "glyphs", the cache folder.
         size: Width and height of the images in pixels. Default: the usual size of the data set.
-        channels: 1 (gray) or 3 (RGB). Default: as is usual for the data set.
+        channels: 1 (gray) or 3 (RGB). Default: the usual number for the data set.
         strict: Raise an error instead of skipping unreadable images.
-        min_images: Leave classes with fewer images out of all splits.
+        min_images: Omit classes with fewer images from all splits.
         rotations: Add each class of Omniglot rotated by 90°, 180° and 270° as three further classes.
-        seed: Splits the classes of folders and parquet files that do not define splits, and draws the glyphs.
+        seed: The seed for splitting classes of folders and parquet files without splits, and for drawing the glyphs.
 
     Returns:
         The images, with their classes and splits.
@@ -154,23 +154,23 @@ def parse_name(name: str | Path, root: str | Path | None = None) -> tuple[str, s
     ('omniglot', 'data/omniglot')
     """
     text = str(name)
-    if text in NAMES:
+    if text in DATASET_NAMES:
         return text, root
-    before, colon, after = text.partition(":")
-    if root is None and colon and before in NAMES:
-        return before, after
+    prefix, colon, path = text.partition(":")
+    if root is None and colon and prefix in DATASET_NAMES:
+        return prefix, path
     if root is None and _exists(text):
         return detect(text), text
-    names = ", ".join(f"'{known}'" for known in NAMES)
-    path = ", and there is no such path" if root is None else ""
+    names = ", ".join(f"'{known}'" for known in DATASET_NAMES)
+    no_path = ", and there is no such path" if root is None else ""
     raise InputError(
-        f"the data set is '{text}', but the known data sets are {names}{path}. "
-        "Use one of these, NAME:FOLDER for one in a folder, or the path of a folder of images."
+        f"the data set is '{text}', but the known data sets are {names}{no_path}. "
+        "Use one of these, NAME:FOLDER to add the folder that contains it, or the path of a folder of images."
     )
 
 
 def _exists(path: str) -> bool:
-    """Return whether a path exists; raise `InputError` if that is not permitted to know."""
+    """Return whether a path exists; raise `InputError` if permissions prevent the check."""
     try:
         return bool(path) and Path(path).exists()
     except PermissionError as error:
@@ -180,7 +180,7 @@ def _exists(path: str) -> bool:
 
 
 def existing_path(name: str, root: str | Path | None) -> Path:
-    """Return the path of a data set; raise `InputError` if it is not given or does not exist.
+    """Return the path of a data set; raise `InputError` if it is None or does not exist.
 
     >>> existing_path("omniglot", None)
     Traceback (most recent call last):
@@ -196,7 +196,7 @@ def existing_path(name: str, root: str | Path | None) -> Path:
 
 
 def override_options(options: DecodeOptions, size: int | None, channels: int | None) -> DecodeOptions:
-    """Return decoding options with another size or number of channels, where these are given.
+    """Return decoding options with another size or number of channels, unless these are None.
 
     >>> override_options(DecodeOptions(size=84, channels=3), 32, None)
     DecodeOptions(size=32, channels=3, crop=False, invert=False)
@@ -204,9 +204,7 @@ def override_options(options: DecodeOptions, size: int | None, channels: int | N
     if size is not None:
         check_count("size", size)
         if size**2 > MAX_PIXELS:
-            raise InputError(
-                f"size is {size}, but images have at most {isqrt(MAX_PIXELS)} pixels a side. Use a smaller size."
-            )
+            raise InputError(f"size is {size}, but must be at most {isqrt(MAX_PIXELS)} pixels. Use a smaller size.")
     if channels not in (None, 1, 3):
         raise InputError(f"channels is {channels}, but images have 1 (gray) or 3 (RGB). Use one of these.")
     return replace(options, size=size or options.size, channels=channels or options.channels)
@@ -216,12 +214,12 @@ def _with_load_arguments(
     images: LabelledImages, name: str, root: str | Path | None, options: Mapping[str, object], min_images: int | None
 ) -> LabelledImages:
     """Attach the arguments with which `load` returns the same images again."""
-    changed = {
+    nondefault = {
         option: value
         for option, value in {**options, "min_images": min_images}.items()
         if value not in (None, False, 0)
     }
-    return replace(images, load_arguments={"name": name, "root": None if root is None else str(root), **changed})
+    return replace(images, load_arguments={"name": name, "root": None if root is None else str(root), **nondefault})
 
 
 def _check_options(name: str, options: Mapping[str, object], accepted: tuple[str, ...]) -> None:
@@ -234,8 +232,7 @@ def _drop_small_classes(images: LabelledImages, min_images: int | None) -> Label
     if min_images is None:
         return images
     counts = images.labels.bincount(minlength=len(images.class_names))
-    min_images = min(
-        min_images, len(images.labels) + 1
-    )  # a tensor cannot be compared with an arbitrarily large integer
+    # A tensor cannot be compared with an arbitrarily large integer.
+    min_images = min(min_images, len(images.labels) + 1)
     splits = {split: classes[counts[classes] >= min_images] for split, classes in images.splits.items()}
     return replace(images, splits={split: classes for split, classes in splits.items() if len(classes)})

@@ -1,9 +1,9 @@
 """mini-ImageNet (Vinyals et al. 2016) with the splits of Ravi & Larochelle (2017): 64, 16 and 20 classes.
 
-Read from the parquet files of the Hugging Face hub; from `train.csv`, `val.csv` and `test.csv` next to the folder
-`images`; or from the pickles `mini-imagenet-cache-train.pkl`, `-val.pkl` and `-test.pkl`. Each class has 600 images
-of 84 × 84 pixels in RGB; larger images are resized without cropping, as for the published files. Classes are named
-by their WordNet IDs and have no superclasses.
+It is read from the parquet files of the Hugging Face hub; from `train.csv`, `val.csv` and `test.csv` next to the folder
+`images`; or from the pickles `mini-imagenet-cache-train.pkl`, `-val.pkl` and `-test.pkl`. Each class has 600 images in
+RGB. They are resized to 84 × 84 pixels without cropping, as in the published files. Classes are named by their WordNet
+IDs and have no superclasses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3)
 CLASSES = 100
-PARTS = {"train": "train", "val": "validation", "test": "test"}
+SPLIT_OF_FILE = {"train": "train", "val": "validation", "test": "test"}  # by the name of the split in file names
 
 
 def matches(root: Path) -> bool:
@@ -86,12 +86,13 @@ def open_source(root: Path) -> ImageSource:
 
 
 def _csv_files(root: Path) -> dict[str, Path]:
-    files = {split: root / f"{part}.csv" for part, split in PARTS.items() if (root / f"{part}.csv").is_file()}
-    return files if (root / "images").is_dir() else {}
+    files = {split: root / f"{name}.csv" for name, split in SPLIT_OF_FILE.items()}
+    existing = {split: file for split, file in files.items() if file.is_file()}
+    return existing if (root / "images").is_dir() else {}
 
 
 def _pickle_files(root: Path) -> dict[str, Path]:
-    files = {split: root / f"mini-imagenet-cache-{part}.pkl" for part, split in PARTS.items()}
+    files = {split: root / f"mini-imagenet-cache-{name}.pkl" for name, split in SPLIT_OF_FILE.items()}
     return {split: file for split, file in files.items() if file.is_file()}
 
 
@@ -99,39 +100,42 @@ def _source_from_csv(root: Path, csv_files: dict[str, Path]) -> ImageSource:
     classes: dict[ClassInfo, list[str]] = {}
     images = root / "images"
     for split, file in csv_files.items():
-        reader, line = csv.reader(read_file(file).decode("utf-8", "replace").splitlines()), 0
+        reader, line_number = csv.reader(read_file(file).decode("utf-8", "replace").splitlines()), 0
         try:
             columns = {name: position for position, name in enumerate(next(reader, ()))}
             if not {"filename", "label"} <= set(columns):
                 raise InputError(f"{file} has no columns filename and label in its first line. Add that line.")
-            line = reader.line_num
-            for row in filter(None, reader):  # lists: a DictReader would repeat the column names for every line
-                line = reader.line_num
+            line_number = reader.line_num
+            for row in filter(None, reader):  # a DictReader would copy all column names for every line
+                line_number = reader.line_num
                 name, label = (row[columns[key]] if columns[key] < len(row) else "" for key in ("filename", "label"))
                 if not label:
-                    raise InputError(f"{file} has no label in line {line}. Add it, or remove the line.")
+                    raise InputError(f"{file} has no label in line {line_number}. Add it, or remove the line.")
                 path_inside(images, name, file)
                 classes.setdefault(ClassInfo(label, "all", split), []).append(name)
         except csv.Error as error:
             raise InputError(
-                f"{file} is not a CSV file after line {line} ({error}). Download the file again."
+                f"{file} is not a CSV file after line {line_number} ({error}). Download the file again."
             ) from error
     return source_from_files("mini-ImageNet, CSV and folder", classes, lambda name: read_image_file(images / name))
 
 
 def _source_from_pickles(pickles: dict[str, Path]) -> ImageSource:
-    """Return the source of pickles: dictionaries with `image_data`, (n, 84, 84, 3), and `class_dict`, class to rows."""
-    content = {split: _read_pickle(file) for split, file in pickles.items()}
+    """Return the source of pickled dictionaries.
+
+    `image_data` has shape (n, 84, 84, 3), and `class_dict` maps each class to the rows of its images.
+    """
+    contents = {split: _read_pickle(file) for split, file in pickles.items()}
     classes: list[ClassInfo] = []
     entries: list[tuple[str, int, int]] = []  # (split, row, label)
-    for split, (_, rows_of) in content.items():
+    for split, (_, rows_of) in contents.items():
         for name, rows in rows_of.items():
             entries += [(split, row, len(classes)) for row in rows]
             classes.append(ClassInfo(name, "all", split))
 
     def images() -> Iterator[RawImage]:
         for split, row, label in entries:
-            yield RawImage(f"{pickles[split].name}: row {row}", label, content[split][0][row])
+            yield RawImage(f"{pickles[split].name}: row {row}", label, contents[split][0][row])
 
     return ImageSource("mini-ImageNet, cached pickles", tuple(classes), len(entries), images)
 

@@ -2,7 +2,8 @@
 
 The files have a column of images (`image` or `img`: the bytes of the image file, either alone or with its path) and
 a column of labels (`label`, `labels` or `fine_label`: numbers or names). The Hugging Face metadata in the schema, if
-present, name the numbers. By default the central square of each image is resized to 84 × 84 pixels in RGB.
+present, contain the class names for the numbers. By default, the central square of each image
+is resized to 84 × 84 pixels in RGB.
 
 Files with train, validation (or val, valid) or test in their names define splits. A single split, or splits that
 share classes, are merged and the classes are split at random, as for folders of images.
@@ -38,10 +39,10 @@ from metabridge.errors import InputError
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3, crop=True)
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
-BATCH_ROWS = 32  # rows read at once, fewer
-BATCH_BYTES = 2**28  # if that many rows could take more memory than this
-MAX_COMPRESSION = 100  # the largest plausible ratio of unpacked to packed size for files of images,
-FREE_BYTES = 2**26  # beyond these bytes
+MAX_BATCH_ROWS = 32  # rows read at once
+MAX_BATCH_BYTES = 2**28  # memory that these rows may take
+MAX_COMPRESSION = 100  # the largest plausible ratio of unpacked to packed size for files of images
+FREE_BYTES = 2**26  # unpacked bytes that every file may have in addition
 
 
 def matches(root: Path) -> bool:
@@ -118,16 +119,16 @@ def _read_images(shard: Path, shard_name: str, labels: list[int | None]) -> Iter
     column = _find_column(shard, file.schema_arrow, IMAGE_COLUMNS)
     row = 0
     with _parquet_errors(shard):
-        groups = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
-        # A row may be as large as its row group: the same stored image may belong to all of its rows.
-        rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, *groups, 1)))
+        group_bytes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+        # A row may be as large as its row group, because all rows of a group may share one stored image.
+        batch_rows = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // max([1, *group_bytes])))
         remaining = FREE_BYTES + MAX_COMPRESSION * shard.stat().st_size
-        for batch in file.iter_batches(rows, columns=[column]):
+        for batch in file.iter_batches(batch_rows, columns=[column]):
             for value in batch.column(0).to_pylist():
                 label, content = labels[row], value
-                path = f"row {row}"
+                image_name = f"row {row}"
                 if isinstance(value, dict):
-                    path = value.get("path") or path
+                    image_name = value.get("path") or image_name
                     content = value.get("bytes")
                     if content is None and value.get("path"):
                         content = partial(read_image_file, _external_image(shard, value["path"]))
@@ -136,14 +137,14 @@ def _read_images(shard: Path, shard_name: str, labels: list[int | None]) -> Iter
                     raise ValueError("its images take far more memory than its size")
                 if label is not None:
                     is_content = isinstance(content, bytes | partial)
-                    yield RawImage(f"{shard_name}: {path}", label, content if is_content else b"")
+                    yield RawImage(f"{shard_name}: {image_name}", label, content if is_content else b"")
                 row += 1
 
 
 def _external_image(shard: Path, name: object) -> Path:
-    """Return the path of an image file that a row refers to.
+    """Return the path of an image file that a row refers to; raise `InputError` if it does not exist.
 
-    The file must exist now: the fingerprint of the data set does not cover it, so it would not be noticed later.
+    A missing image is not merely skipped, because the fingerprint of the data set does not change when it is added.
     """
     file = path_inside(shard.parent, name, shard)
     if not file.exists():
@@ -152,14 +153,14 @@ def _external_image(shard: Path, name: object) -> Path:
 
 
 def _row_class_names(shard: Path) -> list[str | None]:
-    """Return the class name of every row; None for rows without a label."""
+    """Return the class name of every row, or None for a row without a label."""
     schema = _open_parquet(shard).schema_arrow
     column = _find_column(shard, schema, LABEL_COLUMNS)
     nested = schema.field(schema.names.index(column)).type.num_fields > 0
     declared_names = class_names(shard)
     values: list[Any] = []
     with _parquet_errors(shard):
-        # Read as a dictionary, so that a long name that many rows share is in memory once.
+        # Read labels as a dictionary, so that a long name that many rows share is in memory only once.
         file = _open_parquet(shard, read_dictionary=[] if nested else [column])
         for chunk in file.read(columns=[column]).column(0).chunks:
             if hasattr(chunk, "dictionary"):
@@ -204,7 +205,7 @@ def _open_parquet(shard: Path, read_dictionary: Sequence[str] = ()) -> Any:
 
 @contextlib.contextmanager
 def _parquet_errors(shard: Path) -> Iterator[None]:
-    """Convert every error of a damaged file into `InputError`."""
+    """Convert errors in the block, which damaged files cause, into `InputError`."""
     try:
         yield
     except InputError:
@@ -213,7 +214,7 @@ def _parquet_errors(shard: Path) -> Iterator[None]:
         raise reading_error(shard, error) from error
     except Exception as error:  # damaged files raise exceptions of many types
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{shard} is not a complete parquet file ({reason}). Download the file again.") from error
+        raise InputError(f"{shard} is not a valid parquet file ({reason}). Download the file again.") from error
 
 
 def _find_column(shard: Path, schema: Any, candidates: tuple[str, ...]) -> str:
@@ -226,6 +227,6 @@ def _find_column(shard: Path, schema: Any, candidates: tuple[str, ...]) -> str:
 
 
 def _split_from_name(path: str) -> str:
-    """Return the split that the path of a file names, the last one if there are several; an empty string if none."""
+    """Return the last split name in the path of a file, or an empty string if there is none."""
     words = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", path.lower()) if word in SPLIT_NAMES]
     return words[-1] if words else ""

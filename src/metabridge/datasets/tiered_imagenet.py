@@ -1,9 +1,9 @@
 """tiered-ImageNet (Ren et al. 2018): 608 classes in 34 categories; no category is in two splits.
 
-Read from the pickles `train_images_png.pkl`, `train_labels.pkl` and so on (val, test), or from folders train, val
-and test with a folder of images for each class. Superclasses are the categories: the pickles name them, and for
-folders a table in this package maps WordNet IDs to categories. Images are 84 × 84 pixels with three channels in the
-order of the files.
+It is read from the pickles `train_images_png.pkl` and `train_labels.pkl`, with the same names for val and test, or from
+folders train, val and test with a folder of images for each class. Superclasses are the categories: the pickles contain
+their names, and for folders, a table in this package maps WordNet IDs to categories. Images are 84 × 84 pixels with
+three channels, in the channel order of the files.
 
 `*_images_png.pkl` is a list of PNG files as arrays of bytes. `*_labels.pkl` is a dictionary with the class and the
 category of each image as numbers, `label_specific` and `label_general`, and the names that these numbers index,
@@ -41,8 +41,8 @@ from metabridge.datasets.splits import read_split_table
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3)
-PARTS = {"train": "train", "val": "validation", "test": "test"}
-MAX_CLASSES = 100_000  # in files that do not name their classes
+SPLIT_OF_FILE = {"train": "train", "val": "validation", "test": "test"}  # by the name of the split in file names
+MAX_CLASSES = 100_000  # in files without class names
 
 
 def matches(root: Path) -> bool:
@@ -84,8 +84,10 @@ def open_source(root: Path) -> ImageSource:
 
 
 def _pickle_files(root: Path) -> dict[str, tuple[Path, Path]]:
-    """Return the files of images and of labels of each split."""
-    pairs = {split: (root / f"{part}_images_png.pkl", root / f"{part}_labels.pkl") for part, split in PARTS.items()}
+    """Return the image file and the label file of each split."""
+    pairs = {
+        split: (root / f"{name}_images_png.pkl", root / f"{name}_labels.pkl") for name, split in SPLIT_OF_FILE.items()
+    }
     existing = {split: pair for split, pair in pairs.items() if pair[0].is_file()}
     for images, labels in existing.values():
         if not labels.is_file():
@@ -102,15 +104,15 @@ def _has_class_folders(root: Path) -> bool:
 
 def _source_from_folders(root: Path) -> ImageSource:
     category_of = {name: category for _, name, category in read_split_table("tiered_imagenet")}
-    splits = {folder.name: split for split, folder in split_folders(root).items()}
-    folders = find_class_folders(root, list(splits))
+    split_of = {folder.name: split for split, folder in split_folders(root).items()}
+    class_folders = find_class_folders(root, list(split_of))
     classes = {}
-    for path, images in folders.images.items():
-        part, _, name = path.partition("/")
+    for path, images in class_folders.images.items():
+        split_folder, _, name = path.partition("/")
         if name in category_of:
-            classes[ClassInfo(name, category_of[name], splits[part])] = images
+            classes[ClassInfo(name, category_of[name], split_of[split_folder])] = images
     return source_from_files(
-        "tiered-ImageNet, folders", classes, lambda name: read_image_file(root / name), folders.notes
+        "tiered-ImageNet, folders", classes, lambda name: read_image_file(root / name), class_folders.notes
     )
 
 
@@ -163,14 +165,14 @@ def _read_labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]
     )
     if len(category_numbers) != len(class_numbers):
         raise InputError(
-            f"{file} has {len(class_numbers)} classes of images, but {len(category_numbers)} categories. "
-            "Download the file again."
+            f"{file} has class numbers for {len(class_numbers)} images, but category numbers for "
+            f"{len(category_numbers)}. Download the file again."
         )
     return class_numbers, category_numbers, class_names, categories
 
 
 def _read_numbers(file: Path, content: dict[str, Any], key: str) -> tuple[list[int], list[str]]:
-    """Return the number of each image, and the names that the numbers index: the numbers as text if there are none."""
+    """Return the number of each image and the names that the numbers index; without names, the numbers as text."""
     if f"{key}_str" in content:
         names = parse_names(file, f"{key}_str", content[f"{key}_str"])
         return parse_indices(file, key, content[key], len(names)), names

@@ -1,4 +1,4 @@
-"""The recommendation of a diagnosis, and what it is based on besides the risks: kernel predictions and costs."""
+"""The recommendation of a diagnosis, and the kernel predictions and costs that it shows besides the risks."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from metabridge.kernels.kernel_predictors import KernelLearner
 from metabridge.learners.method import PRESETS, Method
 from metabridge.models.network import Network
 from metabridge.progress import track_progress
-from metabridge.solvers import GradientDescent
+from metabridge.solvers import Solver
 from metabridge.training.evaluation import Score, evaluate
 
-MIN_RATIO = 1.25  # of risks, for adaptation in training to be recommended
-MIN_SAVING = 0.001  # as a share of the whole loss, for the same
-MIN_AGREEMENT = 0.8  # share of resampled sets of tasks that must favor the same recommendation
+MIN_RATIO = 1.25  # smallest ratio of risks for which adaptation in training is recommended
+MIN_SAVING = 0.001  # smallest saved share of the whole loss for which adaptation in training is recommended
+MIN_AGREEMENT = 0.8  # smallest share of resampled sets of tasks that must favor the same recommendation
 NO_GAIN = "no method is expected to beat plain pre-training here"
 KERNEL_METHODS: tuple[kernel_predictors.KernelMethod, ...] = ("mtl", "anil", "maml")
-TRAINING_POINTS, VALIDATION_TASKS, TEST_TASKS = 1600, 40, 100  # of kernel predictions
-RIDGES = (0.01, 1.0, 100.0)  # relative to the mean of the kernel's diagonal
-MIN_RATE_RATIO = 1.5  # of easy to hard tasks, for the groups to be clearly different
-LARGE_REMAINDER = 0.5  # share of the explainable loss that is left after a step
-DIFFERENTIATED_STEP_COST = 3  # in gradients: the gradient of the step, and a Hessian-vector product
+TRAINING_EXAMPLES, VALIDATION_TASKS, TEST_TASKS = 1600, 40, 100  # for kernel predictions
+RIDGES = (0.01, 1.0, 100.0)  # divided by the mean of the kernel's diagonal
+MIN_RATE_RATIO = 1.5  # smallest ratio of the rates of easy and hard tasks for which the groups differ clearly
+LARGE_REMAINDER = 0.5  # if a larger share of the explainable loss remains after a step, the features are the problem
+DIFFERENTIATED_STEP_COST = 3  # in gradients: one for the step, and two for a Hessian-vector product
 
 
 @dataclass(frozen=True)
 class KernelPrediction:
-    """The score of a method at infinite width, where training is a prediction with a kernel.
+    """The score of a method at infinite width, where training is equivalent to a prediction with a kernel.
 
     Args:
-        method: Name of the method, or "support alone" for regression on the support without training.
+        method: Name of the method, or "support alone" for regression on the support set without training.
         metric: "accuracy" or "squared error".
         mean: Mean of the metric over test tasks.
-        ci95: Half-width of its 95 % interval.
-        gain: Improvement over "support alone", positive if the method is better.
-        gain_ci95: Half-width of its 95 % interval.
+        ci95: Half-width of the 95 % confidence interval of `mean`.
+        gain: Improvement of the metric over "support alone", positive if the method is better.
+        gain_ci95: Half-width of the 95 % confidence interval of `gain`.
 
     >>> prediction = KernelPrediction("maml", "accuracy", mean=0.8, ci95=0.02, gain=0.05, gain_ci95=0.01)
     >>> prediction.gain > prediction.gain_ci95
@@ -58,12 +58,12 @@ class KernelPrediction:
 
 @dataclass(frozen=True)
 class MethodCost:
-    """The cost of a method, counted from its default settings and not timed.
+    """The cost of a method, computed from its default settings.
 
     Args:
         method: Name of the method.
         adapted_parameters: Number of parameters that adapt to a test task.
-        test_gradients: Number of gradient evaluations of the network for that.
+        test_gradients: Number of gradients of the network for this adaptation; 0 if only the head adapts.
         training_gradients: Number of gradients of the whole network per training task; 1 for plain pre-training.
 
     >>> cost = MethodCost("maml", adapted_parameters=5000, test_gradients=5, training_gradients=16.0)
@@ -83,10 +83,10 @@ class Advice:
 
     Args:
         method: The recommended method, or None if there is not enough evidence.
-        adapts: Whether this method adapts to tasks during training, or None.
-        confidence: Share of resampled sets of tasks with the same result.
+        adapts: Whether this method adapts to tasks during training, or None if `method` is None.
+        confidence: Share of resampled sets of tasks that favor the same recommendation.
         reasons: Reasons for the recommendation.
-        problem: Why nothing is recommended and what to do about it, or None.
+        problem: Why no method is recommended and what to do about it, or None.
 
     >>> Advice("maml", adapts=True, confidence=0.95, reasons=()).headline
     'Train with MAML. Resampled tasks agree in 95 % of cases.'
@@ -112,10 +112,11 @@ def predict_with_kernels(
 ) -> tuple[KernelPrediction, ...]:
     """Return the scores of MTL, ANIL and MAML on new tasks at infinite width, and of regression on the support alone.
 
-    Supports are fitted to convergence. The ridge of training is the best of `RIDGES` on validation tasks.
+    At test time, support sets are fitted to convergence. The training ridge is chosen from `RIDGES` on validation
+    tasks.
     """
     example = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
-    training = environment.sample(max(2, TRAINING_POINTS // example.shape[1]), torch.Generator().manual_seed(seed))
+    training = environment.sample(max(2, TRAINING_EXAMPLES // example.shape[1]), torch.Generator().manual_seed(seed))
     prepared = KernelLearner(kernel, "maml").prepare(training, "training task")
     scale = float(kernel.ntk(prepared.support_x[0]).diagonal().mean())
     untrained = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
@@ -123,15 +124,15 @@ def predict_with_kernels(
     predictions = [_kernel_prediction("support alone", baseline, baseline.minus(baseline))]
     for name in track_progress(KERNEL_METHODS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
-        fitted = [
+        learners = [
             KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)
             for ridge in RIDGES
         ]
-        scores = [evaluate(learner, environment, tasks=VALIDATION_TASKS, seed=seed + 1) for learner in fitted]
+        scores = [evaluate(learner, environment, tasks=VALIDATION_TASKS, seed=seed + 1) for learner in learners]
         best = 0
         for index, score in enumerate(scores):
             best = index if score.beats(scores[best]) else best
-        score = evaluate(fitted[best], environment, tasks=TEST_TASKS, seed=seed + 2)
+        score = evaluate(learners[best], environment, tasks=TEST_TASKS, seed=seed + 2)
         predictions.append(_kernel_prediction(name, score, score.minus(baseline)))
     return tuple(predictions)
 
@@ -142,26 +143,30 @@ def _kernel_prediction(name: str, score: Score, difference: Score) -> KernelPred
 
 
 def method_costs(names: tuple[str, ...], net: Network | None, dimension: int) -> tuple[MethodCost, ...]:
-    """Return the costs of the presets of these names, for a network, or for a linear model of `dimension` inputs."""
-    total, head = dimension, dimension
+    """Return the cost of each preset, for a network, or for a linear model with `dimension` inputs if it is None."""
+    net_size, head_size = dimension, dimension
     if net is not None:
-        total = sum(value.numel() for value in net.parameters())
-        head = sum(value.numel() for value in net.head.parameters())
-    return tuple(_method_cost(name, PRESETS[name], total, head) for name in names)
+        net_size = sum(param.numel() for param in net.parameters())
+        head_size = sum(param.numel() for param in net.head.parameters())
+    return tuple(_method_cost(name, PRESETS[name], net_size, head_size) for name in names)
 
 
-def _method_cost(name: str, method: Method, total: int, head: int) -> MethodCost:
+def _method_cost(name: str, method: Method, net_size: int, head_size: int) -> MethodCost:
+    """Return the cost of a method for a network and a head with these numbers of parameters."""
     solver = method.inner or method.test
-    adapts_all = method.adapts == "all" or isinstance(method.test, GradientDescent)
+    adapts_all = method.adapts == "all" or isinstance(method.test, Solver)
     steps = getattr(solver, "steps", 0)
-    inner = 0 if method.inner is None else steps * (DIFFERENTIATED_STEP_COST if method.outer == "exact" else 1)
-    adapted_share = 1.0 if adapts_all else head / total
-    return MethodCost(name, total if adapts_all else head, steps if adapts_all else 0, 1 + inner * adapted_share)
+    inner_gradients = 0
+    if method.inner is not None:
+        inner_gradients = steps * (DIFFERENTIATED_STEP_COST if method.outer == "exact" else 1)
+    adapted_size = net_size if adapts_all else head_size
+    training_gradients = 1 + inner_gradients * (adapted_size / net_size)
+    return MethodCost(name, adapted_size, steps if adapts_all else 0, training_gradients)
 
 
 def _describe_rate_ratio(ratio: float) -> str:
     if ratio < 1 / MIN_RATE_RATIO:
-        return ": the tasks called hard are the fast ones"
+        return ": the tasks of the hard group are the faster ones"
     return "" if ratio >= MIN_RATE_RATIO else ", so the two groups hardly differ"
 
 
@@ -173,25 +178,25 @@ def advise(
     kernel_predictions: tuple[KernelPrediction, ...],
     problems: tuple[str, ...] = (),
 ) -> Advice:
-    """Return a recommendation by the predicted ratio of risks, with all reasons for and against it.
+    """Return a recommendation based on the predicted ratio of risks, with the reasons for and against it.
 
     Args:
         prediction: Predicted risks.
         plain: Name of the method without adaptation in training.
-        adaptive: Name of the cheapest method that adapts. MAML replaces it if its kernel prediction is better by more
-            than the interval.
+        adaptive: Name of the cheapest method that adapts. MAML replaces it if the kernel predictions of MAML are
+            significantly better than those of ANIL.
         rates: Mean convergence rates of hard and of easy tasks.
-        kernel_predictions: Result of `predict_with_kernels`, or empty.
-        problems: Reasons not to trust the prediction; if there are any, nothing is recommended.
+        kernel_predictions: Result of `predict_with_kernels`, or ().
+        problems: Reasons not to trust the prediction. If there are any, no method is recommended.
 
     Returns:
-        The recommendation; undecided if there are problems or resampled tasks do not agree.
+        The recommendation, without a method if there are problems or resampled tasks do not agree.
     """
     ratio = prediction.ratio
     favors_adaptation = (prediction.resampled_ratios >= MIN_RATIO) & (prediction.resampled_savings >= MIN_SAVING)
-    share = float(favors_adaptation.double().mean())
-    adapts = share > 0.5  # the majority of resamplings, which can differ from the estimate itself if that is uncertain
-    agreement = share if adapts else 1 - share
+    adaptive_share = float(favors_adaptation.double().mean())
+    adapts = adaptive_share > 0.5  # if the estimate is uncertain, it may differ from the majority of resamplings
+    agreement = adaptive_share if adapts else 1 - adaptive_share
     rate_ratio = rates[1] / rates[0]
     reasons = [
         f"plain pre-training is predicted to have {ratio} times the risk of training that adapts; "
@@ -210,8 +215,8 @@ def advise(
             reasons.append(unbounded)
     if agreement < MIN_AGREEMENT:
         problems += (
-            f"{100 * share:.0f} % of resampled sets of tasks favor adaptation and {100 - 100 * share:.0f} % plain "
-            "pre-training: sample more tasks, or use the cheaper method",
+            f"{100 * adaptive_share:.0f} % of resampled sets of tasks favor adaptation and "
+            f"{100 - 100 * adaptive_share:.0f} % plain pre-training: sample more tasks, or use the cheaper method",
         )
     if prediction.remaining > LARGE_REMAINDER:
         reasons.append(
@@ -220,10 +225,10 @@ def advise(
             "method learns better features"
         )
     if kernel_predictions:
-        better = [result.method.upper() for result in kernel_predictions if result.gain > result.gain_ci95]
+        better_methods = [result.method.upper() for result in kernel_predictions if result.gain > result.gain_ci95]
         reasons.append(
-            f"by the kernels of infinitely wide networks, {', '.join(better) if better else 'no method'} "
-            f"{'are' if len(better) > 1 else 'is'} better than regression on the support alone"
+            f"by the kernels of infinitely wide networks, {', '.join(better_methods) or 'no method'} "
+            f"{'are' if len(better_methods) > 1 else 'is'} better than regression on the support alone"
         )
         by_method = {result.method: result for result in kernel_predictions}
         maml, anil = by_method["maml"], by_method["anil"]

@@ -44,14 +44,14 @@ log = logging.getLogger("metabridge")
 
 Grouping = Literal["hardness", "superclasses", "parts"]
 GROUPINGS: dict[str, str] = {
-    "hardness": "two groups with one covariance each; the hard tasks are those with the lower rates",
+    "hardness": "two groups with one covariance each; the hard group is the one with the lower rates",
     "superclasses": "hard tasks have classes of a single superclass, easy tasks classes of different superclasses",
     "parts": "the two parts of the mixture, the hard one first",
 }
 TASKS_PER_BATCH = 16
-FEW_TASKS = 50  # with fewer, resampling underestimates the uncertainty
+FEW_TASKS = 50  # with fewer tasks, resampling underestimates the uncertainty
 MAX_DIVERGING_SHARE = 0.05
-STATISTICS_IMAGES = 512  # for the batch norm statistics of an untrained network
+STATISTICS_IMAGES = 512  # images for the batch norm statistics of an untrained network
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Group:
     Args:
         name: "hard" or "easy".
         tasks: Number of tasks.
-        rate: Geometric mean of their convergence rates.
-        dispersion: Variance r of their solutions.
-        kurtosis: Fourth moments of their inputs relative to normal inputs.
+        rate: Geometric mean of the convergence rates of the tasks.
+        dispersion: Variance r of the solutions of the tasks.
+        kurtosis: Fourth moments of the features, divided by those of normal features.
 
     >>> hard = Group("hard", tasks=100, rate=0.1, dispersion=0.5, kurtosis=1.0)
     >>> easy = Group("easy", tasks=100, rate=1.0, dispersion=0.5, kurtosis=1.0)
@@ -98,12 +98,12 @@ class Diagnosis:
         distance: Distance R between the centers of the two groups.
         ratio_limit: 1 + R²/r_H, the limit of the ratio of risks as hard tasks get slower (Collins et al. 2022,
             corollary 2); None if r_H is 0.
-        nal: Risk of NAL above the noise floor, after the step.
-        maml: The same for MAML.
-        ratio: Ratio of the two risks.
+        nal: Risk of non-adaptive learning (NAL) above the noise floor, after the step.
+        maml: Risk of MAML above the noise floor, after the step.
+        ratio: Risk of NAL divided by the risk of MAML.
         saved: Share of the whole loss that MAML saves.
-        remaining: Risk of MAML after the step, divided by NAL's before it.
-        kernel_predictions: Scores of methods at infinite width, if a kernel was given.
+        remaining: Risk of MAML after the step, divided by the risk of NAL before the step.
+        kernel_predictions: Scores of methods at infinite width; empty if no kernel was given.
         costs: Costs of the methods that were compared.
         advice: The recommendation.
 
@@ -140,15 +140,20 @@ class Diagnosis:
     advice: Advice
 
     def gains_more_than(self, other: Diagnosis) -> bool:
-        """Return whether adaptation gains more on these tasks than on others, by the larger 1 + R²/r_H.
+        """Return whether adaptation gains more on these tasks than on others, by comparing `ratio_limit`.
 
-        The ratio itself is close to 1 if the step is short, and then noise decides which one is larger.
+        `ratio` is not compared: if the step is short, it is close to 1 and determined by noise.
 
         Args:
             other: Diagnosis of the other tasks.
+
+        Returns:
+            True if `ratio_limit` is larger than that of `other`.
         """
-        ours, theirs = (math.inf if one.ratio_limit is None else one.ratio_limit for one in (self, other))
-        return ours > theirs
+        limit, other_limit = (
+            math.inf if diagnosis.ratio_limit is None else diagnosis.ratio_limit for diagnosis in (self, other)
+        )
+        return limit > other_limit
 
     def __repr__(self) -> str:
         return f"Diagnosis({self.advice.headline!r})"
@@ -170,8 +175,8 @@ class Diagnosis:
             f"Ratio of risks after a step of {self.alpha:.3g} on {self.m} samples: {self.ratio}",
             f"Stability: {self.stability()}",
             *(
-                f"Kernel of {one.method}: {one.metric} {one.mean:.3g} ± {one.ci95:.2g}"
-                for one in self.kernel_predictions
+                f"Kernel of {prediction.method}: {prediction.metric} {prediction.mean:.3g} ± {prediction.ci95:.2g}"
+                for prediction in self.kernel_predictions
             ),
             f"These estimates are for {self.space} as they are now; training may change the features.",
         ]
@@ -204,20 +209,20 @@ def diagnose(
 ) -> Diagnosis:
     """Predict from sampled tasks whether training that adapts is worth its cost, by Collins et al. (2022).
 
-    Tasks are compared as linear models of features. Classification tasks are compared by pairs of points, since the
+    Tasks are compared as linear models of features. Classification tasks are compared by pairs of examples, since the
     order of their classes is arbitrary.
 
     Args:
         environment: Source of the tasks.
         net: Network or trained model that computes the features.
-        features: Function from points (n, ...) to features (n, d), instead of `net`. If neither is given, the points
-            must be vectors and are the features.
-        kernel: Kernel of an infinitely wide network, to predict the scores of MTL, ANIL and MAML too.
-        groups: How hard and easy tasks are separated: by "hardness", by "superclasses" of images, or as the "parts"
-            of a `Mixture`, the hard one first.
+        features: Function from inputs (n, ...) to features (n, d), instead of `net`. If both are None, the inputs must
+            be vectors and are used as features.
+        kernel: Kernel of an infinitely wide network, to also predict the scores of MTL, ANIL and MAML.
+        groups: How hard and easy tasks are separated: by "hardness", by "superclasses" of images, or as the two "parts"
+            of a `Mixture`, with the hard part first.
         tasks: Number of tasks to sample, at least 10.
-        alpha: Step size of adaptation. By default the inverse of the largest curvature of the groups, or less, so
-            that the step diverges on no task.
+        alpha: Step size of adaptation. The default is the inverse of the largest curvature of the groups, or less if
+            that step diverged on a task.
         seed: Seed of the sampled tasks.
         progress: Whether to show a progress bar.
 
@@ -225,7 +230,8 @@ def diagnose(
         The estimates, the predicted risks and the recommendation.
 
     Raises:
-        InputError: If the arguments do not suit the environment or each other, or the features are degenerate.
+        InputError: If the arguments do not suit the environment or contradict each other, or the features are
+            degenerate.
 
     >>> from metabridge.environments import HardEasy, LinearTasks
     >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
@@ -241,14 +247,14 @@ def diagnose(
         raise InputError(f"tasks is {tasks}, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more.")
     if tasks < FEW_TASKS:
         log.warning("tasks is %d: intervals from fewer than %d tasks are too narrow.", tasks, FEW_TASKS)
-    batch = min(TASKS_PER_BATCH, tasks_per_part)
-    examples = [part.sample(batch, torch.Generator().manual_seed(seed)) for part in parts]
+    example_tasks = min(TASKS_PER_BATCH, tasks_per_part)
+    examples = [part.sample(example_tasks, torch.Generator().manual_seed(seed)) for part in parts]
     space = FeatureSpace.for_tasks(examples, net, features)
     moments = _sample_moments(space, parts, tasks_per_part, seed, progress)
     rates, m = convergence_rates(moments), space.sample_count(examples[0])
-    known_groups = len(parts) == 2
-    is_hard = torch.arange(len(moments)) < tasks_per_part if known_groups else find_hard_tasks(moments)
-    estimate = LandscapeEstimate(moments, is_hard, m, _hard_share(environment) if known_groups else None)
+    groups_are_known = len(parts) == 2
+    is_hard = torch.arange(len(moments)) < tasks_per_part if groups_are_known else find_hard_tasks(moments)
+    estimate = LandscapeEstimate(moments, is_hard, m, _hard_share(environment) if groups_are_known else None)
     stable_step = estimate.stable_step()
     step = stable_step if alpha is None else alpha
     if not estimate.adapted_covariances(step).isfinite().all():
@@ -274,8 +280,8 @@ def diagnose(
     if kernel is not None:
         try:
             kernel_predictions = predict_with_kernels(kernel, environment, seed, progress=progress)
-        except InputError as error:  # for example duplicate images, which only kernels cannot deal with
-            log.warning("The kernel predictions are left out: %s", error)
+        except InputError as error:  # for example duplicate images, for which only the kernel predictions fail
+            log.warning("Continuing without kernel predictions: %s", error)
     return Diagnosis(
         space=space.name,
         dimension=moments.dimension,
@@ -312,13 +318,13 @@ def diagnose(
 def _find_problems(
     estimate: LandscapeEstimate, step: float, diverging_share: float, stable_step: float
 ) -> tuple[str, ...]:
-    """Return the reasons not to trust the prediction, each with what to do about it."""
+    """Return the reasons not to trust the prediction, each with a way to avoid it."""
     problems = []
-    heavy = estimate.heavy_tails()
-    if heavy:
+    heavy_tailed = estimate.heavy_tails()
+    if heavy_tailed:
         problems.append(
-            f"few values dominate the variance of the {' and of the '.join(heavy)}, so it may not exist: clip or "
-            "transform them, or sample more tasks"
+            f"few values dominate the variance of the {' and of the '.join(heavy_tailed)}, so it may be infinite: clip "
+            "or transform them, or sample more tasks"
         )
     if diverging_share > MAX_DIVERGING_SHARE:
         problems.append(
@@ -329,7 +335,7 @@ def _find_problems(
 
 
 def untrained_network(images: LabelledImages, model: str = "conv4", *, seed: int = 0) -> Network:
-    """Return a new network for a data set, with batch norm statistics of some of its images.
+    """Return an untrained network for a data set, with batch norm statistics of some of its images.
 
     Args:
         images: Data set.
@@ -340,7 +346,7 @@ def untrained_network(images: LabelledImages, model: str = "conv4", *, seed: int
         The network, on the device of the images.
 
     Raises:
-        InputError: If there is no such model, or it does not suit the images.
+        InputError: If there is no such model, or it cannot process the images.
 
     >>> from metabridge.datasets import load
     >>> untrained_network(load("glyphs")).head.in_features
@@ -355,7 +361,7 @@ def untrained_network(images: LabelledImages, model: str = "conv4", *, seed: int
 
 
 def _hard_and_easy_parts(environment: Environment, groups: Grouping) -> tuple[Environment, ...]:
-    """Return the environments of hard and of easy tasks if they are known, or else the whole environment."""
+    """Return the environments of hard and of easy tasks, or the whole environment if `groups` is "hardness"."""
     if groups not in GROUPINGS:
         raise InputError(f"groups is {groups!r}, but must be one of {', '.join(GROUPINGS)}.")
     if groups == "hardness":
@@ -380,7 +386,7 @@ def _hard_and_easy_parts(environment: Environment, groups: Grouping) -> tuple[En
 
 
 def _hard_share(environment: Environment) -> float:
-    """Return the share of hard tasks: the weight of a mixture's first part, or one half."""
+    """Return the probability of hard tasks: the weight of a mixture's first part, or one half for superclasses."""
     if not isinstance(environment, Mixture):
         return 0.5
     return environment.weights[0] / sum(environment.weights)
@@ -397,4 +403,4 @@ def _sample_moments(
         for start in range(0, tasks_per_part, TASKS_PER_BATCH)
     ]
     tracked_batches = track_progress(batches, "sampling tasks", progress)
-    return SplitMoments.concatenate([space.moments(part.sample(size, generator)) for part, size in tracked_batches])
+    return SplitMoments.concatenate([space.moments(part.sample(count, generator)) for part, count in tracked_batches])

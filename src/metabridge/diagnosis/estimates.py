@@ -26,12 +26,12 @@ from metabridge.theory.landscape import (
 )
 
 MIN_TASKS_PER_GROUP = 5
-DIVERGENCE_LIMIT = 2  # a step α diverges along an eigenvector with eigenvalue λ if αλ reaches this
-MAX_CHOSEN_STEP = 1.9  # largest αλ_max over single tasks, if the step is not given
-MIN_EFFECTIVE_TASKS, MIN_EFFECTIVE_POINTS = 0.1, 0.01  # as a share of a group's tasks; fewer indicate heavy tails
-RESAMPLINGS = 200  # of the bootstrap
-TINY = 1e-300  # keeps 0/0 at a ratio of risks of 1
-UNBOUNDED = 1e4  # larger ratios of risks come from a denominator that may be zero
+DIVERGENCE_LIMIT = 2  # a step of size α diverges along an eigenvector with eigenvalue λ if αλ is this or more
+MAX_DEFAULT_STEP = 1.9  # limit of αλ_max on single tasks for the default step size α
+MIN_EFFECTIVE_TASKS, MIN_EFFECTIVE_EXAMPLES = 0.1, 0.01  # as shares of a group; less indicates heavy tails
+RESAMPLINGS = 200  # bootstrap samples
+TINY = 1e-300  # lower limit of denominators, so that 0/0 gives 0
+UNBOUNDED = 1e4  # a larger ratio of risks means that the denominator may be zero
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,14 @@ class Interval:
 
     @property
     def has_upper_bound(self) -> bool:
-        """Whether the upper end is meaningful, rather than a quotient by a number close to zero."""
+        """Whether the upper end is meaningful, and not a quotient with a denominator close to zero."""
         return self.high < UNBOUNDED
 
     def as_percent(self) -> str:
         """Return the value and the interval as percentages.
+
+        Returns:
+            The text.
 
         >>> Interval(0.2, 0.15, 0.275).as_percent()
         '20.0 % (15.0 to 27.5 %)'
@@ -73,7 +76,13 @@ class Interval:
         return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f} %)"
 
     def overlaps(self, other: Interval) -> bool:
-        """Return whether the two intervals overlap.
+        """Return whether two intervals overlap.
+
+        Args:
+            other: The other interval.
+
+        Returns:
+            True if they have a point in common.
 
         >>> Interval(2.0, 1.5, 2.75).overlaps(Interval(3.0, 2.5, 4.0))
         True
@@ -85,9 +94,9 @@ class Prediction(NamedTuple):
     """Risks predicted by the closed forms.
 
     - `risks`: 𝓔_m of NAL and MAML
-    - `ratio`: the ratio of the two
+    - `ratio`: the risk of NAL divided by the risk of MAML
     - `saved`: the share of NAL's whole loss F_m, noise included, that MAML saves
-    - `remaining`: MAML's risk after the step, divided by NAL's risk before the step
+    - `remaining`: the risk of MAML after the step, divided by the risk of NAL before the step
     - `resampled_ratios`, `resampled_savings`: `ratio` and `saved` for each resampling of the tasks
     """
 
@@ -101,15 +110,15 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LandscapeEstimate:
-    """Estimates of the solutions of a group of hard tasks and a group of easy tasks.
+    """Estimates for a group of hard tasks and a group of easy tasks.
 
-    All tasks of a group are assumed to have the same covariance of the inputs.
+    All tasks of a group are assumed to have the same covariance of the features.
 
     Args:
         moments: Moments of the tasks.
-        is_hard: Which tasks are hard (tasks,).
+        is_hard: Whether each task is hard (tasks,).
         m: Number of samples that adaptation uses.
-        hard_share: Probability of hard tasks if it is known; otherwise their share in the sample.
+        hard_share: Probability of hard tasks; None to estimate it by the share of hard tasks in `is_hard`.
     """
 
     moments: SplitMoments
@@ -139,7 +148,8 @@ class LandscapeEstimate:
     def fourth_moments(self) -> Tensor:
         """E[zzᵀΣzzᵀ] of the hard and of the easy tasks (2, d, d).
 
-        The difference to Σ³ is E[(zzᵀ − Σ)Σ(zzᵀ − Σ)], so negative eigenvalues of it are set to zero.
+        The matrix minus Σ³ is E[(zzᵀ − Σ)Σ(zzᵀ − Σ)], which is positive semi-definite. Negative eigenvalues of the
+        estimated difference are therefore set to zero.
         """
         cubes = self.covariances @ self.covariances @ self.covariances
         fourths = torch.stack([self.moments.fourth[tasks].mean((0, 1)) for tasks in self.group_indices])
@@ -152,54 +162,55 @@ class LandscapeEstimate:
 
     @cached_property
     def kurtosis(self) -> Tensor:
-        """tr E[zzᵀΣzzᵀ] of the hard and of the easy tasks (2,), divided by its value for normal inputs."""
+        """tr E[zzᵀΣzzᵀ] of the hard and of the easy tasks (2,), divided by its value for normal features."""
         squares, cubes = (torch.linalg.matrix_power(self.covariances, power) for power in (2, 3))
         return _trace(self.fourth_moments) / (_trace(squares) * _trace(self.covariances) + 2 * _trace(cubes))
 
     @cached_property
     def curvature(self) -> float:
-        """The largest eigenvalue of the two groups' covariances."""
+        """The largest eigenvalue of the covariances of both groups."""
         return float(torch.linalg.eigvalsh(self.covariances).max())
 
     def stable_step(self) -> float:
-        """Return the inverse of the largest curvature of the groups, or less if that diverges on a single task."""
-        return 1 / max(self.curvature, float(largest_curvatures(self.moments).max()) / MAX_CHOSEN_STEP)
+        """Return the inverse of the largest curvature of the groups, or less if that step diverged on a single task."""
+        return 1 / max(self.curvature, float(largest_curvatures(self.moments).max()) / MAX_DEFAULT_STEP)
 
     def heavy_tails(self) -> tuple[str, ...]:
-        """Return what has a variance that is dominated by a few tasks or points, such as "targets of hard tasks".
+        """Return the variables whose variance is dominated by a few tasks or examples, such as "targets of hard tasks".
 
-        If a mean has n contributions c, (Σc)²/Σc² is the number of equal contributions with the same relative error.
-        For squares of a normal variable it is n/3. If the variance does not exist, it does not grow with n.
+        If a sum has n contributions c, the number of effective contributions is (Σc)²/Σc²: so many equal contributions
+        have the same relative error. It is n/3 for squares of a normal variable, and does not grow with n if the
+        variance is infinite.
         """
         squares = _trace(self.moments.covariance), self.moments.target_square
-        heavy = []
+        heavy_tailed = []
         for group, tasks in zip(("hard", "easy"), self.group_indices):
             for name, square, fourth in zip(("inputs", "targets"), squares, self.moments.tails.unbind(-1)):
                 squared_mean = square[tasks].mean().square()
-                task_square, point_square = square[tasks].mean(1).square().mean(), fourth[tasks].mean()
+                task_mean_square, example_mean_square = square[tasks].mean(1).square().mean(), fourth[tasks].mean()
                 if (
-                    squared_mean < MIN_EFFECTIVE_TASKS * task_square
-                    or squared_mean < MIN_EFFECTIVE_POINTS * point_square
+                    squared_mean < MIN_EFFECTIVE_TASKS * task_mean_square
+                    or squared_mean < MIN_EFFECTIVE_EXAMPLES * example_mean_square
                 ):
-                    heavy.append(f"{name} of {group} tasks")
-        return tuple(heavy)
+                    heavy_tailed.append(f"{name} of {group} tasks")
+        return tuple(heavy_tailed)
 
     def landscape(self, alpha: float) -> Landscape:
         """Return the two groups as a `Landscape`, the hard one first.
 
         The spread of a group is rI, with r such that tr(Q^{(m)}·rI) equals tr(Q^{(m)}·S) for the estimated covariance
-        S of the solutions. 𝓔_m depends on S only through this trace, and S is unbiased, so it may have negative
-        eigenvalues.
+        S of the solutions. 𝓔_m depends on S only through this trace. S itself cannot be used, since the estimate is
+        unbiased and may have negative eigenvalues.
         """
         groups = []
         hard_share = float(self.is_hard.double().mean()) if self.hard_share is None else self.hard_share
-        shares = hard_share, 1 - hard_share
+        probabilities = hard_share, 1 - hard_share
         for tasks, covariance, Q, probability in zip(
-            self.group_indices, self.covariances, self.adapted_covariances(alpha), shares
+            self.group_indices, self.covariances, self.adapted_covariances(alpha), probabilities
         ):
             first, second = self.solutions[tasks].unbind(1)
             center = (first.mean(0) + second.mean(0)) / 2
-            # The halves have independent noise, so their product estimates the covariance without the noise of either.
+            # The halves have independent noise, so their product estimates the covariance without bias from noise.
             spread = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
             r = float((Q * spread).sum() / Q.trace())
             explained = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
@@ -215,24 +226,24 @@ class LandscapeEstimate:
     def distance(self, landscape: Landscape, alpha: float) -> float:
         """Return the distance R between the centers of the groups, corrected for the noise of the centers.
 
-        Lengths are measured by Q^{(m)} of the hard tasks, divided by its trace. If Q is a multiple of I and the
-        centers are 0 and R·1, this is R in Collins et al. (2022).
+        It is measured in the norm of Q/tr Q, where Q is Q^{(m)} of the hard tasks. If Q is a multiple of I and the
+        centers are the vectors (0, …, 0) and (R, …, R), this is R in Collins et al. (2022).
         """
         distribution, Q = landscape.distribution, self.adapted_covariances(alpha)[0]
         gap = distribution.center[0] - distribution.center[1]
         noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.group_indices]
-        squared = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
-        return float(squared.clamp_min(0).sqrt())
+        squared_distance = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
+        return float(squared_distance.clamp_min(0).sqrt())
 
     def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
         """Return the risks of NAL and MAML after a step `alpha`, with intervals from resampling the tasks.
 
-        The noise of the estimated centers adds to the risks. Resampling adds the same amount once more, so the
-        difference between the resampled and the original risks is subtracted.
+        The noise of the estimated centers increases the risks. Resampling increases them by the same amount once more.
+        Therefore the difference between the resampled and the original risks is subtracted.
         """
         losses = self._losses(alpha)
         resampled = (self._resample(generator) for _ in range(RESAMPLINGS))
-        # A step that is stable for these tasks may diverge for resampled ones, and is then shortened.
+        # A step that is stable for these tasks may diverge for resampled tasks. In this case it is shortened.
         resampled_losses = torch.stack(
             [sample._losses(min(alpha, 0.999 * DIVERGENCE_LIMIT / sample.curvature)) for sample in resampled]
         )
@@ -253,13 +264,13 @@ class LandscapeEstimate:
         )
 
     def _interval(self, value: float, resampled: Tensor) -> Interval:
-        """Return the expanded percentile interval of resampled values."""
+        """Return the expanded percentile interval of resampled values, extended to contain `value`."""
         tail = percentile_tail(min(map(len, self.group_indices)))
         low, high = resampled.quantile(torch.tensor([tail, 1 - tail], dtype=resampled.dtype)).tolist()
         return Interval(value, min(low, value), max(high, value))
 
     def _losses(self, alpha: float) -> Tensor:
-        """Return 𝓔_m of NAL minus that of MAML (with n₂ = m), 𝓔_m of MAML, the noise floor, and NAL's 𝓔 at α = 0."""
+        """Return 𝓔_m(NAL) − 𝓔_m(MAML), 𝓔_m(MAML), the noise floor, and NAL's 𝓔 without a step; MAML has n₂ = m."""
         landscape, m = self.landscape(alpha), self.m
         solutions = torch.stack(
             [nal_solution(landscape), maml_solution(landscape, alpha, m, fourth=self.fourth_moments)]
@@ -269,7 +280,7 @@ class LandscapeEstimate:
         return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), nal_before])
 
     def _resample(self, generator: torch.Generator) -> LandscapeEstimate:
-        """Draw as many tasks with replacement; if the share of hard tasks is known, from each group separately."""
+        """Draw the same number of tasks with replacement; if `hard_share` is known, from each group separately."""
         while True:
             if self.hard_share is None:
                 tasks = torch.randint(len(self.is_hard), (len(self.is_hard),), generator=generator)
@@ -287,24 +298,25 @@ class LandscapeEstimate:
     def solution_map(self) -> Tensor:
         """Return the solution of every task in two dimensions (tasks, 2).
 
-        The first axis is the line between the centers of the groups, the second the direction with the largest
-        remaining variance. Lengths are measured by the mean covariance.
+        The first axis is the line between the centers of the groups, the second axis the direction with the largest
+        remaining variance. Lengths are measured in the norm of the mean covariance.
         """
         values, vectors = torch.linalg.eigh(self.moments.covariance.mean((0, 1)))
-        points = self.solutions.mean(1) @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T
-        points = points - points[~self.is_hard].mean(0)
-        along = torch.nn.functional.normalize(points[self.is_hard].mean(0), dim=0)
-        rest = points - (points @ along)[:, None] * along
-        across = torch.linalg.eigh(rest.T @ rest).eigenvectors[:, -1]
-        return torch.stack([points @ along, rest @ across], 1)
+        solutions = self.solutions.mean(1) @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+        solutions = solutions - solutions[~self.is_hard].mean(0)
+        first_axis = torch.nn.functional.normalize(solutions[self.is_hard].mean(0), dim=0)
+        residuals = solutions - (solutions @ first_axis)[:, None] * first_axis
+        second_axis = torch.linalg.eigh(residuals.T @ residuals).eigenvectors[:, -1]
+        return torch.stack([solutions @ first_axis, residuals @ second_axis], 1)
 
 
 def find_hard_tasks(moments: SplitMoments) -> Tensor:
-    """Return which tasks are hard: those with the lower rates, of two groups with one covariance each.
+    """Return whether each task belongs to the group of hard tasks, which has the lower rates (tasks,).
 
-    Tasks are first split by their rates. Then every task is assigned to the group with the covariance that makes its
-    points more likely. A rate describes one direction only, while covariances distinguish groups whose rates overlap.
-    There is only one such reassignment, as more of them converge to groups that need not differ in hardness.
+    Tasks are first split by their rates. Then each task is assigned to the group under whose covariance its examples
+    are more likely. A rate describes only one direction of the features, while covariances also distinguish groups
+    whose rates overlap. Tasks are reassigned only once, because repeated reassignment can converge to groups that do
+    not differ in hardness.
     """
     rates = convergence_rates(moments)
     is_hard = split_by_rate(rates)
@@ -318,7 +330,7 @@ def find_hard_tasks(moments: SplitMoments) -> Tensor:
 
 
 def split_by_rate(rates: Tensor) -> Tensor:
-    """Return which tasks have low rates, by the split of the log rates with the smallest variance within groups.
+    """Return whether each task has a low rate, by the split of the log rates with the smallest variance within groups.
 
     >>> split_by_rate(torch.tensor([0.1] * 5 + [1.0] * 7)).sum()
     tensor(5)

@@ -1,4 +1,4 @@
-"""The space in which the solutions of tasks are compared."""
+"""The feature space in which the solutions of tasks are compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metabridge.diagnosis.moments import (
-    MIN_POINTS_PER_DIMENSION,
+    MIN_EXAMPLES_PER_DIMENSION,
     FeatureMap,
     SplitMoments,
     pair_moments,
@@ -23,18 +23,18 @@ from metabridge.learners.parameters import parameters
 from metabridge.models.network import Network
 from metabridge.training.evaluation import Model
 
-MAX_DIMENSION = 10  # of the features of pairs, whose products have about half the square of it
+MAX_PAIR_DIMENSION = 10  # of features in classification; d features of two examples have d(d + 1)/2 products
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureSpace:
-    """Features of points, projected on as many directions as the points of a single task suffice for.
+    """Features of inputs, projected to so few dimensions that the examples of a single task determine its solution.
 
     Args:
         name: Name in reports.
-        features: Map from points (n, ...) to features (n, d).
+        features: Function from inputs (n, ...) to features (n, d).
         project: Projection of features (..., d).
-        is_classification: Whether tasks have class labels and are compared by pairs of points.
+        is_classification: Whether tasks have class labels and are compared by pairs of examples.
     """
 
     name: str
@@ -44,28 +44,28 @@ class FeatureSpace:
 
     @classmethod
     def for_tasks(
-        cls, examples: Sequence[Episodes], net: Network | Model | None, features: FeatureMap | None
+        cls, sampled_tasks: Sequence[Episodes], net: Network | Model | None, features: FeatureMap | None
     ) -> FeatureSpace:
-        """Choose the space for tasks like the examples."""
-        first = examples[0]
+        """Return the space for tasks like `sampled_tasks`: features of a network or of a function, or the inputs."""
+        first = sampled_tasks[0]
         if net is not None and features is not None:
-            raise InputError("net and features are both given, but only one of them can define the space. Omit one.")
+            raise InputError("net and features are both given, but only one of them can be used. Omit one of them.")
         if net is None and features is None:
             if first.support_x.ndim != 3:
                 raise InputError(
-                    f"points are {describe(first.support_x)}, but only vectors can be used as features directly. "
+                    f"inputs are {describe(first.support_x)}, but without a network they must be vectors. "
                     "Give net or features."
                 )
             if not first.is_classification:
                 return cls("inputs", _identity, _identity, False)
         feature_map = features or (_identity if net is None else _network_features(net))
-        half = (first.support_x.shape[1] + (first.query_x.shape[1] if first.is_split else 0)) // 2
-        sample = torch.cat([_compute_features(example, feature_map).flatten(0, 1) for example in examples])
+        examples_per_half = (first.support_x.shape[1] + (first.query_x.shape[1] if first.is_split else 0)) // 2
+        sample = torch.cat([_compute_features(episodes, feature_map).flatten(0, 1) for episodes in sampled_tasks])
         if sample.ndim != 2:
-            raise InputError(f"features returns {describe(sample)}, but must return one vector for each point.")
-        dimension = max(1, half // MIN_POINTS_PER_DIMENSION)
+            raise InputError(f"features returns {describe(sample)}, but must return one vector for each input.")
+        dimension = max(1, examples_per_half // MIN_EXAMPLES_PER_DIMENSION)
         if first.is_classification:
-            project = principal_projection(sample, min(dimension, MAX_DIMENSION))
+            project = principal_projection(sample, min(dimension, MAX_PAIR_DIMENSION))
             return cls(f"pairs of {'inputs' if feature_map is _identity else 'features'}", feature_map, project, True)
         project = principal_projection(sample, dimension - 1 or 1)
         return cls("features and a constant", feature_map, lambda φ: _append_constant(project(φ)), False)
@@ -77,11 +77,13 @@ class FeatureSpace:
         return pair_moments(φ, y) if self.is_classification else regression_moments(φ, y)
 
     def sample_count(self, episodes: Episodes) -> int:
-        """Return m, the number of samples that adaptation uses: the points of a support, or the pairs of them."""
-        points = episodes.support_x.shape[1]
-        m = points * (points - 1) // 2 if self.is_classification else points
+        """Return the number m of samples that adaptation uses: the examples in a support set, or the pairs of them."""
+        support_size = episodes.support_x.shape[1]
+        m = support_size * (support_size - 1) // 2 if self.is_classification else support_size
         if m < 1:
-            raise InputError(f"supports have {points} point, but pairs need at least 2. Use more shots or ways.")
+            raise InputError(
+                f"support sets have {support_size} example, but pairs need at least 2. Use more shots or ways."
+            )
         return m
 
 
@@ -92,11 +94,11 @@ def _network_features(net: Network | Model) -> FeatureMap:
 
 
 def _compute_features(episodes: Episodes, features: FeatureMap) -> Tensor:
-    """Return the features of all points (tasks, points, d); a network gets the points of one task at a time."""
+    """Return the features of all inputs (tasks, inputs, d), computed for one task at a time."""
     with torch.no_grad():
         result = torch.stack([features(task).double().cpu() for task in episodes.without_split().support_x])
     if not result.isfinite().all():
-        raise InputError("some features are NaN or infinite. Check the points and the network or feature function.")
+        raise InputError("some features are NaN or infinite. Check the inputs and the network or feature function.")
     return result
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from html import escape
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count, describe
+from metabridge.html_table import html_table
 
 log = logging.getLogger("metabridge")
 
@@ -31,7 +31,7 @@ class LabelledImages:
         superclasses: The superclass of each class, as an index in `superclass_names`, int64 of shape (classes,).
         superclass_names: The names of the superclasses.
         splits: The classes of each split, int64. A class is in at most one split.
-        load_arguments: The arguments with which `datasets.load` returns these images; a saved run stores them.
+        load_arguments: The arguments of `datasets.load` that return these images; a saved run stores them.
 
     Raises:
         InputError: A shape or dtype is wrong, an index is out of range, or a class is in two splits.
@@ -67,34 +67,32 @@ class LabelledImages:
         _check_indices("labels", self.labels, len(self.images), classes)
         _check_indices("superclasses", self.superclasses, classes, len(self.superclass_names))
         split_of: dict[int, str] = {}
-        for split, members in self.splits.items():
-            _check_indices(f"splits[{split!r}]", members, None, classes)
-            if len(members) == 0:
+        for split, class_indices in self.splits.items():
+            _check_indices(f"splits[{split!r}]", class_indices, None, classes)
+            if len(class_indices) == 0:
                 raise InputError(f"split '{split}' has no classes. Add classes, or remove the split.")
-            for member in members.tolist():
-                if member in split_of:
+            for index in class_indices.tolist():
+                if index in split_of:
                     where = f"twice in split '{split}'"
-                    if split_of[member] != split:
-                        where = f"in the splits '{split_of[member]}' and '{split}'"
+                    if split_of[index] != split:
+                        where = f"in the splits '{split_of[index]}' and '{split}'"
                     raise InputError(
-                        f"class '{self.class_names[member]}' is {where}. List every class once, in one split."
+                        f"class '{self.class_names[index]}' is {where}. List every class once, in one split."
                     )
-                split_of[member] = split
+                split_of[index] = split
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.images.shape[1:]))
-        splits = " / ".join(f"{len(members)} {split}" for split, members in self.splits.items()) or "no"
+        splits = " / ".join(f"{len(classes)} {split}" for split, classes in self.splits.items()) or "no"
         return f"LabelledImages({_data_name(self)}{len(self.images):,} images of {shape}, {splits} classes)"
 
     def _repr_html_(self) -> str:
         """Return a table of the splits for notebooks."""
         counts = torch.bincount(self.labels, minlength=len(self.class_names))
-        rows = "".join(
-            f"<tr><td>{escape(split)}</td><td>{len(members):,}</td><td>{int(counts[members].sum()):,}</td></tr>"
-            for split, members in self.splits.items()
-        )
-        header = "<tr><th>split</th><th>classes</th><th>images</th></tr>"
-        return f"<table><caption>{escape(repr(self))}</caption>{header}{rows}</table>"
+        rows = [
+            (split, f"{len(classes):,}", f"{int(counts[classes].sum()):,}") for split, classes in self.splits.items()
+        ]
+        return html_table(repr(self), ("split", "classes", "images"), rows)
 
     def tasks(
         self, split: str, *, ways: int = 5, shots: int = 1, queries: int = 15, superclass: Superclass = "any"
@@ -145,25 +143,25 @@ class LabelledImages:
         rotated_splits = set(self.splits if splits is None else splits)
         if not rotated_splits or not rotated_splits <= self.splits.keys():
             raise InputError(
-                f"splits is {_quote(sorted(rotated_splits))}, but these images have {_quote(self.splits)}."
+                f"splits is {_quote(sorted(rotated_splits))}, but the splits of these images are {_quote(self.splits)}."
             )
         height, width = self.images.shape[-2:]
         if height != width:
             raise InputError(f"images are {height}×{width} pixels, but only square images can be rotated by 90°.")
-        members = torch.cat([classes for split, classes in self.splits.items() if split in rotated_splits])
-        position = torch.full((len(self.class_names),), -1)
-        position[members] = torch.arange(len(members))
+        rotated_classes = torch.cat([classes for split, classes in self.splits.items() if split in rotated_splits])
+        position = torch.full((len(self.class_names),), -1)  # of each class in `rotated_classes`
+        position[rotated_classes] = torch.arange(len(rotated_classes))
         rows = (position[self.labels] >= 0).nonzero().squeeze(1)
         originals = self.images[rows.to(self.images.device)]
-        offsets = [len(self.class_names) + turn * len(members) for turn in range(3)]
-        names = [self.class_names[index] for index in members.tolist()]
+        offsets = [len(self.class_names) + turns * len(rotated_classes) for turns in range(3)]
+        names = [self.class_names[index] for index in rotated_classes.tolist()]
         return replace(
             self,
-            images=torch.cat([self.images, *(torch.rot90(originals, turn, (2, 3)) for turn in (1, 2, 3))]),
+            images=torch.cat([self.images, *(torch.rot90(originals, turns, (2, 3)) for turns in (1, 2, 3))]),
             labels=torch.cat([self.labels, *(position[self.labels[rows]] + offset for offset in offsets)]),
-            # The settings of runs contain these names since version 0.1.0.
+            # Saved runs contain these names since version 0.1.0.
             class_names=(*self.class_names, *(f"{name}/turned{angle}" for angle in (90, 180, 270) for name in names)),
-            superclasses=torch.cat([self.superclasses, self.superclasses[members].repeat(3)]),
+            superclasses=torch.cat([self.superclasses, self.superclasses[rotated_classes].repeat(3)]),
             splits={
                 split: torch.cat([classes, *(position[classes] + offset for offset in offsets)])
                 if split in rotated_splits
@@ -259,7 +257,7 @@ class ImageTasks:
         if self.split not in self.data.splits:
             if not self.data.splits:
                 raise InputError("no split has any classes. Use a smaller min_images, or add images.")
-            raise InputError(f"split is '{self.split}', but these images have {_quote(self.data.splits)}. Use one.")
+            raise InputError(f"split is '{self.split}', but must be one of {_quote(self.data.splits)}.")
         if self.superclass not in get_args(Superclass):
             raise InputError(f"superclass is '{self.superclass}', but must be one of {_quote(get_args(Superclass))}.")
         if self.ways > self.classes:
@@ -276,6 +274,13 @@ class ImageTasks:
             f"ImageTasks({_data_name(self.data)}{self.split!r}, {self.ways}-way {self.shots}-shot, "
             f"{queries} per class, {classes}{superclass})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the tasks for notebooks."""
+        counts = self._is_image.sum(dim=1)
+        numbers = (self.ways, self.shots, self.queries, self.classes, int(counts.sum()))
+        columns = ("ways", "shots per class", "queries per class", "classes", "images")
+        return html_table(repr(self), columns, [[f"{number:,}" for number in numbers]])
 
     @property
     def outputs(self) -> int:
@@ -298,7 +303,7 @@ class ImageTasks:
         return self._rows[self._is_image]
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample tasks. The points of a task are ordered by class.
+        """Sample tasks. The images of a task are ordered by class.
 
         Args:
             tasks: Number of tasks.
@@ -317,7 +322,7 @@ class ImageTasks:
             generator: A random generator on the CPU.
 
         Returns:
-            The classes and the images of each task, as indices.
+            The indices of the classes and of the images of each task.
         """
         check_count("tasks", tasks)
         classes = self._sample_classes(tasks, generator)
@@ -327,19 +332,20 @@ class ImageTasks:
 
     def _sample_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
         """Return indices of classes within the split, (tasks, ways), in random order."""
-        members = self._members
         if self.superclass == "any":
             return _sample_columns(torch.ones(tasks, self.classes, dtype=torch.bool), self.ways, generator)
         if self.superclass == "same":
             large = self._large_superclasses
             superclasses = large[torch.randint(len(large), (tasks,), generator=generator)]
-            return _sample_columns(members[superclasses], self.ways, generator)
-        superclasses = _sample_columns(torch.ones(tasks, len(members), dtype=torch.bool), self.ways, generator)
-        return _sample_columns(members[superclasses], 1, generator).squeeze(-1)
+            return _sample_columns(self._class_masks[superclasses], self.ways, generator)
+        superclasses = _sample_columns(
+            torch.ones(tasks, len(self._class_masks), dtype=torch.bool), self.ways, generator
+        )
+        return _sample_columns(self._class_masks[superclasses], 1, generator).squeeze(-1)
 
     @cached_property
-    def _table(self) -> tuple[Tensor, Tensor]:
-        """The image indices of each class, padded to the largest class, and a mask that excludes the padding."""
+    def _rows_and_mask(self) -> tuple[Tensor, Tensor]:
+        """The image indices of each class, padded to the largest class, and a mask that is false for the padding."""
         split, labels = self.data.splits[self.split], self.data.labels
         by_class = torch.argsort(labels, stable=True)
         counts = torch.bincount(labels, minlength=len(self.data.class_names))
@@ -351,26 +357,26 @@ class ImageTasks:
 
     @property
     def _rows(self) -> Tensor:
-        return self._table[0]
+        return self._rows_and_mask[0]
 
     @property
     def _is_image(self) -> Tensor:
-        return self._table[1]
+        return self._rows_and_mask[1]
 
     @cached_property
-    def _members(self) -> Tensor:
-        """Which classes of the split (columns) are in each superclass that occurs in it (rows)."""
+    def _class_masks(self) -> Tensor:
+        """For each superclass in the split (rows), which classes of the split (columns) belong to it."""
         superclasses = self.data.superclasses[self.data.splits[self.split]]
-        members = superclasses == torch.arange(len(self.data.superclass_names))[:, None]
-        return members[members.any(dim=1)]
+        masks = superclasses == torch.arange(len(self.data.superclass_names))[:, None]
+        return masks[masks.any(dim=1)]
 
     @cached_property
     def _large_superclasses(self) -> Tensor:
-        """The superclasses (rows of `_members`) with enough classes for a task."""
-        return (self._members.sum(dim=1) >= self.ways).nonzero().squeeze(1)
+        """The superclasses (rows of `_class_masks`) with enough classes for a task."""
+        return (self._class_masks.sum(dim=1) >= self.ways).nonzero().squeeze(1)
 
     def _check_superclasses(self) -> None:
-        sizes = self._members.sum(dim=1)
+        sizes = self._class_masks.sum(dim=1)
         if self.superclass == "same" and int(sizes.max()) < self.ways:
             raise InputError(
                 f"superclass is 'same' with ways={self.ways}, but the largest superclass of split '{self.split}' "
@@ -390,7 +396,7 @@ class ImageTasks:
             way_out = f"Use queries={fewest - self.shots} or fewer" if fewest > self.shots else "Use fewer shots"
             if int((counts >= needed).sum()) >= self.ways:
                 way_out += (
-                    f", or leave out classes with fewer than {needed} images (min_images={needed}, on the command line "
+                    f", or omit classes with fewer than {needed} images (min_images={needed}, on the command line "
                     f"--min-images {needed})"
                 )
             raise InputError(
@@ -417,7 +423,7 @@ class TaskIndices(NamedTuple):
         """Return the tasks with their images.
 
         Args:
-            load_images: Maps indices of images, (points,), to images or features, (points, ...).
+            load_images: Maps indices of images, (n,), to images or features, (n, ...).
 
         Returns:
             The tasks.
@@ -502,7 +508,7 @@ class ImageBatches:
     @cached_property
     def _images(self) -> tuple[Tensor, Tensor]:
         """The indices of the split's images, and the class of each within the split."""
-        position = torch.full((len(self.data.class_names),), -1)
+        position = torch.full((len(self.data.class_names),), -1)  # of each class in the split
         position[self.data.splits[self.split]] = torch.arange(self.classes)
         labels = position[self.data.labels]
         rows = (labels >= 0).nonzero().squeeze(1)
@@ -510,7 +516,7 @@ class ImageBatches:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; the copy to a GPU runs asynchronously, after earlier work of the GPU."""
+    """Copy a CPU tensor to a device; copies to a GPU are asynchronous, after operations that were queued before."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

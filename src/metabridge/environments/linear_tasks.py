@@ -19,9 +19,9 @@ class TaskGroup:
     """A group of similar tasks: inputs are x ~ N(0, Σ), and each task has a solution w* ~ N(center, spread).
 
     Args:
-        covariance: The covariance Σ of the inputs, or a number ρ for ρI. The smaller it is, the slower gradient descent
-            on the tasks.
-        center: The mean of w*, or a number for all its coordinates.
+        covariance: The covariance Σ of the inputs, or a number ρ for ρI. The smaller it is, the slower gradient
+            descent on the tasks converges.
+        center: The mean of w*, or a number that is the mean of every coordinate.
         spread: The covariance of w*, or a number r for rI. With 0, all tasks of the group have the same solution.
         noise: The variance σ² of the noise on the targets of a regression.
         probability: The probability of this group.
@@ -90,9 +90,9 @@ class Landscape:
         identity = torch.eye(self.dimension, dtype=torch.float64)
         return TaskDistribution(
             torch.tensor([group.probability for group in self.groups], dtype=torch.float64),
-            torch.stack([_matrix(group.covariance, identity) for group in self.groups]),
+            torch.stack([_as_matrix(group.covariance, identity) for group in self.groups]),
             torch.stack([_as_double(group.center).expand(self.dimension) for group in self.groups]),
-            torch.stack([_matrix(group.spread, identity) for group in self.groups]),
+            torch.stack([_as_matrix(group.spread, identity) for group in self.groups]),
             torch.tensor([group.noise for group in self.groups], dtype=torch.float64),
         )
 
@@ -111,36 +111,40 @@ class Landscape:
         (4, 0.0)
         """
         check_count("tasks", tasks)
-        group_of, w = self._tasks(tasks, generator)
+        group_of, solutions = self._sample_solutions(tasks, generator)
         distribution = self.distribution
         groups = (
-            TaskGroup(distribution.covariance[group], center, 0.0, float(distribution.noise[group]), 1 / tasks)
-            for group, center in zip(group_of, w)
+            TaskGroup(distribution.covariance[group], solution, 0.0, float(distribution.noise[group]), 1 / tasks)
+            for group, solution in zip(group_of, solutions)
         )
         return Landscape(tuple(groups), self.dimension)
 
-    def _tasks(self, tasks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Sample the group and the w* of each task."""
+    def _sample_solutions(self, tasks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the group and the solution w* of each task."""
         group_of = torch.multinomial(self.distribution.probability, tasks, replacement=True, generator=generator)
-        return group_of, self._solutions(group_of, generator)
+        return group_of, self._sample_solutions_in(group_of, generator)
 
-    def _solutions(self, group_of: Tensor, generator: torch.Generator) -> Tensor:
+    def _sample_solutions_in(self, group_of: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a solution w* of each task, given the groups of the tasks."""
         normal = torch.randn(len(group_of), self.dimension, generator=generator)
-        return self.distribution.center[group_of] + (self._spreads[group_of] @ normal.double()[..., None]).squeeze(-1)
+        deviations = (self._spread_roots[group_of] @ normal.double()[..., None]).squeeze(-1)
+        return self.distribution.center[group_of] + deviations
 
-    def _points(self, group_of: Tensor, w: Tensor, points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Sample the inputs x of tasks in the given groups, and return them with ⟨w*, x⟩."""
-        normal = torch.randn(len(group_of), points, self.dimension, generator=generator)
-        x = normal @ self._roots.to(normal.dtype)[group_of]
-        return x, x @ w.to(x.dtype)[..., None]
+    def _sample_inputs(
+        self, group_of: Tensor, solutions: Tensor, count: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Return `count` inputs x of each task and the values ⟨w*, x⟩, given the groups and solutions of the tasks."""
+        normal = torch.randn(len(group_of), count, self.dimension, generator=generator)
+        x = normal @ self._covariance_roots.to(normal.dtype)[group_of]
+        return x, x @ solutions.to(x.dtype)[..., None]
 
     @cached_property
-    def _roots(self) -> Tensor:
-        return _root(self.distribution.covariance)
+    def _covariance_roots(self) -> Tensor:
+        return _symmetric_root(self.distribution.covariance)
 
     @cached_property
-    def _spreads(self) -> Tensor:
-        return _root(self.distribution.spread)
+    def _spread_roots(self) -> Tensor:
+        return _symmetric_root(self.distribution.spread)
 
 
 @dataclass(frozen=True)
@@ -194,13 +198,13 @@ class HardEasy:
 class LinearTasks:
     """Linear regression tasks y = ⟨w*, x⟩ + z on a landscape (Collins et al. 2022, §3).
 
-    Inputs are x ~ N(0, Σ) and noise is z ~ N(0, σ²); Σ, σ² and the distribution of w* are those of the task's group.
+    Inputs are x ~ N(0, Σ) and noise is z ~ N(0, σ²); Σ, σ² and the distribution of w* depend on the task's group.
     Methods with persistent heads have one head for each group.
 
     Args:
         landscape: The groups of tasks.
-        shots: Support points per task.
-        queries: Query points per task.
+        shots: Support examples per task.
+        queries: Query examples per task.
 
     Raises:
         InputError: A count is not a whole number of at least 1.
@@ -239,16 +243,16 @@ class LinearTasks:
             The tasks.
         """
         check_count("tasks", tasks)
-        return self._episodes(*self.landscape._tasks(tasks, generator), generator)
+        return self._sample_episodes(*self.landscape._sample_solutions(tasks, generator), generator)
 
     def sample_every_group(self, episodes: int, generator: torch.Generator) -> Episodes:
-        """Sample one task of every group, whatever its probability, with several episodes of each task.
+        """Sample one task of every group, regardless of its probability, and several episodes of each task.
 
         On a landscape from `Landscape.sample_finite`, these are τ episodes of each of T fixed tasks (Collins et al.
         2022, eq. 4).
 
         Args:
-            episodes: The number of episodes τ of each task, which have different points.
+            episodes: The number of episodes τ of each task, which have different inputs.
             generator: A random generator on the CPU.
 
         Returns:
@@ -256,11 +260,13 @@ class LinearTasks:
         """
         check_count("episodes", episodes)
         group_of = torch.arange(self.classes)
-        w = self.landscape._solutions(group_of, generator)
-        return self._episodes(group_of.repeat_interleave(episodes), w.repeat_interleave(episodes, 0), generator)
+        solutions = self.landscape._sample_solutions_in(group_of, generator)
+        return self._sample_episodes(
+            group_of.repeat_interleave(episodes), solutions.repeat_interleave(episodes, 0), generator
+        )
 
-    def _episodes(self, group_of: Tensor, w: Tensor, generator: torch.Generator) -> Episodes:
-        x, y = self.landscape._points(group_of, w, self.shots + self.queries, generator)
+    def _sample_episodes(self, group_of: Tensor, solutions: Tensor, generator: torch.Generator) -> Episodes:
+        x, y = self.landscape._sample_inputs(group_of, solutions, self.shots + self.queries, generator)
         deviation = self.landscape.distribution.noise.sqrt().to(y.dtype)[group_of, None, None]
         y = y + deviation * torch.randn(y.shape, generator=generator)
         return Episodes.split(x, y, self.shots, group_of[:, None])
@@ -270,13 +276,14 @@ class LinearTasks:
 class LogisticTasks:
     """Logistic regression tasks on a landscape (Collins et al. 2022, fig. 7).
 
-    The label of a point is 1 with probability 1/(1 + e^{−⟨w*, x⟩}), and 0 otherwise; x and w* are as in `LinearTasks`.
+    The label of an input x is 1 with probability 1/(1 + e^{−⟨w*, x⟩}), and 0 otherwise; x and w* are as in
+    `LinearTasks`.
     Methods with persistent heads have two rows for each group.
 
     Args:
         landscape: The groups of tasks, whose `noise` must be 0.
-        shots: Support points per task.
-        queries: Query points per task.
+        shots: Support examples per task.
+        queries: Query examples per task.
 
     Raises:
         InputError: A count is not a whole number of at least 1, or a group has noise.
@@ -296,7 +303,7 @@ class LogisticTasks:
         noisy = [group.noise for group in self.landscape.groups if group.noise]
         if noisy:
             raise InputError(
-                f"noise is {noisy[0]}, but labels of logistic regression take no noise. Use groups with noise=0."
+                f"noise is {noisy[0]}, but logistic regression has no noise on its labels. Use groups with noise=0."
             )
 
     @property
@@ -310,7 +317,7 @@ class LogisticTasks:
         return 2 * len(self.landscape.groups)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample tasks. The `classes` of the episodes are the groups of the tasks.
+        """Sample tasks. The `classes` of the episodes are the two head rows of each task's group.
 
         Args:
             tasks: Number of tasks.
@@ -320,8 +327,8 @@ class LogisticTasks:
             The tasks.
         """
         check_count("tasks", tasks)
-        group_of, w = self.landscape._tasks(tasks, generator)
-        x, logit = self.landscape._points(group_of, w, self.shots + self.queries, generator)
+        group_of, solutions = self.landscape._sample_solutions(tasks, generator)
+        x, logit = self.landscape._sample_inputs(group_of, solutions, self.shots + self.queries, generator)
         labels = torch.rand(logit.shape, generator=generator) < logit.sigmoid()
         return Episodes.split(x, labels.squeeze(-1).long(), self.shots, 2 * group_of[:, None] + torch.arange(2))
 
@@ -330,12 +337,12 @@ def _as_double(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
-def _matrix(value: Tensor | float, identity: Tensor) -> Tensor:
+def _as_matrix(value: Tensor | float, identity: Tensor) -> Tensor:
     matrix = _as_double(value)
     return matrix if matrix.ndim else matrix * identity
 
 
-def _root(matrices: Tensor) -> Tensor:
+def _symmetric_root(matrices: Tensor) -> Tensor:
     """Return the symmetric square roots of positive semi-definite matrices."""
     values, vectors = torch.linalg.eigh(matrices)
     root: Tensor = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT

@@ -16,14 +16,15 @@ from metabridge.errors import InputError, check_count
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Tasks of several environments, each sampled with a given probability.
+    """Tasks from several environments, each of which is sampled with a given probability.
 
-    If the tasks of all environments have the same shapes, each task of a batch is sampled independently, and the
-    tasks of a batch are ordered by environment. Tasks of different shapes, such as 2 and 20 ways, do not fit into one
-    tensor, so each batch has tasks of one environment: the gradient of a batch has the same mean, but more variance.
+    If the tasks of all environments have the same shapes, the environment of each task is sampled independently, and
+    the tasks of a batch are ordered by environment. Tasks of different shapes, such as 2 and 20 ways, do not fit into
+    one tensor, so each batch has tasks of one environment: the gradient of a batch has the same mean, but a higher
+    variance.
 
-    `Episodes.classes` is set only if all environments have the same classes. Methods with a head row per class need
-    it, others do not.
+    `Episodes.classes` is set only if all environments have the same classes. Only methods with a head row per class
+    need it.
 
     Args:
         environments: The environments, which must not be mixtures.
@@ -63,8 +64,8 @@ class Mixture:
     @cached_property
     def classes(self) -> int | None:
         """The number of classes, or None if the environments have different classes."""
-        first, *others = (getattr(environment, "class_names", None) for environment in self.environments)
-        return None if first is None or any(names != first for names in others) else len(first)
+        names, *other_names = (getattr(environment, "class_names", None) for environment in self.environments)
+        return None if names is None or any(other != names for other in other_names) else len(names)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Sample tasks.
@@ -84,12 +85,12 @@ class Mixture:
         indices = torch.multinomial(weights, tasks, replacement=True, generator=generator)
         counts = indices.bincount(minlength=len(weights)).tolist()
         if image_tasks := self._tasks_of_same_images:
-            parts = [
+            task_indices = [
                 environment.sample_indices(count, generator) for environment, count in zip(image_tasks, counts) if count
             ]
-            joined = TaskIndices(*(torch.cat(tensors) for tensors in zip(*parts)))
+            all_indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*task_indices)))
             # Look up all images at once: on a GPU, launching several small operations takes longer than running them.
-            return self._drop_classes(joined.to_episodes(image_tasks[0].data.float_images))
+            return self._drop_classes(all_indices.to_episodes(image_tasks[0].data.float_images))
         return Episodes.concatenate(
             [
                 self._drop_classes(environment.sample(count, generator))
@@ -109,8 +110,8 @@ class Mixture:
     def _tasks_of_same_images(self) -> tuple[ImageTasks, ...]:
         """The environments, if all are `ImageTasks` of the same images, ways, shots and queries; otherwise empty."""
         tasks = tuple(environment for environment in self.environments if isinstance(environment, ImageTasks))
-        kinds = {(id(env.data.images), env.ways, env.shots, env.queries) for env in tasks}
-        return tasks if len(tasks) == len(self.environments) and len(kinds) == 1 else ()
+        settings = {(id(env.data.images), env.ways, env.shots, env.queries) for env in tasks}
+        return tasks if len(tasks) == len(self.environments) and len(settings) == 1 else ()
 
     def _drop_classes(self, episodes: Episodes) -> Episodes:
         """Remove `Episodes.classes` unless all environments have the same classes."""

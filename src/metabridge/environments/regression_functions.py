@@ -16,11 +16,11 @@ from metabridge.errors import check_count
 class Sinusoid:
     """Sinusoids y = A sin(x + φ), the regression tasks of MAML (Finn et al. 2017).
 
-    Each task has its own amplitude A ~ U(0.1, 5) and phase φ ~ U(0, π). Inputs are x ~ U(−5, 5).
+    Each task has an amplitude A ~ U(0.1, 5) and phase φ ~ U(0, π). Inputs are x ~ U(−5, 5).
 
     Args:
-        shots: Support points per task.
-        queries: Query points per task.
+        shots: Support examples per task.
+        queries: Query examples per task.
 
     Raises:
         InputError: A count is not a whole number of at least 1.
@@ -63,13 +63,13 @@ class Sinusoid:
 class Quadratic:
     """Quadratic functions y = ν‖x − μ‖² (Wang et al. 2021, §5.1).
 
-    Each task has its own center μ ~ N(0, I) and width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). After computing the
-    targets, the inputs are normalized to norm √d.
+    Each task has a center μ ~ N(0, I) and width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). After the targets
+    are computed, the inputs are scaled to norm √d.
 
     Args:
         dimension: The dimension d of the inputs.
-        shots: Support points per task.
-        queries: Query points per task.
+        shots: Support examples per task.
+        queries: Query examples per task.
 
     Raises:
         InputError: A count is not a whole number of at least 1.

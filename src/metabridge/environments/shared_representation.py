@@ -12,7 +12,7 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count, check_not_negative
 
-# Proportional to 1, …, 5, scaled so that the diagonal matrix has Frobenius norm √5 (Yüksel et al. 2023, §5).
+# The diagonal of Σ*: proportional to 1, …, 5, with Σ* scaled to Frobenius norm √5 (Yüksel et al. 2023, §5).
 VARIANCES = tuple(index / math.sqrt(11) for index in range(1, 6))
 
 
@@ -28,11 +28,11 @@ class SharedRepresentation:
         variances: The k diagonal entries of Σ*.
         mean: The k entries of μ*. Default: zero.
         noise: The noise variance σ².
-        shots: Support points per task.
-        queries: Query points per task.
-        pool: The number of tasks. They are generated once from `seed`, with fixed points, and methods with persistent
-            heads have one head for each task. Default: new tasks for every sample.
-        seed: The seed of B*, and of the tasks in a pool.
+        shots: Support examples per task.
+        queries: Query examples per task.
+        pool: The number of tasks in a pool that is generated once from `seed`, with fixed inputs and targets. Methods
+            with persistent heads have one head for each of them. Default: every call of `sample` generates new tasks.
+        seed: The seed of B* and of the pool.
 
     Raises:
         InputError: A count, a variance or the length of `mean` is invalid.
@@ -67,11 +67,11 @@ class SharedRepresentation:
         if not all(math.isfinite(value) and value > 0 for value in self.variances):
             raise InputError(
                 f"variances is {self.variances}, but all variances must be positive and finite. "
-                "Leave out directions in which tasks do not differ."
+                "Omit directions in which tasks do not differ."
             )
         check_not_negative("noise", self.noise)
         if self.mean is not None and len(self.mean) != self.rank:
-            raise InputError(f"mean has {len(self.mean)} entries, but variances has {self.rank}. Use as many.")
+            raise InputError(f"mean has {len(self.mean)} entries, but variances has {self.rank}. Use the same number.")
 
     @property
     def outputs(self) -> int:

@@ -1,4 +1,4 @@
-"""Regression tasks with targets from teacher networks: one hidden layer, whose neurons are summed."""
+"""Regression tasks with targets from teacher networks, whose output is the sum of one layer of neurons."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
-    """Return the output h(x) = Σ_k σ(⟨w^k, x⟩) of a teacher, (..., points, 1) (Collins et al. 2022, §4).
+    """Return the output h(x) = Σ_k σ(⟨w^k, x⟩) of a teacher, (..., n, 1) (Collins et al. 2022, §4).
 
     Args:
         activation: The activation σ, a key of `ACTIVATIONS`.
         neurons: The weights w of the M neurons, (..., M, d).
-        x: The points, (..., points, d).
+        x: The inputs, (..., n, d).
 
     >>> neuron_sum("relu", torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, -3.0], [1.0, 4.0]]))
     tensor([[2.],
@@ -128,16 +128,16 @@ class FixedNeurons:
 class TeacherTasks:
     """Regression tasks y = Σ_k σ(⟨w^k, x⟩) + z with a teacher network for each task (Collins et al. 2022, §4).
 
-    Inputs are x ~ N(0, ρI) and noise is z ~ N(0, σ²). The smaller ρ is, the slower gradient descent on the task, so
-    hard tasks have a small ρ. Combine easy and hard tasks with a `Mixture`.
+    Inputs are x ~ N(0, ρI) and noise is z ~ N(0, σ²). The smaller ρ is, the slower gradient descent on a task
+    converges, so hard tasks have a small ρ. Combine easy and hard tasks with a `Mixture`.
 
     Args:
         neurons: The distribution of the teachers.
         activation: The activation σ.
         covariance: The input variance ρ.
         noise: The noise variance σ².
-        shots: Support points per task.
-        queries: Query points per task.
+        shots: Support examples per task.
+        queries: Query examples per task.
 
     Raises:
         InputError: The activation is unknown, or a number is out of range.

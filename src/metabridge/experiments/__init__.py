@@ -1,4 +1,4 @@
-"""The experiments: each module with a line `EXPERIMENT = ...` is one, and `metabridge reproduce ID` runs it."""
+"""The experiments that `metabridge reproduce ID` runs. Each module with a line `EXPERIMENT = ...` defines one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _DEFINITION = re.compile(r'^EXPERIMENT\b.*?"([\w-]+)"', re.MULTILINE | re.DOTALL
 
 @cache
 def experiment_modules() -> dict[str, str]:
-    """Return the module of every experiment by its ID.
+    """Return the names of the modules that define experiments, by experiment ID.
 
-    The IDs are read from the source files: importing the modules would import PyTorch, which takes seconds.
+    The IDs are read from the source files, because importing the modules would import PyTorch, which takes seconds.
 
     >>> experiment_modules()["bridge-fig1"]
     'metabridge.experiments.bridge_fig1'
@@ -43,7 +43,7 @@ def experiment_modules() -> dict[str, str]:
 
 
 def load_experiment(id: str) -> Experiment[Any]:
-    """Import an experiment.
+    """Import an experiment's module and return the experiment.
 
     Raises:
         InputError: If there is no experiment with this ID.

@@ -1,7 +1,8 @@
-"""Yüksel et al. 2023, figure 2: the shared representation is learned; squared singular values of B*ᵀB during training.
+"""Yüksel et al. 2023, figure 2: learning the shared representation B*, by the squared singular values of B*ᵀB.
 
-With infinitely many tasks they converge to the eigenvalues of Λ* (theorem 1), with infinitely many points per task to
-1/α. The paper has a figure and no numbers; the rows compare with these limits.
+Here B is the representation of the network. With infinitely many tasks, the squared singular values converge to the
+eigenvalues of Λ* (theorem 1), and with infinitely many points per task to 1/α. The paper has a figure but no numbers.
+The rows therefore compare with these limits.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from metabridge.report.results import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The relative difference from the limit that counts as agreement. Theorem 1 is for infinitely many tasks; for 5000 the
-# paper says that both learners come close to it.
+# Largest relative difference from the limit that counts as agreement. Theorem 1 assumes infinitely many tasks. For 5000
+# tasks, the paper says that FO-ANIL and FO-MAML come close to the limit.
 TOLERANCE = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "fo-maml": 0.1}
-QUANTITIES = {"smallest": "least", "largest": "largest"}  # of the squared singular values
+QUANTITIES = {"smallest": "least", "largest": "largest"}  # labels of the squared singular values in the rows
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Compare the extreme squared singular values at the end of training with the limit."""
+    """Yield the smallest and largest squared singular values at the end of training, compared with their limits."""
     config = SETTINGS[options.scale]
     for name, record in records.items():
-        limits = config.limit(config.infinite_sample_rates if name == "infinite-samples" else config.rates)
+        limits = config.limiting_eigenvalues(
+            config.infinite_sample_settings if name == "infinite-samples" else config.anil_settings
+        )
         tolerance = TOLERANCE.get(name)
         for (quantity, label), limit in zip(QUANTITIES.items(), limits):
             row = Row.mean(f"{METHODS[name]}, {label}", "squared singular value of B*ᵀB", record.final(quantity))
@@ -47,14 +50,14 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
 
 
 def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
-    """Draw the least and the largest squared singular value during training."""
+    """Draw the smallest and the largest squared singular value during training."""
     config = SETTINGS[outcome.result.scale]
     title = f"Learning the shared representation B* of {config.tasks} tasks"
     figure, panels = curve_panels(title, 2, config, outcome.data)
-    for axes, (quantity, label), limit in zip(panels, QUANTITIES.items(), config.limit(config.rates)):
+    for axes, quantity, limit in zip(panels, QUANTITIES, config.limiting_eigenvalues(config.anil_settings)):
         draw_curves(axes, outcome.data, quantity)
-        axes.axhline(limit, color="gray", linestyle=":", label="theorem 1's limit Λ*, infinite tasks")
-        axes.set(ylabel=f"{label} squared singular value of $B_*^T B$", ylim=(0, None))
+        axes.axhline(limit, color="gray", linestyle=":", label="limit Λ* of theorem 1, infinite tasks")
+        axes.set(ylabel=f"{quantity} squared singular value of $B_*^T B$", ylim=(0, None))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 

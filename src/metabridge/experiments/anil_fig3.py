@@ -1,7 +1,9 @@
-"""Yüksel et al. 2023, figure 3: what is not shared is unlearned; squared singular values of B*⊥ᵀB during training.
+"""Yüksel et al. 2023, figure 3: unlearning what tasks do not share, by the squared singular values of B*⊥ᵀB.
 
-With infinitely many tasks of finitely many points they fall to zero, at least in proportion to 1/t (app. H). With
-infinitely many points per task nothing is unlearned, and Burer–Monteiro's even grow. The paper prints no numbers.
+Here B is the representation of the network, and B*⊥ spans the orthogonal complement of the shared representation B*.
+With infinitely many tasks of finitely many points, the squared singular values decrease to zero at least as fast as
+1/t (app. H). With infinitely many points per task they stay constant, and for Burer–Monteiro factorization they grow.
+The paper prints no numbers.
 """
 
 from __future__ import annotations
@@ -27,34 +29,37 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-QUANTITIES = {"orthogonal_mean": "mean", "orthogonal_largest": "largest"}  # of the squared singular values
+QUANTITIES = {"orthogonal_mean": "mean", "orthogonal_largest": "largest"}  # labels of the squared singular values
 
 
-def bound(config: LinearAnilConfig, steps: list[int]) -> list[float]:
-    """Return the bound on the largest squared singular value, from the initialization I/4α."""
-    total = sum(config.variances) + config.noise
-    values: list[float] = unlearning_bound(0.25 / config.alpha, torch.tensor(steps), total, config.rates).tolist()
-    return values
+def largest_value_bounds(config: LinearAnilConfig, steps: list[int]) -> list[float]:
+    """Return the bound on the largest squared singular value after each number of steps, for BBᵀ = I/4α initially."""
+    total_variance = sum(config.variances) + config.noise
+    initial_value = 0.25 / config.alpha
+    bounds: list[float] = unlearning_bound(
+        initial_value, torch.tensor(steps), total_variance, config.anil_settings
+    ).tolist()
+    return bounds
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Give the squared singular values at the end of training, and whether they behave as the paper says."""
+    """Yield the squared singular values at the end of training, and whether they change as the paper says."""
     config = SETTINGS[options.scale]
     for name, record in records.items():
         for quantity, label in QUANTITIES.items():
-            holds, note = check_claim(name, record, quantity, config)
-            agrees = holds if options.scale == "paper" or name not in ("fo-anil", "fo-maml") else None
+            claim_holds, note = check_claim(name, record, quantity, config)
+            agrees = claim_holds if options.scale == "paper" or name not in ("fo-anil", "fo-maml") else None
             metric = "squared singular value of B*⊥ᵀB"
             yield Row.mean(f"{METHODS[name]}, {label}", metric, record.final(quantity), agrees=agrees, note=note)
 
 
 def check_claim(name: str, record: LinearRecord, quantity: str, config: LinearAnilConfig) -> tuple[bool, str]:
-    """Return whether all runs of a method behave as the paper says, and what that is."""
+    """Return whether the paper's claim about a method holds in all runs, and a note that states the claim."""
     curves = record.curves.values[quantity]
     if name == "infinite-tasks":
-        bounds = bound(config, record.curves.steps)
-        below = all(value <= 1.000001 * limit for curve in curves for value, limit in zip(curve, bounds))
-        return below, f"agrees if it never exceeds the bound of app. H, at the end {bounds[-1]:.3g}"
+        bounds = largest_value_bounds(config, record.curves.steps)
+        within_bounds = all(value <= 1.000001 * bound for curve in curves for value, bound in zip(curve, bounds))
+        return within_bounds, f"agrees if it never exceeds the bound of app. H, at the end {bounds[-1]:.3g}"
     if name == "infinite-samples":
         return all(abs(curve[-1] / curve[0] - 1) <= 0.01 for curve in curves), "agrees if it stays constant within 1%"
     if name == "burer-monteiro":
@@ -68,7 +73,7 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     title = f"Unlearning what {config.tasks} tasks do not share"
     figure, panels = curve_panels(title, 2, config, outcome.data, sharey=True)
     percent = list(range(101))
-    bounds = bound(config, [config.steps * share // 100 for share in percent])
+    bounds = largest_value_bounds(config, [config.steps * value // 100 for value in percent])
     for axes, (quantity, label) in zip(panels, QUANTITIES.items()):
         draw_curves(axes, outcome.data, quantity)
         axes.plot(percent, bounds, ":", color="gray", label="bound of app. H, infinite tasks")

@@ -1,8 +1,8 @@
 """Yüksel et al. 2023, appendices A and I: tasks with a nonzero mean, μ* = (1, …, 1), which theorem 1 does not cover.
 
-The initial function Bw must then find the mean task B*μ* instead of zero. Both first-order learners do in the paper.
-With infinitely many tasks the limit is the same as for a zero mean: at Bw = B*μ* the recursion depends only on the
-deviations of the tasks from their mean, so B*ᵀBBᵀB* converges to Λ* of their covariance.
+The function Bw before adaptation must then converge to the mean task B*μ* instead of zero. In the paper, FO-ANIL and
+FO-MAML find it. With infinitely many tasks, the limit of B*ᵀBBᵀB* is the same Λ* as for a zero mean: at Bw = B*μ*, the
+training steps depend only on the deviations of the tasks from their mean.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOLERANCE = {"fo-anil": 0.15, "fo-maml": 0.15, "infinite-tasks": 0.01}  # relative, from the limit; also the methods
-REMAINING_DISTANCE = 0.05  # of the squared distance from the mean task at the start
+TOLERANCE = {"fo-anil": 0.15, "fo-maml": 0.15, "infinite-tasks": 0.01}  # methods, and their relative tolerance
+REMAINING_DISTANCE = 0.05  # largest final squared distance from the mean task, relative to the initial one
 QUANTITIES = {
     "start": "squared distance from the mean task, $\\|Bw - B_*\\mu_*\\|^2$",
-    "smallest": "least squared singular value of $B_*^T B$",
+    "smallest": "smallest squared singular value of $B_*^T B$",
     "orthogonal_mean": "mean squared singular value of $B_{*\\perp}^T B$",
 }
 
 
 def settings(scale: str) -> LinearAnilConfig:
-    """Return how the networks are trained."""
+    """Return how to train the networks at this scale."""
     config = anil_trainings.SETTINGS[scale]
     return replace(config, mean=(1.0,) * len(config.variances))
 
 
 def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
-    """Train both learners and the limit of infinitely many tasks."""
+    """Train FO-ANIL and FO-MAML on finitely many tasks, and FO-ANIL on infinitely many."""
     return train_methods(options, settings(options.scale), tuple(TOLERANCE))
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Give the distance from the mean task, compare the least singular value with the limit, and give the risks."""
+    """Yield the distance from the mean task, the smallest squared singular value with its limit, and the risks."""
     config, paper = settings(options.scale), options.scale == "paper"
-    limit = config.limit(config.rates)[0]
+    limit = config.limiting_eigenvalues(config.anil_settings)[0]
     for name, record in records.items():
         label, tolerance = METHODS[name], TOLERANCE[name]
-        starts = [curve[0] for curve in record.curves.values["start"]]
-        remaining = [end / start for end, start in zip(record.final("start"), starts)]
+        initial_distances = [curve[0] for curve in record.curves.values["start"]]
+        remaining = [final / initial for final, initial in zip(record.final("start"), initial_distances)]
         yield Row.mean(
             f"{label}, distance from the mean task",
             "‖Bw − B*μ*‖² over that at the start",
@@ -61,10 +61,10 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
             agrees=max(remaining) < REMAINING_DISTANCE if paper else None,
             note=f"agrees below {REMAINING_DISTANCE:.0%} in every run",
         )
-        least = Row.mean(f"{label}, least", "squared singular value of B*ᵀB", record.final("smallest"))
-        agrees = abs(least.ours - limit) <= tolerance * limit if paper else None
+        smallest = Row.mean(f"{label}, least", "squared singular value of B*ᵀB", record.final("smallest"))
+        agrees = abs(smallest.ours - limit) <= tolerance * limit if paper else None
         yield replace(
-            least, published=limit, agrees=agrees, note=f"published: the limit; agrees within {tolerance:.0%}"
+            smallest, published=limit, agrees=agrees, note=f"published: the limit; agrees within {tolerance:.0%}"
         )
         for estimator, risks in record.risks.items():
             note = "ridge regression shrinks towards zero, not towards the mean task"
@@ -81,8 +81,8 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
         draw_curves(axes, outcome.data, quantity)
         axes.set(ylabel=label)
     panels[0].set(yscale="log")
-    limit = config.limit(config.rates)[0]
-    panels[1].axhline(limit, color="gray", linestyle=":", label="the limit Λ*, infinite tasks")
+    limit = config.limiting_eigenvalues(config.anil_settings)[0]
+    panels[1].axhline(limit, color="gray", linestyle=":", label="limit Λ*, infinite tasks")
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 

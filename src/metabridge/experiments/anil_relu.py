@@ -1,9 +1,9 @@
-"""Yüksel et al. 2023, appendix I: students of two and three layers with ReLUs learn the shared representation as well.
+"""Yüksel et al. 2023, appendix I: ReLU networks of two and three layers learn the shared representation B* as well.
 
-The tasks are those of the linear networks, whose theory does not cover these students. Two things are expected in the
-first layer W: its squared singular values grow along the representation B* and stay small orthogonally to it; and new
-tasks have lower risk than without the representation. The paper prints neither numbers nor how it trained these
-students; ours are 100 units wide and trained by Adam on 100 of the tasks per step.
+These networks, the students, are trained on the same tasks as the linear networks, but the theory does not cover them.
+Two results are expected: in the first layer, squared singular values grow along B* and stay small orthogonally to it;
+and on new tasks the risk is lower than before training. The paper prints neither numbers nor how it trained these
+students. Ours are 100 units wide and trained with Adam on 100 tasks per step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SINGLE_TASK = {20: 1.84, 30: 1.63}  # table 1: ridge regression on the inputs themselves, by points
-PENALTIES = (1.0, 10.0, 30.0, 100.0, 300.0)  # of ridge regression on the features, at test time
+SINGLE_TASK = {20: 1.84, 30: 1.63}  # table 1: risk of ridge regression on the inputs, by number of points per task
+PENALTIES = (1.0, 10.0, 30.0, 100.0, 300.0)  # of ridge regression on the features at test time
 SPECTRUM = {
     "largest": "largest along B*",
-    "smallest": "least along B*",
+    "smallest": "smallest along B*",
     "orthogonal_mean": "mean orthogonally to B*",
 }
 
@@ -53,7 +53,7 @@ class Settings:
     m_test: tuple[int, ...] = (20, 30)
 
     def stored(self) -> dict[str, Any]:
-        """Return the fields under the keys of the records."""
+        """Return the fields with the keys that records use."""
         keys = {"batch_size": "batch", "test_tasks": "judged"}
         return {keys.get(key, key): value for key, value in asdict(self).items()}
 
@@ -66,45 +66,44 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class StudentRecord(Record):
-    """The measurements of one student, each before and after training."""
+    """The measurements of one student. Each list has two elements: before and after training."""
 
-    spectra: list[dict[str, float]]  # of the first layer
-    risks: dict[str, list[float]]  # by estimator and points of a task
+    spectra: list[dict[str, float]]  # squared singular values of the first layer
+    risks: dict[str, list[float]]  # on new tasks, by estimator and number of points per task
 
 
 def measure(options: ExperimentOptions) -> dict[str, StudentRecord]:
-    """Train every student, and return the records of those with all runs finished."""
+    """Train every student with every seed, and return the records of the students for which all runs are finished."""
     settings = SETTINGS[options.scale]
     students = [f"{name}-{layers}" for name in settings.methods for layers in settings.layers]
     options.check_only(students)
     seeds = range(options.seed * settings.runs, (options.seed + 1) * settings.runs)
-    finished: dict[str, StudentRecord] = {}
+    finished_records: dict[str, StudentRecord] = {}
     for student in students:
         runs = [train_student(options, student, settings, seed) for seed in seeds]
         records = {record.name: record for record in runs if record is not None}
         if len(records) == settings.runs:
-            finished |= records
-    return finished
+            finished_records |= records
+    return finished_records
 
 
 def train_student(options: ExperimentOptions, student: str, settings: Settings, seed: int) -> StudentRecord | None:
-    """Return the stored record of a student, or train it; None if `only` excludes it or the time runs out."""
+    """Return a student's stored record, or train it. Return None if `only` excludes it or the time limit ends it."""
     plan = as_json({"student": student, "seed": seed, **settings.stored()})
     name = f"{EXPERIMENT.id}-{student}-{options.scale}-{seed}"
     record = StudentRecord.load(options, name, plan)
     if record is not None or not options.includes(student):
         return record
-    learner, _, layers = student.rpartition("-")
+    method_name, _, layers = student.rpartition("-")
     environment = SharedRepresentation(pool=settings.pool, seed=seed)
     net = mlp(environment.dimension, 1, width=settings.width, depth=int(layers) - 1, bias=False, seed=seed)
     net = net.to(options.device)
-    algorithm = method(learner, steps=1, lr=settings.alpha)
-    spectrum_before, risks_before = measure_student(
-        Model(algorithm, net, parameters(algorithm, net)), environment, settings
-    )
+    student_method = method(method_name, steps=1, lr=settings.alpha)
+    untrained = Model(student_method, net, parameters(student_method, net))
+    spectrum_before, risks_before = measure_student(untrained, environment, settings)
     run = fit(
         net,
-        algorithm,
+        student_method,
         environment,
         iterations=settings.iterations,
         batch_size=settings.batch_size,
@@ -115,7 +114,7 @@ def train_student(options: ExperimentOptions, student: str, settings: Settings, 
         out=run_folder(options, name, plan),
         minutes=options.minutes,
         progress=options.progress,
-        name=f"{learner}, {layers} layers, seed {seed}",
+        name=f"{method_name}, {layers} layers, seed {seed}",
     )
     if not run.finished:
         return None
@@ -130,10 +129,12 @@ def train_student(options: ExperimentOptions, student: str, settings: Settings, 
 def measure_student(
     model: Model, environment: SharedRepresentation, settings: Settings
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the spectrum of the first layer, and the risks on new tasks of the same representation."""
+    """Return the spectrum of the first layer, and the risks on new tasks with the same representation."""
     first_layer = next(parameter.detach() for parameter in model.net.features.parameters())
     singular_values = spectrum(first_layer.double().cpu().mT, environment.representation)
-    ridges = [replace(model, method=replace(model.method, test=RidgeClassifier(penalty))) for penalty in PENALTIES]
+    ridge_models = [
+        replace(model, method=replace(model.method, test=RidgeClassifier(penalty))) for penalty in PENALTIES
+    ]
     risks = {}
     for points in settings.m_test:
         tasks = replace(environment, shots=points, queries=50, pool=None)
@@ -143,23 +144,23 @@ def measure_student(
             return (score.mean - tasks.noise) / 2  # the query labels are noisy
 
         risks[f"1-GD, {points} points"] = risk(model, 1)
-        risks[f"ridge, {points} points"] = risk(min(ridges, key=lambda ridge: risk(ridge, 0)), 1)
+        risks[f"ridge, {points} points"] = risk(min(ridge_models, key=lambda ridge: risk(ridge, 0)), 1)
     return {quantity: float(value) for quantity, value in singular_values._asdict().items()}, risks
 
 
 def by_student(records: Mapping[str, StudentRecord]) -> dict[str, list[StudentRecord]]:
-    """Return the records of all runs by the name of the student, such as "FO-ANIL, 3 layers"."""
+    """Return the records of all runs of each student, by a label such as "FO-ANIL, 3 layers"."""
     students: dict[str, list[StudentRecord]] = {}
     for record in records.values():
-        learner, _, layers = record.plan["student"].rpartition("-")
-        students.setdefault(f"{learner.upper()}, {layers} layers", []).append(record)
+        method_name, _, layers = record.plan["student"].rpartition("-")
+        students.setdefault(f"{method_name.upper()}, {layers} layers", []).append(record)
     return students
 
 
 def rows(records: Mapping[str, StudentRecord], _: ExperimentOptions) -> Iterator[Row]:
-    """Compare the first layer's spectrum and the risks after training with those before."""
+    """Yield how training changes the spectrum of the first layer and the risks."""
     for student, runs in by_student(records).items():
-        ratios = [[layer["largest"] / layer["orthogonal_largest"] for layer in record.spectra] for record in runs]
+        ratios = [[values["largest"] / values["orthogonal_largest"] for values in run.spectra] for run in runs]
         growth = [after / before for before, after in ratios]
         yield Row.mean(
             f"{student}, first layer",
@@ -169,7 +170,7 @@ def rows(records: Mapping[str, StudentRecord], _: ExperimentOptions) -> Iterator
             note="largest squared singular values; agrees if it grows more along B* in every run",
         )
         for key in runs[0].risks:
-            before, after = zip(*(record.risks[key] for record in runs))
+            before, after = zip(*(run.risks[key] for run in runs))
             single_task = SINGLE_TASK[int(key.split()[1])]
             yield Row.mean(
                 f"{student}, {key}",
@@ -186,13 +187,13 @@ def figure(outcome: Outcome[Mapping[str, StudentRecord]]) -> Figure:
     from metabridge.report import result_figures
 
     students = by_student(outcome.data)
-    title = "ReLU students of tasks that share a linear representation B*, before and after training"
+    title = "ReLU networks on tasks with a shared linear representation B*, before and after training"
     figure, (left, right) = result_figures.subplots(title, 1, 2, (11, 5))
     for i, (quantity, label) in enumerate(SPECTRUM.items()):
-        pairs = [[[layer[quantity] for layer in record.spectra] for record in runs] for runs in students.values()]
+        pairs = [[[values[quantity] for values in run.spectra] for run in runs] for runs in students.values()]
         draw_before_after(left, pairs, label, i)
     for i, key in enumerate(next(iter(outcome.data.values())).risks):
-        draw_before_after(right, [[record.risks[key] for record in runs] for runs in students.values()], key, i)
+        draw_before_after(right, [[run.risks[key] for run in runs] for runs in students.values()], key, i)
     left.set(ylabel="squared singular value of the first layer", yscale="log")
     right.set(ylabel="excess risk on new tasks", ylim=(0, None))
     for axes in (left, right):
@@ -203,7 +204,7 @@ def figure(outcome: Outcome[Mapping[str, StudentRecord]]) -> Figure:
 
 
 def draw_before_after(axes: Axes, students: list[list[list[float]]], label: str, index: int) -> None:
-    """Draw one quantity of each run of each student before and after training, joined by a line."""
+    """Draw one quantity before and after training, joined by a line, for each run of each student."""
     from metabridge.report.figures import COLORS
 
     for position, runs in enumerate(students):

@@ -1,8 +1,8 @@
 """Yüksel et al. 2023, table 1: risks on new tasks of 20 and 30 points, after one gradient step and by ridge regression.
 
-Ours agrees with a published number within three published standard deviations plus one of ours. Our risks are exact
-over tasks and noise; those of ridge regression are means over designs. The error after one step is also compared with
-the bound of proposition 1.
+A risk agrees with the published one if they differ by at most three published standard deviations plus one of ours. Our
+risks are exact expectations over tasks and noise; those of ridge regression are averaged over random designs. The error
+after one step is also compared with the bound of proposition 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# mean and standard deviation over 10 runs, for 20 and for 30 points, by method and estimator
+# Mean and standard deviation over 10 runs, for 20 and for 30 points, by method and estimator.
 PUBLISHED = {
     ("single-task", "ridge"): ((1.84, 0.03), (1.63, 0.02)),
     ("oracle", "ridge"): ((0.50, 0.01), (0.34, 0.01)),
@@ -43,13 +43,13 @@ PUBLISHED = {
     ("infinite-samples", "1-GD"): ((1.78, 0.02), (1.19, 0.01)),
     ("infinite-samples", "ridge"): ((1.04, 0.02), (0.84, 0.02)),
 }
-BASELINES = {"single-task": "single task", "oracle": "oracle"}  # they need no training
+BASELINES = {"single-task": "single task", "oracle": "oracle"}  # methods without training
 
-Risks = Mapping[tuple[str, str], list[float]]  # of each run, by method and estimator
+Risks = Mapping[tuple[str, str], list[float]]  # one risk per run, by method and estimator
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Compare the risks of baselines and trained methods with the published ones, and an error with its bound."""
+    """Yield the risks of baselines and trained methods, and the error after one step relative to its bound."""
     config = SETTINGS[options.scale]
     risks = {(name, key): values for name, record in records.items() for key, values in record.risks.items()}
     yield from risk_rows(baseline_risks(config, options.seed) | risks, config, options.scale)
@@ -57,7 +57,7 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
 
 
 def baseline_risks(config: LinearAnilConfig, seed: int) -> dict[tuple[str, str], list[float]]:
-    """Return the risks of ridge regression on the inputs themselves, and on the true representation."""
+    """Return the risks of ridge regression on the inputs, and on the true representation."""
     identity = torch.eye(config.dimension, dtype=torch.float64)
     risks: dict[tuple[str, str], list[float]] = {}
     for points in config.m_test:
@@ -69,9 +69,9 @@ def baseline_risks(config: LinearAnilConfig, seed: int) -> dict[tuple[str, str],
 
 
 def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Row]:
-    """Compare each risk with the published one."""
-    for (name, estimator), numbers in PUBLISHED.items():
-        for points, (published, published_std) in zip(config.m_test, numbers):
+    """Yield each risk, compared with the published one."""
+    for (name, estimator), published_risks in PUBLISHED.items():
+        for points, (published, published_std) in zip(config.m_test, published_risks):
             values = risks.get((name, f"{estimator}, {points} points"))
             if values is None:
                 continue
@@ -90,25 +90,26 @@ def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Ro
 
 
 def bound_rows(config: LinearAnilConfig, seed: int) -> Iterator[Row]:
-    """Give the ratio of the error after one step at theorem 1's limit to proposition 1's bound without its constant.
+    """Yield the ratio of the error after one step at theorem 1's limit to proposition 1's bound without its constant.
 
-    The row has the quantile of the probability with which the bound holds: the smallest constant that is sufficient.
+    The bound holds with a certain probability. The rows contain this quantile of the ratio, which is the smallest
+    constant for which the bound holds.
     """
     covariance = config.covariance()
-    root = torch.linalg.cholesky(limiting_gram(covariance, config.noise, config.rates))
+    gram_root = torch.linalg.cholesky(limiting_gram(covariance, config.noise, config.anil_settings))
     rank = len(covariance)
     probability = 1 - 4 * math.exp(-rank / 2)
     for points in config.m_test:
         ratios = []
         for environment in config.environments(seed):
             generator = torch.Generator().manual_seed(environment.seed)
-            # The network has unlearned everything outside col(B*), so a task is given by its k coordinates there.
+            # At the limit, the network depends only on the projection of x onto col(B*): sample its k coordinates.
             x = torch.randn(config.designs, points, rank, generator=generator, dtype=torch.float64)
             w = torch.randn(config.designs, rank, generator=generator, dtype=torch.float64) @ covariance.sqrt()
             z = math.sqrt(config.noise) * torch.randn(x.shape[:2], generator=generator, dtype=torch.float64)
             y = (x @ w[..., None])[..., 0] + z
-            errors = (one_step_estimate(root, w.new_zeros(rank), x, y, config.alpha) - w).norm(dim=-1)
-            bounds = error_bound(w.norm(dim=-1), covariance, config.noise, config.rates, points)
+            errors = (one_step_estimate(gram_root, w.new_zeros(rank), x, y, config.alpha) - w).norm(dim=-1)
+            bounds = error_bound(w.norm(dim=-1), covariance, config.noise, config.anil_settings, points)
             ratios.append(float((errors / bounds).quantile(probability)))
         yield Row.mean(
             f"theorem 1's limit, 1-GD, {points} points",

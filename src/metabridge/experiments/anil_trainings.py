@@ -1,6 +1,6 @@
-"""Trainings of linear networks on tasks with a shared representation (Yüksel et al. 2023, figures 2 and 3, table 1).
+"""Training of linear networks on tasks with a shared representation (Yüksel et al. 2023, figures 2 and 3, table 1).
 
-All runs of a method are trained side by side and leave one record, which the experiments share.
+All runs of a method are trained together and stored in one record, which the experiments share.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ PENALTIES = torch.logspace(-1, 4, 51, dtype=torch.float64)  # of ridge regressio
 
 @dataclass(frozen=True)
 class LinearRecord(Record):
-    """The measurements of all runs of one method; `risks` has one number per run, by estimator and points of a task."""
+    """The measurements of all runs of one method."""
 
     curves: RepresentationCurves
-    risks: dict[str, list[float]]
+    risks: dict[str, list[float]]  # one risk on new tasks per run, by estimator and number of points per task
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> LinearRecord:
-        """Return the record with these fields, as JSON holds them."""
+        """Return the record with these fields, as read from JSON."""
         return cls(**{**stored, "curves": RepresentationCurves(**stored["curves"])})
 
     def final(self, quantity: str) -> list[float]:
-        """Return a quantity of each run at the end of training."""
-        return [values[-1] for values in self.curves.values[quantity]]
+        """Return a quantity at the end of training, for each run."""
+        return [curve[-1] for curve in self.curves.values[quantity]]
 
 
 def train_all_methods(options: ExperimentOptions) -> dict[str, LinearRecord]:
@@ -73,14 +73,14 @@ def train_all_methods(options: ExperimentOptions) -> dict[str, LinearRecord]:
 def train_methods(
     options: ExperimentOptions, config: LinearAnilConfig, methods: Sequence[str]
 ) -> dict[str, LinearRecord]:
-    """Train the methods that `only` selects, and return the records of all finished ones."""
+    """Train the methods that `only` selects, and return the records of all methods that are finished."""
     options.check_only(methods)
     records = {name: train_method(options, name, config) for name in methods}
     return {name: record for name, record in records.items() if record is not None}
 
 
 def train_method(options: ExperimentOptions, method: str, config: LinearAnilConfig) -> LinearRecord | None:
-    """Return the stored record of a method, or train it; None if `only` excludes it or the time runs out."""
+    """Return a method's stored record, or train it. Return None if `only` excludes it or the time limit ends it."""
     plan = as_json({"method": method, "seed": options.seed, **asdict(config)})
     name = f"anil{'' if config.mean is None else '-mean'}-{method}-{options.scale}-{options.seed}"
     record = LinearRecord.load(options, name, plan)
@@ -105,7 +105,7 @@ def train_method(options: ExperimentOptions, method: str, config: LinearAnilConf
 def new_task_risks(
     config: LinearAnilConfig, environments: list[SharedRepresentation], nets: TrainedLinearNets
 ) -> dict[str, list[float]]:
-    """Return the risk of each run on new tasks, by estimator and points of a task."""
+    """Return the risks of each run on new tasks, by estimator and number of points per task."""
     risks: dict[str, list[float]] = {}
     for points in config.m_test:
         if nets.w is not None:
@@ -120,19 +120,19 @@ def new_task_risks(
 
 
 def ridge_risk(config: LinearAnilConfig, environment: SharedRepresentation, B: Tensor, points: int) -> float:
-    """Return the risk of ridge regression on a representation, with the penalty chosen on other designs."""
+    """Return the risk of ridge regression on a representation, with the penalty selected on other random designs."""
     generator = torch.Generator().manual_seed(environment.seed)
     shape = (config.designs, points, config.dimension)
-    validation, test = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    validation_x, test_x = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     tasks = TaskMoments.from_environment(environment)
-    penalty = PENALTIES[ridge_risks(B, tasks, validation, PENALTIES).argmin()]
-    return float(ridge_risks(B, tasks, test, penalty[None]))
+    penalty = PENALTIES[ridge_risks(B, tasks, validation_x, PENALTIES).argmin()]
+    return float(ridge_risks(B, tasks, test_x, penalty[None]))
 
 
 def curve_panels(
     title: str, panels: int, config: LinearAnilConfig, records: Mapping[str, LinearRecord], **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels against the share of training."""
+    """Return a figure with panels whose x axis is the percentage of training, and the panels."""
     from metabridge.report import result_figures
 
     title = f"{title}: means of {config.runs} runs ± one standard deviation"
@@ -146,7 +146,7 @@ def curve_panels(
 
 
 def draw_curves(axes: Axes, records: Mapping[str, LinearRecord], quantity: str) -> None:
-    """Draw the mean of a quantity over runs during training, with a band of one standard deviation on either side."""
+    """Draw the mean of a quantity over runs during training, with a band of ± one standard deviation."""
     from metabridge.report.figures import COLORS
 
     for (name, label), color in zip(METHODS.items(), COLORS):
@@ -157,6 +157,6 @@ def draw_curves(axes: Axes, records: Mapping[str, LinearRecord], quantity: str) 
         mean, std = values.mean(0), values.std(0)
         percent = [100 * step / curves.steps[-1] for step in curves.steps]
         axes.fill_between(percent, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
-        # FO-MAML coincides with FO-ANIL: dashes and a wider line show both
-        line, width = "--" if name == "fo-maml" else "-", 2.2 if name == "fo-anil" else 1.8
-        axes.plot(percent, mean, line, color=color, label=label, linewidth=width)
+        # The curves of FO-MAML and FO-ANIL coincide. Dashes on a wider line show both.
+        style, width = "--" if name == "fo-maml" else "-", 2.2 if name == "fo-anil" else 1.8
+        axes.plot(percent, mean, style, color=color, label=label, linewidth=width)

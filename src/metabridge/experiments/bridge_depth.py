@@ -1,11 +1,12 @@
-"""The lemmas behind theorem 1 of Wang et al. 2021, at depths where their limits show, for plain and residual ReLU nets.
+"""Theorem 1 of Wang et al. 2021 and the lemmas of its proof, for deep plain and residual ReLU networks.
 
-Lemma 4: divided by K(x, x), the kernels over Nn training points have one eigenvalue that grows as (Nn + 3)L/4 with the
-depth L; all others grow as 3L/4. Lemma 5: ‖Θ⁻¹ − Φ_MTL⁻¹‖ decreases as 1/L². Theorem 1: hence the gap between ANIL and
-MTL decreases at least as 1/L. Corollary 1.1: the same holds for residual nets, with and without LayerNorm.
+Θ is the NTK and K the NNGP kernel. Lemma 4: divided by K(x, x), the kernel matrices of N tasks with n points each have
+one eigenvalue that grows as (Nn + 3)L/4 with the depth L; all others grow as 3L/4. Lemma 5: ‖Θ⁻¹ − Φ_MTL⁻¹‖ decreases
+as 1/L². Theorem 1: therefore the gap between ANIL and MTL decreases at least as fast as 1/L. Corollary 1.1: the same
+holds for residual networks, with and without LayerNorm.
 
-A residual block with He's variance doubles the variance of its input, so it changes the kernels half as much as a plain
-layer: for residual nets lemma 4 holds with L/2 instead of L.
+A residual block with He initialization doubles the variance of its input, so it changes the kernels half as much as a
+plain layer. For residual networks, lemma 4 therefore holds with L/2 instead of L.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LAYER_NORM_TOLERANCE = 1e-4  # relative: LayerNorm rescales the kernels, which d
 
 @dataclass(frozen=True)
 class Settings:
-    """The depths. Every run draws new tasks."""
+    """Numbers of runs and tasks, and the depths. Every run draws new tasks."""
 
     runs: int
     depths: tuple[int, ...]
@@ -54,91 +55,93 @@ SETTINGS = {
 
 
 class Run(NamedTuple):
-    """One run of one net: eigenvalues divided by K(x, x), and the difference of the inverses multiplied by it."""
+    """The measurements of one run of one network, of kernel matrices divided by K(x, x)."""
 
     gap: float
     anil_largest: float
     anil_smallest: float
     mtl_largest: float
     mtl_smallest: float
-    inverses: float  # ‖Θ⁻¹ − Φ_MTL⁻¹‖, the largest singular value
+    inverses: float  # ‖Θ⁻¹ − Φ_MTL⁻¹‖, spectral norm
 
 
 class Spectra(NamedTuple):
-    """The number Nn of training points, and all runs by net and depth."""
+    """The total number Nn of training points, and all runs by network and depth."""
 
     points: int
     runs: dict[str, dict[int, list[Run]]]
 
     def values(self, net: str, quantity: str) -> dict[int, list[float]]:
-        """Return a quantity of all runs, by depth."""
+        """Return a field of all runs, by depth."""
         return {depth: [getattr(run, quantity) for run in runs] for depth, runs in self.runs[net].items()}
 
 
 def measure(options: ExperimentOptions) -> Spectra:
-    """Measure the gap and the spectra of every net at every depth."""
+    """Measure the gap and the spectra of every network at every depth."""
     settings = SETTINGS[options.scale]
-    drawn = draw_tasks(settings.runs, settings.training_tasks, settings.test_tasks, options.seed, options.device)
-    tasks = list(drawn.values())
+    tasks_by_seed = draw_tasks(
+        settings.runs, settings.training_tasks, settings.test_tasks, options.seed, options.device
+    )
+    tasks = list(tasks_by_seed.values())
     runs = {
-        name: {depth: [measure_run(net(depth), train, test) for train, test in tasks] for depth in settings.depths}
-        for name, net in NETS.items()
+        name: {depth: [measure_run(kernel(depth), train, test) for train, test in tasks] for depth in settings.depths}
+        for name, kernel in NETS.items()
     }
     train = tasks[0][0]
     return Spectra(len(train) * train.without_split().support_x.shape[1], runs)
 
 
 def measure_run(kernel: Kernel, train: Episodes, test: Episodes) -> Run:
-    """Fit ANIL with λτ = 0, whose kernel matrix is Θ, and MTL, and compare their predictions and matrices."""
+    """Fit MTL, and ANIL with λτ = 0, whose kernel matrix is Θ. Compare their predictions and kernel matrices."""
     anil, mtl = fit_anil_and_mtl(kernel, train)
-    unit = float(kernel.nngp(test.query_x[0, :1]))  # the same for all points, since all have the same length
-    theta, phi = anil.matrix / unit, mtl.matrix / unit
-    anil_spectrum, mtl_spectrum = torch.linalg.eigvalsh(theta), torch.linalg.eigvalsh(phi)
+    variance = float(kernel.nngp(test.query_x[0, :1]))  # K(x, x), the same for all points, as all have the same norm
+    theta, phi_mtl = anil.matrix / variance, mtl.matrix / variance
+    anil_spectrum, mtl_spectrum = torch.linalg.eigvalsh(theta), torch.linalg.eigvalsh(phi_mtl)
     return Run(
         gap=prediction_gap(anil, mtl, test),
         anil_largest=float(anil_spectrum[-1]),
         anil_smallest=float(anil_spectrum[0]),
         mtl_largest=float(mtl_spectrum[-1]),
         mtl_smallest=float(mtl_spectrum[0]),
-        inverses=float(torch.linalg.matrix_norm(torch.linalg.inv(theta) - torch.linalg.inv(phi), 2)),
+        inverses=float(torch.linalg.matrix_norm(torch.linalg.inv(theta) - torch.linalg.inv(phi_mtl), 2)),
     )
 
 
 def rows(spectra: Spectra, _: ExperimentOptions) -> list[Row]:
-    """Return the rows of theorem 1 and of the lemmas."""
+    """Return the rows for theorem 1 and for the lemmas."""
     return gap_rows(spectra) + kernel_rows(spectra)
 
 
 def gap_rows(spectra: Spectra) -> list[Row]:
-    """Return the gap at every depth, the exponent of its decrease at the end, and the effect of LayerNorm on it."""
+    """Return the gap at every depth, its exponent at the largest depths, and the effect of LayerNorm on it."""
     rows = []
     for net in spectra.runs:
         gaps = spectra.values(net, "gap")
         for depth, values in gaps.items():
-            size, margin = mean_interval(values)
-            rows.append(Row(f"{net}, L = {depth}", "gap", ours=size, ci95=margin))
-        ours, margin = mean_interval(last_exponents(gaps))
+            mean, margin = mean_interval(values)
+            rows.append(Row(f"{net}, L = {depth}", "gap", ours=mean, ci95=margin))
+        exponent, margin = mean_interval(last_exponents(gaps))
         rows.append(
             Row(
                 f"{net}, gap, {last_interval(gaps)}",
                 "exponent of L",
                 published=-1.0,
-                ours=ours,
+                ours=exponent,
                 ci95=margin,
-                agrees=ours <= -1 + TOLERANCE,
+                agrees=exponent <= -1 + TOLERANCE,
                 note="theorem 1 is an upper bound: agrees if at most −0.9",
             )
         )
-    without, with_norm = (spectra.values(net, "gap") for net in ("residual", "residual with LayerNorm"))
-    pairs = (pair for depth in without for pair in zip(without[depth], with_norm[depth]))
-    change = max(abs(gap / normed - 1) for gap, normed in pairs)
+    gaps_without, gaps_with = (spectra.values(net, "gap") for net in ("residual", "residual with LayerNorm"))
+    pairs = (pair for depth in gaps_without for pair in zip(gaps_without[depth], gaps_with[depth]))
+    largest_change = max(abs(gap_without / gap_with - 1) for gap_without, gap_with in pairs)
     rows.append(
         Row(
             "with and without LayerNorm",
             "relative change of the gap",
             published=0.0,
-            ours=change,
-            agrees=change <= LAYER_NORM_TOLERANCE,
+            ours=largest_change,
+            agrees=largest_change <= LAYER_NORM_TOLERANCE,
             note=f"the largest over depths and runs; agrees if at most {LAYER_NORM_TOLERANCE:g}",
         )
     )
@@ -146,15 +149,15 @@ def gap_rows(spectra: Spectra) -> list[Row]:
 
 
 def kernel_rows(spectra: Spectra) -> list[Row]:
-    """Return how the extreme eigenvalues and the difference of the inverses change between the two largest depths."""
+    """Return how the extreme eigenvalues and ‖Θ⁻¹ − Φ_MTL⁻¹‖ change between the two largest depths."""
     rows = []
     for net in spectra.runs:
         depth_factor = 1.0 if net == "plain" else 0.5
         limits = {"largest": depth_factor * (spectra.points + 3) / 4, "smallest": depth_factor * 3 / 4}
         for kernel, label in (("anil", "Φ_ANIL = Θ"), ("mtl", "Φ_MTL")):
-            for end, limit in limits.items():
-                values = spectra.values(net, f"{kernel}_{end}")
-                name = f"{net}, {end} eigenvalue of {label}, {last_interval(values)}"
+            for extreme, limit in limits.items():
+                values = spectra.values(net, f"{kernel}_{extreme}")
+                name = f"{net}, {extreme} eigenvalue of {label}, {last_interval(values)}"
                 growth = growth_per_layer(values)
                 rows.append(_limit_row(name, "growth per layer / K(x, x)", limit, growth, depth_factor))
         values = spectra.values(net, "inverses")
@@ -164,32 +167,32 @@ def kernel_rows(spectra: Spectra) -> list[Row]:
 
 
 def _limit_row(name: str, metric: str, limit: float, values: list[float], depth_factor: float) -> Row:
-    ours, margin = mean_interval(values)
+    mean, margin = mean_interval(values)
     note = f"agrees if within {TOLERANCE:.0%}" + ("" if depth_factor == 1 else "; lemma 4 with L/2 instead of L")
-    agrees = abs(ours - limit) <= TOLERANCE * abs(limit)
-    return Row(name, metric, published=limit, ours=ours, ci95=margin, agrees=agrees, note=note)
+    agrees = abs(mean - limit) <= TOLERANCE * abs(limit)
+    return Row(name, metric, published=limit, ours=mean, ci95=margin, agrees=agrees, note=note)
 
 
 def last_exponents(values: Mapping[int, list[float]]) -> list[float]:
     """Return d log(value) / d log(L) between the two largest depths, for every run."""
-    (first, before), (last, after) = list(values.items())[-2:]
-    return [math.log(new / old) / math.log(last / first) for old, new in zip(before, after)]
+    (depth_1, values_1), (depth_2, values_2) = list(values.items())[-2:]
+    return [math.log(b / a) / math.log(depth_2 / depth_1) for a, b in zip(values_1, values_2)]
 
 
 def growth_per_layer(values: Mapping[int, list[float]]) -> list[float]:
     """Return the growth per layer between the two largest depths, for every run."""
-    (first, before), (last, after) = list(values.items())[-2:]
-    return [(new - old) / (last - first) for old, new in zip(before, after)]
+    (depth_1, values_1), (depth_2, values_2) = list(values.items())[-2:]
+    return [(b - a) / (depth_2 - depth_1) for a, b in zip(values_1, values_2)]
 
 
 def last_interval(values: Mapping[int, object]) -> str:
-    """Name the two largest depths."""
-    first, last = list(values)[-2:]
-    return f"L from {first} to {last}"
+    """Return the two largest depths as text."""
+    depth_1, depth_2 = list(values)[-2:]
+    return f"L from {depth_1} to {depth_2}"
 
 
 def figure(outcome: Outcome[Spectra]) -> Figure:
-    """Draw the gap, the extreme eigenvalues and the difference of the inverses against depth."""
+    """Draw the gap, the extreme eigenvalues and ‖Θ⁻¹ − Φ_MTL⁻¹‖ against depth."""
     from matplotlib.figure import Figure
 
     from metabridge.report.result_figures import depth_axes, legends_below, plot_means, plot_power
@@ -203,18 +206,18 @@ def figure(outcome: Outcome[Spectra]) -> Figure:
         plot_means(axes, {f"ReLU net, {net}": spectra.values(net, quantity) for net in NETS})
         for exponent in exponents:
             plot_power(axes, spectra.values("plain", quantity), exponent)
-    left.set(title="ANIL and MTL (theorem 1)", ylabel=GAP_LABEL)
-    right.set(title="inverses of their kernels (lemma 5)", ylabel="$\\|Θ^{-1} - Φ_{MTL}^{-1}\\|\\cdot K(x, x)$")
+    left.set(title="gap between ANIL and MTL (theorem 1)", ylabel=GAP_LABEL)
+    right.set(title="difference of the inverse kernels (lemma 5)", ylabel="$\\|Θ^{-1} - Φ_{MTL}^{-1}\\|\\cdot K(x, x)$")
     kernels = {"anil": "$Φ_{ANIL} = Θ$", "mtl": "$Φ_{MTL}$"}
     curves = {
-        f"{end} eigenvalue of {label}": spectra.values("plain", f"{kernel}_{end}")
-        for end in ("largest", "smallest")
+        f"{extreme} eigenvalue of {label}": spectra.values("plain", f"{kernel}_{extreme}")
+        for extreme in ("largest", "smallest")
         for kernel, label in kernels.items()
     }
     plot_means(middle, curves)
     for factor, style, label in (((spectra.points + 3) / 4, "--", "(Nn + 3)L/4"), (3 / 4, ":", "3L/4")):
         middle.plot(depths, [factor * depth for depth in depths], style, color="gray", label=label)
-    middle.set(title=f"plain net, Nn = {spectra.points} points (lemma 4)", ylabel="eigenvalue / K(x, x)")
+    middle.set(title=f"eigenvalues, plain net, Nn = {spectra.points} points (lemma 4)", ylabel="eigenvalue / K(x, x)")
     for axes in (left, middle, right):
         depth_axes(axes, depths)
     legends_below((left, middle, right))

@@ -1,8 +1,8 @@
-"""ANIL and MTL predict more alike the deeper the network and the shorter ANIL's inner loop (Wang et al. 2021, fig. 1).
+"""Wang et al. 2021, figure 1: the gap between the predictions of ANIL and MTL, by network depth and inner-loop time.
 
 Theorem 1 bounds the gap ‖F_ANIL − F_MTL‖ on a test task by O(λτ + 1/L) + ε at depth L and inner time λτ, where ε
-decreases with the width. The first panel varies L at λτ = 0. The other two vary λτ at L = 10. After training to the
-end without a ridge, λτ cancels, so one of them has ridges and the other stops training early.
+decreases with the width. The first panel varies L at λτ = 0. The other two vary λτ at L = 10. With training until
+convergence and no ridge, the gap does not depend on λτ; therefore one panel has ridges and the other early stopping.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from metabridge.theory.power_law import PowerLaw
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The paper prints no numbers. These gaps, by depth, come from an independent implementation of its formulas with
-# analytic kernels and other seeds. Means over 5 runs differ by about 10 %.
+# Gaps by depth. The paper prints no numbers; these come from an independent implementation of its formulas with
+# analytic kernels and other seeds. Means over 5 runs vary by about 10 %.
 REFERENCE = {2: 1.19, 3: 0.78, 5: 0.44, 7: 0.32, 10: 0.23, 15: 0.15, 20: 0.11}
-TOLERANCE = 0.15  # relative, for the gaps and for the exponent −1: both means vary by about 10 %
+TOLERANCE = 0.15  # relative, for the gaps and for the exponent −1
 ANALYTIC = "infinite width"
-FIXED_DEPTH = 10  # where λτ varies
+FIXED_DEPTH = 10  # of the panels that vary λτ
 CONVERGED = "trained to the end, no ridge"
 
 ByDepth = dict[int, list[float]]  # the gaps of all runs at each depth L
@@ -38,7 +38,7 @@ ByTime = dict[float, list[float]]  # the gaps of all runs at each inner time λ�
 
 @dataclass(frozen=True)
 class Settings:
-    """Values to vary. Every run draws new tasks and, at finite width, new weights."""
+    """Numbers of runs and tasks, and values to vary. Every run draws new tasks and, at finite width, new weights."""
 
     runs: int
     depths: tuple[int, ...]
@@ -64,7 +64,7 @@ SETTINGS = {
 
 
 class Gaps(NamedTuple):
-    """The gaps by depth for each width, and by inner time for each way to train."""
+    """The gaps by depth for each width, and by inner time for each way to end training."""
 
     depths: dict[str, ByDepth]
     converged: ByTime
@@ -73,13 +73,16 @@ class Gaps(NamedTuple):
 
 
 def measure(options: ExperimentOptions) -> Gaps:
-    """Measure the gaps."""
+    """Measure the gaps between ANIL and MTL."""
     settings = SETTINGS[options.scale]
-    runs = draw_tasks(settings.runs, settings.training_tasks, settings.test_tasks, options.seed, options.device)
+    tasks_by_seed = draw_tasks(
+        settings.runs, settings.training_tasks, settings.test_tasks, options.seed, options.device
+    )
 
     def gaps(depth: int, width: int | None = None, /, **training: float) -> list[float]:
+        """Return the gap of every run."""
         values = []
-        for seed, (train, test) in runs.items():
+        for seed, (train, test) in tasks_by_seed.items():
             net = None if width is None else wide(test.query_x.shape[-1], width=width, depth=depth, seed=seed)
             kernel = (
                 fully_connected_kernel(depth) if net is None else EmpiricalKernel(net.to(options.device, torch.float64))
@@ -110,11 +113,11 @@ def depth_rows(depths: Mapping[str, ByDepth]) -> list[Row]:
     rows = []
     for name, gaps in depths.items():
         for depth, values in gaps.items():
-            size, margin = mean_interval(values)
-            row = Row(f"{name}, L = {depth}", "gap", ours=size, ci95=margin)
+            mean, margin = mean_interval(values)
+            row = Row(f"{name}, L = {depth}", "gap", ours=mean, ci95=margin)
             if name == ANALYTIC and depth in REFERENCE:
                 reference = REFERENCE[depth]
-                agrees = abs(size - reference) <= TOLERANCE * reference
+                agrees = abs(mean - reference) <= TOLERANCE * reference
                 note = "reference: an independent implementation of the paper's formulas; the paper prints no numbers"
                 row = replace(row, published=reference, agrees=agrees, note=note)
             rows.append(row)
@@ -134,22 +137,22 @@ def depth_rows(depths: Mapping[str, ByDepth]) -> list[Row]:
 
 
 def time_rows(times: Mapping[str, ByTime]) -> list[Row]:
-    """Return the ratio of the gap at the longest inner time to the gap at none.
+    """Return the ratio of the gap at the longest inner time to the gap at λτ = 0.
 
-    Where λτ cancels, the ratio agrees if it is 1 to 0.1 %. Elsewhere it agrees with the paper's figure if the mean
-    gap increases with λτ at every step.
+    After convergence without a ridge, the ratio agrees if it is 1 ± 0.001. In the other cases it agrees with the
+    paper's figure if the mean gap always increases with λτ.
     """
     rows = []
     for name, gaps in times.items():
         longest = max(gaps)
-        ratio, margin = mean_interval([last / first for first, last in zip(gaps[0.0], gaps[longest])])
-        by_gap = sorted(gaps, key=lambda time: sum(gaps[time]))
+        ratio, margin = mean_interval([gap / initial_gap for initial_gap, gap in zip(gaps[0.0], gaps[longest])])
+        times_by_gap = sorted(gaps, key=lambda time: sum(gaps[time]))
         row = Row(f"L = {FIXED_DEPTH}, {name}", f"gap at λτ = {longest:g} / gap at 0", ours=ratio, ci95=margin)
         if name == CONVERGED:
             row = replace(row, published=1.0, agrees=abs(ratio - 1) <= 1e-3, note="λτ cancels")
         else:
-            note = f"smallest at λτ = {by_gap[0]:g}; agrees if the gap always increases with λτ"
-            row = replace(row, agrees=by_gap == sorted(gaps), note=note)
+            note = f"smallest at λτ = {times_by_gap[0]:g}; agrees if the gap always increases with λτ"
+            row = replace(row, agrees=times_by_gap == sorted(gaps), note=note)
         rows.append(row)
     return rows
 
@@ -167,14 +170,15 @@ def figure(outcome: Outcome[Gaps]) -> Figure:
     plot_means(left, gaps.depths)
     depths = list(gaps.depths[ANALYTIC])
     plot_power(left, gaps.depths[ANALYTIC], -1)
-    known = [depth for depth in depths if depth in REFERENCE]
-    left.plot(known, [REFERENCE[depth] for depth in known], "kD", markersize=4, label="reference, infinite width")
+    reference_depths = [depth for depth in depths if depth in REFERENCE]
+    reference_gaps = [REFERENCE[depth] for depth in reference_depths]
+    left.plot(reference_depths, reference_gaps, "kD", markersize=4, label="reference, infinite width")
     depth_axes(left, depths)
     left.set(title="λτ = 0, trained to the end, no ridge", ylabel=GAP_LABEL)
-    for axes, kind, curves in ((middle, "with a ridge", gaps.ridges), (right, "stopped early", gaps.stopped)):
+    for axes, training, curves in ((middle, "with a ridge", gaps.ridges), (right, "stopped early", gaps.stopped)):
         plot_means(axes, {CONVERGED: gaps.converged} | curves)
         axes.set(xlabel="inner time λτ of ANIL", ylabel=GAP_LABEL, ylim=(0, None))
-        axes.set(title=f"L = {FIXED_DEPTH}, infinite width, {kind}")
+        axes.set(title=f"L = {FIXED_DEPTH}, infinite width, {training}")
     legends_below((left, middle, right))
     return page
 

@@ -1,4 +1,4 @@
-"""Wang et al. 2021, figure 2: accuracy against training time, for methods with the same ResNet-12."""
+"""Wang et al. 2021, figure 2: accuracy against training time of methods with the same network, a ResNet-12."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Wang et al. 2021, table 3: few-shot accuracy on mini-ImageNet of meta-learning and of multi-task learning."""
+"""Wang et al. 2021, table 3: few-shot accuracy of meta-learning and multi-task learning on mini-ImageNet."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
-from metabridge.experiments.mini_imagenet_trainings import plans, train_or_load_all
+from metabridge.experiments.mini_imagenet_trainings import configs, train_or_load_all
 from metabridge.experiments.training_records import TrainingRecord
 from metabridge.report.results import Row
 
-# accuracy in percent and the half-width of its 95 % interval, by shots
+# Accuracy in percent and the half-width of its 95 % interval, by method and number of shots.
 PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
     "maml": {1: (48.70, 1.84), 5: (63.11, 0.92)},
     "anil": {1: (48.0, 0.7), 5: (62.2, 0.5)},
@@ -18,12 +18,12 @@ PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
     "mtl": {1: (59.84, 0.22), 5: (77.72, 0.09)},
     "rfs": {1: (62.02, 0.63), 5: (79.64, 0.44)},  # Tian et al. 2020
 }
-OTHER_NETWORK = {"r2d2": "published with four convolutions"}  # not comparable, since ours has another network
+OTHER_NETWORK = {"r2d2": "published with four convolutions"}  # not comparable: ours has another network
 
 
 def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
     """Return the records of all methods."""
-    return train_or_load_all(options, tuple(plans(options.scale)))
+    return train_or_load_all(options, tuple(configs(options.scale)))
 
 
 def rows(records: Mapping[str, TrainingRecord], options: ExperimentOptions) -> list[Row]:
@@ -36,8 +36,8 @@ def rows(records: Mapping[str, TrainingRecord], options: ExperimentOptions) -> l
             published, margin = PUBLISHED[method][shots]
             ours, ci95 = 100 * score.mean, 100 * score.ci95
             comparable = options.scale == "paper" and method not in OTHER_NETWORK
-            rule = OTHER_NETWORK.get(method, "agrees if its interval is not below the published one")
-            note = f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes; {score}; {rule}"
+            comparison = OTHER_NETWORK.get(method, "agrees if its interval is not below the published one")
+            note = f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes; {score}; {comparison}"
             rows.append(
                 Row(
                     f"{method}, {shots}-shot",

@@ -36,15 +36,15 @@ def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Ro
 
 
 def _ratio_row(mtl: TrainingRecord, metaoptnet: TrainingRecord) -> Row:
-    """Compare the times until each first has the highest validation accuracy that both reach."""
+    """Return the ratio of the times until each method first reaches the highest accuracy that both reach."""
     target = min(max(point["accuracy"] for point in record.curve) for record in (mtl, metaoptnet))
     mtl_minutes, metaoptnet_minutes = (
         next(point["minutes"] for point in record.curve if point["accuracy"] >= target) for record in (mtl, metaoptnet)
     )
     note = f"minutes to {100 * target:.1f} % validation accuracy: {mtl_minutes:.2f} and {metaoptnet_minutes:.2f}"
-    first = mtl.curve[0]["accuracy"]
-    if first > target:
-        note += f"; mtl already had {100 * first:.1f} % at its first validation, so the true ratio is larger"
+    first_accuracy = mtl.curve[0]["accuracy"]
+    if first_accuracy > target:
+        note += f"; mtl already had {100 * first_accuracy:.1f} % at its first validation, so the true ratio is larger"
     return Row(
         "metaoptnet / mtl",
         "ratio of hours",

@@ -1,4 +1,4 @@
-"""Wang et al. 2021, table 5: how the ℓ2 penalty of the test-time logistic regression affects MTL's 5-shot accuracy."""
+"""Wang et al. 2021, table 5: 5-shot accuracy of MTL by the L2 penalty of the test-time logistic regression."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Whether a diagnosis is right on linear regression tasks, where the truth is known.
+"""Check whether a diagnosis is right on linear regression tasks, where the exact risks are known.
 
-The problems, landscapes of tasks with a step size, are random. The ratio of risks that the diagnosis predicts from
-sampled tasks is compared with the ratio of the exact risks of NAL and MAML after both are trained on other tasks, and
-its interval with the ratio after training on infinitely many. Of two problems that differ in r_H only, adaptation gains
-more in the one with the smaller r_H; the diagnosis must say so even where steps are short and gains small.
+A problem is a random distribution of tasks with an inner learning rate. From sampled tasks, the diagnosis predicts the
+risk of NAL divided by the risk of MAML. This ratio is compared with the ratio of the exact risks after NAL and MAML are
+trained on other tasks, and its interval with the exact ratio for infinitely many training tasks. If two problems differ
+only in r_H, the dispersion of the solutions of the hard tasks, adaptation gains more in the one with the smaller r_H.
+The diagnosis must rank such pairs correctly even if inner learning rates and gains are small.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CLEAR = (1.1, 1.5)  # plain pre-training is right below the first true ratio, adaptation above the second
+# Plain pre-training is the right recommendation below the first true ratio, and adaptation above the second.
+CLEAR_RATIOS = (1.1, 1.5)
 QUERIES = 25
-STEEPEST = 1.5  # the largest step, times the largest curvature; from 2 on gradient descent diverges
-WIDER, SHORTER = 4, 0.1  # factors of r_H in the second problem of a pair, and of the step in both
+MAX_STEP = 1.5  # largest product of inner learning rate and curvature; from 2 on, gradient descent diverges
+DISPERSION_FACTOR = 4  # r_H of the second problem of a pair, relative to the first
+STEP_FACTOR = 0.1  # inner learning rate of both problems of a pair, relative to the random problem
 TRAINING_TASKS = 500  # for NAL and MAML
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of problems, of pairs of problems, and of tasks in a diagnosis."""
+    """Numbers of problems, of pairs of problems, and of tasks per diagnosis."""
 
     problems: int
     pairs: int
@@ -55,7 +58,7 @@ SETTINGS = {"quick": Settings(problems=16, pairs=8, tasks=100), "paper": Setting
 
 @dataclass(frozen=True, eq=False)
 class LinearProblem:
-    """A landscape, the size of the adaptation step, and the number of samples for it."""
+    """A landscape, the inner learning rate α, and the number m of support points per task."""
 
     landscape: Landscape
     alpha: float
@@ -63,41 +66,41 @@ class LinearProblem:
 
     @classmethod
     def random(cls, seed: int) -> LinearProblem:
-        """Draw hard and easy tasks: for even seeds as in Collins et al. 2022, for odd ones with random covariances."""
+        """Draw hard and easy tasks: for even seeds as in Collins et al. 2022, for odd seeds with random covariances."""
         generator = torch.Generator().manual_seed(seed)
 
         def log_uniform(low: float, high: float) -> float:
-            share = float(torch.rand((), generator=generator, dtype=torch.float64))
-            return float(low * (high / low) ** share)
+            exponent = float(torch.rand((), generator=generator, dtype=torch.float64))
+            return float(low * (high / low) ** exponent)
 
         d = int(log_uniform(5, 21))
-        easy = log_uniform(0.5, 2)
-        hard, R = easy * log_uniform(0.03, 1), log_uniform(0.5, 8)
+        rho_easy = log_uniform(0.5, 2)
+        rho_hard, R = rho_easy * log_uniform(0.03, 1), log_uniform(0.5, 8)
         r_hard, r_easy, noise = log_uniform(0.02, 2), log_uniform(0.02, 2), log_uniform(0.01, 1)
-        alpha, m = log_uniform(0.8, 1.1) / easy, int(log_uniform(30, 500))
+        alpha, m = log_uniform(0.8, 1.1) / rho_easy, int(log_uniform(30, 500))
         if seed % 2 == 0:
-            return cls(HardEasy(hard, easy, R, r_hard, r_easy, d, noise).landscape, alpha, m)
+            return cls(HardEasy(rho_hard, rho_easy, R, r_hard, r_easy, d, noise).landscape, alpha, m)
         center = torch.nn.functional.normalize(torch.randn(d, generator=generator).double(), dim=0) * R * math.sqrt(d)
         groups = (
-            TaskGroup(hard * _random_covariance(d, generator), center, r_hard, noise, 0.5),
-            TaskGroup(easy * _random_covariance(d, generator), 0.0, r_easy, noise, 0.5),
+            TaskGroup(rho_hard * _random_covariance(d, generator), center, r_hard, noise, 0.5),
+            TaskGroup(rho_easy * _random_covariance(d, generator), 0.0, r_easy, noise, 0.5),
         )
         landscape = Landscape(groups, d)
         curvature = float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
-        return cls(landscape, min(alpha, STEEPEST / curvature), m)
+        return cls(landscape, min(alpha, MAX_STEP / curvature), m)
 
     def diagnose(self, tasks: int, seed: int) -> Diagnosis:
-        """Diagnose sampled tasks."""
+        """Diagnose the problem from sampled tasks."""
         return diagnose(LinearTasks(self.landscape, self.m, QUERIES), tasks=tasks, alpha=self.alpha, seed=seed)
 
     def trained_risks(self, seed: int) -> Risks:
-        """Train NAL and MAML on sampled tasks, and return the exact 𝓔_m of both."""
+        """Train NAL and MAML on sampled tasks, and return the exact risk 𝓔_m of each."""
         generator = torch.Generator().manual_seed(seed)
         episodes = LinearTasks(self.landscape, self.m, QUERIES).sample(TRAINING_TASKS, generator)
         return self._risks(empirical_nal(episodes), empirical_maml(episodes, self.alpha))
 
     def population_risks(self) -> Risks:
-        """Return 𝓔_m of both after training on infinitely many tasks."""
+        """Return the risks 𝓔_m of NAL and MAML after training on infinitely many tasks."""
         return self._risks(nal_solution(self.landscape), maml_solution(self.landscape, self.alpha, self.m))
 
     def _risks(self, nal: Tensor, maml: Tensor) -> Risks:
@@ -107,47 +110,47 @@ class LinearProblem:
 
 @dataclass(frozen=True)
 class Trial:
-    """The diagnosis of a problem, and its ratios of risks after training on finitely and on infinitely many tasks."""
+    """The diagnosis of a problem, and the true ratio of risks after training on finitely and infinitely many tasks."""
 
     diagnosis: Diagnosis
     trained: float
     population: float
 
     @property
-    def right(self) -> bool | None:
-        """Whether the recommendation is right; None where the true ratio is not clear."""
-        if CLEAR[0] <= self.trained <= CLEAR[1]:
+    def is_right(self) -> bool | None:
+        """Whether the recommendation is right; None if neither recommendation is clearly right."""
+        if CLEAR_RATIOS[0] <= self.trained <= CLEAR_RATIOS[1]:
             return None
-        return self.diagnosis.advice.adapts == (self.trained > CLEAR[1])
+        return self.diagnosis.advice.adapts == (self.trained > CLEAR_RATIOS[1])
 
     @property
     def covered(self) -> bool:
-        """Whether the population ratio is in the interval."""
+        """Whether the 95 % interval contains the population ratio."""
         return self.diagnosis.ratio.low <= self.population <= self.diagnosis.ratio.high
 
     @property
     def error(self) -> float:
-        """Population ratio minus predicted one, in half-widths of the interval: it is outside below −1 and above 1."""
+        """Population ratio minus predicted ratio, in half-widths of the interval."""
         ratio = self.diagnosis.ratio
-        side = ratio.high - ratio.value if self.population > ratio.value else ratio.value - ratio.low
-        return (self.population - ratio.value) / max(side, 1e-12)
+        half_width = ratio.high - ratio.value if self.population > ratio.value else ratio.value - ratio.low
+        return (self.population - ratio.value) / max(half_width, 1e-12)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The diagnoses of two problems that differ in r_H only. Adaptation gains more in the first."""
+    """The diagnoses of two problems that differ only in r_H. Adaptation gains more in the first."""
 
     narrow: Diagnosis
     wide: Diagnosis
 
     @property
     def separated(self) -> bool:
-        """Whether the intervals of their ratios do not overlap."""
+        """Whether the intervals of the predicted ratios do not overlap."""
         return not self.narrow.ratio.overlaps(self.wide.ratio)
 
     @property
     def ranked(self) -> bool:
-        """Whether their ratios rank them correctly."""
+        """Whether the predicted ratios rank the problems correctly."""
         return self.narrow.ratio.value > self.wide.ratio.value
 
 
@@ -161,36 +164,37 @@ class Measurements:
 
 def measure(options: ExperimentOptions) -> Measurements:
     """Diagnose random problems and pairs of problems."""
-    settings, first = SETTINGS[options.scale], 10_000 * (options.seed + 1)
-    trials = tuple(run_trial(first + i, settings.tasks) for i in range(settings.problems))
-    return Measurements(trials, tuple(run_pair(first + 5_000 + i, settings.tasks) for i in range(settings.pairs)))
+    settings, first_seed = SETTINGS[options.scale], 10_000 * (options.seed + 1)
+    trials = tuple(run_trial(first_seed + i, settings.tasks) for i in range(settings.problems))
+    pairs = tuple(run_pair(first_seed + 5_000 + i, settings.tasks) for i in range(settings.pairs))
+    return Measurements(trials, pairs)
 
 
 def run_trial(seed: int, tasks: int) -> Trial:
-    """Diagnose and train on a random problem."""
+    """Diagnose a random problem, and train NAL and MAML on it."""
     problem = LinearProblem.random(seed)
     trained = problem.trained_risks(seed + 1_000_000).ratio
     return Trial(problem.diagnose(tasks, seed), trained, problem.population_risks().ratio)
 
 
 def run_pair(seed: int, tasks: int) -> Pair:
-    """Diagnose a random problem with a short step, and the same with a larger r_H."""
+    """Diagnose a random problem with a small inner learning rate, and the same problem with a larger r_H."""
     problem = LinearProblem.random(seed)
-    narrow = replace(problem, alpha=SHORTER * problem.alpha)
+    narrow = replace(problem, alpha=STEP_FACTOR * problem.alpha)
     hard, easy = problem.landscape.groups
-    landscape = replace(problem.landscape, groups=(replace(hard, spread=WIDER * hard.spread), easy))
+    landscape = replace(problem.landscape, groups=(replace(hard, spread=DISPERSION_FACTOR * hard.spread), easy))
     wide = replace(narrow, landscape=landscape)
     return Pair(narrow.diagnose(tasks, seed), wide.diagnose(tasks, seed + 1_000_000))
 
 
 def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
-    """Give how predicted and true ratios agree, and how often pairs are ranked correctly."""
+    """Yield the rows of the single problems and of the pairs."""
     yield from trial_rows(data.trials)
     yield from pair_rows(data.pairs)
 
 
 def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
-    """Give how predicted ratios, recommendations and intervals agree with the true ratios."""
+    """Yield how well predicted ratios, recommendations and intervals agree with the true ratios."""
     predicted, trained = (
         torch.tensor(values, dtype=torch.float64)
         for values in zip(*((trial.diagnosis.ratio.value, trial.trained) for trial in trials))
@@ -201,30 +205,34 @@ def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
     note = f"median error {100 * float((predicted / trained - 1).abs().median()):.1f} %"
     correlation = _correlation(predicted.log(), trained.log())
     yield Row("linear problems, logarithms of both ratios", "correlation", ours=correlation, note=note)
-    for kind, selected in ((f"above {CLEAR[1]:g}", trained > CLEAR[1]), (f"below {CLEAR[0]:g}", trained < CLEAR[0])):
-        right = [bool(trial.right) for trial, is_selected in zip(trials, selected.tolist()) if is_selected]
-        if right:
-            share, note = 100 * sum(right) / len(right), f"{len(right)} problems"
-            yield Row(f"linear problems, true ratio {kind}", "recommendation right %", ours=share, note=note)
-    share = 100 * sum(trial.covered for trial in trials) / len(trials)
+    low, high = CLEAR_RATIOS
+    for condition, selected in ((f"above {high:g}", trained > high), (f"below {low:g}", trained < low)):
+        is_right = [bool(trial.is_right) for trial, is_selected in zip(trials, selected.tolist()) if is_selected]
+        if is_right:
+            percent, note = 100 * sum(is_right) / len(is_right), f"{len(is_right)} problems"
+            yield Row(f"linear problems, true ratio {condition}", "recommendation right %", ours=percent, note=note)
+    percent = 100 * sum(trial.covered for trial in trials) / len(trials)
     note = "exact for infinitely many training tasks; 95 is the target if groups are known and tasks infinitely many"
-    yield Row("linear problems, exact ratio in the 95 % interval", "problems %", ours=share, note=note)
+    yield Row("linear problems, exact ratio in the 95 % interval", "problems %", ours=percent, note=note)
     ratios = [trial.diagnosis.ratio for trial in trials]
     widths = torch.tensor([(ratio.high - ratio.low) / ratio.value for ratio in ratios], dtype=torch.float64)
-    width = 100 * float(widths.median())
-    yield Row("linear problems, width of the 95 % interval", "median % of the ratio", ours=width)
+    median_width = 100 * float(widths.median())
+    yield Row("linear problems, width of the 95 % interval", "median % of the ratio", ours=median_width)
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
-    """Give how often the problem with the smaller r_H ranks above the other."""
+    """Yield how often the problem with the smaller r_H ranks above the other."""
     separated = [pair for pair in pairs if pair.separated]
-    overlap = f"intervals apart in {len(separated)}, and then right in {sum(pair.ranked for pair in separated)}"
-    label = f"pairs of problems, one with {WIDER} times the other's r_H, steps {SHORTER:g} times as long, ranked by"
-    for quantity, right, note in (
-        ("ratio", [pair.ranked for pair in pairs], f"{len(pairs)} pairs; {overlap}"),
+    overlap_note = f"intervals apart in {len(separated)}, and then right in {sum(pair.ranked for pair in separated)}"
+    label = (
+        f"pairs of problems, one with {DISPERSION_FACTOR} times the other's r_H, steps {STEP_FACTOR:g} times as long, "
+        "ranked by"
+    )
+    for quantity, is_ranked, note in (
+        ("ratio", [pair.ranked for pair in pairs], f"{len(pairs)} pairs; {overlap_note}"),
         ("1 + R²/r_H", [pair.narrow.gains_more_than(pair.wide) for pair in pairs], f"{len(pairs)} pairs"),
     ):
-        yield Row(f"{label} {quantity}", "pairs right %", ours=100 * sum(right) / len(right), note=note)
+        yield Row(f"{label} {quantity}", "pairs right %", ours=100 * sum(is_ranked) / len(is_ranked), note=note)
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
@@ -232,23 +240,23 @@ def _correlation(a: Tensor, b: Tensor) -> float:
 
 
 def _random_covariance(d: int, generator: torch.Generator) -> Tensor:
-    """Return a matrix of random directions, with eigenvalues that differ by about 30 % and have mean 1."""
+    """Return a covariance with random eigenvectors, and eigenvalues of mean 1 that vary by about 30 %."""
     directions = torch.linalg.qr(torch.randn(d, d, generator=generator).double()).Q
     values = (0.3 * torch.randn(d, generator=generator).double()).exp()
     return (directions * (values / values.mean())) @ directions.T  # type: ignore[no-any-return]
 
 
 def figure(outcome: Outcome[Measurements]) -> Figure:
-    """Draw predicted against true ratios, and the errors relative to the intervals."""
+    """Draw predicted ratios against true ratios, and errors relative to the intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.4, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     trials = outcome.data.trials
-    largest = 1.1 * max(max(trial.trained, trial.diagnosis.ratio.high) for trial in trials)
-    draw_predictions(left, trials, largest)
+    max_ratio = 1.1 * max(max(trial.trained, trial.diagnosis.ratio.high) for trial in trials)
+    draw_predictions(left, trials, max_ratio)
     draw_errors(right, trials)
-    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < largest]
+    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < max_ratio]
     for axis in (left.xaxis, left.yaxis, right.xaxis):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_ticks([], minor=True)
@@ -257,25 +265,26 @@ def figure(outcome: Outcome[Measurements]) -> Figure:
     return figure
 
 
-def draw_predictions(axes: Axes, trials: Sequence[Trial], largest: float) -> None:
-    """Draw predicted ratios with their intervals against those after training, by whether the advice is right."""
+def draw_predictions(axes: Axes, trials: Sequence[Trial], max_ratio: float) -> None:
+    """Draw predicted ratios with their intervals against the ratios after training. Mark wrong recommendations."""
     from metabridge.report import figures
 
-    for right, label, color, marker in (
+    low, high = CLEAR_RATIOS
+    for is_right, label, color, marker in (
         (True, "recommendation right", figures.COLORS[0], "o"),
-        (None, f"true ratio from {CLEAR[0]:g} to {CLEAR[1]:g}: not clear", figures.COLORS[6], "s"),
+        (None, f"true ratio from {low:g} to {high:g}: neither is clearly right", figures.COLORS[6], "s"),
         (False, "recommendation wrong or undecided", figures.COLORS[1], "X"),
     ):
-        selected = [trial for trial in trials if trial.right is right]
+        selected = [trial for trial in trials if trial.is_right is is_right]
         ratios = [trial.diagnosis.ratio for trial in selected]
         margins = [[ratio.value - ratio.low for ratio in ratios], [ratio.high - ratio.value for ratio in ratios]]
         xs, ys, label = [trial.trained for trial in selected], [r.value for r in ratios], f"{label} ({len(selected)})"
         axes.errorbar(xs, ys, margins, fmt=marker, color=color, markersize=4, linewidth=0.8, label=label)
-    axes.plot([0.95, largest], [0.95, largest], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
-    label = f"adaptation is recommended from {MIN_RATIO:g} on"
+    axes.plot([0.95, max_ratio], [0.95, max_ratio], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
+    label = f"smallest ratio for which adaptation is recommended, {MIN_RATIO:g}"
     axes.axhline(MIN_RATIO, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
     axes.set(xscale="log", yscale="log", title="random linear problems")
-    axes.set(xlabel="realized risk of NAL / risk of MAML", ylabel="predicted, with 95 % interval")
+    axes.set(xlabel="trained risk of NAL / trained risk of MAML", ylabel="predicted ratio with 95 % interval")
 
 
 def draw_errors(axes: Axes, trials: Sequence[Trial]) -> None:
@@ -290,9 +299,12 @@ def draw_errors(axes: Axes, trials: Sequence[Trial]) -> None:
         xs, ys = [trial.population for trial in selected], [trial.error for trial in selected]
         axes.plot(xs, ys, marker, color=color, markersize=4, label=f"{label} ({len(selected)})")
     axes.axhspan(-1, 1, color=figures.LIGHT.line, alpha=0.5, zorder=0)
-    axes.set(xscale="log", title="exact ratio and interval")
-    axes.set(xlabel="exact risk of NAL / risk of MAML", ylabel="exact − predicted, in half-widths of the interval")
+    axes.set(xscale="log", title="error relative to the interval")
+    axes.set(
+        xlabel="exact risk of NAL / exact risk of MAML",
+        ylabel="(exact − predicted ratio) / half-width of the interval",
+    )
 
 
-CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR, "worth": MIN_RATIO}
+CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR_RATIOS, "worth": MIN_RATIO}
 EXPERIMENT = Experiment("diagnose-worlds", measure, rows, figure, SETTINGS, CONSTANTS)

@@ -1,4 +1,4 @@
-"""What every experiment consists of: options, settings for two scales, data, rows and a figure."""
+"""Experiments: measurements at two scales, with rows of results and a figure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ExperimentOptions:
         scale: "quick" (minutes on a CPU) or "paper" (full size).
         device: Name of the PyTorch device.
         seed: Seed of all random numbers.
-        out: Folder for trainings and their records.
-        data: Folder with the datasets, for experiments that need one.
-        only: Names of the trainings to run; empty for all.
-        minutes: Time limit of a training, or of several that run in turns; the next call resumes it.
+        out: Folder for training runs and their records.
+        data: Folder with the data sets, for experiments that need one.
+        only: Names of the training runs or searches to run; empty for all.
+        minutes: Time limit of a training run, or of all runs that are trained together. The next call resumes them.
         progress: Whether to show progress bars.
 
     Raises:
@@ -52,20 +52,20 @@ class ExperimentOptions:
             raise InputError(f"scale is '{self.scale}', but must be 'quick' or 'paper'.")
 
     def includes(self, training: str) -> bool:
-        """Return whether `only` selects this training."""
+        """Return whether `only` selects the training run or search with this name."""
         return not self.only or training in self.only
 
     def check_only(self, trainings: Collection[str]) -> None:
-        """Raise InputError if `only` names anything but these trainings."""
+        """Raise an `InputError` if `only` contains a name that is not in `trainings`."""
         unknown = sorted(set(self.only) - set(trainings))
         if unknown:
-            known = f"the trainings are {', '.join(trainings)}" if trainings else "this experiment has only one"
-            raise InputError(f"only names {', '.join(unknown)}, but {known}.")
+            problem = f"its parts are {', '.join(trainings)}" if trainings else "it has only one part"
+            raise InputError(f"only is {', '.join(unknown)}, which is not a part of this experiment: {problem}.")
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[D]):
-    """The result of an experiment and the data that its figure shows."""
+    """The result of an experiment, and the data that its figure shows."""
 
     result: Result
     data: D
@@ -73,18 +73,18 @@ class Outcome(Generic[D]):
 
 @dataclass(frozen=True)
 class Experiment(Generic[D]):
-    """An experiment that is computed as a whole.
+    """An experiment that always runs as a whole.
 
     To add one, write a module of this package with a line `EXPERIMENT = Experiment("its-id", ...)`.
 
     Args:
         id: Name on the command line and of the result file.
-        measure: Computes the data.
-        rows: Turns the data into the rows of the result.
-        figure: Draws the outcome; by default our numbers next to the published ones.
-        settings: What to compute at each scale, a dataclass; stored in the result.
-        constants: Further settings to store, the same for both scales.
-        on_cpu: Whether it computes on the CPU, whatever the device.
+        measure: Function that computes the data.
+        rows: Function that computes the rows of the result from the data.
+        figure: Function that draws the outcome. Default: our numbers next to the published ones.
+        settings: A dataclass with the settings of each scale, stored in the result.
+        constants: Settings to store that are the same for both scales.
+        on_cpu: Whether it always computes on the CPU.
     """
 
     id: str
@@ -95,16 +95,16 @@ class Experiment(Generic[D]):
     constants: Mapping[str, object] = field(default_factory=dict)
     on_cpu: bool = False
 
-    resumable: ClassVar[bool] = False  # whether it takes --only and --minutes
+    resumable: ClassVar[bool] = False  # whether --only and --minutes can be used
 
     def run(self, options: ExperimentOptions) -> Outcome[D]:
-        """Compute the experiment."""
+        """Run the experiment."""
         started = time.perf_counter()
         data = self.measure(options)
         return Outcome(self.result(data, options, time.perf_counter() - started), data)
 
     def result(self, data: D, options: ExperimentOptions, seconds: float) -> Result:
-        """Return the result of data that took so many seconds to compute."""
+        """Return the result of data that took `seconds` to compute."""
         return Result(
             id=self.id,
             scale=options.scale,
@@ -126,10 +126,10 @@ class Experiment(Generic[D]):
 
 @dataclass(frozen=True)
 class TrainingExperiment(Experiment[Mapping[str, R]]):
-    """An experiment made of trainings or searches that can be run one by one, stopped and resumed.
+    """An experiment made of training runs or searches that can be run one by one, stopped and resumed.
 
-    `measure` returns the records of those that are finished, by name. The machine, the settings and the time of the
-    result are those of the records, since the trainings may have run earlier and elsewhere.
+    `measure` returns the records of the finished ones by name. The result takes the machine, the settings and the time
+    from the records, because the runs may have been trained earlier and on another machine.
     """
 
     resumable: ClassVar[bool] = True
@@ -138,11 +138,11 @@ class TrainingExperiment(Experiment[Mapping[str, R]]):
         """Return the result of the records.
 
         Raises:
-            InputError: If there are no rows because no training is finished.
+            InputError: If no training run or search is finished.
         """
         rows = tuple(self.rows(data, options))
         if not rows:
-            raise InputError(f"no training of {self.id} is finished. Run the command again, or give it more --minutes.")
+            raise InputError(f"no part of {self.id} is finished. Run the same command again, with more --minutes.")
         return Result(
             id=self.id,
             scale=options.scale,

@@ -1,7 +1,7 @@
-"""All methods on the built-in glyphs: 5-way 1-shot, tested on alphabets that training does not use.
+"""All methods on 5-way 1-shot tasks of the built-in glyphs, tested on alphabets that training does not use.
 
-There are no published numbers. The comparison shows how much each method gains over its untrained network, how long its
-training takes, and how much harder tasks within one alphabet are than tasks across alphabets.
+There are no published numbers. The experiment shows how much more accurate each method is than its untrained network,
+how long training takes, and how much harder tasks within one alphabet are than tasks across alphabets.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class MethodSettings:
     """How to train one method.
 
     Args:
-        iterations: Training steps.
+        iterations: Number of training steps.
         lr: Learning rate of Adam.
         options: Options of the method.
-        batch_size: Tasks per step.
-        queries: Query images per class in training.
+        batch_size: Number of tasks per step.
+        queries: Number of query images per class in training.
     """
 
     iterations: int
@@ -43,13 +43,13 @@ class MethodSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train and to test the methods.
+    """How to train and test the methods.
 
     Args:
         methods: Settings of each method.
         validation_tasks: Number of validation tasks.
-        test_tasks: Number of test tasks.
-        other_tasks: Number of tasks for the untrained network, within alphabets and across alphabets.
+        test_tasks: Number of test tasks for the trained networks.
+        other_tasks: Number of tasks for the untrained networks, for tasks within alphabets and for tasks across them.
     """
 
     methods: dict[str, MethodSettings]
@@ -66,12 +66,12 @@ SETTINGS = {
         methods={
             "maml": MethodSettings(200, 3e-3, {"steps": 3, "lr": 0.2}),
             "anil": MethodSettings(250, 1e-2, {"steps": 5, "lr": 0.3}),
-            # A row of the joint head learns only from tasks with its class, so many small tasks are best.
+            # Each row of mtl's head is trained only by tasks with its class, so many small tasks are best.
             "mtl": MethodSettings(250, 1e-2, batch_size=16, queries=4),
             "nal": MethodSettings(100, 1e-3, {"steps": 5, "lr": 0.1}),
         },
     ),
-    # Selected on validation tasks, out of one to three settings for each method.
+    # Selected on validation tasks from one to three settings per method.
     "paper": Settings(
         validation_tasks=200,
         test_tasks=2000,
@@ -108,32 +108,32 @@ def measure(options: ExperimentOptions) -> Comparison:
     settings, seed = SETTINGS[options.scale], options.seed
     glyphs = load("glyphs").to(options.device)
     comparison = Comparison({}, {}, glyphs.tasks("test"))
-    for name, setting in settings.methods.items():
-        train = glyphs.tasks("train", queries=setting.queries)
-        learner, net = method(name, **setting.options), conv4(channels=1, size=28, seed=seed).to(options.device)
-        initial = Model(learner, net, parameters(learner, net, classes=train.classes, seed=seed))
-        untrained = evaluate(initial, comparison.test_tasks, tasks=settings.other_tasks, seed=seed)
+    for name, training in settings.methods.items():
+        train = glyphs.tasks("train", queries=training.queries)
+        preset, net = method(name, **training.options), conv4(channels=1, size=28, seed=seed).to(options.device)
+        untrained = Model(preset, net, parameters(preset, net, classes=train.classes, seed=seed))
+        untrained_score = evaluate(untrained, comparison.test_tasks, tasks=settings.other_tasks, seed=seed)
         run = fit(
             net,
-            learner,
+            preset,
             train,
             validate=glyphs.tasks("validation"),
             validate_tasks=settings.validation_tasks,
-            iterations=setting.iterations,
-            batch_size=setting.batch_size,
-            lr=setting.lr,
+            iterations=training.iterations,
+            batch_size=training.batch_size,
+            lr=training.lr,
             device=options.device,
             seed=seed,
             progress=options.progress,
             name=name,
         )
         comparison.runs[name] = run
-        same, different = (glyphs.tasks("test", superclass=kind) for kind in ("same", "different"))
+        same_alphabet, different_alphabets = (glyphs.tasks("test", superclass=value) for value in ("same", "different"))
         comparison.scores[name] = {
             "test tasks": evaluate(run, comparison.test_tasks, tasks=settings.test_tasks, seed=seed),
-            "untrained": untrained,
-            "same alphabet": evaluate(run, same, tasks=settings.other_tasks, seed=seed),
-            "different alphabets": evaluate(run, different, tasks=settings.other_tasks, seed=seed),
+            "untrained": untrained_score,
+            "same alphabet": evaluate(run, same_alphabet, tasks=settings.other_tasks, seed=seed),
+            "different alphabets": evaluate(run, different_alphabets, tasks=settings.other_tasks, seed=seed),
         }
     return comparison
 
@@ -142,9 +142,9 @@ def rows(comparison: Comparison, _: ExperimentOptions) -> list[Row]:
     """Return the scores and the training time of every method."""
     rows = []
     for name, run in comparison.runs.items():
-        for kind, score in comparison.scores[name].items():
+        for label, score in comparison.scores[name].items():
             ours, ci95, note = 100 * score.mean, 100 * score.ci95, f"{score.tasks} tasks"
-            rows.append(Row(f"{name}, {kind}", "accuracy %", ours=ours, ci95=ci95, note=note))
+            rows.append(Row(f"{name}, {label}", "accuracy %", ours=ours, ci95=ci95, note=note))
         rows.append(Row(f"{name}, training", "seconds", ours=run.seconds, note="without validation"))
     return rows
 

@@ -14,26 +14,26 @@ from metabridge.environments.image_tasks import ImageTasks, LabelledImages, Task
 from metabridge.episodes import Episodes
 from metabridge.kernels import AnalyticKernel
 
-SIZE = 16  # pixels, the fewest that conv4's kernel accepts: its cost grows with the fourth power
+SIZE = 16  # pixels a side, the smallest size for conv4's kernel, whose cost grows with the fourth power of the size
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """The number of classes to use from a split, and of images per class."""
+    """The number of classes to use from a split, and the number of images per class."""
 
     classes: int
     images: int
 
 
 def downscaled(images: LabelledImages) -> LabelledImages:
-    """Return the images with `SIZE` pixels, each the mean of the pixels that it replaces."""
+    """Return the images with `SIZE` × `SIZE` pixels, each the mean of the pixels that it replaces."""
     size = (SIZE, SIZE)
-    parts = [interpolate(part.float(), size=size, mode="area").round().byte() for part in images.images.split(4096)]
-    return replace(images, images=torch.cat(parts))
+    batches = [interpolate(batch.float(), size=size, mode="area").round().byte() for batch in images.images.split(4096)]
+    return replace(images, images=torch.cat(batches))
 
 
 def sample_pool(images: LabelledImages, sizes: dict[str, PoolSize], seed: int) -> LabelledImages:
-    """Return some classes of every split with some images of each."""
+    """Return random classes of every split, with random images of each class."""
     indices, splits = [], {}
     for split, size in sizes.items():
         tasks = images.tasks(split, ways=size.classes, shots=1, queries=size.images - 1)
@@ -45,22 +45,22 @@ def sample_pool(images: LabelledImages, sizes: dict[str, PoolSize], seed: int) -
 
 
 def standardized(images: LabelledImages) -> Tensor:
-    """Return each image with mean 0 and variance 1, in double precision."""
+    """Return the images in double precision, each with mean 0 and variance 1 over its pixels."""
     return layer_norm(images.images.double(), images.images.shape[1:])
 
 
 def ink_in_upper_half(images: LabelledImages) -> Tensor:
-    """Return the mean of the upper half of each standardized image."""
+    """Return the mean over the upper half of each standardized image."""
     return standardized(images)[:, 0, : SIZE // 2].mean((1, 2))
 
 
 @dataclass(frozen=True, eq=False)
 class KernelTable:
-    """A kernel that is looked up. Its points are the indices of images, (n, 1).
+    """A kernel with precomputed values. Its inputs are the indices of images, of shape (n, 1).
 
     Args:
-        matrices: Θ and K between all images.
-        seconds: Time to compute them.
+        matrices: The kernel matrices Θ (NTK) and K (NNGP) of all images.
+        seconds: Time to compute the matrices.
     """
 
     matrices: tuple[Tensor, Tensor]
@@ -68,25 +68,25 @@ class KernelTable:
 
     @classmethod
     def compute(cls, kernel: AnalyticKernel, pool: LabelledImages, device: str = "cpu") -> KernelTable:
-        """Compute Θ and K between the images of a pool, with a mean of 1 on the diagonal of Θ.
+        """Compute Θ and K of the images of a pool, scaled so that the diagonal of Θ has a mean of 1.
 
-        Values between validation and test images are NaN, since nothing needs them.
+        Values between validation and test images are not needed. They are NaN.
         """
         started = time.perf_counter()
         x = standardized(pool).to(device)
         if not kernel.pixel_dims:
             x = x.flatten(1)
         matrices = [torch.full((len(x), len(x)), math.nan, dtype=torch.float64) for _ in range(2)]
-        train, *others = (
+        train, validation, test = (
             pool.tasks(split, shots=1, queries=1).image_indices for split in ("train", "validation", "test")
         )
-        for rows in (train, *others):
-            for matrix, values in zip(matrices, kernel.both(x[rows])):
-                matrix[rows[:, None], rows] = values.cpu()
-        for rows in others:
-            for matrix, values in zip(matrices, kernel.both(x[rows], x[train])):
-                matrix[rows[:, None], train] = values.cpu()
-                matrix[train[:, None], rows] = values.cpu().mT
+        for indices in (train, validation, test):
+            for matrix, values in zip(matrices, kernel.both(x[indices])):
+                matrix[indices[:, None], indices] = values.cpu()
+        for indices in (validation, test):
+            for matrix, values in zip(matrices, kernel.both(x[indices], x[train])):
+                matrix[indices[:, None], train] = values.cpu()
+                matrix[train[:, None], indices] = values.cpu().mT
         scale = matrices[0].diagonal().mean()
         return cls((matrices[0] / scale, matrices[1] / scale), time.perf_counter() - started)
 
@@ -100,18 +100,19 @@ class KernelTable:
 
     def both(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return Θ(x, z) and K(x, z)."""
-        rows, columns = (points[:, 0].long() for points in (x, x if z is None else z))
+        rows, columns = (indices[:, 0].long() for indices in (x, x if z is None else z))
         ntk, nngp = (matrix[rows[:, None], columns] for matrix in self.matrices)
         return ntk, nngp
 
 
 @dataclass(frozen=True, eq=False)
 class IndexedTasks:
-    """Tasks whose points are the indices of images.
+    """Tasks whose inputs are the indices of images.
 
     Args:
         tasks: The tasks.
-        order: One value per image. If given, the labels of a task sort its classes by the mean value of their support.
+        order: One value per image (images,). The label of a class is then its rank by the mean value of its support
+            images. None: labels are in random order.
     """
 
     tasks: ImageTasks
@@ -127,10 +128,10 @@ class IndexedTasks:
         indices = self.tasks.sample_indices(tasks, generator)
         if self.order is not None:
             ranks = self.order[indices.support].mean(-1).argsort(-1)
-            indices = TaskIndices(*(values.gather(1, _expanded_like(ranks, values)) for values in indices))
-        return indices.to_episodes(lambda rows: rows[..., None].double())
+            indices = TaskIndices(*(field.gather(1, _expanded_like(ranks, field)) for field in indices))
+        return indices.to_episodes(lambda image_indices: image_indices[..., None].double())
 
 
-def _expanded_like(ranks: Tensor, values: Tensor) -> Tensor:
-    """Repeat the ranks of a task's classes over the images of each class, if `values` has images."""
-    return ranks if values.ndim == 2 else ranks[..., None].expand(values.shape)
+def _expanded_like(ranks: Tensor, field: Tensor) -> Tensor:
+    """Return the ranks of classes (tasks, ways), repeated for each image if `field` has an axis for images."""
+    return ranks if field.ndim == 2 else ranks[..., None].expand(field.shape)

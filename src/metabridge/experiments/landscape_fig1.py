@@ -1,7 +1,9 @@
-"""Collins et al. 2022, figure 1: MAML gains much over NAL only if hard tasks are alike and far from the easy ones.
+"""Collins et al. 2022, figure 1: MAML is much better than NAL only if hard tasks are similar and far from easy ones.
 
-Four landscapes of hard and easy tasks, with the solutions of NAL and MAML and their risks above the noise floor. The
-paper prints ρ, m and d, but neither R nor r; the values here give risks of the size of its bars.
+Four landscapes of hard and easy tasks, with the solutions of NAL (no adaptation in training) and MAML and their risks
+above the noise floor. A task has inputs of variance ρ; the centers of hard and easy tasks have distance R, and r is the
+dispersion of the tasks of a group. The paper gives ρ, m and d, but neither R nor r. They are chosen here such that the
+risks are similar to the paper's bars.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ LANDSCAPES = {
     "(c) all close together": HardEasy(0.1, 0.9, R=0.5, r_hard=0.2, r_easy=0.2),
     "(d) hard ones close, far from easy": HardEasy(0.1, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
 }
-M = 500  # samples of the step at test time, and n₂
+M = 500  # m, samples of the step at test time, and n₂, of the inner step in training
 SETTINGS = {"quick": SgdSettings(test_tasks=300, runs=5), "paper": SgdSettings()}
 
 Risks = dict[str, dict[SolutionName, Tensor]]  # measured 𝓔_m of each run, by landscape and solution
 
 
 def measure(options: ExperimentOptions) -> Risks:
-    """Measure the risks of both solutions on tasks sampled from each landscape."""
+    """Return the risks of both solutions on tasks sampled from each landscape."""
     sgd, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     risks: Risks = {}
     for name, hard_easy in LANDSCAPES.items():
@@ -49,7 +51,7 @@ def measure(options: ExperimentOptions) -> Risks:
 
 
 def rows(risks: Risks, _: ExperimentOptions) -> Iterator[Row]:
-    """Compare the risks with the closed forms; the ratio of NAL to MAML must be largest in landscape (d)."""
+    """Compare the risks with the closed forms; the risk ratio NAL / MAML must be largest in landscape (d)."""
     for name, measured in risks.items():
         theory = hard_easy_risks(LANDSCAPES[name], 1 / LANDSCAPES[name].rho_easy, M)
         for key, values in measured.items():
@@ -62,17 +64,17 @@ def rows(risks: Risks, _: ExperimentOptions) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[Risks]) -> Figure:
-    """Draw the solutions of tasks, of NAL and of MAML, and below each landscape the risks of the two."""
+    """Draw the solutions of the tasks, of NAL and of MAML in each landscape, and below it the risks of NAL and MAML."""
     from metabridge.report import figures, result_figures
 
-    title = "MAML pays off where the hard tasks are slow to learn, close together and far from the easy ones"
+    title = "MAML pays off if the hard tasks are slow to learn, close together and far from the easy ones"
     figure, grid = result_figures.subplots(title, 2, 4, (14, 5.6), height_ratios=(3, 1))
     for (name, risks), above, below in zip(outcome.data.items(), *grid):
         hard_easy = LANDSCAPES[name]
         for group, label, color, marker in zip(hard_easy.landscape.groups, ("hard", "easy"), ("black", "gray"), "^o"):
-            one_group = Landscape((replace(group, probability=1.0),), hard_easy.dimension)
-            first, second = one_group.sample_finite(50, torch.Generator().manual_seed(0)).distribution.center.T[:2]
-            above.plot(first, second, marker, color=color, markersize=4, label=f"w* of {label} tasks")
+            only_group = Landscape((replace(group, probability=1.0),), hard_easy.dimension)
+            solutions = only_group.sample_finite(50, torch.Generator().manual_seed(0)).distribution.center
+            above.plot(*solutions.T[:2], marker, color=color, markersize=4, label=f"w* of {label} tasks")
         for (key, label), color, marker in zip(LABELS.items(), (figures.COLORS[1], figures.COLORS[0]), "sD"):
             w = solution(key, hard_easy.landscape, 1 / hard_easy.rho_easy, M)
             above.plot(*w[:2], marker, color=color, markersize=9, label=f"solution of {label}")
@@ -81,7 +83,7 @@ def figure(outcome: Outcome[Risks]) -> Figure:
         ratio = hard_easy.rho_hard / hard_easy.rho_easy
         parameters = f"$ρ_H/ρ_E$ = {ratio:.2g}, R = {hard_easy.R:g}, $r_H$ = {hard_easy.r_hard:g}"
         above.set(title=f"{name}\n{parameters}", xlabel="coordinate 1 of w")
-        below.set(xlabel="risk above the floor after a step, $\\mathcal{E}_m$")
+        below.set(xlabel="risk above the noise floor after a step, $\\mathcal{E}_m$")
         below.grid(visible=False, axis="y")
         below.invert_yaxis()
     grid[0, 0].set(ylabel="coordinate 2 of w")

@@ -1,8 +1,9 @@
-"""Collins et al. 2022, figures 2 and 8: MAML starts closer to the hard task, with smaller risk if m is large enough.
+"""Collins et al. 2022, figures 2 and 8: solutions and risks of NAL and MAML for one hard and one easy task.
 
-One hard task with w* = 1 and Σ = ρ_H·I and one easy task with w* = −1 and Σ = I, in 10 dimensions. The results of SGD
-are compared with closed forms (eq. 8, and 𝓔_m as in eq. 6 and 7, equal to eq. 9 up to the factor ‖w₁* − w₂*‖²/4).
-The caption of figure 2 has m = 100 where the text has 500; both are included.
+The solution of MAML is closer to the hard task, and its risk is smaller if m is large enough. The hard task has w* = 1
+and Σ = ρ_H·I, the easy one w* = −1 and Σ = I, in 10 dimensions. The results of SGD are compared with closed forms: the
+solutions with eq. 8, and the risks 𝓔_m with eq. 6 and 7, which equal eq. 9 up to the factor ‖w₁* − w₂*‖²/4. The caption
+of figure 2 has m = 100, the text m = 500; both are included.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ALL_HARDNESS = tuple(i / 10 for i in range(1, 11))
 
 @dataclass(frozen=True)
 class Settings:
-    """How SGD runs, and for which m and ρ_H."""
+    """The settings of SGD, and the values of m and ρ_H."""
 
     sgd: SgdSettings
     samples: tuple[int, ...]  # m = n₂
@@ -51,12 +52,12 @@ SETTINGS = {
 
 
 def landscape(rho: float) -> Landscape:
-    """Return the hard task and the easy task."""
+    """Return the landscape of the hard and the easy task."""
     return Landscape((TaskGroup(rho, 1.0, 0.0, NOISE, 0.5), TaskGroup(1.0, -1.0, 0.0, NOISE, 0.5)), DIMENSION)
 
 
 def measure(options: ExperimentOptions) -> SgdResults:
-    """Train NAL and MAML by SGD for each m and ρ_H, and measure their risks."""
+    """Train NAL and MAML by SGD for each m and ρ_H, and return their first coordinates and risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     results: SgdResults = {}
     for m in settings.samples:
@@ -77,17 +78,17 @@ def closed_form(name: SolutionName, rho: float, m: float) -> tuple[float, float]
 def rows(results: SgdResults, _: ExperimentOptions) -> Iterator[Row]:
     """Compare each result of SGD with the closed form."""
     for (m, rho), measured in results.items():
-        for name, end in measured.items():
+        for name, result in measured.items():
             coordinate, risk = closed_form(name, rho, m)
             label = f"{LABELS[name]}, m = {m}, ρ_H = {rho:g}"
-            yield compare_with_theory(label, "first coordinate", end.coordinate, coordinate)
-            yield compare_with_theory(label, "𝓔_m", end.risk, risk)
+            yield compare_with_theory(label, "first coordinate", result.coordinate, coordinate)
+            yield compare_with_theory(label, "𝓔_m", result.risk, risk)
 
 
 def figure(outcome: Outcome[SgdResults]) -> Figure:
-    """Draw first coordinates above and risks below, one column per m."""
+    """Draw first coordinates in the first row and risks in the second, one column per m."""
     columns = {m: f"m = $n_2$ = {m}" for m in sorted({m for m, _ in outcome.data}, reverse=True)}
-    title = "One hard and one easy task: closed forms, and results of SGD with 95 % intervals over runs"
+    title = "One hard and one easy task: closed forms, and means over runs of SGD with 95 % intervals"
     return draw_sgd_results(outcome.data, columns, title, width=2 + 3.2 * len(columns), closed_form=closed_form)
 
 

@@ -1,8 +1,9 @@
-"""Collins et al. 2022, figure 3: the gain of MAML over NAL depends on R²/r_H, distance over spread of hard tasks.
+"""Collins et al. 2022, figure 3: the ratio of the risks of NAL and MAML depends on R²/r_H.
 
-Hard and easy tasks with ρ_H = 0.1, ρ_E = 0.9, d = 10 and m = n₂ = 500, at growing distance R. In one setting the hard
-tasks lie far apart, R²/r_H = 0.5 and R²/r_E = 10; in the other the easy ones do. The last panel shows the limit of the
-ratio in corollary 2.
+R is the distance between the centers of hard and easy tasks, r_H and r_E the dispersions of hard and easy tasks. The
+other parameters are ρ_H = 0.1, ρ_E = 0.9, d = 10 and m = n₂ = 500. In one setting the hard tasks are far apart,
+R²/r_H = 0.5 and R²/r_E = 10; in the other the easy tasks are. The last panel shows how the ratio approaches the limit
+of corollary 2.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FAR, CLOSE = "hard tasks far apart", "hard tasks close together"
-SPREADS = {FAR: (0.5, 10.0), CLOSE: (10.0, 0.5)}  # R²/r_H and R²/r_E
+SQUARED_RATIOS = {FAR: (0.5, 10.0), CLOSE: (10.0, 0.5)}  # R²/r_H and R²/r_E
 M, RHO_HARD, RHO_EASY, NOISE = 500, 0.1, 0.9, 0.01
 ALPHA = 1 / RHO_EASY
 LIMIT_SAMPLES = tuple(10**power for power in range(2, 9))  # m of the last panel
@@ -39,7 +40,7 @@ LIMIT_HARDNESS = (0.1, 0.01, 0.001)  # ρ_H/ρ_E of the last panel
 
 @dataclass(frozen=True)
 class Settings:
-    """How SGD runs, and at which distances."""
+    """The settings of SGD, and the distances."""
 
     sgd: SgdSettings
     distances: tuple[float, ...]  # R
@@ -54,21 +55,21 @@ Risks = dict[str, dict[float, dict[SolutionName, Tensor]]]  # 𝓔_m of each run
 
 
 def tasks_at(setting: str, R: float, hardness: float = RHO_HARD / RHO_EASY) -> HardEasy:
-    """Return the tasks of a setting at distance R."""
-    hard, easy = SPREADS[setting]
-    return HardEasy(hardness * RHO_EASY, RHO_EASY, R=R, r_hard=R**2 / hard, r_easy=R**2 / easy, noise=NOISE)
+    """Return the tasks of a setting at distance R, with `hardness` = ρ_H/ρ_E."""
+    hard_ratio, easy_ratio = SQUARED_RATIOS[setting]
+    return HardEasy(hardness * RHO_EASY, RHO_EASY, R=R, r_hard=R**2 / hard_ratio, r_easy=R**2 / easy_ratio, noise=NOISE)
 
 
 def measure(options: ExperimentOptions) -> Risks:
-    """Train NAL and MAML by SGD at each distance, and measure their risks."""
+    """Train NAL and MAML by SGD at each distance, and return their risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
-    risks: Risks = {setting: {} for setting in SPREADS}
-    for setting in SPREADS:
+    risks: Risks = {setting: {} for setting in SQUARED_RATIOS}
+    for setting in SQUARED_RATIOS:
         for R in settings.distances:
             tasks = LinearTasks(tasks_at(setting, R).landscape, M, settings.sgd.queries)
             floor = noise_floor(tasks.landscape, ALPHA, M)
             trained = train_and_test(tasks, learners(ALPHA, M), ALPHA, settings.sgd, generator)
-            risks[setting][R] = {name: end.test_loss - floor for name, end in trained.items()}
+            risks[setting][R] = {name: result.test_loss - floor for name, result in trained.items()}
     return risks
 
 
@@ -81,7 +82,7 @@ def rows(risks: Risks, _: ExperimentOptions) -> Iterator[Row]:
                 yield compare_with_theory(f"{LABELS[name]}, {setting}, R = {R:g}", "𝓔_m", values, getattr(theory, name))
             ratios = measured["nal"] / measured["maml"]
             yield compare_with_theory(f"NAL over MAML, {setting}, R = {R:g}", "ratio", ratios, theory.ratio)
-    for setting in SPREADS:
+    for setting in SQUARED_RATIOS:
         tasks, m = tasks_at(setting, 1.0, LIMIT_HARDNESS[-1]), LIMIT_SAMPLES[-1]
         ratio, limit = hard_easy_risks(tasks, ALPHA, m).ratio, asymptotic_ratio(tasks)
         note = f"ours: closed form at ρ_H/ρ_E = {LIMIT_HARDNESS[-1]:g}, m = {m}; published: 1 + R²/r_H"
@@ -90,10 +91,10 @@ def rows(risks: Risks, _: ExperimentOptions) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[Risks]) -> Figure:
-    """Draw risks against R for both settings, their ratios, and the limit of the ratio."""
+    """Draw the risks as functions of R for both settings, their ratios, and how the ratio approaches its limit."""
     from metabridge.report import figures, result_figures
 
-    title = "Closed forms, and results of SGD with 95 % intervals over runs"
+    title = "Closed forms, and means over runs of SGD with 95 % intervals"
     figure, (*left, middle, right) = result_figures.subplots(title, 1, 4, (15, 5))
     distances = [i / 20 for i in range(1, 101)]
     for axes, (setting, by_distance) in zip(left, outcome.data.items()):
@@ -102,20 +103,23 @@ def figure(outcome: Outcome[Risks]) -> Figure:
             axes.plot(distances, theory, color=color, label=f"{label}, closed form")
             points = {R: measured[name] for R, measured in by_distance.items()}
             result_figures.draw_means(axes, points, color, f"{label}, SGD")
-        axes.set(xlabel="R, distance of hard from easy tasks", ylabel="risk above the floor, $\\mathcal{E}_m$")
-        hard, easy = SPREADS[setting]
-        axes.set(title=f"{setting}\n$R^2/r_H$ = {hard:g}, $R^2/r_E$ = {easy:g}", ylim=(0, None))
+        axes.set(xlabel="R, distance between hard and easy tasks")
+        axes.set(ylabel="risk above the noise floor, $\\mathcal{E}_m$")
+        hard_ratio, easy_ratio = SQUARED_RATIOS[setting]
+        axes.set(title=f"{setting}\n$R^2/r_H$ = {hard_ratio:g}, $R^2/r_E$ = {easy_ratio:g}", ylim=(0, None))
     for (setting, by_distance), color, marker in zip(outcome.data.items(), figures.COLORS[3:1:-1], "sD"):
         ratios = {R: measured["nal"] / measured["maml"] for R, measured in by_distance.items()}
         middle.axhline(hard_easy_risks(tasks_at(setting, 1.0), ALPHA, M).ratio, color=color)
         result_figures.draw_means(middle, ratios, color, f"{setting}, SGD", marker)
-    middle.set(xlabel="R, distance of hard from easy tasks", ylabel="$\\mathcal{E}_m$(NAL) / $\\mathcal{E}_m$(MAML)")
-    middle.set(title=f"risk of NAL over that of MAML\nm = {M}", ylim=(1, None))
-    for hardness, line in zip(LIMIT_HARDNESS, figures.LINES[::-1]):
-        ratios_at = [hard_easy_risks(tasks_at(CLOSE, 1.0, hardness), ALPHA, m).ratio for m in LIMIT_SAMPLES]
-        right.plot(LIMIT_SAMPLES, ratios_at, line, color=figures.COLORS[2], label=f"$ρ_H/ρ_E$ = {hardness:g}")
+    middle.set(xlabel="R, distance between hard and easy tasks")
+    middle.set(ylabel="$\\mathcal{E}_m$(NAL) / $\\mathcal{E}_m$(MAML)")
+    middle.set(title=f"ratio of the risks of NAL and MAML\nm = {M}", ylim=(1, None))
+    for hardness, line_style in zip(LIMIT_HARDNESS, figures.LINE_STYLES[::-1]):
+        limit_ratios = [hard_easy_risks(tasks_at(CLOSE, 1.0, hardness), ALPHA, m).ratio for m in LIMIT_SAMPLES]
+        right.plot(LIMIT_SAMPLES, limit_ratios, line_style, color=figures.COLORS[2], label=f"$ρ_H/ρ_E$ = {hardness:g}")
     right.axhline(asymptotic_ratio(tasks_at(CLOSE, 1.0)), color="black", linewidth=1, label="1 + $R^2/r_H$")
-    right.set(xscale="log", xlabel="m, samples of the step", ylim=(1, None), title=f"{CLOSE},\ncloser to the limit")
+    title = f"{CLOSE},\nratio for growing m"
+    right.set(xscale="log", xlabel="m, samples of the step", ylim=(1, None), title=title)
     for axes, columns in zip((*left, middle, right), (2, 2, 1, 2)):
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=columns)
     return figure

@@ -1,9 +1,9 @@
-"""Collins et al. 2022, figures 4 and 5: minima of NAL and MAML for equally hard tasks, and if one task is harder.
+"""Collins et al. 2022, figures 4 and 5: minima of the losses of NAL and MAML, if all tasks are easy or one is hard.
 
-In the paper the two minima coincide in the first case; in the second MAML's is closer to the hard task and does better
-after adaptation. It prints neither neurons nor α. Here the neurons are the corners of a square in both cases, so that
-only the hardness of one task differs. Because a square makes the minima of equally hard tasks coincide by symmetry
-alone, an asymmetric case is included as well.
+In the paper, the minima coincide if all tasks are easy. If one task is hard, the minimum of MAML is closer to it and
+has a lower loss after adaptation. The paper gives neither the positions of the neurons nor α. Here the neurons of four
+tasks are the corners of a square in both cases, so that the cases differ only in the hardness of one task. The symmetry
+of a square makes the minima of four easy tasks coincide, so an asymmetric case is included as well.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from metabridge.experiments.landscape_nets import (
 )
 from metabridge.experiments.landscape_thm1 import TITLE, draw_theorem, theorem_rows
 from metabridge.report.results import Row
-from metabridge.theory.loss_surface import plane
+from metabridge.theory.loss_surface import neuron_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOPSIDED = ((1.5, 0.0), (-0.5, 1.0), (-0.5, -1.0), (-1.0, 0.0))
+ASYMMETRIC = ((1.5, 0.0), (-0.5, 1.0), (-0.5, -1.0), (-1.0, 0.0))
 CASES = (
     Case("four easy tasks", "softplus", support=250, easy=SQUARE, minima_differ=False),
     Case("one hard task", "softplus", support=250, easy=SQUARE[1:], hard=SQUARE[:1], minima_differ=True),
-    Case("four easy tasks, lopsided", "softplus", support=250, easy=LOPSIDED, minima_differ=False),
+    Case("four easy tasks, lopsided", "softplus", support=250, easy=ASYMMETRIC, minima_differ=False),
 )
 SETTINGS = settings_by_scale(CASES)
 
 
 def measure(options: ExperimentOptions) -> NetData:
-    """Find the minima in each case, and check theorem 1 for Softplus."""
+    """Return the minima in each case, and check theorem 1 for Softplus."""
     return measure_nets(SETTINGS[options.scale], options)
 
 
 def rows(data: NetData, _: ExperimentOptions) -> Iterator[Row]:
-    """Give the minima, how fast gradient descent learns an easy and a hard task, and theorem 1."""
+    """Yield rows of the minima, of the curvatures of an easy and a hard task, and of theorem 1."""
     for minima in data.minima:
         yield from minima_rows(minima)
     for name, case in (("easy task 1", CASES[0]), ("hard task 1", CASES[1])):
@@ -61,21 +61,21 @@ def rows(data: NetData, _: ExperimentOptions) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[NetData]) -> Figure:
-    """Draw the landscapes of the square, the loss of each single task, and theorem 1."""
+    """Draw the landscapes of the two cases with a square, the loss of each task, and theorem 1."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 11.5), layout="constrained")
     top, middle, bottom = figure.subfigures(3, 1, squeeze=False)[:, 0]
-    for part, minima in zip(top.subfigures(1, 2, squeeze=False)[0], outcome.data.minima):
-        part.suptitle(f"{minima.case.name.capitalize()}: mean loss of a Softplus neuron", fontsize=12)
-        panels = part.subplots(1, 2)
+    for subfigure, minima in zip(top.subfigures(1, 2, squeeze=False)[0], outcome.data.minima):
+        subfigure.suptitle(f"{minima.case.name.capitalize()}, Softplus: mean loss over tasks", fontsize=12)
+        panels = subfigure.subplots(1, 2)
         draw_case(panels, minima)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=11)
-    middle.suptitle("Four easy tasks: the loss of each", fontsize=12)
+    middle.suptitle("Four easy tasks: loss of each task", fontsize=12)
     for i, axes in enumerate(middle.subplots(1, 4)):
         draw_task(axes, Case("", "softplus", 0, easy=(SQUARE[i],)), f"task {i + 1}")
     left, right = bottom.subfigures(1, 2, width_ratios=(1, 3))
-    left.suptitle("Task 1 when it is hard", fontsize=12)
+    left.suptitle("Loss of task 1 if it is hard", fontsize=12)
     draw_task(left.subplots(), Case("", "softplus", 0, easy=(), hard=(SQUARE[0],)), "inputs of half the variance")
     right.suptitle(TITLE, fontsize=12)
     axes = right.subplots()
@@ -85,8 +85,8 @@ def figure(outcome: Outcome[NetData]) -> Figure:
 
 
 def draw_task(axes: Axes, case: Case, title: str) -> None:
-    """Draw the population loss of a single task, and its neuron."""
-    losses = vmap(case.tasks[0].loss, chunk_size=256)(plane(31).reshape(-1, 1, 2)).reshape(31, 31)
+    """Draw the population loss of a case's first task, and the neuron of the task."""
+    losses = vmap(case.tasks[0].loss, chunk_size=256)(neuron_grid(31).reshape(-1, 1, 2)).reshape(31, 31)
     draw_landscape(axes, losses, title)
     mark_neurons(axes, case, {})
 

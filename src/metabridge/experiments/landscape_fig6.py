@@ -1,8 +1,10 @@
-"""Collins et al. 2022, figure 6: minima of NAL and MAML if hard and easy tasks share a center, and if they do not.
+"""Collins et al. 2022, figure 6: minima of NAL and MAML, with and without a common center of hard and easy tasks.
 
-The paper shows Sigmoid: with a common center the minima are close and equally good; with the hard tasks close together
-and far from the easy ones they differ, and MAML's is better. It prints neither neurons nor α. Here the neurons are the
-corners of a square, and two pairs on opposite sides. The other activations of theorem 1, tanh and ReLU, are included.
+The paper shows Sigmoid networks. If hard and easy tasks have a common center, the minima of NAL and MAML are close and
+equally good. If the hard tasks are close together and far from the easy ones, the minima differ, and the minimum of
+MAML is better. The paper gives neither the positions of the neurons nor α. Here the neurons of the first case are the
+corners of a square; in the second case the two easy and the two hard neurons are on opposite sides of the origin. Tanh
+and ReLU, the other activations of theorem 1, are included as well.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ SETTINGS = settings_by_scale(CASES)
 
 
 def measure(options: ExperimentOptions) -> NetData:
-    """Find the minima in both cases of each activation, and check theorem 1."""
+    """Return the minima in both cases of each activation, and check theorem 1."""
     return measure_nets(SETTINGS[options.scale], options)
 
 
 def rows(data: NetData, _: ExperimentOptions) -> Iterator[Row]:
-    """Give the minima, and theorem 1."""
+    """Yield rows of the minima and of theorem 1."""
     for minima in data.minima:
         yield from minima_rows(minima)
     for checks in data.checks.values():
@@ -62,16 +64,17 @@ def rows(data: NetData, _: ExperimentOptions) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[NetData]) -> Figure:
-    """Draw the landscapes, one row per activation, and theorem 1 below."""
+    """Draw the landscapes, one row per activation, and theorem 1 in the last row."""
     from matplotlib.figure import Figure
 
     minima, checks = outcome.data.minima, outcome.data.checks
     figure = Figure(figsize=(15, 15.5), layout="constrained")
-    *lines, bottom = figure.subfigures(len(checks) + 1, 1, squeeze=False)[:, 0]
-    for i, line in enumerate(lines):
-        for part, case_minima in zip(line.subfigures(1, 2, squeeze=False)[0], minima[2 * i : 2 * i + 2]):
-            part.suptitle(f"{case_minima.case.name}: mean loss of a neuron", fontsize=12)
-            panels = part.subplots(1, 2)
+    *activation_rows, bottom = figure.subfigures(len(checks) + 1, 1, squeeze=False)[:, 0]
+    for i, activation_row in enumerate(activation_rows):
+        subfigures = activation_row.subfigures(1, 2, squeeze=False)[0]
+        for subfigure, case_minima in zip(subfigures, minima[2 * i : 2 * i + 2]):
+            subfigure.suptitle(f"{case_minima.case.name}: mean loss over tasks", fontsize=12)
+            panels = subfigure.subplots(1, 2)
             draw_case(panels, case_minima)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=11)
     bottom.suptitle(TITLE, fontsize=12)

@@ -1,8 +1,9 @@
-"""Collins et al. 2022, figure 7: logistic regression is like linear regression; MAML starts closer to the hard task.
+"""Collins et al. 2022, figure 7: solutions and risks of NAL and MAML in logistic regression.
 
-The two tasks of figure 2 with labels instead of values, m = n₂ = 500. The paper does not print its α. The inverse of
-the easy task's smoothness, its choice for linear regression, is 4/ρ_E here, since the logistic loss has curvature ¼ at
-most; α = 1/ρ_E is included as well. The risk is F_m(w) minus the loss at each task's w*.
+As in linear regression, the solution of MAML is closer to the hard task than the solution of NAL. The two tasks are
+those of figure 2 with labels instead of values, and m = n₂ = 500. The paper does not give α. For linear regression, it
+uses the inverse of the smoothness of the easy task. This is 4/ρ_E here, because the curvature of the logistic loss is
+at most ¼. α = 1/ρ_E is included as well. The risk is F_m(w) minus the mean loss at the w* of each task.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 
 M, DIMENSION = 500, 10
 ALPHAS = {4.0: "inverse of the easy task's smoothness", 1.0: "$1/ρ_E$"}
-LR = 0.05  # of SGD, for both learners; the paper prints none for this figure
-PAPER_ALPHA = 4.0  # the α that the paper's claims are tested with
+LR = 0.05  # of SGD, for both learners; the paper gives none for this figure
+CLAIM_ALPHA = 4.0  # the α for which the paper's claims are tested
 ALL_HARDNESS = tuple(i / 10 for i in range(1, 11))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How SGD runs, and for which ρ_H."""
+    """The settings of SGD, and the values of ρ_H."""
 
     sgd: SgdSettings
     hardness: tuple[float, ...]  # ρ_H
@@ -52,12 +53,12 @@ SETTINGS = {
 
 
 def landscape(rho: float) -> Landscape:
-    """Return the hard task and the easy task."""
+    """Return the landscape of the hard and the easy task."""
     return Landscape((TaskGroup(rho, 1.0, probability=0.5), TaskGroup(1.0, -1.0, probability=0.5)), DIMENSION)
 
 
 def measure(options: ExperimentOptions) -> SgdResults:
-    """Train NAL and MAML by SGD for each α and ρ_H, and measure their risks."""
+    """Train NAL and MAML by SGD for each α and ρ_H, and return their first coordinates and risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     results: SgdResults = {}
     for alpha in ALPHAS:
@@ -73,27 +74,33 @@ def measure(options: ExperimentOptions) -> SgdResults:
 
 
 def rows(results: SgdResults, _: ExperimentOptions) -> Iterator[Row]:
-    """Give each result of SGD, and the differences between the learners, which agree if their intervals are above 0."""
+    """Yield the results of SGD and the differences between the learners.
+
+    A difference agrees if its interval is above 0.
+    """
     for (alpha, rho), measured in results.items():
         parameters = f"α = {alpha:g}, ρ_H = {rho:g}"
         nal, maml = measured["nal"], measured["maml"]
-        for name, end in measured.items():
-            yield Row.mean(f"{LABELS[name]}, {parameters}", "first coordinate", end.coordinate.tolist())
-            yield Row.mean(f"{LABELS[name]}, {parameters}", "risk above the floor", end.risk.tolist())
+        for name, result in measured.items():
+            yield Row.mean(f"{LABELS[name]}, {parameters}", "first coordinate", result.coordinate.tolist())
+            yield Row.mean(f"{LABELS[name]}, {parameters}", "risk above the floor", result.risk.tolist())
         for metric, difference, claim in (
             ("first coordinate, MAML − NAL", maml.coordinate - nal.coordinate, "MAML starts closer to the hard task"),
             ("risk, NAL − MAML", nal.risk - maml.risk, "MAML has the smaller risk for appropriate ρ_H"),
         ):
             row = Row.mean(f"MAML against NAL, {parameters}", metric, difference.tolist(), note=f"the paper: {claim}")
             assert row.ci95 is not None
-            claimed = rho < 1 and alpha == PAPER_ALPHA
+            claimed = rho < 1 and alpha == CLAIM_ALPHA
             yield replace(row, agrees=row.ours > row.ci95 if claimed else None)
 
 
 def figure(outcome: Outcome[SgdResults]) -> Figure:
-    """Draw first coordinates above and risks below, one column per α."""
+    """Draw first coordinates in the first row and risks in the second, one column per α."""
     columns = {alpha: f"α = {alpha:g}, {meaning}" for alpha, meaning in ALPHAS.items()}
-    title = f"Logistic regression on one hard and one easy task, m = $n_2$ = {M}:\nresults of SGD with 95 % intervals"
+    title = (
+        f"Logistic regression on one hard and one easy task, m = $n_2$ = {M}:\n"
+        "means over runs of SGD with 95 % intervals"
+    )
     return draw_sgd_results(outcome.data, columns, title, width=8.4)
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of the experiments on linear landscapes: settings of SGD, its test, rows and panels.
+"""What the experiments on linear landscapes share: SGD and its settings, the test on new tasks, rows and figures.
 
 The settings are those of Collins et al. (2022, app. C.1).
 """
@@ -14,35 +14,35 @@ from torch import Tensor
 
 from metabridge.report.results import Row
 from metabridge.theory.landscape import SolutionName
-from metabridge.theory.linear_sgd import LinearLearner, Tasks, sampled_test_loss, train_linear_models
+from metabridge.theory.linear_sgd import LinearEnvironment, LinearLearner, sampled_test_loss, train_linear_models
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Name = TypeVar("Name", bound=str)
 LABELS: dict[SolutionName, str] = {"nal": "NAL", "maml": "MAML"}
-LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; MAML's is per inner sample
+LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; for MAML, to be multiplied by n₂
 
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """Length of training and test, and number of repetitions; the defaults are the paper's."""
+    """Lengths of training and test, and number of runs. The defaults are those of the paper."""
 
     iterations: int = 5000  # of SGD, with one batch of tasks each
     test_tasks: int = 3000
     runs: int = 10
-    queries: int = 25  # n₁, query points of a task
+    queries: int = 25  # n₁, query examples of a task
 
 
 class SgdResult(NamedTuple):
-    """The final weights of each run, (runs, d), and the mean loss on new tasks after a step, (runs)."""
+    """The final weights of each run, (runs, d), and the mean loss on new tasks after a gradient step, (runs,)."""
 
     w: Tensor
     test_loss: Tensor
 
 
 class CoordinateAndRisk(NamedTuple):
-    """The first coordinate of w and the risk above the floor, of each run."""
+    """The first coordinate of w and the risk above the noise floor, for each run."""
 
     coordinate: Tensor
     risk: Tensor
@@ -52,35 +52,37 @@ SgdResults = dict[tuple[float, float], dict[SolutionName, CoordinateAndRisk]]  #
 
 
 def learners(alpha: float, n2: int) -> dict[SolutionName, LinearLearner]:
-    """Return NAL and MAML with the paper's step sizes, for `n2` inner samples."""
+    """Return NAL and MAML with the paper's learning rates, for `n2` samples of the inner step of size `alpha`."""
     return {"nal": LinearLearner(LR["nal"]), "maml": LinearLearner(LR["maml"] * n2, alpha)}
 
 
 def train_and_test(
-    tasks: Tasks,
+    tasks: LinearEnvironment,
     learners: Mapping[Name, LinearLearner],
     alpha: float,
     sgd: SgdSettings,
     generator: torch.Generator,
     batch_size: int = 1,
 ) -> dict[Name, SgdResult]:
-    """Train all learners on the same tasks, then test each on new tasks after a step of size `alpha`."""
+    """Train all learners on the same tasks, and test each on new tasks after a gradient step of size `alpha`."""
     weights = train_linear_models(
         tasks, learners, generator, iterations=sgd.iterations, runs=sgd.runs, batch_size=batch_size
     )
     return {name: SgdResult(w, loss_on_new_tasks(tasks, w, alpha, sgd, generator)) for name, w in weights.items()}
 
 
-def loss_on_new_tasks(tasks: Tasks, w: Tensor, alpha: float, sgd: SgdSettings, generator: torch.Generator) -> Tensor:
-    """Return the mean loss on new tasks after a step of size `alpha`, for each run."""
+def loss_on_new_tasks(
+    tasks: LinearEnvironment, w: Tensor, alpha: float, sgd: SgdSettings, generator: torch.Generator
+) -> Tensor:
+    """Return the mean loss of each run on new tasks after a gradient step of size `alpha`."""
     return sampled_test_loss(tasks, w, alpha, generator, test_tasks=sgd.test_tasks, runs=sgd.runs)
 
 
 def compare_with_theory(name: str, metric: str, values: Tensor, theory: float) -> Row:
-    """Compare the mean over runs with the closed form.
+    """Return a row that compares the mean over runs with the closed form.
 
-    They agree if they differ by at most twice the half-width of the 95 % interval. By chance alone, a few rows in a
-    thousand differ by more.
+    They agree if they differ by at most twice the half-width of the 95 % interval. Among a thousand correct rows, only
+    a few differ by more.
     """
     row = Row.mean(name, metric, values.tolist(), published=theory, note="published: the value of the paper's formula")
     assert row.ci95 is not None
@@ -95,14 +97,22 @@ def draw_sgd_results(
     width: float,
     closed_form: Callable[[SolutionName, float, float], tuple[float, float]] | None = None,
 ) -> Figure:
-    """Draw first coordinates above and risks below against ρ_H, one column per m or α with its title."""
+    """Draw first coordinates (first row) and risks (second row) as functions of ρ_H.
+
+    Args:
+        results: The results by (m or α) and ρ_H.
+        columns: Title of each column by m or α.
+        title: Title of the figure.
+        width: Width of the figure in inches.
+        closed_form: Returns the coordinate and the risk for the name of a solution, ρ_H, and m or α.
+    """
     from metabridge.report import figures, result_figures
 
     figure, grid = result_figures.subplots(
         title, 2, len(columns), (width, 6.4), sharex=True, sharey="row", squeeze=False
     )
     hardness = [i / 200 for i in range(1, 201)]
-    for (column, heading), above, below in zip(columns.items(), *grid):
+    for (column, column_title), above, below in zip(columns.items(), *grid):
         above.axhline(1, color="black", linestyle=":", label="w* of the hard task")
         above.axhline(-1, color=figures.COLORS[6], linestyle=":", label="w* of the easy task")
         for (name, label), color in zip(LABELS.items(), (figures.COLORS[1], figures.COLORS[0])):
@@ -113,9 +123,9 @@ def draw_sgd_results(
                 points = {rho: values[name][i] for (key, rho), values in results.items() if key == column}
                 marker = "-o" if closed_form is None else "o"
                 result_figures.draw_means(axes, points, color, f"{label}, SGD" if closed_form else label, marker)
-        above.set(title=heading)
+        above.set(title=column_title)
         below.set(xlabel="$ρ_H$, variance of the hard task's inputs ($ρ_E$ = 1)")
     grid[0, 0].set(ylabel="first coordinate of w")
-    grid[1, 0].set(ylabel="risk above the floor after a step", ylim=(0, None))
+    grid[1, 0].set(ylabel="risk above the noise floor after a step", ylim=(0, None))
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3 if closed_form else 4)
     return figure

@@ -1,8 +1,8 @@
-"""Minima of NAL and MAML for students of a single neuron (Collins et al. 2022, figures 4 to 6).
+"""Minima of NAL and MAML for student networks of a single neuron (Collins et al. 2022, figures 4 to 6).
 
-A task is a teacher of one neuron in the plane (M = 1, d = 2); hard tasks have inputs of half the variance. Each task
-has τ episodes of n₂ support and n₁ query points. MAML's loss is that of the queries after one gradient step on the
-support; NAL's is that of the same τn₁ = n queries without the step (§4, app. C.3).
+The teacher network of a task has one neuron with two weights (M = 1, d = 2). The inputs of hard tasks have half the
+variance. Each task has τ episodes of n₂ support and n₁ query examples. The loss of MAML is the query loss after one
+gradient step on the support set; the loss of NAL is the loss on the same n = τn₁ queries without it (§4, app. C.3).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.landscape_thm1 import EASY, HARD, BoundCheck, check_theorem
 from metabridge.report.results import Row
-from metabridge.theory.loss_surface import EXTENT, LossSurface, plane
+from metabridge.theory.loss_surface import EXTENT, LossSurface, neuron_grid
 from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss, stationary_points
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Neuron = tuple[float, float]
 
 SQUARE: tuple[Neuron, ...] = ((1.0, 1.0), (-1.0, 1.0), (-1.0, -1.0), (1.0, -1.0))
-# The paper does not print α. Here it is the inverse of an easy task's curvature at the origin, σ'(0)², or ½ for ReLU:
-# one step then solves the linear part of an easy task, as α = 1/ρ_E does in corollary 2.
+# The paper does not give α. Here it is the inverse of the curvature of an easy task at the origin, which is σ'(0)², or
+# ½ for ReLU. One step then solves the linearized easy task, as α = 1/ρ_E does in corollary 2.
 ALPHA: dict[Activation, float] = {"softplus": 4.0, "sigmoid": 16.0, "tanh": 1.0, "relu": 2.0}
 
 
@@ -47,15 +47,15 @@ class Case:
     @property
     def tasks(self) -> list[TeacherTask]:
         """The tasks, hard ones first."""
-        kinds = [(neuron, HARD) for neuron in self.hard] + [(neuron, EASY) for neuron in self.easy]
+        variances = [(neuron, HARD) for neuron in self.hard] + [(neuron, EASY) for neuron in self.easy]
         return [
             TeacherTask(torch.tensor([neuron], dtype=torch.float64), self.activation, variance)
-            for neuron, variance in kinds
+            for neuron, variance in variances
         ]
 
     def sample(self, episodes: int, queries: int, generator: torch.Generator) -> Episodes:
         """Sample the same number of episodes of each task."""
-        parts = [
+        task_episodes = [
             TeacherTasks(
                 FixedNeurons(task.neurons[None]),
                 task.activation,
@@ -65,18 +65,18 @@ class Case:
             ).sample(episodes, generator)
             for task in self.tasks
         ]
-        return Episodes.concatenate(parts)
+        return Episodes.concatenate(task_episodes)
 
 
 @dataclass(frozen=True)
 class NetSettings:
-    """How much is sampled. n₁, τ and n₂ are the paper's at both scales."""
+    """The cases and the numbers of samples. n₁, τ and n₂ are those of the paper at both scales."""
 
     cases: tuple[Case, ...]
-    draws: int  # samples of all episodes, each with its minima
-    grid: int  # points per axis of the drawn landscapes
-    test_episodes: int  # new episodes of each task, which measure the risk of the minima
-    pairs: int  # of teachers, on which theorem 1 is checked
+    draws: int  # how often all episodes are sampled; the minima are computed for each draw
+    grid: int  # grid points per axis of the drawn landscapes
+    test_episodes: int  # new episodes of each task, on which the risks of the minima are measured
+    pairs: int  # pairs of teachers for which theorem 1 is checked
     episodes: int = 25  # τ
     queries: int = 20  # n₁
 
@@ -96,30 +96,30 @@ class Minima:
     case: Case
     positions: Mapping[str, Tensor]  # by method, (draws, 2)
     risks: Mapping[str, list[float]]  # F_m, the loss after a step on m new samples
-    landscapes: Mapping[str, Tensor]  # on the plane
+    landscapes: Mapping[str, Tensor]  # losses on a grid, by method
 
     def distances(self, method: str, neurons: Sequence[Neuron]) -> list[float]:
-        """Return the mean distance of the minimum to the neurons, for each draw."""
+        """Return the mean distance between the minimum of a method and the neurons, for each draw."""
         return torch.cdist(self.positions[method], torch.tensor(neurons, dtype=torch.float64)).mean(1).tolist()
 
 
 @dataclass(frozen=True)
 class NetData:
-    """The minima in each case, and theorem 1 for each activation."""
+    """The minima in each case, and the checks of theorem 1 for each activation."""
 
     minima: tuple[Minima, ...]
     checks: Mapping[Activation, list[BoundCheck]]
 
 
 def measure_nets(settings: NetSettings, options: ExperimentOptions) -> NetData:
-    """Find the minima in each case, and check theorem 1 for each activation."""
+    """Return the minima in each case, and check theorem 1 for each activation."""
     minima = tuple(find_minima(case, settings, options.seed) for case in settings.cases)
     activations = dict.fromkeys(case.activation for case in settings.cases)
     return NetData(minima, {name: check_theorem(name, settings.pairs, options.seed) for name in activations})
 
 
 def find_minima(case: Case, settings: NetSettings, seed: int) -> Minima:
-    """Find the minima of both losses on each draw of episodes, and measure their risks on the same new episodes."""
+    """Return the minima of both losses for each draw of episodes, and their risks on the same new episodes."""
     generator, alpha = torch.Generator().manual_seed(seed), ALPHA[case.activation]
     positions: dict[str, list[Tensor]] = {"NAL": [], "MAML": []}
     risks: dict[str, list[float]] = {"NAL": [], "MAML": []}
@@ -127,25 +127,25 @@ def find_minima(case: Case, settings: NetSettings, seed: int) -> Minima:
     for _ in range(settings.draws):
         episodes = case.sample(settings.episodes, settings.queries, generator)
         risk = LossSurface(case.activation, case.sample(settings.test_episodes, 100, generator), alpha)
-        for method, lr in (("NAL", None), ("MAML", alpha)):
-            surface = LossSurface(case.activation, episodes, lr)
+        for method, inner_lr in (("NAL", None), ("MAML", alpha)):
+            surface = LossSurface(case.activation, episodes, inner_lr)
             if method not in landscapes:
-                landscapes[method] = surface(plane(settings.grid))
+                landscapes[method] = surface(neuron_grid(settings.grid))
             positions[method].append(surface.minimum())
             risks[method].append(float(risk(positions[method][-1])))
     return Minima(case, {method: torch.stack(values) for method, values in positions.items()}, risks, landscapes)
 
 
 def minima_rows(minima: Minima) -> Iterator[Row]:
-    """Give the minima, their distances to the neurons, their risks, and how the two methods compare."""
+    """Yield rows of the minima, their distances from the neurons, their risks, and the differences of the methods."""
     case, risks = minima.case, minima.risks
     draws = f"over {len(risks['NAL'])} draws of all episodes"
 
     def row(name: str, metric: str, values: Sequence[float], note: str = draws) -> Row:
         return Row.mean(f"{case.name}: {name}", metric, values, note=note)
 
-    def claim(row: Row, bound: float) -> Row:
-        """If the paper's minima differ, ours must be above the bound with the whole interval."""
+    def compare_with_claim(row: Row, bound: float) -> Row:
+        """If the paper's minima differ, `row` agrees if its whole interval is above `bound`."""
         if not case.minima_differ:
             return row
         assert row.ci95 is not None
@@ -155,25 +155,26 @@ def minima_rows(minima: Minima) -> Iterator[Row]:
     for method in ("NAL", "MAML"):
         for axis, label in enumerate(("first", "second")):
             yield row(f"minimum of {method}, {label} coordinate", "w", minima.positions[method][:, axis].tolist())
-        for kind, neurons in (("hard", case.hard), ("easy", case.easy)):
+        for hardness, neurons in (("hard", case.hard), ("easy", case.easy)):
             if neurons:
-                yield row(f"{method} to {kind} tasks", "mean distance", minima.distances(method, neurons))
+                yield row(f"{method} to {hardness} tasks", "mean distance", minima.distances(method, neurons))
         note = f"F_m, with m = {case.support} samples; {draws}"
         yield row(f"risk of {method}", "loss after a step", risks[method], note)
     if case.hard:
         nal, maml = (minima.distances(method, case.hard) for method in ("NAL", "MAML"))
-        gains = [a - b for a, b in zip(nal, maml)]
-        yield claim(row("MAML nearer to hard tasks than NAL by", "distance", gains), 0.0)
+        differences = [a - b for a, b in zip(nal, maml)]
+        yield compare_with_claim(row("MAML nearer to hard tasks than NAL by", "distance", differences), 0.0)
     ratios = [nal / maml for nal, maml in zip(risks["NAL"], risks["MAML"])]
-    yield claim(row("risk of NAL over that of MAML", "ratio", ratios), 1.0)
+    yield compare_with_claim(row("risk of NAL over that of MAML", "ratio", ratios), 1.0)
     yield from population_rows(minima)
 
 
 def population_rows(minima: Minima) -> Iterator[Row]:
-    """Give the distance between the minima of NAL and MAML with infinitely many samples.
+    """Yield a row of the distance between the minima of the population losses of NAL and MAML (m = ∞).
 
-    They are the lowest stationary points reached from the minima of the draws. There is no row if those minima are
-    lower: with ReLU the population minimum may lie on a kink.
+    The minimum of a loss is the lowest stationary point that is reached from the minima of the draws. If one of these
+    starting points has a lower population loss, there is no row: with ReLU, the population loss can have its minimum at
+    a kink.
     """
     case = minima.case
     lowest = {}
@@ -184,19 +185,19 @@ def population_rows(minima: Minima) -> Iterator[Row]:
             return
     distance = float((lowest["NAL"] - lowest["MAML"]).norm())
     note = "m = ∞; " + ", ".join(f"{name} ({point[0, 0]:.3f}, {point[0, 1]:.3f})" for name, point in lowest.items())
-    equal = case.minima_differ is False
+    expected_equal = case.minima_differ is False
     yield Row(
         f"{case.name}: population minima of NAL and MAML",
         "distance",
-        published=0.0 if equal else None,
+        published=0.0 if expected_equal else None,
         ours=distance,
-        agrees=distance < 1e-3 if equal else None,
-        note=f"{note}; equal in the paper, which does not print its neurons" if equal else note,
+        agrees=distance < 1e-3 if expected_equal else None,
+        note=f"{note}; equal in the paper, which does not print its neurons" if expected_equal else note,
     )
 
 
 def draw_landscape(axes: Axes, losses: Tensor, title: str) -> None:
-    """Draw a loss over the plane as contours at equal ratios, with a color bar."""
+    """Draw the losses on the plane of the two weights as contours at equal ratios, with a color bar."""
     from metabridge.report.result_figures import draw_contours
 
     draw_contours(axes, losses.numpy(), EXTENT)
@@ -206,8 +207,8 @@ def draw_landscape(axes: Axes, losses: Tensor, title: str) -> None:
 
 
 def mark_neurons(axes: Axes, case: Case, positions: Mapping[str, Tensor]) -> None:
-    """Mark the neurons of the teachers by kind, and the minima of the first draw."""
-    marks = {  # both minima can be seen where they coincide
+    """Mark the neurons of easy and hard teachers, and the minima of the first draw."""
+    marks = {  # the sizes differ, so that both minima are visible if they coincide
         "neuron of an easy task": (case.easy, "o", "white", 75),
         "neuron of a hard task": (case.hard, "*", "#ff5a36", 150),
         "minimum of NAL's loss": (positions["NAL"][:1].tolist() if positions else (), "X", "#ffd23f", 140),
@@ -220,8 +221,8 @@ def mark_neurons(axes: Axes, case: Case, positions: Mapping[str, Tensor]) -> Non
 
 
 def draw_case(panels: Sequence[Axes], minima: Minima) -> None:
-    """Draw the landscapes of NAL and of MAML, each with all neurons and both minima."""
+    """Draw the landscapes of NAL and MAML, each with all neurons and both minima."""
     for axes, (method, losses) in zip(panels, minima.landscapes.items()):
-        when = "before adaptation" if method == "NAL" else "after one step"
-        draw_landscape(axes, losses, f"{method}: loss {when}")
+        stage = "before adaptation" if method == "NAL" else "after one step"
+        draw_landscape(axes, losses, f"{method}: loss {stage}")
         mark_neurons(axes, minima.case, minima.positions)

@@ -1,9 +1,9 @@
-"""Collins et al. 2022, theorems 2 and 3: solutions from T tasks with n points each approach the population solutions.
+"""Collins et al. 2022, theorems 2 and 3: how fast solutions from finite samples approach the population solutions.
 
-The distance is bounded by Õ(1/√n) + Õ(1/√T) for NAL (eq. 45), and by Õ(1/√τ) + Õ(1/√T) for MAML with τ episodes of each
-task (eq. 81). As in the proofs, the first term is the distance to w^{(T)*}, the population solution of the T sampled
-tasks, which falls with the points of each task; the second falls with T for any n or τ.
-The paper has proofs and no experiment; this is one.
+For T tasks, the distance is bounded by Õ(1/√n) + Õ(1/√T) for NAL with n points per task (eq. 45), and by
+Õ(1/√τ) + Õ(1/√T) for MAML with τ episodes per task (eq. 81). The two terms are measured separately, as in the proofs.
+The first is the distance to w^{(T)*}, the population solution of the T sampled tasks, and decreases with n or τ. The
+second decreases with T for any n or τ. The paper has proofs but no experiment for these theorems.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from metabridge.environments.linear_tasks import Landscape, LinearTasks, TaskGro
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.report.results import Row
 from metabridge.theory.landscape import empirical_maml, empirical_nal, maml_solution, nal_solution
-from metabridge.theory.power_law import Points, PowerLaw
+from metabridge.theory.power_law import PowerLaw, ValuesBySize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EXPONENT = -0.5  # that the theorems give
-TOLERANCE = 0.05  # of the exponent, beyond its 95 % interval
+EXPONENT = -0.5  # according to the theorems
+TOLERANCE = 0.05  # allowed error of the exponent in addition to its 95 % interval
 ALPHA, DIMENSION = 0.5, 5
 INNER = OUTER = 10  # n₂ and n₁
-SIZES = {
+SIZE_LABELS = {
     "NAL, points n": "n, points of each of 20 tasks",
     "NAL, tasks T": "T, tasks of 20 points",
     "MAML, episodes τ": "τ, episodes of each of 20 tasks",
@@ -44,7 +44,7 @@ class Settings:
     episodes: tuple[int, ...]  # τ
     tasks: tuple[int, ...]  # T
     runs: int
-    fixed: int = 20  # T while n and τ grow
+    fixed: int = 20  # T if n or τ varies
 
 
 SETTINGS = {
@@ -57,32 +57,31 @@ SETTINGS = {
     ),
 }
 
-Distances = dict[str, Points]  # of every run, by what grows
+Distances = dict[str, ValuesBySize]  # of every run, by method and varied size
 
 
 def landscape() -> Landscape:
     """Return three groups of tasks whose covariances differ in size and direction."""
     generator = torch.Generator().manual_seed(0)
     groups = []
-    for center, largest in ((1.0, 0.3), (-1.0, 1.0), (0.0, 1.5)):
+    for center, largest_eigenvalue in ((1.0, 0.3), (-1.0, 1.0), (0.0, 1.5)):
         rotation = torch.linalg.qr(torch.randn(DIMENSION, DIMENSION, generator=generator).double())[0]
-        values = torch.linspace(0.3, 1.0, DIMENSION, dtype=torch.float64) * largest
-        covariance = (rotation * values) @ rotation.mT
+        eigenvalues = torch.linspace(0.3, 1.0, DIMENSION, dtype=torch.float64) * largest_eigenvalue
+        covariance = (rotation * eigenvalues) @ rotation.mT
         groups.append(TaskGroup((covariance + covariance.mT) / 2, center, 0.5, 0.25, 1 / 3))
     return Landscape(tuple(groups), DIMENSION)
 
 
 def measure(options: ExperimentOptions) -> Distances:
-    """Measure the distance of both solutions for each n, τ and T."""
+    """Return the distances between solutions and population solutions of both methods for each n, τ and T."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     population = landscape()
     tasks = LinearTasks(population, INNER, OUTER)
 
     def nal_points(n: int) -> Tensor:
         sampled = population.sample_finite(settings.fixed, generator)
-        return empirical_nal(LinearTasks(sampled, n // 2, n - n // 2).sample_every_group(1, generator)) - nal_solution(
-            sampled
-        )
+        episodes = LinearTasks(sampled, n // 2, n - n // 2).sample_every_group(1, generator)
+        return empirical_nal(episodes) - nal_solution(sampled)
 
     def nal_tasks(T: int) -> Tensor:
         return empirical_nal(tasks.sample(T, generator)) - nal_solution(population)
@@ -95,7 +94,7 @@ def measure(options: ExperimentOptions) -> Distances:
     def maml_tasks(T: int) -> Tensor:
         return empirical_maml(tasks.sample(T, generator), ALPHA) - maml_solution(population, ALPHA, INNER)
 
-    def distances(sizes: tuple[int, ...], difference: Callable[[int], Tensor]) -> Points:
+    def distances(sizes: tuple[int, ...], difference: Callable[[int], Tensor]) -> ValuesBySize:
         return {size: [float(difference(size).norm()) for _ in range(settings.runs)] for size in sizes}
 
     return {
@@ -107,7 +106,10 @@ def measure(options: ExperimentOptions) -> Distances:
 
 
 def rows(distances: Distances, _: ExperimentOptions) -> Iterator[Row]:
-    """Compare the exponents with −½, within their intervals and TOLERANCE, and give the mean distances."""
+    """Yield the fitted exponents and the mean distances.
+
+    An exponent agrees with −½ if it differs by at most the half-width of its interval plus `TOLERANCE`.
+    """
     for name, points in distances.items():
         law = PowerLaw.fit(points)
         agrees = abs(law.exponent - EXPONENT) <= law.ci95 + TOLERANCE
@@ -117,17 +119,17 @@ def rows(distances: Distances, _: ExperimentOptions) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[Distances]) -> Figure:
-    """Draw each distance against what grows, with the fitted power law."""
+    """Draw the distances as functions of the varied size, with the fitted power laws."""
     from metabridge.report import figures, result_figures
 
-    title = "Distance between solutions from finitely many points and tasks and the population solution"
+    title = "Distance of solutions from finitely many points or tasks to the population solution"
     figure, panels = result_figures.subplots(title, 1, 4, (13, 3.9), sharey=True)
     for axes, (name, points) in zip(panels, outcome.data.items()):
         color, law = figures.COLORS[0 if name.startswith("MAML") else 1], PowerLaw.fit(points)
         sizes, values = zip(*((size, value) for size, values in points.items() for value in values))
         axes.plot(sizes, values, "o", color=color, markersize=3, alpha=0.5)
         axes.plot(list(points), [law(size) for size in points], color="black")
-        axes.set(xscale="log", yscale="log", xlabel=SIZES[name])
+        axes.set(xscale="log", yscale="log", xlabel=SIZE_LABELS[name])
         axes.set(title=f"{name}\nexponent {result_figures.format_exponent(law)}")
     panels[0].set(ylabel="distance")
     return figure

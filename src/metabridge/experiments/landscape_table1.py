@@ -1,8 +1,9 @@
-"""Collins et al. 2022, table 1: MAML gains over training without adaptation (NAL) on hard tasks, if they are alike.
+"""Collins et al. 2022, table 1: if hard tasks are similar, MAML is better on them than training without adaptation.
 
-Easy tasks of Omniglot distinguish characters of different alphabets, hard ones characters of one alphabet. The hard
-alphabets are those on which MAML, trained on all of them, has the lowest accuracy. With ten hard alphabets
-("large r_H") the solutions of their tasks lie further apart than with two ("small r_H").
+NAL is training without adaptation. An easy task has characters from different alphabets of Omniglot, a hard task
+characters from one hard alphabet. Hard alphabets are those on which MAML, trained on all alphabets, has the lowest
+accuracy. r_H is the dispersion of the solutions of the hard tasks. It is larger with ten hard alphabets (variant
+"large r_H") than with two (variant "small r_H").
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
 from metabridge.experiments.landscape_trainings import (
-    KINDS,
+    TASK_KINDS,
     Accuracy,
     AccuracyRecord,
     NetTraining,
@@ -29,7 +30,7 @@ from metabridge.experiments.landscape_trainings import (
 )
 from metabridge.report.results import Row
 
-# accuracy in percent and the half-width of its 95 % interval, on each of `KINDS` (table 4)
+# accuracy in percent and the half-width of its 95 % interval, for each of `TASK_KINDS` (table 4)
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "large-maml": ((99.2, 0.2), (96.0, 0.6), (98.0, 0.2), (81.2, 0.3)),
     "large-nal-1": ((69.4, 0.4), (41.5, 0.3), (57.8, 0.4), (45.2, 0.8)),
@@ -38,14 +39,14 @@ PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "small-nal-1": ((69.2, 0.5), (46.0, 0.6), (55.8, 0.5), (45.8, 1.0)),
     "small-nal-10": ((70.2, 0.6), (44.0, 0.8), (67.8, 0.8), (48.9, 0.8)),
 }
-ALIKE = ("Sanskrit", "Bengali")  # the hard alphabets of "small r_H", for training and test
+SIMILAR_ALPHABETS = ("Sanskrit", "Bengali")  # the hard alphabets of "small r_H", for training and test
 WAYS, QUERIES = 5, 10
 NAL_LR = 1e-6
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How MAML is trained, for how many seeds, and how many tasks rank an alphabet."""
+    """How MAML is trained, the number of seeds, and the number of test tasks per alphabet for the ranking."""
 
     training: NetTraining
     seeds: int
@@ -63,14 +64,14 @@ SETTINGS = {
 
 
 def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
-    """Rank the alphabets, then train each method in both settings."""
+    """Rank the alphabets by accuracy, then train each method in both variants."""
     options.check_only(("ranking", *PUBLISHED))
     settings, images = SETTINGS[options.scale], load_images(options)
     ranking = rank_alphabets(options, settings, images)
     if ranking is None:
         if not options.includes("ranking"):
             raise InputError("the ranking, which selects the hard alphabets, is not finished. Add ranking to --only.")
-        return {}
+        return {}  # the time limit ended the ranking
     trainings = [replace(settings.training, seed=options.seed + i) for i in range(settings.seeds)]
     planned = [plan_training(part, training, images, ranking) for part in PUBLISHED for training in trainings]
     records = train_all(options, EXPERIMENT.id, images, planned)
@@ -78,44 +79,45 @@ def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
 
 
 def rank_alphabets(options: ExperimentOptions, settings: Settings, images: LabelledImages) -> AccuracyRecord | None:
-    """Train MAML on tasks within single alphabets, and measure its accuracy on each alphabet."""
-    classes = alphabets(images)
-    ranked = {name: members for name, members in classes.items() if len(members) >= WAYS}
-    all_classes = replace(images, splits={"all": torch.cat(list(classes.values()))})
-    by_alphabet = replace(images, splits=ranked)
+    """Train MAML on tasks whose characters are from one alphabet, and return its accuracy on each alphabet."""
+    classes_by_alphabet = alphabets(images)
+    alphabets_to_rank = {name: classes for name, classes in classes_by_alphabet.items() if len(classes) >= WAYS}
+    all_classes = replace(images, splits={"all": torch.cat(list(classes_by_alphabet.values()))})
+    by_alphabet = replace(images, splits=alphabets_to_rank)
     training = replace(settings.training, seed=options.seed, test_tasks=settings.ranking_tasks)
     tasks = all_classes.tasks("all", ways=WAYS, queries=QUERIES, superclass="same")
-    test_tasks = {name: by_alphabet.tasks(name, ways=WAYS, queries=QUERIES) for name in ranked}
+    test_tasks = {name: by_alphabet.tasks(name, ways=WAYS, queries=QUERIES) for name in alphabets_to_rank}
     description = {"ways": WAYS, "shots": 1, "queries": QUERIES}
     planned = PlannedTraining("ranking", training, tasks, test_tasks, description)
     return train_all(options, EXPERIMENT.id, images, [planned])[0]
 
 
 def alphabets(images: LabelledImages) -> dict[str, torch.Tensor]:
-    """Return the classes of each alphabet, from all splits together."""
-    classes = torch.cat(list(images.splits.values())).sort().values
-    alphabet = images.superclasses[classes]
-    members = {name: classes[alphabet == index] for index, name in enumerate(images.superclass_names)}
-    return {name: classes for name, classes in members.items() if len(classes)}
+    """Return the classes of each alphabet in all splits."""
+    all_classes = torch.cat(list(images.splits.values())).sort().values
+    alphabet_indices = images.superclasses[all_classes]
+    by_name = {name: all_classes[alphabet_indices == index] for index, name in enumerate(images.superclass_names)}
+    return {name: classes for name, classes in by_name.items() if len(classes)}
 
 
 def hardest(ranking: AccuracyRecord) -> list[str]:
-    """Return the fifth of the alphabets, an even number, with the lowest accuracies, lowest first."""
+    """Return the alphabets with the lowest accuracies, lowest first: a fifth of all, rounded down to an even number."""
     return sorted(ranking.scores, key=lambda name: ranking.scores[name].mean)[: 2 * (len(ranking.scores) // 10)]
 
 
-def split_alphabets(names: list[str], ranking: AccuracyRecord, setting: str, seed: int) -> dict[str, list[str]]:
-    """Return the alphabets of each kind of task: half of the hard ones train, and five eighths of the easy ones.
+def split_alphabets(names: list[str], ranking: AccuracyRecord, variant: str, seed: int) -> dict[str, list[str]]:
+    """Return the alphabets of each kind of task.
 
-    With small r_H one hard alphabet trains and one tests: the paper's two, or the two hardest if those are missing.
-    An alphabet with too few characters for the ranking counts as easy.
+    Half of the hard alphabets and five eighths of the easy ones are for training, the others for testing. In the
+    variant "small", there are two hard alphabets: those of the paper, or the two hardest if those are missing. An
+    alphabet with too few characters for the ranking counts as easy.
     """
     hard = hardest(ranking)
-    alike = list(ALIKE) if set(ALIKE) <= set(names) else hard[:2]
+    similar = list(SIMILAR_ALPHABETS) if set(SIMILAR_ALPHABETS) <= set(names) else hard[:2]
     generator = torch.Generator().manual_seed(seed)
     shuffled = [names[index] for index in torch.randperm(len(names), generator=generator).tolist()]
     easy = [name for name in shuffled if name not in hard]
-    hard = [name for name in shuffled if name in hard] if setting == "large" else alike
+    hard = [name for name in shuffled if name in hard] if variant == "large" else similar
     easy_train, easy_test = easy[: len(easy) * 5 // 8], easy[len(easy) * 5 // 8 :]
     return {
         "easy train": [name for name in easy_train if name not in hard],
@@ -126,46 +128,50 @@ def split_alphabets(names: list[str], ranking: AccuracyRecord, setting: str, see
 
 
 def plan_training(part: str, training: NetTraining, images: LabelledImages, ranking: AccuracyRecord) -> PlannedTraining:
-    """Return the training of a method in a setting, on as many easy as hard tasks."""
-    setting, _, learner = part.partition("-")
+    """Return the training run with this name, such as "small-nal-10": NAL with 10 shots in the variant "small".
+
+    Half of the training tasks are easy, half are hard.
+    """
+    variant, _, learner = part.partition("-")
     shots = 10 if learner == "nal-10" else 1
     if learner != "maml":
         training = replace(training, method="nal", lr=NAL_LR)
-    classes = alphabets(images)
-    splits = split_alphabets(list(classes), ranking, setting, training.seed)
-    split_images = replace(
-        images, splits={kind: torch.cat([classes[name] for name in names]) for kind, names in splits.items()}
-    )
-    form: dict[str, Any] = {"ways": WAYS, "shots": shots, "queries": QUERIES}
+    classes_by_alphabet = alphabets(images)
+    alphabets_by_kind = split_alphabets(list(classes_by_alphabet), ranking, variant, training.seed)
+    classes_by_kind = {
+        kind: torch.cat([classes_by_alphabet[name] for name in names]) for kind, names in alphabets_by_kind.items()
+    }
+    split_images = replace(images, splits=classes_by_kind)
+    task_options: dict[str, Any] = {"ways": WAYS, "shots": shots, "queries": QUERIES}
     tasks = {
-        kind: split_images.tasks(kind, **form, superclass="different" if kind.startswith("easy") else "same")
-        for kind in KINDS
+        kind: split_images.tasks(kind, **task_options, superclass="different" if kind.startswith("easy") else "same")
+        for kind in TASK_KINDS
     }
     mixture = Mixture((tasks["easy train"], tasks["hard train"]), (0.5, 0.5))
-    return PlannedTraining(part, training, mixture, tasks, {**form, "alphabets": splits})
+    return PlannedTraining(part, training, mixture, tasks, {**task_options, "alphabets": alphabets_by_kind})
 
 
 def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Give the accuracies that rank the alphabets, and compare those of each method with the published ones."""
+    """Yield the accuracies of the ranking, and compare the accuracies of each method with the published ones."""
     for name, record in records.items():
         if not name.startswith(f"{EXPERIMENT.id}-ranking-"):
             continue
         hard = hardest(record)
-        for kind, names in (("hard", hard), ("easy", [name for name in record.scores if name not in hard])):
+        for hardness, names in (("hard", hard), ("easy", [name for name in record.scores if name not in hard])):
             score = Accuracy.pool([record.scores[alphabet] for alphabet in names])
             note = f"{record.plan['images']}; {', '.join(names)}"
             accuracy, ci95 = 100 * score.mean, 100 * score.ci95
-            yield Row(f"ranking, {kind} alphabets", "accuracy %", ours=accuracy, ci95=ci95, note=note)
+            yield Row(f"ranking, {hardness} alphabets", "accuracy %", ours=accuracy, ci95=ci95, note=note)
     for part, published in PUBLISHED.items():
-        setting, _, learner = part.partition("-")
+        variant, _, learner = part.partition("-")
         by_seed = [
             record for name, record in records.items() if name.startswith(f"{EXPERIMENT.id}-{part}-{options.scale}-")
         ]
-        yield from accuracy_rows(f"{setting} r_H, {learner.upper()}", by_seed, published, "omniglot")
+        yield from accuracy_rows(f"{variant} r_H, {learner.upper()}", by_seed, published, "omniglot")
 
 
 def load_images(options: ExperimentOptions) -> LabelledImages:
-    """Load Omniglot, or at the quick scale glyphs if Omniglot is missing."""
+    """Return Omniglot. If it is missing, return the glyphs at the quick scale and raise an error at the paper scale."""
     if options.data is not None and (options.data / "omniglot").exists():
         return load("omniglot", options.data / "omniglot").to(options.device)
     if options.scale == "paper":

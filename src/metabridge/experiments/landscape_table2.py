@@ -1,7 +1,7 @@
-"""Collins et al. 2022, table 2: the more tasks are hard, the more MAML gains over training without adaptation (NAL).
+"""Collins et al. 2022, table 2: MAML gains more over training without adaptation (NAL) if more tasks are hard.
 
-Easy tasks of FS-CIFAR100 have two ways and many shots, hard ones twenty ways and few. The network has twenty outputs,
-of which easy tasks use the first two; adaptation has to find out which.
+Easy tasks of FS-CIFAR100 have two classes and many shots, hard tasks twenty classes and few shots. The network has
+twenty outputs, of which easy tasks use the first two. It has to learn by adaptation whether a task is easy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from metabridge.experiments.landscape_trainings import (
 )
 from metabridge.report.results import Row
 
-# accuracy in percent and the half-width of its 95 % interval, on each of `KINDS` (table 5), by the share of hard tasks
+# accuracy in percent and the half-width of its 95 % interval, for each of `TASK_KINDS` (table 5), by the share of hard
+# tasks and the method
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "p0.99-nal": ((78.2, 0.4), (9.9, 1.0), (74.8, 0.4), (9.5, 0.6)),
     "p0.99-maml": ((92.9, 0.3), (50.1, 1.0), (84.6, 0.4), (21.7, 0.3)),
@@ -39,18 +40,18 @@ NAL_LR, NAL_STEPS = 1e-6, 5
 
 @dataclass(frozen=True)
 class Settings:
-    """How MAML is trained, for how many seeds, and the form of the tasks."""
+    """How MAML is trained, the number of seeds, and the numbers of classes and images of the tasks."""
 
     training: NetTraining
     seeds: int
     easy: tuple[int, int]  # ways and shots
     hard: tuple[int, int]
     queries: int = 10
-    nal_shots: int = 5  # NAL trains on so many shots and the queries
+    nal_shots: int = 5  # shots of the training tasks of NAL, which trains on support and query examples
 
     @property
     def images_per_class(self) -> int:
-        """The number of images of a class that a task needs."""
+        """The largest number of images of one class in a task."""
         return max(self.easy[1], self.hard[1], self.nal_shots) + self.queries
 
 
@@ -80,39 +81,46 @@ def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
 
 
 def plan_training(settings: Settings, part: str, seed: int, images: LabelledImages) -> PlannedTraining:
-    """Return the training of a method with a share of hard tasks."""
-    share, _, learner = part.removeprefix("p").partition("-")
-    training, forms = replace(settings.training, seed=seed), {"easy": settings.easy, "hard": settings.hard}
-    shots = {kind: kind_shots for kind, (_, kind_shots) in forms.items()}
+    """Return the training run with this name, such as "p0.5-maml": MAML with half of the tasks hard."""
+    hard_share, _, learner = part.removeprefix("p").partition("-")
+    training = replace(settings.training, seed=seed)
+    ways_and_shots = {"easy": settings.easy, "hard": settings.hard}
+    training_shots = {hardness: shots for hardness, (_, shots) in ways_and_shots.items()}
     if learner == "nal":
         training = replace(training, method="nal", lr=NAL_LR, steps=NAL_STEPS)
-        shots = dict.fromkeys(forms, settings.nal_shots)
+        training_shots = dict.fromkeys(ways_and_shots, settings.nal_shots)
 
-    def tasks(split: str, kind: str, shots: int) -> ImageTasks:
-        return images.tasks(split, ways=forms[kind][0], shots=shots, queries=settings.queries)
+    def tasks(split: str, hardness: str, shots: int) -> ImageTasks:
+        return images.tasks(split, ways=ways_and_shots[hardness][0], shots=shots, queries=settings.queries)
 
-    mixture = Mixture(tuple(tasks("train", kind, shots[kind]) for kind in forms), (1 - float(share), float(share)))
+    training_tasks = tuple(tasks("train", hardness, shots) for hardness, shots in training_shots.items())
+    mixture = Mixture(training_tasks, (1 - float(hard_share), float(hard_share)))
     test_tasks = {
-        f"{kind} {classes}": tasks(split, kind, kind_shots)
+        f"{hardness} {classes}": tasks(split, hardness, shots)
         for classes, split in {"train": "validation", "test": "test"}.items()
-        for kind, (_, kind_shots) in forms.items()
+        for hardness, (_, shots) in ways_and_shots.items()
     }
-    description = {"hard_share": float(share), **forms, "training_shots": shots, "queries": settings.queries}
+    description = {
+        "hard_share": float(hard_share),
+        **ways_and_shots,
+        "training_shots": training_shots,
+        "queries": settings.queries,
+    }
     return PlannedTraining(part, training, mixture, test_tasks, description)
 
 
 def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> Iterator[Row]:
     """Compare the accuracies of each method with the published ones."""
     for part, published in PUBLISHED.items():
-        share, _, learner = part.removeprefix("p").partition("-")
+        hard_share, _, learner = part.removeprefix("p").partition("-")
         by_seed = [
             record for name, record in records.items() if name.startswith(f"{EXPERIMENT.id}-{part}-{options.scale}-")
         ]
-        yield from accuracy_rows(f"p = {share}, {learner.upper()}", by_seed, published, "fs-cifar100")
+        yield from accuracy_rows(f"p = {hard_share}, {learner.upper()}", by_seed, published, "fs-cifar100")
 
 
 def load_images(options: ExperimentOptions, settings: Settings) -> LabelledImages:
-    """Load FS-CIFAR100, or in its place mini-ImageNet at the same size, or at the quick scale glyphs."""
+    """Return FS-CIFAR100; if it is missing, mini-ImageNet at the same image size, or the glyphs at the quick scale."""
     if options.data is not None and cifar.matches(options.data):
         return load("fs-cifar100", options.data).to(options.device)
     if options.data is not None and (options.data / "mini-imagenet").exists():
@@ -128,16 +136,17 @@ def load_images(options: ExperimentOptions, settings: Settings) -> LabelledImage
 
 
 def hold_out_images(images: LabelledImages, minimum: int) -> LabelledImages:
-    """Split the images of the training and validation classes like FS-CIFAR100.
+    """Return images whose validation split has other images of the training classes, as in FS-CIFAR100.
 
-    All these classes train. The last quarter of the images of each, or `minimum` if that is more, become a new class
-    in the validation split, which measures the accuracy on classes seen in training.
+    The training and validation classes of `images` become the training split. The last images of each, a quarter but
+    at least `minimum`, become a new class in the validation split, which measures the accuracy on classes seen in
+    training.
     """
     seen = torch.cat([images.splits["train"], images.splits["validation"]])
     labels = images.labels.clone()
     for i, class_index in enumerate(seen.tolist()):
-        of_class = (images.labels == class_index).nonzero().squeeze(1)
-        labels[of_class[-max(len(of_class) // 4, minimum) :]] = len(images.class_names) + i
+        image_indices = (images.labels == class_index).nonzero().squeeze(1)
+        labels[image_indices[-max(len(image_indices) // 4, minimum) :]] = len(images.class_names) + i
     return replace(
         images,
         labels=labels,

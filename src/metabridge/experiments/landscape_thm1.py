@@ -1,10 +1,11 @@
-"""Collins et al. 2022, theorem 1: how much MAML favors the hard one of two tasks, at numerically found points.
+"""Collins et al. 2022, theorem 1: how much MAML favors the hard task of two, at stationary points of its loss.
 
-At a point where the population loss of MAML with a full inner step is stationary, the gradient norm of the hard task 1
-is at most (1 − αβ₂)/(1 − αL₁) times that of the easy task 2 if each is taken after the task's own step (eq. 33). Before
-the step the factor is the square of this, up to O(α²) (eq. 36); theorem 1 prints (1 − 2αβ₂)/(1 − αL₁)². Here β₂ and L₁
-are taken at the point itself, where the bound is tightest. The theorem assumes Σ = I for both tasks, but its proof does
-not need that: here the inputs of the hard task have half the variance, as in the figures.
+The stationary points of MAML's population loss are found numerically. There, the gradient norm of the hard task 1 is at
+most (1 − αβ₂)/(1 − αL₁) times the gradient norm of the easy task 2, if both are evaluated after the inner step of the
+task (eq. 33). If both are evaluated before the step, the factor is the square of this, up to O(α²) (eq. 36); the
+theorem itself has (1 − 2αβ₂)/(1 − αL₁)². Here β₂ and L₁ are curvatures at the stationary point, where the bound is
+tightest. The theorem assumes Σ = I for both tasks, but its proof does not need this: here the inputs of the hard task
+have half the variance, as in the figures.
 """
 
 from __future__ import annotations
@@ -24,45 +25,46 @@ if TYPE_CHECKING:
 
 HARD, EASY = 0.5, 1.0  # variance of the inputs
 LABELS: dict[Activation, str] = {"softplus": "Softplus", "sigmoid": "Sigmoid", "tanh": "tanh", "relu": "ReLU"}
-SHARES = (0.1, 0.25, 0.5, 0.9)  # the values of α, as shares of 1/L₂
+RELATIVE_ALPHAS = (0.1, 0.25, 0.5, 0.9)  # α·L₂
 TITLE = (
     "Theorem 1: stationary points of MAML's loss on a hard task 1 and an easy task 2, and the bound on the gradients\n"
-    r"($α$: size of the inner step, $β_2$: smallest curvature of task 2, $L_1$ and $L_2$: largest of each task)"
+    r"($α$: size of the inner step; $β_2$: smallest curvature of task 2; $L_1$, $L_2$: largest curvatures of the tasks)"
 )
 
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """Theorem 1 at the stationary points of many pairs of a hard and an easy task, for one share α of 1/L₂."""
+    """Theorem 1 at the stationary points for many pairs of a hard and an easy task, for one value of α·L₂."""
 
     activation: Activation
-    share: float
+    relative_alpha: float  # α·L₂
     stationary: int  # number of stationary points
     applicable: tuple[HardTaskPreference, ...]  # those that satisfy the conditions of the theorem
 
 
 def check_theorem(activation: Activation, pairs: int, seed: int) -> list[BoundCheck]:
-    """Find stationary points of MAML's population loss for pairs of teachers drawn from N(0, I).
+    """Check theorem 1 at stationary points of MAML's population loss, for pairs of teachers drawn from N(0, I).
 
-    L₂ is the largest curvature of the easy task at its neuron. The search starts at both neurons and halfway between.
+    L₂ is the largest curvature of the easy task at its neuron. The searches for stationary points start at both neurons
+    and at their midpoint.
     """
     generator = torch.Generator().manual_seed(seed)
     teachers = torch.randn(pairs, 2, 1, 2, generator=generator, dtype=torch.float64)
     checks = []
-    for share in SHARES:
+    for relative_alpha in RELATIVE_ALPHAS:
         preferences: list[HardTaskPreference] = []
         for first, second in teachers:
             hard, easy = TeacherTask(first, activation, HARD), TeacherTask(second, activation, EASY)
-            alpha = share / float(easy.curvatures(second)[-1])
+            alpha = relative_alpha / float(easy.curvatures(second)[-1])
             points = stationary_points(maml_loss([hard, easy], alpha), (first, second, (first + second) / 2))
             preferences += [HardTaskPreference.measure(point, hard, easy, alpha) for point in points]
         applicable = tuple(preference for preference in preferences if preference.applies)
-        checks.append(BoundCheck(activation, share, len(preferences), applicable))
+        checks.append(BoundCheck(activation, relative_alpha, len(preferences), applicable))
     return checks
 
 
 def theorem_rows(checks: Iterable[BoundCheck]) -> Iterator[Row]:
-    """Give both sides of the bounds after and before adaptation, and the number of points that satisfy them."""
+    """Yield both sides of the bounds after and before adaptation, and the number of points that satisfy the bounds."""
     for check in checks:
         if not check.applicable:
             continue
@@ -71,17 +73,17 @@ def theorem_rows(checks: Iterable[BoundCheck]) -> Iterator[Row]:
         excess = max(0, *(p.ratio - p.printed_bound for p in check.applicable))
         note = (
             f"; {satisfied} satisfy (1 − 2αβ₂)/(1 − αL₁)², eq. 13 without its O(α²) term, which would have to be "
-            f"{excess / check.share**2:.2f} (αL₂)²‖∇f₂‖"
+            f"{excess / check.relative_alpha**2:.2f} (αL₂)²‖∇f₂‖"
         )
         yield _row(check, "before adaptation", [(p.ratio, p.bound) for p in check.applicable], note)
 
 
-def _row(check: BoundCheck, when: str, sides: Sequence[tuple[float, float]], note: str = "") -> Row:
-    """Compare both sides, divided by ‖∇f₂‖, at the point where they are closest."""
+def _row(check: BoundCheck, stage: str, sides: Sequence[tuple[float, float]], note: str = "") -> Row:
+    """Return a row with both sides of a bound, divided by ‖∇f₂‖, at the point where their ratio is largest."""
     ratio, bound = max(sides, key=lambda pair: pair[0] / pair[1])
     satisfied = sum(ratio <= bound * (1 + 1e-9) for ratio, bound in sides)
     return Row(
-        f"theorem 1, {LABELS[check.activation]}, α = {check.share:g}/L₂, {when}",
+        f"theorem 1, {LABELS[check.activation]}, α = {check.relative_alpha:g}/L₂, {stage}",
         "‖∇f₁‖/‖∇f₂‖",
         published=bound,
         ours=ratio,
@@ -92,17 +94,17 @@ def _row(check: BoundCheck, when: str, sides: Sequence[tuple[float, float]], not
 
 
 def draw_theorem(axes: Axes, checks: Sequence[BoundCheck]) -> None:
-    """Draw the ratio of gradients at each stationary point against its bound, by α."""
+    """Draw the ratio of gradient norms at each stationary point as a function of its bound, for each α."""
     from metabridge.report.figures import COLORS, MARKERS, plain_numbers
 
     for check, color, marker in zip(checks, COLORS, MARKERS):
         bounds, ratios = [p.bound for p in check.applicable], [p.ratio for p in check.applicable]
-        axes.plot(bounds, ratios, marker, color=color, markersize=5, label=f"α = {check.share:g}/$L_2$")
-    sides = [value for check in checks for p in check.applicable for value in (p.bound, p.ratio)]
-    ends = (0.8 * min([1.0, *sides]), 1.25 * max([1.0, *sides]))
-    axes.plot(ends, ends, "k-", linewidth=1, label="ratio = bound")
+        axes.plot(bounds, ratios, marker, color=color, markersize=5, label=f"α = {check.relative_alpha:g}/$L_2$")
+    values = [value for check in checks for p in check.applicable for value in (p.bound, p.ratio)]
+    limits = (0.8 * min([1.0, *values]), 1.25 * max([1.0, *values]))
+    axes.plot(limits, limits, "k-", linewidth=1, label="ratio = bound")
     axes.axhline(1, color="gray", linestyle="--", linewidth=1, label="NAL's stationary points")
     axes.set(xscale="log", yscale="log", xlabel="bound $((1-αβ_2)/(1-αL_1))^2$")
-    axes.set_ylabel("gradient of the hard task\nover that of the easy task")
+    axes.set_ylabel("gradient norm of the hard task\n/ gradient norm of the easy task")
     for axis in (axes.xaxis, axes.yaxis):
         plain_numbers(axis)

@@ -1,4 +1,4 @@
-"""Trainings on easy and hard tasks, for tables 1 and 2 of Collins et al. 2022 and `diagnose-images`."""
+"""Training runs on easy and hard tasks, for tables 1 and 2 of Collins et al. 2022 and for `diagnose-images`."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from metabridge.learners.method import method
 from metabridge.models import conv4
 from metabridge.report.results import Machine, Row
 from metabridge.training import Run, Trainer, TrainingConfig, evaluate, train_interleaved
-from metabridge.training.interleaved import concurrent_trainings
+from metabridge.training.interleaved import concurrent_runs
 
-KINDS = ("easy train", "hard train", "easy test", "hard test")  # of tasks, in the order of the published tables
+TASK_KINDS = ("easy train", "hard train", "easy test", "hard test")  # in the order of the published tables
 
 
 @dataclass(frozen=True)
 class NetTraining:
-    """How the conv4 network is trained and tested (app. C.4, C.5)."""
+    """How the conv4 network is trained and tested (Collins et al. 2022, app. C.4 and C.5)."""
 
     method: str
     lr: float
     iterations: int
     batch_size: int
-    test_tasks: int  # of each kind
+    test_tasks: int  # number of each kind
     filters: int = 64
-    steps: int = 1  # of adaptation, for NAL at test time only
+    steps: int = 1  # adaptation steps; for NAL at test time only
     inner_lr: float = 0.1
     seed: int = 0
 
     def stored(self) -> dict[str, Any]:
-        """Return the fields under the keys of the records."""
+        """Return the fields with the keys that they have in records."""
         keys = {"batch_size": "tasks", "test_tasks": "judged"}
         return {keys.get(key, key): value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The mean over tasks and the half-width of its 95 % interval."""
+    """The mean accuracy over tasks and the half-width of its 95 % interval."""
 
     mean: float
     ci95: float
@@ -51,7 +51,7 @@ class Accuracy:
 
     @classmethod
     def pool(cls, scores: Sequence[Accuracy]) -> Accuracy:
-        """Return the mean of several accuracies; the interval is over their tasks only.
+        """Return the mean of several accuracies. The interval accounts only for the sampling of tasks.
 
         >>> Accuracy.pool([Accuracy(0.5, 0.03, 100), Accuracy(0.7, 0.04, 100)])
         Accuracy(mean=0.6, ci95=0.025, tasks=200)
@@ -63,26 +63,26 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class AccuracyRecord(Record):
-    """The accuracies of one trained network by kind of task."""
+    """The accuracies of one trained network by kind of task or by alphabet."""
 
     scores: dict[str, Accuracy]
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> AccuracyRecord:
-        """Return the record with these fields, as JSON holds them."""
+        """Return the record with these fields, as read from JSON."""
         return cls(**{**stored, "scores": {kind: Accuracy(**score) for kind, score in stored["scores"].items()}})
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedTraining:
-    """A training that an experiment needs.
+    """A training run that an experiment needs.
 
     Args:
-        part: Its name for --only.
+        part: Name of the run for --only.
         training: How to train.
-        tasks: What to train on.
-        test_tasks: What to test on, by kind.
-        description: What distinguishes these tasks from others, for the record.
+        tasks: Training tasks.
+        test_tasks: Test tasks by kind.
+        description: The settings of the tasks, for the record.
     """
 
     part: str
@@ -97,23 +97,23 @@ class PlannedTraining:
         return f"{self.part}, seed {self.training.seed}"
 
     def name(self, options: ExperimentOptions, experiment: str) -> str:
-        """Return the name of its files."""
+        """Return the name of the record and of the run's folder."""
         return f"{experiment}-{self.part}-{options.scale}-{self.training.seed}"
 
     def plan(self, images: LabelledImages) -> dict[str, Any]:
-        """Return everything that it depends on."""
-        name = images.load_arguments["name"] if images.load_arguments else "images"
-        source = f"{name} at {images.images.shape[-1]} px"
-        return as_json({"images": source, **self.description, **self.training.stored()})
+        """Return everything that the run depends on."""
+        data_name = images.load_arguments["name"] if images.load_arguments else "images"
+        description = f"{data_name} at {images.images.shape[-1]} px"
+        return as_json({"images": description, **self.description, **self.training.stored()})
 
 
 def train_all(
     options: ExperimentOptions, experiment: str, images: LabelledImages, planned: Sequence[PlannedTraining]
 ) -> list[AccuracyRecord | None]:
-    """Return the record of each training.
+    """Return the record of each training run.
 
-    A training without a record runs now, if `only` selects it. Its record is None if it does not run or if the time
-    limit, which is that of all trainings together, ends it early.
+    If a run has no record and `only` selects it, train and test now. The record is None if the run is not selected or
+    is not finished within the time limit, which applies to all runs together.
     """
     records = {
         training.label: AccuracyRecord.load(options, training.name(options, experiment), training.plan(images))
@@ -125,7 +125,7 @@ def train_all(
         if records[training.label] is None and options.includes(training.part)
     }
     start = {label: partial(_start, options, experiment, images, training) for label, training in missing.items()}
-    at_once = concurrent_trainings(options.device)
+    at_once = concurrent_runs(options.device)
     for label, run in train_interleaved(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
         if run.finished:
             records[label] = _test(options, experiment, images, missing[label], run)
@@ -149,7 +149,7 @@ def _start(options: ExperimentOptions, experiment: str, images: LabelledImages, 
 def _test(
     options: ExperimentOptions, experiment: str, images: LabelledImages, planned: PlannedTraining, run: Run
 ) -> AccuracyRecord:
-    """Measure the accuracy on each kind of tasks, and save the record."""
+    """Measure the accuracy on each kind of task, and save the record."""
     scores = {
         kind: evaluate(run, tasks, tasks=planned.training.test_tasks, seed=planned.training.seed)
         for kind, tasks in planned.test_tasks.items()
@@ -168,11 +168,11 @@ def _test(
 def accuracy_rows(
     name: str, records: Sequence[AccuracyRecord], published: Sequence[tuple[float, float]], data: str
 ) -> Iterator[Row]:
-    """Yield a row for each kind of task, the mean over seeds; none without a record.
+    """Yield a row with the mean over seeds for each kind of task, or no rows if there are no records.
 
-    Ours agrees if the two intervals overlap. It is compared only on `data`, the data set of the paper.
+    Our accuracy agrees if the two intervals overlap. It is only compared on `data`, the data set of the paper.
     """
-    for kind, (value, margin) in zip(KINDS, published) if records else ():
+    for kind, (value, margin) in zip(TASK_KINDS, published) if records else ():
         score = Accuracy.pool([record.scores[kind] for record in records])
         ours, ci95, images = 100 * score.mean, 100 * score.ci95, str(records[0].plan["images"])
         comparable = images.startswith(data)

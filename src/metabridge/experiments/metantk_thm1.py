@@ -1,8 +1,9 @@
-"""Wang et al. 2022, theorem 1: on MAML's loss, gradient descent on wide networks converges linearly and moves little.
+"""Wang et al. 2022, theorem 1: on the loss of MAML, gradient descent on wide networks converges linearly.
 
-With η₀ < 2/(σ_max + σ_min) of the MetaNTK Φ, L(θ_t) ≤ (1 − η₀σ_min/3)^{2t} R (eq. 32), while the path of the
-parameters and the change of the MetaNTK are bounded in proportion to l^{-1/2} at width l (eq. 29, 30).
-The paper has a proof and no experiment; this is one.
+If η₀ < 2/(σ_max + σ_min), with the largest and smallest eigenvalues of the MetaNTK Φ, then the loss satisfies
+L(θ_t) ≤ (1 − η₀σ_min/3)^{2t} R (eq. 32), and the path length of the parameters and the change of the MetaNTK are
+bounded by constants times l^{-1/2} for networks of width l (eq. 29, 30). The paper has a proof but no experiment for
+this theorem.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from metabridge.theory.power_law import PowerLaw
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KERNEL_CHECKS = 4  # times that the MetaNTK is computed during a training
+KERNEL_CHECKS = 4  # how often the MetaNTK is computed during training
 QUANTITIES = {
     "path": "path of the parameters over √width (eq. 29)",
     "kernel_change": "movement of the MetaNTK (eq. 30)",
@@ -41,7 +42,7 @@ QUANTITIES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Widths, number of networks per width, and how they are trained."""
+    """The widths, the number of networks of each width, and how they are trained."""
 
     widths: tuple[int, ...]
     nets: int
@@ -58,8 +59,8 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Training:
-    """Measurements of one training."""
+class TrainingRun:
+    """Measurements of one training run."""
 
     losses: tuple[float, ...]  # before each step
     path: float  # Σ‖θ_t − θ_{t−1}‖/√l, the length of the path in the paper's parameterization
@@ -68,38 +69,38 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Trainings:
-    """The trainings of all widths, and the factors by which a step reduces the loss."""
+class Measurements:
+    """The training runs of all widths, and two factors by which a step reduces the loss."""
 
-    by_width: Mapping[int, list[Training]]
-    bound: float  # of the theorem
-    limit: float  # of an infinitely wide network
+    by_width: Mapping[int, list[TrainingRun]]
+    bound: float  # upper bound of the theorem
+    limit: float  # the factor of an infinitely wide network
 
     def quantity(self, name: str) -> dict[int, list[float]]:
-        """Return one quantity of all trainings by width."""
-        return {
-            width: [getattr(training, name) for training in trainings] for width, trainings in self.by_width.items()
-        }
+        """Return one quantity of all training runs by width."""
+        return {width: [getattr(run, name) for run in runs] for width, runs in self.by_width.items()}
 
 
-def measure(options: ExperimentOptions) -> Trainings:
+def measure(options: ExperimentOptions) -> Measurements:
     """Train networks of each width from several initializations, all on the same tasks."""
     settings = SETTINGS[options.scale]
     episodes = sample_tasks(settings.tasks, options.seed).to(options.device)
     double = episodes.to(dtype=torch.float64)
-    limit = split_kernel(KERNEL, double.query_x, double.support_x, adapts="all", time=settings.inner_time)
-    eigenvalues = torch.linalg.eigvalsh(limit)
+    limit_kernel = split_kernel(KERNEL, double.query_x, double.support_x, adapts="all", time=settings.inner_time)
+    eigenvalues = torch.linalg.eigvalsh(limit_kernel)
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
     lr = 1 / (largest + smallest)  # half of what the theorem allows
     by_width = {
-        width: [train(settings, width, seed, episodes, limit, lr) for seed in seeds]
+        width: [train(settings, width, seed, episodes, limit_kernel, lr) for seed in seeds]
         for width, seeds in initialization_seeds(settings.widths, settings.nets, options.seed).items()
     }
-    return Trainings(by_width, (1 - lr * smallest * (1 / 3)) ** 2, (1 - lr * smallest) ** 2)
+    return Measurements(by_width, (1 - lr * smallest * (1 / 3)) ** 2, (1 - lr * smallest) ** 2)
 
 
-def train(settings: Settings, width: int, seed: int, episodes: Episodes, limit: Tensor, lr: float) -> Training:
-    """Train one network."""
+def train(
+    settings: Settings, width: int, seed: int, episodes: Episodes, limit_kernel: Tensor, lr: float
+) -> TrainingRun:
+    """Train one network and return the measurements."""
     net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(episodes.device)
     inner_lr = settings.inner_time / settings.inner_steps
     maml = method("maml", steps=settings.inner_steps, lr=inner_lr, loss=squared_loss)
@@ -108,45 +109,44 @@ def train(settings: Settings, width: int, seed: int, episodes: Episodes, limit: 
     def kernel() -> Tensor:
         return empirical_meta_ntk(maml, net, params, episodes).double()
 
-    def distance(a: Tensor, b: Tensor) -> float:
-        return float((a - b).norm() / limit.norm())
+    def relative_distance(a: Tensor, b: Tensor) -> float:
+        return float((a - b).norm() / limit_kernel.norm())
 
-    start, losses, path, change = kernel(), [], 0.0, 0.0
+    initial_kernel, losses, path, kernel_change = kernel(), [], 0.0, 0.0
     for count, step in enumerate(gradient_descent(Engine(maml, net), params, episodes, lr, settings.steps), 1):
         losses.append(step.loss)
         path += step.length / math.sqrt(width)
         if count % (settings.steps // KERNEL_CHECKS) == 0:
-            change = max(change, distance(kernel(), start))
-    return Training(tuple(losses), path, change, distance(start, limit))
+            kernel_change = max(kernel_change, relative_distance(kernel(), initial_kernel))
+    return TrainingRun(tuple(losses), path, kernel_change, relative_distance(initial_kernel, limit_kernel))
 
 
-def rows(data: Trainings, _: ExperimentOptions) -> Iterator[Row]:
-    """Give the reduction of the loss and what falls with the width."""
+def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
+    """Yield rows of the reduction of the loss, and of the quantities that decrease with the width."""
     yield from loss_rows(data)
     yield from power_law_rows(data)
 
 
-def loss_rows(data: Trainings) -> Iterator[Row]:
-    """Compare the factor by which a step reduces the loss in the second half of training with the bound."""
-    for width, trainings in data.by_width.items():
-        half = len(trainings[0].losses) // 2
-        tails = [training.losses[half:] for training in trainings]
-        factors = [(tail[-1] / tail[0]) ** (1 / (len(tail) - 1)) for tail in tails]
-        within = [
-            loss <= data.bound**t * training.losses[0]
-            for training in trainings
-            for t, loss in enumerate(training.losses)
-        ]
+def loss_rows(data: Measurements) -> Iterator[Row]:
+    """Compare the mean factor by which a step of the second half of training reduces the loss with the bound.
+
+    It agrees if the bound is satisfied by the losses after all steps.
+    """
+    for width, runs in data.by_width.items():
+        half = len(runs[0].losses) // 2
+        last_losses = [run.losses[half:] for run in runs]
+        factors = [(losses[-1] / losses[0]) ** (1 / (len(losses) - 1)) for losses in last_losses]
+        within = [loss <= data.bound**t * run.losses[0] for run in runs for t, loss in enumerate(run.losses)]
         note = (
             f"the bound is (1 − η₀σ_min/3)²; an infinitely wide net has (1 − η₀σ_min)² = {data.limit:.4f}; "
-            f"{sum(within)} of {len(within)} losses of {len(trainings)} trainings are within the bound from the start"
+            f"{sum(within)} of {len(within)} losses of {len(runs)} trainings are within the bound from the start"
         )
         name, published = f"loss, width {width}", data.bound
         yield Row.mean(name, "factor a step", factors, published=published, agrees=all(within), note=note)
 
 
-def power_law_rows(data: Trainings) -> Iterator[Row]:
-    """Give the power law of each quantity in the width, and its mean at each width."""
+def power_law_rows(data: Measurements) -> Iterator[Row]:
+    """Yield the exponent of the width in a power law of each quantity, and the mean of the quantity at each width."""
     for name, label in QUANTITIES.items():
         law = PowerLaw.fit(data.quantity(name))
         row = Row(label, "exponent of the width", ours=law.exponent, ci95=law.ci95, note="over initializations")
@@ -157,25 +157,25 @@ def power_law_rows(data: Trainings) -> Iterator[Row]:
             yield Row.mean(f"{label}, width {width}", "length" if name == "path" else "of ‖Φ‖", values)
 
 
-def figure(outcome: Outcome[Trainings]) -> Figure:
-    """Draw the losses with their geometric means and the bound, and what falls with the width."""
+def figure(outcome: Outcome[Measurements]) -> Figure:
+    """Draw the losses with their geometric means and the bound, and the quantities that decrease with the width."""
     from matplotlib.figure import Figure
 
     from metabridge.report import figures, result_figures
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for (width, trainings), color in zip(outcome.data.by_width.items(), figures.COLORS):
-        curves = np.array([training.losses for training in trainings])
+    for (width, runs), color in zip(outcome.data.by_width.items(), figures.COLORS):
+        curves = np.array([run.losses for run in runs])
         curves /= curves[:, :1]
         left.plot(curves.T, color=color, linewidth=0.6, alpha=0.4)
         left.plot(np.exp(np.log(curves).mean(0)), color=color, linewidth=1.8, label=f"width {width}")
     steps = np.arange(curves.shape[1])
     left.plot(steps, outcome.data.bound**steps, "k--", label="bound $(1-η_0σ_{min}/3)^{2t}$")
-    left.set(yscale="log", xlabel="step t of gradient descent", ylabel="MAML loss relative to the start")
+    left.set(yscale="log", xlabel="step t of gradient descent", ylabel="MAML loss / initial MAML loss")
     left.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     result_figures.draw_power_laws(right, {label: outcome.data.quantity(name) for name, label in QUANTITIES.items()})
-    right.set(ylabel="length; MetaNTKs relative to ‖Φ‖")
+    right.set(ylabel="path length; distances of MetaNTKs / ‖Φ‖")
     return figure
 
 

@@ -1,10 +1,11 @@
-"""Wang et al. 2022, theorem 2: with growing width, trained MAML predicts what regression with the MetaNTK predicts.
+"""Wang et al. 2022, theorem 2: for large widths, the predictions of trained MAML are those of MetaNTK regression.
 
-F_t = G + Φ' T_Φ^{ηt}(Y − G_train), at a finite time of training and at its end. The same is shown for MTL and ANIL with
-the predictions of lemma 1 of Wang et al. 2021. The formulas are for networks whose outputs start at 0, so the targets
-here are added to the initial outputs. They are for gradient flow, so steps are small: the inner ones always, the outer
-ones up to the finite time. The end of training does not depend on the outer steps and is reached by larger ones.
-The papers have proofs and no experiment; this is one.
+After training for a time t, the predictions are F_t = G + Φ' T_Φ^{ηt}(Y − G_train). The experiment compares them at a
+finite time and at the end of training. It also compares MTL and ANIL with the predictions of lemma 1 of Wang et al.
+2021. The formulas assume that the initial outputs of the network are 0, so the initial outputs are added to the targets
+here. The formulas are for gradient flow, so the steps are small: all inner steps, and the outer steps up to the finite
+time. The end of training does not depend on the outer step size, so larger outer steps lead to it. The papers have
+proofs but no experiment for these statements.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ METHODS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
 
 @dataclass(frozen=True)
 class Settings:
-    """Widths, number of networks per width, and how they are trained."""
+    """The widths, the number of networks of each width, and how they are trained."""
 
     widths: tuple[int, ...]
     nets: int
@@ -49,7 +50,7 @@ class Settings:
     inner_steps: int = 10
     outer_time: float = 3.0  # ηt·σ_max(Φ), the finite time of training
     outer_steps: int = 30
-    remainder: float = 0.003  # what is left of the slowest mode at the end, according to the kernel
+    remainder: float = 0.003  # fraction of the slowest mode that remains at the end, according to the kernel
 
 
 SETTINGS = {
@@ -60,15 +61,15 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A period of training by gradient descent, and the kernel's prediction at its end."""
+    """A part of training by gradient descent, and the predictions of the kernel at its end."""
 
     name: str
     lr: float
     steps: int
-    predicted: Tensor
+    kernel_prediction: Tensor
 
 
-Errors = dict[str, dict[KernelMethod, dict[int, list[float]]]]  # relative, by stage, method and width
+Errors = dict[str, dict[KernelMethod, dict[int, list[float]]]]  # relative errors by stage, method and width
 
 
 def measure(options: ExperimentOptions) -> Errors:
@@ -82,33 +83,35 @@ def measure(options: ExperimentOptions) -> Errors:
         for name in METHODS:
             for seed in seeds:
                 net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(options.device)
-                for stage, predicted in zip(stages[name], train_net(settings, name, net, train, test, stages[name])):
-                    error = float((predicted - stage.predicted).norm() / stage.predicted.norm())
+                predictions = train_net(settings, name, net, train, test, stages[name])
+                for stage, prediction in zip(stages[name], predictions):
+                    difference = prediction - stage.kernel_prediction
+                    error = float(difference.norm() / stage.kernel_prediction.norm())
                     errors.setdefault(stage.name, {}).setdefault(name, {}).setdefault(width, []).append(error)
     return errors
 
 
 def plan_stages(settings: Settings, name: KernelMethod, train: Episodes, test: Episodes) -> tuple[Stage, Stage]:
-    """Return small steps up to the finite time, and larger ones to the end."""
+    """Return a stage of small steps up to the finite time, and one of larger steps to the end of training."""
     inner_time = 0.0 if name == "mtl" else settings.inner_time
     learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=settings.inner_time)
-    end = learner.fit(train)
-    eigenvalues = torch.linalg.eigvalsh(end.matrix)
+    fully_trained = learner.fit(train)
+    eigenvalues = torch.linalg.eigvalsh(fully_trained.matrix)
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
     finite_time = settings.outer_time / largest
-    early = replace(learner, outer_time=finite_time).fit(train)
+    stopped_early = replace(learner, outer_time=finite_time).fit(train)
     lr = 1 / (largest + smallest)
     steps = math.ceil(math.log(settings.remainder) / math.log1p(-lr * smallest))
     return (
-        Stage("stopped early", finite_time / settings.outer_steps, settings.outer_steps, early.predict(test)),
-        Stage("trained to the end", lr, steps, end.predict(test)),
+        Stage("stopped early", finite_time / settings.outer_steps, settings.outer_steps, stopped_early.predict(test)),
+        Stage("trained to the end", lr, steps, fully_trained.predict(test)),
     )
 
 
 def train_net(
     settings: Settings, name: KernelMethod, net: Network, train: Episodes, test: Episodes, stages: tuple[Stage, ...]
 ) -> Iterator[Tensor]:
-    """Train a network, and yield what it has learned to predict for the test tasks at the end of each stage."""
+    """Train a network, and yield its predictions for the test tasks, without initial outputs, after each stage."""
     training_method, test_method = methods(settings, name)
     train, shifted_test = (add_initial_outputs(net, episodes) for episodes in (train, test))
     train = replace(train, classes=torch.arange(len(train), device=train.device)[:, None])
@@ -125,7 +128,7 @@ def train_net(
 
 
 def methods(settings: Settings, name: KernelMethod) -> tuple[Method, Method]:
-    """Return the method for training, and the one that adapts at test time."""
+    """Return the method for training and the method for adaptation at test time."""
     inner_lr = settings.inner_time / settings.inner_steps
     inner = {"steps": settings.inner_steps, "lr": inner_lr, "loss": squared_loss}
     if name == "maml":
@@ -144,7 +147,7 @@ def add_initial_outputs(net: Network, episodes: Episodes) -> Episodes:
 
 
 def rows(errors: Errors, _: ExperimentOptions) -> Iterator[Row]:
-    """Give the exponent of the width and the error at each width, for each method after each stage."""
+    """Yield the exponent of the width in the error and the error at each width, for each method after each stage."""
     note = "agrees if the error falls with the width: the interval, over initializations, is below 0"
     for stage, methods in errors.items():
         for name, points in methods.items():
@@ -156,7 +159,7 @@ def rows(errors: Errors, _: ExperimentOptions) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[Errors]) -> Figure:
-    """Draw the errors against the width, the two times of training side by side."""
+    """Draw the errors as functions of the width, with one panel for each stage."""
     from matplotlib.figure import Figure
 
     from metabridge.report import result_figures

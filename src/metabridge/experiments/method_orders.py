@@ -1,4 +1,4 @@
-"""The order of methods that a diagnosis predicts, compared with accuracies of networks from other experiments."""
+"""Compare the order of methods that a diagnosis predicts with accuracies of networks from other experiments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from metabridge.report.results import Result, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NOT_ADAPTING = ("rfs", "mtl")  # in training; the formulas do not rank two methods of the same kind
+# Methods that do not adapt in training. The formulas predict one score for these and one for all that adapt.
+NOT_ADAPTING = ("rfs", "mtl")
 METHODS = (*NOT_ADAPTING, "anil", "maml")
 KERNEL = fully_connected_kernel(depth=3, bias_variance=0.1)
 QUERIES = 10
@@ -30,16 +31,16 @@ QUERIES = 10
 class MethodOrder:
     """Predicted scores of methods (higher is better), and the accuracies of trained networks."""
 
-    nets: str
-    source: str
+    nets: str  # label of the trained networks
+    source: str  # "formulas" or "kernels", which predicted the scores
     predicted: Mapping[str, float]
     accuracy: Mapping[str, float]
 
     @property
     def tau(self) -> float:
         """Kendall's τ-b of the two orders."""
-        names = list(self.predicted)
-        return float(stats.kendalltau([self.predicted[n] for n in names], [self.accuracy[n] for n in names]).statistic)
+        accuracies = [self.accuracy[name] for name in self.predicted]
+        return float(stats.kendalltau(list(self.predicted.values()), accuracies).statistic)
 
     @property
     def pairs_right(self) -> list[bool]:
@@ -51,17 +52,17 @@ class MethodOrder:
         ]
 
     def row(self) -> Row:
-        """Return τ, with both orders in the note."""
+        """Return Kendall's τ, with both orders in the note."""
         right, pairs = sum(self.pairs_right), len(self.pairs_right)
-        trained = ", ".join(f"{name} {self.accuracy[name]:.1f}" for name in _best_first(self.accuracy))
-        note = f"{right} pairs right, {pairs - right} wrong; predicted {self}; trained {trained}"
+        accuracies = ", ".join(f"{name} {self.accuracy[name]:.1f}" for name in _best_first(self.accuracy))
+        note = f"{right} pairs right, {pairs - right} wrong; predicted {self}; trained {accuracies}"
         return Row(f"order of methods by {self.source}, {self.nets}", "Kendall's τ", ours=self.tau, note=note)
 
     def __str__(self) -> str:
         """Return the predicted order, best first."""
         names = _best_first(self.predicted)
         signs = [" = " if self.predicted[a] == self.predicted[b] else " > " for a, b in pairwise(names)]
-        return "".join(part for pair in zip(names, [*signs, ""]) for part in pair)
+        return "".join(name + sign for name, sign in zip(names, [*signs, ""]))
 
 
 def predicted_orders(
@@ -77,18 +78,18 @@ def predicted_orders(
             net = untrained_network(images[data], seed=seed)
             diagnoses[data, shots] = diagnose(environment, net, kernel=KERNEL, tasks=tasks, seed=seed)
         diagnosis = diagnoses[data, shots]
-        formulas = {method: float((method in NOT_ADAPTING) != diagnosis.advice.adapts) for method in accuracy}
-        yield MethodOrder(nets, "formulas", formulas, accuracy)
-        gains = {
+        recommended = {method: float((method in NOT_ADAPTING) != diagnosis.advice.adapts) for method in accuracy}
+        yield MethodOrder(nets, "formulas", recommended, accuracy)
+        kernel_gains = {
             prediction.method: prediction.gain
             for prediction in diagnosis.kernel_predictions
             if prediction.method in accuracy
         }
-        yield MethodOrder(nets, "kernels", gains, accuracy)
+        yield MethodOrder(nets, "kernels", kernel_gains, accuracy)
 
 
 def _trained_methods(folder: Path) -> Iterator[tuple[str, str, int, dict[str, float]]]:
-    """Yield name, data, shots and accuracies of each set of networks that other experiments trained."""
+    """Yield label, data set, shots and accuracies by method for each set of networks that other experiments trained."""
     if (folder / "glyphs.json").exists():
         rows = {row.name: row.ours for row in Result.read(folder / "glyphs.json").rows}
         accuracies = {method: rows[f"{method}, test tasks"] for method in METHODS if f"{method}, test tasks" in rows}
@@ -99,29 +100,29 @@ def _trained_methods(folder: Path) -> Iterator[tuple[str, str, int, dict[str, fl
             match = re.fullmatch(r"((\w+), (\d)-shot, \w+ net) (\w+), fresh tasks", row.name)
             if match:
                 nets.setdefault((match[1], match[2], int(match[3])), {})[match[4].lower()] = row.ours
-        for (name, data, shots), accuracies in nets.items():
-            yield f"{name} at {SIZE} px", data, shots, accuracies
+        for (label, data, shots), accuracies in nets.items():
+            yield f"{label} at {SIZE} px", data, shots, accuracies
 
 
-def _best_first(values: Mapping[str, float]) -> list[str]:
-    return sorted(values, key=lambda name: -values[name])
+def _best_first(scores: Mapping[str, float]) -> list[str]:
+    return sorted(scores, key=lambda name: -scores[name])
 
 
 def draw_orders(axes: Axes, orders: Sequence[MethodOrder]) -> None:
-    """Draw Kendall's τ between each predicted order and the trained one, and the number of pairs that are right."""
+    """Draw Kendall's τ of predicted scores and trained accuracies, and the number of pairs ranked correctly."""
     from metabridge.report.figures import COLORS
 
     nets = list(dict.fromkeys(order.nets for order in orders))
     for source, color, marker, shift in zip(("formulas", "kernels"), COLORS[2:], "sv", (-0.16, 0.16)):
-        of_source = [order for order in orders if order.source == source]
-        ys = [nets.index(order.nets) + shift for order in of_source]
-        axes.plot([order.tau for order in of_source], ys, marker, color=color, label=f"predicted by {source}")
-        for order, y in zip(of_source, ys):
-            right = f"{sum(order.pairs_right)}/{len(order.pairs_right)}"
-            axes.annotate(right, (1.12, y), fontsize=8, color=color, va="center")
+        source_orders = [order for order in orders if order.source == source]
+        ys = [nets.index(order.nets) + shift for order in source_orders]
+        axes.plot([order.tau for order in source_orders], ys, marker, color=color, label=f"predicted by {source}")
+        for order, y in zip(source_orders, ys):
+            text = f"{sum(order.pairs_right)}/{len(order.pairs_right)}"
+            axes.annotate(text, (1.12, y), fontsize=8, color=color, va="center")
     axes.set(xlim=(-1.1, 1.4), title="order of methods: predicted and trained")
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
-    axes.set_xlabel("Kendall's τ (right: pairs of methods in the right order)")
+    axes.set_xlabel("Kendall's τ (at the margin: correctly ordered pairs)")
     axes.set_yticks(range(len(nets)), nets, fontsize=8)
     axes.axvline(0, linewidth=0.8, color="gray")
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""The trainings on mini-ImageNet behind tables 3 to 5 and figure 2 of Wang et al. 2021."""
+"""Training runs on mini-ImageNet for tables 3 to 5 and figure 2 of Wang et al. 2021."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RESNET = ImageTrainingConfig(
     validate_tasks=500,
     validate_shots=5,
 )
-# A GPU takes many tasks per step in little more time than few.
+# On a GPU, a step of 16 tasks takes little more time than a step of few.
 _CONV = ImageTrainingConfig(
     "maml",
     batch_size=16,
@@ -47,8 +47,8 @@ _CONV = ImageTrainingConfig(
     validate_tasks=300,
 )
 
-# The settings were selected on validation tasks. Where the paper's schedule waits for a plateau, the length here was
-# chosen to fit the time.
+# The options were selected on validation tasks. Where the paper lowers the learning rate at plateaus, ours has a cosine
+# schedule over a number of iterations that fits the available time.
 _RFS = replace(
     _RESNET,
     method="rfs",
@@ -63,7 +63,7 @@ _RFS = replace(
 )
 PAPER: dict[str, ImageTrainingConfig] = {
     "rfs": _RFS,
-    # as many images per step as rfs, from a quarter of the classes
+    # 256 images per step, as for rfs, but from 64 of the 256 classes
     "mtl": replace(_RFS, method="mtl", training_ways=64, shots=2, queries=2, batch_size=1, iterations=22_000),
     "r2d2": replace(
         _RESNET,
@@ -86,7 +86,7 @@ PAPER: dict[str, ImageTrainingConfig] = {
         validate_every=500,
     ),
     "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=10_000, lr=4e-3),
-    "maml-5": replace(  # five shots make every inner step five times as long
+    "maml-5": replace(  # an inner step with five shots takes five times as long
         _CONV,
         method_options={"steps": 3, "lr": {"features": 0.02, "head": 0.15}},
         iterations=11_000,
@@ -101,42 +101,50 @@ PAPER: dict[str, ImageTrainingConfig] = {
 }
 
 
-def plans(scale: str) -> dict[str, ImageTrainingConfig]:
-    """Return the trainings by name; a name that ends in -1 or -5 is trained and evaluated for this number of shots."""
+def configs(scale: str) -> dict[str, ImageTrainingConfig]:
+    """Return how to train, by name. Names that end in -1 or -5 are trained and evaluated for this number of shots."""
     if scale == "paper":
         return PAPER
-    small: dict[str, ImageTrainingConfig] = {}
-    for name, plan in PAPER.items():
-        plan = replace(plan, iterations=30, batch_size=min(plan.batch_size, 32), validate_tasks=20, validate_every=10)
-        plan = replace(plan, augment=None, rotated_classes=False, precision="float32")
-        if plan.model == "resnet12":
-            plan = replace(plan, model_options={**plan.model_options, "widths": [8, 16, 32, 64]})
+    quick: dict[str, ImageTrainingConfig] = {}
+    for name, config in PAPER.items():
+        config = replace(
+            config,
+            iterations=30,
+            batch_size=min(config.batch_size, 32),
+            validate_tasks=20,
+            validate_every=10,
+            augment=None,
+            rotated_classes=False,
+            precision="float32",
+        )
+        if config.model == "resnet12":
+            config = replace(config, model_options={**config.model_options, "widths": [8, 16, 32, 64]})
         else:
-            plan = replace(plan, batch_size=2, queries=5)
-        small[name] = plan
-    return small
+            config = replace(config, batch_size=2, queries=5)
+        quick[name] = config
+    return quick
 
 
 def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dict[str, TrainingRecord]:
-    """Return the records of those of these trainings that are finished, after training those that have none yet."""
-    selected = {name: plan for name, plan in plans(options.scale).items() if name in names}
+    """Return the records of the runs with these names that are finished, after training those without a record."""
+    selected = {name: config for name, config in configs(options.scale).items() if name in names}
     options.check_only(selected)
     images = cache(lambda: load_images(options))
     records = {}
-    for name, plan in selected.items():
+    for name, config in selected.items():
         shots = name.partition("-")[2]
         evaluation = EVALUATIONS[options.scale]
         if shots:
             evaluation = replace(evaluation, shots=(int(shots),))
-        file = f"{data_name(options)}-{name}-{options.scale}-{options.seed}"
-        record = train_or_load(options, name, file, replace(plan, seed=options.seed), images, evaluation)
+        record_name = f"{data_name(options)}-{name}-{options.scale}-{options.seed}"
+        record = train_or_load(options, name, record_name, replace(config, seed=options.seed), images, evaluation)
         if record is not None:
             records[name] = record
     return records
 
 
 def data_name(options: ExperimentOptions) -> str:
-    """Return the dataset to use: mini-imagenet, or glyphs at the quick scale if mini-ImageNet is not there."""
+    """Return the data set to use: mini-imagenet, or glyphs at the quick scale if mini-ImageNet is not available."""
     available = options.data is not None and (options.data / "mini-imagenet").exists()
     return "mini-imagenet" if available or options.scale == "paper" else "glyphs"
 
@@ -156,7 +164,7 @@ def load_mini_imagenet(options: ExperimentOptions, size: int) -> LabelledImages:
     """
     if options.data is None or not (options.data / "mini-imagenet").exists():
         raise InputError(
-            f"the paper scale needs mini-ImageNet, but --data, {options.data}, has no folder mini-imagenet. "
+            f"the paper scale needs mini-ImageNet, but --data is {options.data}, which has no folder mini-imagenet. "
             "Use --scale quick to try the experiment without it."
         )
     return load("mini-imagenet", options.data / "mini-imagenet", size=size)

@@ -1,7 +1,7 @@
-"""Wang et al. 2022, figure 2: the cells that MetaNTK-NAS finds, and how much they vary between seeds.
+"""Wang et al. 2022, figure 2: the cells that MetaNTK-NAS selects, and how much they vary between seeds.
 
-The paper shows one example. The rows compare cells found with different seeds: do they have more edges in common than
-random cells have?
+The paper shows one example. The rows contain the percentages of edges and operators that cells from different seeds
+have in common, compared with random cells.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(options: ExperimentOptions) -> dict[str, SearchRecord]:
 
 
 def rows(records: Mapping[str, SearchRecord], options: ExperimentOptions) -> list[Row]:
-    """Return what the cells of each variant have in common, and the costs of the searches."""
+    """Return the overlap of the cells of each variant, and the costs of the searches."""
     operators = len(SETTINGS[options.scale].search.operators)
     rows = []
     for name, variant in VARIANTS.items():
@@ -53,53 +53,56 @@ def overlap_rows(name: str, searches: Sequence[SearchRecord], operators: int) ->
         return []
     rows = []
     percentages = zip(*(overlap(*pair) for pair in pairs))
-    for part, values, expected in zip(("edges", "operators"), percentages, expected_overlap(operators)):
+    for quantity, values, expected in zip(("edges", "operators"), percentages, expected_overlap(operators)):
         mean = statistics.mean(values)
         note = (
             f"{(1 - mean / 100) * EDGES:.1f} of {EDGES} differ, mean over pairs of {len(searches)} searches; "
             f"random cells have {expected:.0f} % in common"
         )
-        rows.append(Row(f"{name}, {part} in common", "% of edges", ours=mean, note=note))
+        rows.append(Row(f"{name}, {quantity} in common", "% of edges", ours=mean, note=note))
     return rows
 
 
 def overlap(first: Architecture, second: Architecture) -> tuple[float, float]:
-    """Return the percentage of edges that both have, and of edges that both have with the same operator.
+    """Return the percentage of edges in both architectures, and of edges with the same operator in both.
 
     >>> cell = (((0, "skip"), (1, "skip")), ((0, "skip"), (2, "skip")), ((1, "skip"), (3, "skip")))
     >>> other = (cell[0], ((0, "conv_3x3"), (1, "skip")), cell[2])
     >>> overlap(Architecture(cell, cell), Architecture(cell, other))
     (91.66..., 83.33...)
     """
-    choices, other_choices = (set(architecture.active_operators) for architecture in (first, second))
-    edges = {choice[:2] for choice in choices} & {choice[:2] for choice in other_choices}
-    return 100 * len(edges) / len(choices), 100 * len(choices & other_choices) / len(choices)
+    operators, other_operators = (set(architecture.active_operators) for architecture in (first, second))
+    common_edges = {operator[:2] for operator in operators} & {operator[:2] for operator in other_operators}
+    return 100 * len(common_edges) / len(operators), 100 * len(operators & other_operators) / len(operators)
 
 
 def expected_overlap(operators: int) -> tuple[float, float]:
-    """Return the mean `overlap` of random cells with this number of operators to choose from.
+    """Return the expected `overlap` of random cells whose operators are chosen from this number of operators.
 
-    A random node keeps each of its n inputs with probability k/n, k = INPUTS_PER_NODE, so that two nodes share k²/n
-    inputs on average.
+    A random node keeps each of its n inputs with probability k/n, where k = INPUTS_PER_NODE. On average, two nodes
+    therefore have k²/n inputs in common.
 
     >>> expected_overlap(7)
     (72.22..., 10.31...)
     """
-    edges = 100 * sum(INPUTS_PER_NODE**2 / (node + 2) for node in range(NODES)) / (NODES * INPUTS_PER_NODE)
-    return edges, edges / operators
+    common_edges = 100 * sum(INPUTS_PER_NODE**2 / (node + 2) for node in range(NODES)) / (NODES * INPUTS_PER_NODE)
+    return common_edges, common_edges / operators
 
 
 def figure(outcome: Outcome[Mapping[str, SearchRecord]]) -> Figure:
-    """Draw the cells found with the kernels of MAML and ANIL, one line per search, or all cells if there are none."""
+    """Draw the cells of searches with the kernels of MAML and ANIL, or of all searches if there are none of these.
+
+    The figure has one row per search.
+    """
     from matplotlib.figure import Figure
 
     from metabridge.models.architecture_drawing import draw_cell
 
     searches = list(outcome.data.values())
-    drawn = [search for search in searches if search.plan["kernel"] in ("maml", "anil")] or searches
-    figure = Figure(figsize=(19, 3.65 * len(drawn)), layout="constrained")
-    for line, search in zip(figure.subplots(len(drawn), len(CELLS), squeeze=False), drawn):
-        for axes, kind in zip(line, CELLS):
+    shown = [search for search in searches if search.plan["kernel"] in ("maml", "anil")] or searches
+    figure = Figure(figsize=(19, 3.65 * len(shown)), layout="constrained")
+    for panels, search in zip(figure.subplots(len(shown), len(CELLS), squeeze=False), shown):
+        for axes, kind in zip(panels, CELLS):
             draw_cell(getattr(search.architecture, kind), axes)
             cells, kernel, seed = (search.plan[key] for key in ("cells", "kernel", "seed"))
             axes.set_title(f"{kind} cell, {cells} cells, {kernel.upper()} kernel, seed {seed}", loc="left")

@@ -1,8 +1,9 @@
-"""Do the proxies of an architecture search rank architectures as training does? The papers do not report this.
+"""Rank correlations between the proxies of an architecture search and the accuracies after training.
 
-Random architectures are scored untrained, then all are trained briefly in the same way. The results are the rank
-correlations between each proxy and the accuracy on new tasks, with intervals over architectures. The number of
-parameters, which costs nothing, is the baseline. Signs are such that a useful proxy has a positive correlation.
+The papers do not report them. The proxies of random architectures are computed before training, and all architectures
+are trained briefly in the same way. The rank correlation of each proxy with the accuracy on new tasks has a bootstrap
+interval over architectures. The number of parameters is the baseline. The signs are chosen such that a useful proxy has
+a positive correlation.
 """
 
 from __future__ import annotations
@@ -33,45 +34,45 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STATISTICS: dict[str, Callable[..., Any]] = {"Spearman": stats.spearmanr, "Kendall": stats.kendalltau}
-MIN_ARCHITECTURES = 3  # of a correlation
+MIN_ARCHITECTURES = 3  # smallest number for a correlation
 
 Values = NDArray[np.float64]
 
 
 def measure(options: ExperimentOptions) -> dict[str, RankRecord]:
-    """Return the record of all architectures."""
+    """Return the record of all trained architectures."""
     options.check_only(())
     record = train_and_score(options)
     if len(record.architectures) < MIN_ARCHITECTURES:
         raise InputError(
             f"nas-ranks has trained {len(record.architectures)} architectures, but needs at least {MIN_ARCHITECTURES}. "
-            "Give it more --minutes, or run it again to continue."
+            "Increase --minutes, or run the same command again to continue."
         )
     return {record.name: record}
 
 
 def rows(records: Mapping[str, RankRecord], options: ExperimentOptions) -> list[Row]:
-    """Return the correlations, and the mean and the spread of the accuracies."""
+    """Return the correlations, and the mean and the standard deviation of the accuracies."""
     (record,), resamples = records.values(), SETTINGS[options.scale].resamples
     rows = []
-    for kind in STATISTICS:
-        intervals = correlations(record.architectures, kind, resamples=resamples, seed=options.seed)
+    for coefficient in STATISTICS:
+        intervals = correlations(record.architectures, coefficient, resamples=resamples, seed=options.seed)
         for proxy, interval in intervals.items():
             failures = sum(scored.proxies[proxy] is None for scored in record.architectures)
             ends = f"{interval.low:.2f} to {interval.high:.2f}".replace("-", "−")
             note = f"95 % interval {ends}; {len(record.architectures)} architectures"
             note += f", for {failures} of which the proxy failed" if failures else ""
             ci95 = (interval.high - interval.low) / 2
-            rows.append(Row(f"{proxy}, {kind}", "rank correlation", ours=interval.value, ci95=ci95, note=note))
+            rows.append(Row(f"{proxy}, {coefficient}", "rank correlation", ours=interval.value, ci95=ci95, note=note))
     accuracies = [100 * scored.accuracy for scored in record.architectures]
-    noise = 100 * sum(scored.ci95 for scored in record.architectures) / len(accuracies)
-    note = f"{min(accuracies):.1f} to {max(accuracies):.1f}; each ± {noise:.2f} over its tasks"
+    mean_margin = 100 * sum(scored.ci95 for scored in record.architectures) / len(accuracies)
+    note = f"{min(accuracies):.1f} to {max(accuracies):.1f}; each ± {mean_margin:.2f} over its tasks"
     rows.append(Row("all architectures", "mean accuracy %", ours=statistics.mean(accuracies), note=note))
     rows.append(Row("all architectures", "standard deviation of accuracy %", ours=statistics.stdev(accuracies)))
     return rows
 
 
-def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples: int, seed: int) -> Interval:
+def correlation(coefficient: str, x: Sequence[float], y: Sequence[float], *, resamples: int, seed: int) -> Interval:
     """Return the rank correlation of x and y with its 95 % bootstrap interval over pairs.
 
     >>> correlation("Kendall", [1.0, 2.0, 4.0, 5.0], [1.0, 3.0, 9.0, 8.0], resamples=100, seed=0).value
@@ -79,8 +80,8 @@ def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples:
     """
 
     def statistic(x: Values, y: Values) -> float:
-        constant = min(np.ptp(x), np.ptp(y)) == 0  # and therefore without a correlation
-        return 0.0 if constant else float(STATISTICS[kind](x, y).statistic)
+        is_constant = min(np.ptp(x), np.ptp(y)) == 0  # the correlation is then undefined
+        return 0.0 if is_constant else float(STATISTICS[coefficient](x, y).statistic)
 
     ranks = stats.rankdata(x), stats.rankdata(y)
     bootstrap = stats.bootstrap(
@@ -98,13 +99,13 @@ def correlation(kind: str, x: Sequence[float], y: Sequence[float], *, resamples:
 
 
 def correlations(
-    architectures: Sequence[ScoredArchitecture], kind: str, *, resamples: int, seed: int
+    architectures: Sequence[ScoredArchitecture], coefficient: str, *, resamples: int, seed: int
 ) -> dict[str, Interval]:
     """Return the rank correlation of every proxy with the accuracy."""
     accuracies = [scored.accuracy for scored in architectures]
     return {
         proxy: correlation(
-            kind,
+            coefficient,
             [scored.predicted_quality(proxy) for scored in architectures],
             accuracies,
             resamples=resamples,
@@ -115,7 +116,7 @@ def correlations(
 
 
 def figure(outcome: Outcome[Mapping[str, RankRecord]]) -> Figure:
-    """Draw the accuracies of the architectures against each proxy, and Spearman's correlations."""
+    """Draw the accuracies as functions of each proxy, and Spearman's correlations."""
     from matplotlib.figure import Figure
 
     from metabridge.report import figures
@@ -131,9 +132,9 @@ def figure(outcome: Outcome[Mapping[str, RankRecord]]) -> Figure:
         ]
         values, accuracies, margins = zip(*points) if points else ((), (), ())
         axes.errorbar(values, accuracies, yerr=margins, fmt="o", color=color, markersize=4)
-        axes.set(xlabel=f"{proxy}:\nmore is better", ylabel="accuracy after training, %")
+        axes.set(xlabel=f"{proxy}\n(larger is better)", ylabel="accuracy after training, %")
         if proxy in KERNELS:
-            axes.set(xlabel=f"condition number of the {proxy}:\nless is better", xscale="log")
+            axes.set(xlabel=f"condition number of the {proxy}\n(smaller is better)", xscale="log")
             figures.plain_numbers(axes.xaxis)
     resamples = SETTINGS[result.scale].resamples
     spearman = correlations(record.architectures, "Spearman", resamples=resamples, seed=result.seed)

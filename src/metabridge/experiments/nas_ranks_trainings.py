@@ -1,4 +1,4 @@
-"""Random architectures, their proxies before training and their accuracies after it, for `nas_ranks`."""
+"""Random architectures, their proxies before training and their accuracies after training, for `nas_ranks`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from metabridge.nas.proxies import ProxyScore, mean_score
 from metabridge.report.results import Machine
 from metabridge.schedules import Cosine
 from metabridge.training import Run, evaluate, train_interleaved
-from metabridge.training.config import ImageTrainingConfig, former_names_replaced
+from metabridge.training.config import ImageTrainingConfig, replace_former_names
 from metabridge.training.image_training import image_trainer
-from metabridge.training.interleaved import concurrent_trainings
+from metabridge.training.interleaved import concurrent_runs
 
-KERNELS: dict[str, SearchKernel] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}  # condition numbers
+# Proxies that are condition numbers of a kernel.
+KERNELS: dict[str, SearchKernel] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}
 PROXIES = (*KERNELS, "linear regions", "parameters")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How many architectures there are, how they are scored, trained and tested, and how intervals are resampled."""
+    """The number of architectures, how they are scored, trained and tested, and the number of bootstrap resamples."""
 
     architectures: int
     search: SearchConfig
-    plan: ImageTrainingConfig
+    config: ImageTrainingConfig
     test_tasks: int
     resamples: int
 
 
-_PLAN = ImageTrainingConfig(
+_CONFIG = ImageTrainingConfig(
     "rfs",
     model="network",
     statistics="running",
@@ -55,17 +56,17 @@ SETTINGS = {
     "quick": Settings(
         4,
         SearchConfig(cells=3, channels=4, tasks=2, ways=3, repeats=1, region_inputs=200),
-        replace(_PLAN, batch_size=32, iterations=10, validate_every=10, validate_tasks=10),
+        replace(_CONFIG, batch_size=32, iterations=10, validate_every=10, validate_tasks=10),
         test_tasks=20,
         resamples=100,
     ),
-    "paper": Settings(40, SearchConfig(cells=3, channels=16), _PLAN, test_tasks=2000, resamples=2000),
+    "paper": Settings(40, SearchConfig(cells=3, channels=16), _CONFIG, test_tasks=2000, resamples=2000),
 }
 
 
 @dataclass(frozen=True)
 class ScoredArchitecture:
-    """The proxies of an architecture, None for those that failed, and its accuracy after training."""
+    """The proxies of an architecture (None if a proxy failed) and its accuracy after training."""
 
     architecture: Architecture
     proxies: dict[str, float | None]
@@ -74,7 +75,7 @@ class ScoredArchitecture:
     minutes: float
 
     def predicted_quality(self, proxy: str) -> float:
-        """Return the proxy with the sign with which more is better; −∞ if it failed."""
+        """Return the proxy with the sign for which larger values are better, or −∞ if the proxy failed."""
         value = self.proxies[proxy]
         if value is None:
             return -math.inf
@@ -83,15 +84,15 @@ class ScoredArchitecture:
 
 @dataclass(frozen=True)
 class RankRecord(Record):
-    """All architectures that were trained so far, in the order in which their trainings ended."""
+    """All architectures that have been trained, in the order in which they were finished."""
 
     architectures: tuple[ScoredArchitecture, ...]
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> RankRecord:
-        """Return the record with these fields, as JSON holds them."""
-        training = former_names_replaced(stored["plan"]["training"])
-        defaults = as_json(asdict(ImageTrainingConfig(training["method"])))  # older records lack newer options
+        """Return the record with these fields, as read from JSON."""
+        training = replace_former_names(stored["plan"]["training"])
+        defaults = as_json(asdict(ImageTrainingConfig(training["method"])))  # for options that are not in older records
         plan = {**stored["plan"], "training": defaults | training}
         architectures = tuple(
             ScoredArchitecture(**{**scored, "architecture": Architecture.from_dict(scored["architecture"])})
@@ -100,27 +101,33 @@ class RankRecord(Record):
         return cls(stored["name"], plan, stored["environment"], 0.0, ()).with_architectures(architectures)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as `from_json` reads them."""
+        """Return the fields in the form that `from_json` reads."""
         fields = asdict(self)
         return {**{key: fields[key] for key in ("name", "plan", "environment")}, "judged": fields["architectures"]}
 
     def with_architectures(self, architectures: Sequence[ScoredArchitecture]) -> RankRecord:
-        """Return the record with these architectures instead."""
+        """Return a copy of the record with these architectures."""
         minutes = sum(scored.minutes for scored in architectures)
         return replace(self, minutes=minutes, architectures=tuple(architectures))
 
 
 def train_and_score(options: ExperimentOptions) -> RankRecord:
-    """Train and score the architectures that the record lacks, as far as time allows, and return the record."""
+    """Train and score the architectures that are missing in the record within the time limit, and return the record."""
     settings = SETTINGS[options.scale]
-    search, training = replace(settings.search, seed=options.seed), replace(settings.plan, seed=options.seed)
-    details = {"data": "glyphs", "search": search.to_dict(), "training": asdict(training)}
-    plan = as_json({**details, "test_tasks": settings.test_tasks})
+    search, config = replace(settings.search, seed=options.seed), replace(settings.config, seed=options.seed)
+    plan = as_json(
+        {
+            "data": "glyphs",
+            "search": search.to_dict(),
+            "training": asdict(config),
+            "test_tasks": settings.test_tasks,
+        }
+    )
     name = f"nas-ranks-{options.scale}-{options.seed}"
     empty = RankRecord(name, plan, Machine.current(options.device), 0.0, ())
     record = RankRecord.load(options, name, plan) or empty
     images = load("glyphs").to(options.device)
-    for architecture, run in train_missing(options, record, search, training, images):
+    for architecture, run in train_missing(options, record, search, config, images):
         scored = score(options, architecture, search, images, run, settings.test_tasks)
         record = record.with_architectures([*record.architectures, scored])
         record.save(options)
@@ -131,36 +138,38 @@ def train_missing(
     options: ExperimentOptions,
     record: RankRecord,
     search: SearchConfig,
-    training: ImageTrainingConfig,
+    config: ImageTrainingConfig,
     images: LabelledImages,
 ) -> Iterator[tuple[Architecture, Run]]:
-    """Train the architectures that the record lacks, and yield each with its finished run."""
+    """Train the architectures that are missing in the record, and yield each with its finished run."""
     generator = torch.Generator().manual_seed(options.seed)
-    drawn = [random_architecture(generator) for _ in range(SETTINGS[options.scale].architectures)]
+    architectures = [random_architecture(generator) for _ in range(SETTINGS[options.scale].architectures)]
     trained = {scored.architecture for scored in record.architectures}
     missing = {
-        f"network {index}": architecture for index, architecture in enumerate(drawn) if architecture not in trained
+        f"network {index}": architecture
+        for index, architecture in enumerate(architectures)
+        if architecture not in trained
     }
     start = {
         label: partial(
             image_trainer,
-            plan_of(training, search, architecture, images),
+            architecture_config(config, search, architecture, images),
             images,
             device=options.device,
             out=run_folder(options, f"{record.name}-{label.replace(' ', '-')}", record.plan),
         )
         for label, architecture in missing.items()
     }
-    at_once = concurrent_trainings(options.device)
+    at_once = concurrent_runs(options.device)
     for label, run in train_interleaved(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
         if run.finished:
             yield missing[label], run
 
 
-def plan_of(
-    training: ImageTrainingConfig, search: SearchConfig, architecture: Architecture, images: LabelledImages
+def architecture_config(
+    config: ImageTrainingConfig, search: SearchConfig, architecture: Architecture, images: LabelledImages
 ) -> ImageTrainingConfig:
-    """Return how an architecture is trained."""
+    """Return the training configuration with this architecture as the model."""
     model_options = {
         "architecture": asdict(architecture),
         "cells": search.cells,
@@ -168,7 +177,7 @@ def plan_of(
         "image_channels": images.images.shape[1],
         "drop_rate": 0.0,
     }
-    return replace(training, model_options=model_options)
+    return replace(config, model_options=model_options)
 
 
 def score(
@@ -179,7 +188,7 @@ def score(
     run: Run,
     test_tasks: int,
 ) -> ScoredArchitecture:
-    """Compute the proxies of an architecture at initialization, and its accuracy after training."""
+    """Return the proxies of an architecture at initialization, and its accuracy after training."""
     proxies: dict[str, ProxyScore] = {}
     for proxy, kernel in KERNELS.items():
         evaluator = ProxyEvaluator(replace(search, kernel=kernel), images, options.device)
@@ -188,8 +197,8 @@ def score(
             for repeat in range(search.repeats)
             for _, scores in evaluator(0, repeat, architecture.active_operators, [None])
         ]
-        proxies[proxy] = mean_score([each.condition for each in scores if each.condition is not None])
-        proxies["linear regions"] = mean_score([each.regions for each in scores if each.regions is not None])
+        proxies[proxy] = mean_score([score.condition for score in scores if score.condition is not None])
+        proxies["linear regions"] = mean_score([score.regions for score in scores if score.regions is not None])
     accuracy = evaluate(run, images.tasks("test"), tasks=test_tasks, seed=options.seed)
     proxies["parameters"] = ProxyScore(float(sum(value.numel() for value in run.net.features.parameters())))
     values = {proxy: None if result.failure else result.value for proxy, result in proxies.items()}

@@ -1,4 +1,4 @@
-"""Rows of the experiments of architecture search: accuracies, gains and costs."""
+"""Rows of the experiments on architecture search: accuracies, differences in accuracy, and costs."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from metabridge.experiments.nas_searches import SearchRecord
 from metabridge.experiments.training_records import TrainingRecord
 from metabridge.report.results import Row
 
-Accuracies = Mapping[int, tuple[float, float]]  # by shots, in percent, with the standard deviation over searches
+Accuracies = Mapping[int, tuple[float, float]]  # percent and standard deviation over searches, by shots
 
 
 def accuracy_rows(
     name: str, records: Sequence[TrainingRecord], published: Accuracies, *, comparable: bool
 ) -> list[Row]:
-    """Return the mean accuracy over searches for 1 and 5 shots and its standard deviation.
+    """Return the mean and the standard deviation of the accuracy over searches, for 1 and 5 shots.
 
-    The interval is over tasks, which are the same for all searches. Ours agrees if its interval is not below the
-    published mean minus its standard deviation.
+    The interval of the mean is over tasks, which are the same for all searches. Our mean agrees if the upper end of its
+    interval is at least the published mean minus its standard deviation.
     """
     rows = []
     for shots in SHOTS if records else ():
         scores = [record.selected(shots) for record in records]
         means = [100 * score.mean for score in scores]
         ours, ci95 = statistics.mean(means), statistics.mean(100 * score.ci95 for score in scores)
-        value, deviation = published[shots]
-        each = ", ".join(f"{mean:.2f}" for mean in means)
+        published_mean, published_deviation = published[shots]
+        mean_list = ", ".join(f"{mean:.2f}" for mean in means)
         rows.append(
             Row(
                 f"{name}, {shots}-shot",
                 "accuracy %",
-                published=value,
+                published=published_mean,
                 ours=ours,
                 ci95=ci95,
-                agrees=ours + ci95 >= value - deviation if comparable else None,
-                note=f"{records[0].images}, {records[0].iterations} steps; each: {each}; {scores[0]}",
+                agrees=ours + ci95 >= published_mean - published_deviation if comparable else None,
+                note=f"{records[0].images}, {records[0].iterations} steps; each: {mean_list}; {scores[0]}",
             )
         )
         if len(means) > 1:
-            metric, spread = "standard deviation of accuracy %", statistics.stdev(means)
-            rows.append(Row(f"{name}, {shots}-shot, spread", metric, published=deviation, ours=spread))
+            metric, deviation = "standard deviation of accuracy %", statistics.stdev(means)
+            rows.append(Row(f"{name}, {shots}-shot, spread", metric, published=published_deviation, ours=deviation))
     return rows
 
 
@@ -53,21 +53,21 @@ def gain_rows(
     *,
     comparable: bool,
 ) -> list[Row]:
-    """Return the mean accuracy of the first records minus that of the second.
+    """Return the mean accuracy of the first records minus the mean accuracy of the second.
 
-    The paper claims that it is positive. A difference within its interval neither agrees nor disagrees.
+    The paper claims that this difference is positive. It is not compared with the claim if its interval contains 0.
     """
     rows = []
     for shots in SHOTS if all(records) else ():
-        first, second = ([record.selected(shots) for record in side] for side in records)
+        first, second = ([record.selected(shots) for record in group] for group in records)
         ours, reference = (statistics.mean(100 * score.mean for score in scores) for scores in (first, second))
         margin = math.hypot(*(statistics.mean(100 * score.ci95 for score in scores) for scores in (first, second)))
-        value, reference_value = (side[shots][0] for side in published)
+        published_ours, published_reference = (accuracies[shots][0] for accuracies in published)
         rows.append(
             Row(
                 f"{name}, {shots}-shot",
                 "difference in accuracy %",
-                published=value - reference_value,
+                published=published_ours - published_reference,
                 ours=ours - reference,
                 ci95=margin,
                 agrees=ours > reference if comparable and abs(ours - reference) > margin else None,
@@ -94,9 +94,9 @@ def cost_rows(
         rows.append(Row(f"{name}, parameters", "million", published=published_parameters, ours=mean, note=note))
     if any(record.evaluated for record in searches):
         hours = statistics.mean(record.minutes / 60 for record in searches)
-        each = ", ".join(f"{record.minutes:.2f}" for record in searches)
+        minutes_list = ", ".join(f"{record.minutes:.2f}" for record in searches)
         failures = sum(record.failed for record in searches)
-        note = f"on {searches[0].environment.device}; each: {each} minutes"
+        note = f"on {searches[0].environment.device}; each: {minutes_list} minutes"
         note += f"; {searches[0].evaluated} networks per search, a proxy failed for {failures} in total"
         rows.append(Row(f"{name}, search", "hours", published=published_hours, ours=hours, note=note))
     if trainings:

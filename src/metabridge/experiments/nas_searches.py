@@ -1,6 +1,6 @@
 """Architecture searches on mini-ImageNet (Wang et al. 2022, figure 2 and tables 1 and 2).
 
-Every search leaves a record. Its name for `--only` is "search-LABEL".
+Every search writes a record. With `--only`, it is selected by the name "search-LABEL".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from metabridge.datasets import load
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.experiments.experiment import ExperimentOptions
-from metabridge.experiments.mini_imagenet_trainings import VIEWS, load_mini_imagenet, plans
+from metabridge.experiments.mini_imagenet_trainings import VIEWS, configs, load_mini_imagenet
 from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.models.architecture import Architecture
 from metabridge.models.cells import cell_network
@@ -22,13 +22,13 @@ from metabridge.report.results import Machine
 from metabridge.training import TestTimeAugmentation
 from metabridge.training.config import ImageTrainingConfig
 
-IMAGE_SIZE = 32  # pixels of mini-ImageNet, for searches
-GLYPH_CLASSES = 25  # of each split, at the quick scale
+IMAGE_SIZE = 32  # width and height of the images of mini-ImageNet in searches
+GLYPH_CLASSES = 25  # number of classes per split at the quick scale
 
 
 @dataclass(frozen=True)
 class SearchVariant:
-    """What guides a search, for a network with this number of cells (Wang et al. 2022, appendix E)."""
+    """The kernel that guides a search, its parameters, and the number of cells (Wang et al. 2022, appendix E)."""
 
     kernel: SearchKernel
     cells: int = 5
@@ -37,12 +37,12 @@ class SearchVariant:
 
     def seeds(self, options: ExperimentOptions) -> dict[str, int]:
         """Return the seed of each search by its label."""
-        guide = "regions" if self.kernel == "none" else self.kernel
+        criterion = "regions" if self.kernel == "none" else self.kernel
         seeds = range(options.seed, options.seed + SETTINGS[options.scale].seeds)
-        return {f"{guide}-{self.cells}-{seed}": seed for seed in seeds}
+        return {f"{criterion}-{self.cells}-{seed}": seed for seed in seeds}
 
     def searches(self, records: Mapping[str, Record], options: ExperimentOptions) -> list[SearchRecord]:
-        """Return the records of this variant's searches."""
+        """Return the records of the finished searches of this variant."""
         finished = (records.get(f"search-{label}") for label in self.seeds(options))
         return [record for record in finished if isinstance(record, SearchRecord)]
 
@@ -61,20 +61,20 @@ class Settings:
     Args:
         seeds: Number of searches of each variant.
         search: How to search, except for the fields of `SearchVariant`.
-        plan: The training of ResNet-12, and of cells with the learning rate `lr`.
-        longer: Number of steps of the longer training.
+        config: How to train ResNet-12, and networks of cells except for `lr` and `drop_rate`.
+        recipes: Other ways to train the same networks, by name: what each changes of the configuration.
         lr: Learning rate for networks of cells.
         drop_rate: Drop rate for networks of cells.
         tasks: Number of tasks to evaluate on, in validation and test.
         views: Test-time augmentations to choose from in validation.
-        data: Name of the dataset.
+        data: Name of the data set.
         image_channels: Number of channels of its images.
     """
 
     seeds: int
     search: SearchConfig
-    plan: ImageTrainingConfig
-    longer: int
+    config: ImageTrainingConfig
+    recipes: Mapping[str, Mapping[str, Any]]
     lr: float
     drop_rate: float
     tasks: int
@@ -87,8 +87,8 @@ SETTINGS = {
     "quick": Settings(
         seeds=2,
         search=SearchConfig(channels=4, tasks=2, ways=3, repeats=1, region_inputs=100, operators=("skip", "conv_3x3")),
-        plan=replace(plans("quick")["rfs"], iterations=8, validate_every=8),
-        longer=20,
+        config=replace(configs("quick")["rfs"], iterations=8, validate_every=8),
+        recipes={"longer": {"iterations": 20, "validate_every": 2}, "muon": {"optimizer": "muon", "lr": 0.2}},
         lr=0.1,
         drop_rate=0.2,
         tasks=40,
@@ -99,12 +99,15 @@ SETTINGS = {
     "paper": Settings(
         seeds=3,
         search=SearchConfig(),
-        plan=replace(plans("paper")["rfs"], iterations=5000, validate_every=2500),
-        longer=30_000,
-        lr=0.4,  # `lr` and `drop_rate` were chosen in validation after 1000 steps
+        config=replace(configs("paper")["rfs"], iterations=5000, validate_every=2500),
+        recipes={
+            "longer": {"iterations": 30_000, "validate_every": 3000},
+            "muon": {"optimizer": "muon", "lr": 0.2, "iterations": 8000, "validate_every": 2000},
+        },
+        lr=0.4,  # `lr` and `drop_rate` were selected by validation accuracy after 1000 steps
         drop_rate=0.0,
         tasks=2000,
-        views=VIEWS[1:3],  # crops are the most expensive and did not improve RFS with ResNet-12
+        views=VIEWS[1:3],  # without crops, which are expensive and did not improve RFS with ResNet-12
         data="mini-imagenet",
         image_channels=3,
     ),
@@ -116,10 +119,10 @@ class SearchRecord(Record):
     """The result of one search.
 
     Args:
-        architecture: The cells found.
-        parameters: Number of parameters of the features of their network.
+        architecture: The selected cells.
+        parameters: Number of parameters of the network of these cells, without its head.
         evaluated: Number of networks whose proxies were computed.
-        failed: Number of them for which a proxy failed.
+        failed: Number of networks for which a proxy failed.
     """
 
     architecture: Architecture
@@ -129,18 +132,18 @@ class SearchRecord(Record):
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> SearchRecord:
-        """Return the record with these fields, as JSON holds them."""
+        """Return the record with these fields, as read from JSON."""
         fields = {**stored, "architecture": Architecture.from_dict(stored["architecture"])}
         return cls(evaluated=fields.pop("measured"), failed=fields.pop("troubled"), **fields)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as `from_json` reads them."""
+        """Return the fields in the form that `from_json` reads."""
         keys = {"evaluated": "measured", "failed": "troubled"}
         return {keys.get(name, name): value for name, value in super().to_json().items()}
 
 
 def search_all(options: ExperimentOptions, variants: Iterable[SearchVariant]) -> dict[str, SearchRecord]:
-    """Return the records of all finished searches, after running those that `only` selects, as far as time allows."""
+    """Return the records of all finished searches, after running those that `only` selects within the time limit."""
     records = {
         f"search-{label}": search_or_load(options, variant, label, seed)
         for variant in variants
@@ -150,7 +153,10 @@ def search_all(options: ExperimentOptions, variants: Iterable[SearchVariant]) ->
 
 
 def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: str, seed: int) -> SearchRecord | None:
-    """Return the stored record of a search, or search; None if `only` excludes it or the time runs out."""
+    """Return the record of a search. If there is none yet, search.
+
+    The record is None if `only` excludes the search or the time limit ends it.
+    """
     settings, part = SETTINGS[options.scale], f"search-{label}"
     search = replace(
         settings.search,
@@ -193,7 +199,7 @@ def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: st
 
 
 def load_images(options: ExperimentOptions, size: int) -> LabelledImages:
-    """Return mini-ImageNet with images of this size; at the quick scale, some classes of the glyphs."""
+    """Return mini-ImageNet with images of this size, or some classes of the glyphs at the quick scale."""
     if SETTINGS[options.scale].data != "glyphs":
         return load_mini_imagenet(options, size)
     glyphs = load("glyphs")

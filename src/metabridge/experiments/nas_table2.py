@@ -1,6 +1,6 @@
-"""Wang et al. 2022, table 2: MetaNTK-NAS compared with searches by the NTK or by linear regions alone.
+"""Wang et al. 2022, table 2: MetaNTK-NAS compared with searches guided by the NTK or by linear regions alone.
 
-Networks of 5 cells, trained with one schedule on mini-ImageNet. Random cells are the baseline.
+Networks of 5 cells are trained with the same schedule on mini-ImageNet. Random cells are the baseline.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from metabridge.experiments.nas_trainings import finished_trainings, search_and_
 from metabridge.experiments.records import Record
 from metabridge.report.results import Row
 
-OURS = "MetaNTK and regions"
-VARIANTS = {OURS: METANTK, "NTK and regions": NTK, "regions alone": REGIONS, "random cells": RANDOM}
+METANTK_NAME = "MetaNTK and regions"
+VARIANTS = {METANTK_NAME: METANTK, "NTK and regions": NTK, "regions alone": REGIONS, "random cells": RANDOM}
 
 # accuracy in percent and its standard deviation over searches, by shots
 PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
-    OURS: {1: (63.88, 0.81), 5: (80.07, 0.45)},
+    METANTK_NAME: {1: (63.88, 0.81), 5: (80.07, 0.45)},
     "NTK and regions": {1: (62.51, 0.42), 5: (79.02, 0.35)},
     "regions alone": {1: (62.96, 1.05), 5: (79.13, 0.96)},
     "random cells": {1: (62.55, 1.15), 5: (78.90, 0.58)},
@@ -27,20 +27,21 @@ PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
 
 
 def measure(options: ExperimentOptions) -> dict[str, Record]:
-    """Return the records of all searches and trainings."""
+    """Return the records of all finished searches and training runs."""
     return search_and_train(options, VARIANTS.values())
 
 
 def rows(records: Mapping[str, Record], options: ExperimentOptions) -> list[Row]:
-    """Return accuracies, gains of the MetaNTK over the others, and costs."""
+    """Return accuracies, differences in accuracy between the MetaNTK and the others, and costs."""
     trainings = {name: finished_trainings(records, variant.seeds(options)) for name, variant in VARIANTS.items()}
     comparable = options.scale == "paper"
     rows = []
     for name, trained in trainings.items():
         rows += accuracy_rows(name, trained, PUBLISHED[name], comparable=comparable)
     for name in list(VARIANTS)[1:]:
-        compared, published = (trainings[OURS], trainings[name]), (PUBLISHED[OURS], PUBLISHED[name])
-        rows += gain_rows(f"{OURS}, over {name}", compared, published, comparable=comparable)
+        compared = trainings[METANTK_NAME], trainings[name]
+        published = PUBLISHED[METANTK_NAME], PUBLISHED[name]
+        rows += gain_rows(f"{METANTK_NAME}, over {name}", compared, published, comparable=comparable)
     for name, variant in VARIANTS.items():
         rows += cost_rows(name, variant.searches(records, options), trainings[name])
     return rows

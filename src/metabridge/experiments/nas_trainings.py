@@ -1,6 +1,6 @@
-"""Trainings of the networks that architecture searches find (Wang et al. 2022, tables 1 and 2).
+"""Training runs of the architectures that searches select (Wang et al. 2022, tables 1 and 2).
 
-Every training leaves a record. Its name for `--only` is "train-LABEL", with the label of the search.
+Every run writes a record. With `--only`, it is selected by the name "train-LABEL", with the label of the search.
 """
 
 from __future__ import annotations
@@ -16,61 +16,66 @@ from metabridge.experiments.records import Record
 from metabridge.experiments.training_records import Evaluation, TrainingRecord, train_or_load
 from metabridge.training.config import ImageTrainingConfig
 
-IMAGE_SIZE = 84  # pixels of mini-ImageNet, for training
+IMAGE_SIZE = 84  # width and height of the images of mini-ImageNet in training
 
 
 def search_and_train(
     options: ExperimentOptions, variants: Iterable[SearchVariant], *, additional: Iterable[str] = ()
 ) -> dict[str, Record]:
-    """Return the records of all finished searches and trainings, after running those that `only` selects.
+    """Return the records of all finished searches and training runs, after running those that `only` selects.
 
     Args:
         options: Options of the experiment.
-        variants: What to search by. All networks found are trained with one schedule.
-        additional: Labels of further trainings: `resnet12_label`, or a `longer_label`.
+        variants: How to search. All selected architectures are trained with the same schedule.
+        additional: Labels of additional training runs, from `resnet12_label` or `recipe_label`.
 
     Returns:
-        The records by name for `--only`.
+        The records by their names for `--only`.
 
     Raises:
-        InputError: If `only` selects a training whose search is not finished.
+        InputError: If `only` selects a training run whose search is not finished.
     """
     variants = tuple(variants)
     labels = [label for variant in variants for label in variant.seeds(options)]
-    trained = [*labels, *additional]
-    options.check_only([f"search-{label}" for label in labels] + [f"train-{label}" for label in trained])
+    training_labels = [*labels, *additional]
+    options.check_only([f"search-{label}" for label in labels] + [f"train-{label}" for label in training_labels])
     searches = search_all(options, variants)
     for label in labels:
-        selected = {f"train-{label}", f"train-{longer_label(label)}"} & set(options.only)
+        recipe_labels = (recipe_label(label, recipe) for recipe in SETTINGS[options.scale].recipes)
+        selected = {f"train-{name}" for name in (label, *recipe_labels)} & set(options.only)
         if f"search-{label}" not in searches and selected:
             raise InputError(f"{min(selected)} needs a search that is finished. Add search-{label} to --only.")
-    plans = {label: plan for label, plan in training_plans(options, searches).items() if label in trained}
-    return {**searches, **train_all(options, plans)}
+    configs = training_configs(options, searches)
+    selected_configs = {label: config for label, config in configs.items() if label in training_labels}
+    return {**searches, **train_all(options, selected_configs)}
 
 
 def resnet12_label(options: ExperimentOptions) -> str:
-    """Return the label of the training of ResNet-12."""
+    """Return the label of the training run of ResNet-12."""
     return f"resnet12-{options.seed}"
 
 
-def longer_label(label: str) -> str:
-    """Return the label of a longer training of the same network."""
-    return f"{label}-longer"
+def recipe_label(label: str, recipe: str) -> str:
+    """Return the label of the training run of the same architecture with another recipe."""
+    return f"{label}-{recipe}"
 
 
-def training_plans(options: ExperimentOptions, searches: Mapping[str, SearchRecord]) -> dict[str, ImageTrainingConfig]:
-    """Return by label how each network found and ResNet-12 are trained, and how the former are trained longer."""
+def training_configs(
+    options: ExperimentOptions, searches: Mapping[str, SearchRecord]
+) -> dict[str, ImageTrainingConfig]:
+    """Return the training configurations by label: of each architecture, with each recipe, and of ResNet-12."""
     settings = SETTINGS[options.scale]
-    cell_plans = {name.removeprefix("search-"): cell_plan(options, record) for name, record in searches.items()}
-    longer = {
-        longer_label(label): replace(plan, iterations=settings.longer, validate_every=settings.longer // 10)
-        for label, plan in cell_plans.items()
+    cell_configs = {name.removeprefix("search-"): cell_config(options, record) for name, record in searches.items()}
+    recipe_configs = {
+        recipe_label(label, recipe): replace(config, **changes)
+        for label, config in cell_configs.items()
+        for recipe, changes in settings.recipes.items()
     }
-    return {**cell_plans, resnet12_label(options): replace(settings.plan, seed=options.seed), **longer}
+    return {**cell_configs, resnet12_label(options): replace(settings.config, seed=options.seed), **recipe_configs}
 
 
-def cell_plan(options: ExperimentOptions, search: SearchRecord) -> ImageTrainingConfig:
-    """Return how the network that a search found is trained. The seed is that of the search."""
+def cell_config(options: ExperimentOptions, search: SearchRecord) -> ImageTrainingConfig:
+    """Return the training configuration of the architecture that a search selected, with the seed of the search."""
     settings = SETTINGS[options.scale]
     model_options = {
         "architecture": asdict(search.architecture),
@@ -80,25 +85,25 @@ def cell_plan(options: ExperimentOptions, search: SearchRecord) -> ImageTraining
         "drop_rate": settings.drop_rate,
     }
     return replace(
-        settings.plan, model="network", model_options=model_options, lr=settings.lr, seed=search.plan["seed"]
+        settings.config, model="network", model_options=model_options, lr=settings.lr, seed=search.plan["seed"]
     )
 
 
-def train_all(options: ExperimentOptions, plans: Mapping[str, ImageTrainingConfig]) -> dict[str, TrainingRecord]:
-    """Return the records of all finished trainings, after running those that `only` selects, as far as time allows."""
+def train_all(options: ExperimentOptions, configs: Mapping[str, ImageTrainingConfig]) -> dict[str, TrainingRecord]:
+    """Return the records of all finished runs, after training those that `only` selects within the time limit."""
     settings = SETTINGS[options.scale]
     evaluation = Evaluation(SHOTS, settings.tasks, settings.views)
     records = {}
-    for label, plan in plans.items():
+    for label, config in configs.items():
         part = f"train-{label}"
         name = f"nas-{part}-{options.scale}"
-        record = train_or_load(options, part, name, plan, lambda: load_images(options, IMAGE_SIZE), evaluation)
+        record = train_or_load(options, part, name, config, lambda: load_images(options, IMAGE_SIZE), evaluation)
         if record is not None:
             records[part] = record
     return records
 
 
 def finished_trainings(records: Mapping[str, Record], labels: Iterable[str]) -> list[TrainingRecord]:
-    """Return the records of the trainings with these labels, as far as they are finished."""
+    """Return the records of the finished training runs with these labels."""
     finished = (records.get(f"train-{label}") for label in labels)
     return [record for record in finished if isinstance(record, TrainingRecord)]

@@ -1,4 +1,4 @@
-"""How much each part of a training recipe gains, for one classifier over the training classes of mini-ImageNet."""
+"""How much each part of a training recipe improves a classifier of all training classes of mini-ImageNet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
-from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, SHOTS, VIEWS, data_name, load_images, plans
+from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, SHOTS, VIEWS, configs, data_name, load_images
 from metabridge.experiments.training_records import TrainingRecord, best_in_validation, train_or_load
 from metabridge.report.results import Row
 from metabridge.training import Model, load
@@ -16,8 +16,8 @@ from metabridge.training.config import ImageTrainingConfig
 from metabridge.training.soft_targets import SoftTargets
 
 STEPS = {"quick": 20, "paper": 12_000}
-AUGMENTATIONS = {"quick": VIEWS[1:2], "paper": VIEWS[1:3]}
-# What each case changes of "muon", and which case is its teacher.
+TEST_VIEWS = {"quick": VIEWS[1:2], "paper": VIEWS[1:3]}
+# The options of each case that differ from "muon", and the case that is its teacher.
 CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "sgd": ({"optimizer": "sgd"}, None),
     "muon": ({}, None),
@@ -32,35 +32,35 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
 
 
 def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
-    """Return the records of all cases."""
+    """Return the records of all finished cases, after training those that `only` selects."""
     options.check_only(CASES)
     images = cache(lambda: load_images(options))
-    evaluation = replace(EVALUATIONS[options.scale], views=AUGMENTATIONS[options.scale])
+    evaluation = replace(EVALUATIONS[options.scale], views=TEST_VIEWS[options.scale])
     records: dict[str, TrainingRecord] = {}
 
     def load_teacher(student: str, teacher: str) -> Model:
         if teacher not in records:
             raise InputError(f"{student} needs the trained run of {teacher}. Add {teacher} to --only.")
-        return load(options.out / "runs" / file_name(options, teacher), device=options.device)
+        return load(options.out / "runs" / record_name(options, teacher), device=options.device)
 
     for name, (changes, teacher) in CASES.items():
-        plan = replace(base_plan(options), **changes)  # type: ignore[arg-type]
+        config = replace(base_config(options), **changes)  # type: ignore[arg-type]
         loader = None if teacher is None else partial(load_teacher, name, teacher)
-        record = train_or_load(options, name, file_name(options, name), plan, images, evaluation, loader)
+        record = train_or_load(options, name, record_name(options, name), config, images, evaluation, loader)
         if record is not None:
             records[name] = record
     return records
 
 
-def base_plan(options: ExperimentOptions) -> ImageTrainingConfig:
-    """Return how "muon" is trained."""
+def base_config(options: ExperimentOptions) -> ImageTrainingConfig:
+    """Return the training configuration of the case "muon"."""
     steps = STEPS[options.scale]
-    rfs = plans(options.scale)["rfs"]
+    rfs = configs(options.scale)["rfs"]
     return replace(rfs, optimizer="muon", iterations=steps, validate_every=steps // 4, seed=options.seed)
 
 
-def file_name(options: ExperimentOptions, name: str) -> str:
-    """Return the name of a case's record and of its run's folder."""
+def record_name(options: ExperimentOptions, name: str) -> str:
+    """Return the name of the record and of the run's folder of a case."""
     return f"recipe-{data_name(options)}-{name}-{options.scale}-{options.seed}"
 
 

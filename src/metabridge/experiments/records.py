@@ -1,7 +1,7 @@
-"""Records of trainings and searches: small JSON files that stay when the weights are deleted.
+"""Records of the measurements of training runs and searches: small JSON files that do not contain the weights.
 
-Experiments share them. An experiment that is run again reads the records that exist, resumes the trainings that were
-stopped, and starts those that are missing.
+Experiments share them. An experiment that is run again reads the existing records, resumes stopped training runs, and
+starts the missing ones.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from metabridge.report.results import Machine
 
 @dataclass(frozen=True)
 class Record:
-    """What one training or search measured. Subclasses add the measurements as fields.
+    """The measurements of one training run or search. Subclasses add the measurements as fields.
 
-    The field names are the keys of `records/*.json`, unless `to_json` says otherwise.
+    The field names are the keys of `records/*.json`, unless a subclass changes `to_json`.
 
     Args:
         name: Name of the file, without `.json`.
-        plan: Everything that the training depends on, as JSON gives it back.
-        environment: The machine that trained.
-        minutes: Duration of the training.
+        plan: All settings on which the measurements depend, as `as_json` returns them.
+        environment: The machine that trained or searched.
+        minutes: Duration of the training run or search.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Record:
 
     @classmethod
     def load(cls, options: ExperimentOptions, name: str, plan: Mapping[str, Any]) -> Self | None:
-        """Return the stored record of a training with this plan, or None if there is none.
+        """Return the stored record with this name, or None if there is none or its plan differs.
 
         Raises:
             InputError: If the file cannot be read or is not a record.
         """
-        file = _file(options, name)
+        file = _record_file(options, name)
         if not file.exists():
             return None
         try:
@@ -56,39 +56,39 @@ class Record:
             record = cls.from_json({**stored, "environment": Machine(**stored["environment"])})
         except PARSING_ERRORS as error:
             raise InputError(
-                f"{file} is not a record of this version ({error}). Delete it to run the training again."
+                f"{file} is not a record of this version ({error}). Delete it to measure again."
             ) from error
         return record if record.plan == plan else None
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Self:
-        """Return the record with these fields, as JSON holds them. Subclasses convert their own fields."""
+        """Return the record with these fields, as read from JSON. Subclasses convert the fields that they add."""
         return cls(**stored)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as `from_json` reads them."""
+        """Return the fields in the form that `from_json` reads."""
         return asdict(self)
 
     def save(self, options: ExperimentOptions) -> None:
-        """Write the record for `load`."""
-        file = _file(options, self.name)
+        """Write the record to the file that `load` reads."""
+        file = _record_file(options, self.name)
         make_folder(file.parent)
         write_atomically(file, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
 
 
-def as_json(plan: Mapping[str, object]) -> dict[str, Any]:
-    """Return a plan as JSON gives it back, with lists instead of tuples.
+def as_json(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return settings as they are after writing and reading JSON, with lists instead of tuples.
 
     >>> as_json({"layers": (2, 3)})
     {'layers': [2, 3]}
     """
-    return json.loads(json.dumps(plan))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
 
 
 def run_folder(options: ExperimentOptions, name: str, plan: Mapping[str, Any]) -> Path:
-    """Return the folder of a training. Its name depends on the plan, so that a changed plan starts a new training."""
+    """Return the folder of a training run. Its name contains a hash of the plan, so a changed plan starts a new run."""
     return options.out / "runs" / f"{name}-{zlib.crc32(json.dumps(plan).encode()):08x}"
 
 
-def _file(options: ExperimentOptions, name: str) -> Path:
+def _record_file(options: ExperimentOptions, name: str) -> Path:
     return options.out / "records" / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Trainings on images that several experiments share. Each runs once and leaves a record of its scores."""
+"""Training runs on images that several experiments share. Each is trained once, and its scores are recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metabridge.experiments.records import Record, as_json
 from metabridge.heads import LogisticRegression
 from metabridge.report.results import Machine
 from metabridge.training import Run, evaluate
-from metabridge.training.config import ImageTrainingConfig, former_names_replaced
+from metabridge.training.config import ImageTrainingConfig, replace_former_names
 from metabridge.training.evaluation import UNCHANGED, FeatureTable, Model, TestTimeAugmentation
 from metabridge.training.image_training import train_on_images
 
@@ -23,15 +23,15 @@ PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)  # Wang et al. 2021, table 5
 
 @dataclass(frozen=True)
 class SplitAccuracy:
-    """The mean accuracy over tasks of a split.
+    """The mean accuracy of a network over tasks of a split.
 
     Args:
         split: "validation" or "test".
-        shots: Support images per class.
+        shots: Number of support images per class.
         mean: Mean over the tasks.
-        ci95: Half-width of the 95 % interval of the mean.
+        ci95: Half-width of the 95 % confidence interval of the mean.
         tasks: Number of tasks.
-        penalty: Penalty of the logistic regression; None if the method has another head.
+        penalty: L2 penalty of the logistic regression; None if the method has another head.
         views: Test-time augmentation.
     """
 
@@ -44,7 +44,7 @@ class SplitAccuracy:
     views: TestTimeAugmentation = UNCHANGED
 
     def __str__(self) -> str:
-        """Return how it was measured."""
+        """Return the number of tasks, and the penalty and augmentation if they were selected."""
         if self.penalty is None:
             return f"{self.tasks} test tasks"
         return f"{self.tasks} test tasks; chosen in validation: penalty {self.penalty:g}, {self.views}"
@@ -52,16 +52,16 @@ class SplitAccuracy:
 
 @dataclass(frozen=True)
 class TrainingRecord(Record):
-    """What one training on images measured.
+    """The measurements of one training run on images.
 
     Args:
         images: Name and size of the images.
-        iterations: Number of steps.
+        iterations: Number of training steps.
         parameters: Number of parameters of the features.
         curve: Minutes, iteration, accuracy and ci95 of every validation.
         scores: The accuracies.
-        evaluation_seconds: Time to fit one head to all test tasks of all shots, without computing features; None if
-            the method has its own head.
+        evaluation_seconds: Time to fit the logistic regression to all test tasks for all numbers of shots, without
+            computing features; None if the method has another head.
     """
 
     images: str
@@ -73,19 +73,19 @@ class TrainingRecord(Record):
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Self:
-        """Return the record with these fields."""
+        """Return the record with these fields, as read from JSON."""
         scores = (
-            SplitAccuracy(**{**score, "views": TestTimeAugmentation(**former_names_replaced(score["views"]))})
+            SplitAccuracy(**{**score, "views": TestTimeAugmentation(**replace_former_names(score["views"]))})
             for score in stored["scores"]
         )
-        # older records lack newer options
-        plan = plan_dict(ImageTrainingConfig(stored["plan"]["method"])) | former_names_replaced(stored["plan"])
+        # Options that are missing in older records have their defaults.
+        plan = config_dict(ImageTrainingConfig(stored["plan"]["method"])) | replace_former_names(stored["plan"])
         return cls(**{**stored, "plan": plan, "curve": tuple(stored["curve"]), "scores": tuple(scores)})
 
     def score(
         self, split: str, shots: int, penalty: float | None, views: TestTimeAugmentation = UNCHANGED
     ) -> SplitAccuracy:
-        """Return the accuracy with this head and augmentation.
+        """Return the accuracy with this penalty and augmentation.
 
         Raises:
             InputError: If the record has no such accuracy.
@@ -93,16 +93,16 @@ class TrainingRecord(Record):
         for score in self.scores:
             if (score.split, score.shots, score.penalty, score.views) == (split, shots, penalty, views):
                 return score
-        raise InputError(f"the record of {self.name} has no such score on {split} with {shots} shots.")
+        raise InputError(f"the record of {self.name} has no such score on the {split} split with {shots} shots.")
 
     def selected(self, shots: int) -> SplitAccuracy:
-        """Return the test accuracy of the head and augmentation with the best validation accuracy."""
+        """Return the test accuracy with the penalty and augmentation that have the best validation accuracy."""
         best = best_in_validation(self.scores, shots)
         return self.score("test", shots, best.penalty, best.views)
 
 
 def best_in_validation(scores: Iterable[SplitAccuracy], shots: int) -> SplitAccuracy:
-    """Return the best validation accuracy with so many shots."""
+    """Return the best validation accuracy with this number of shots."""
     return max(
         (score for score in scores if score.split == "validation" and score.shots == shots),
         key=lambda score: score.mean,
@@ -111,7 +111,13 @@ def best_in_validation(scores: Iterable[SplitAccuracy], shots: int) -> SplitAccu
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How to evaluate a trained network: with which shots, on how many tasks, and with which augmentations."""
+    """How to evaluate a trained network.
+
+    Args:
+        shots: Numbers of support images per class.
+        tasks: Number of tasks of each split.
+        views: Test-time augmentations to choose from in validation.
+    """
 
     shots: Sequence[int]
     tasks: int
@@ -122,32 +128,32 @@ def train_or_load(
     options: ExperimentOptions,
     training: str,
     name: str,
-    plan: ImageTrainingConfig,
+    config: ImageTrainingConfig,
     load_images: Callable[[], LabelledImages],
     evaluation: Evaluation,
     load_teacher: Callable[[], Model] | None = None,
 ) -> TrainingRecord | None:
-    """Return the record of a training, which is trained and evaluated if it has none yet.
+    """Return the record of a training run. If there is none yet, train and evaluate.
 
     Args:
         options: Options of the experiment.
-        training: Name of the training in `options.only`.
+        training: Name of the training run in `options.only`.
         name: Name of the record and of the run's folder.
-        plan: How to train.
-        load_images: Loads the images; called only to train.
+        config: How to train.
+        load_images: Function that loads the images; called only to train.
         evaluation: How to evaluate.
-        load_teacher: Loads the teacher, if the plan distils one.
+        load_teacher: Function that loads the teacher, if there is distillation.
 
     Returns:
-        The record; None if `options.only` leaves the training out or the time was not enough.
+        The record; None if `options.only` excludes the run or the time limit ended it.
     """
-    record = TrainingRecord.load(options, name, plan_dict(plan))
+    record = TrainingRecord.load(options, name, config_dict(config))
     if record is not None or not options.includes(training):
         return record
     teacher = None if load_teacher is None else load_teacher()
     images = load_images()
     run = train_on_images(
-        plan,
+        config,
         images,
         device=options.device,
         out=options.out / "runs" / name,
@@ -157,28 +163,28 @@ def train_or_load(
     )
     if not run.finished:
         return None
-    record = record_of(run, name, plan, images, evaluation, options)
+    record = evaluate_run(run, name, config, images, evaluation, options)
     record.save(options)
     return record
 
 
-def record_of(
+def evaluate_run(
     run: Run,
     name: str,
-    plan: ImageTrainingConfig,
+    config: ImageTrainingConfig,
     images: LabelledImages,
     evaluation: Evaluation,
     options: ExperimentOptions,
 ) -> TrainingRecord:
     """Evaluate a finished run and return its record."""
-    source = images.load_arguments["name"] if images.load_arguments else "images"
-    on_device = images.to(options.device)
+    data_name = images.load_arguments["name"] if images.load_arguments else "images"
+    device_images = images.to(options.device)
     return TrainingRecord(
         name=name,
-        plan=plan_dict(plan),
+        plan=config_dict(config),
         environment=Machine.current(options.device),
         minutes=run.seconds / 60,
-        images=f"{source} at {images.images.shape[-1]} px",
+        images=f"{data_name} at {images.images.shape[-1]} px",
         iterations=run.curve[-1].iteration,
         parameters=sum(value.numel() for value in run.net.features.parameters()),
         curve=tuple(
@@ -191,61 +197,63 @@ def record_of(
             for point in run.curve
             if point.score is not None
         ),
-        scores=tuple(_scores(run, on_device, plan.ways, evaluation, options.seed)),
-        evaluation_seconds=_evaluation_seconds(run, on_device, plan.ways, evaluation),
+        scores=tuple(_scores(run, device_images, config.ways, evaluation, options.seed)),
+        evaluation_seconds=_evaluation_seconds(run, device_images, config.ways, evaluation),
     )
 
 
 def _scores(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation, seed: int) -> Iterator[SplitAccuracy]:
     """Yield the accuracies on validation and test tasks.
 
-    For a head with a penalty these are all penalties on plain images in both splits, all augmentations in validation
-    and the best of them in the test.
+    If the method's head is a logistic regression, yield accuracies without augmentation for every penalty on both
+    splits, with every augmentation on validation tasks, and with the best augmentation on test tasks.
     """
-    tasks = {
+    environments = {
         (split, shots): images.tasks(split, ways=ways, shots=shots)
         for split in ("validation", "test")
         for shots in evaluation.shots
     }
     head = run.method.test
     if not isinstance(head, LogisticRegression):
-        for key, environment in tasks.items():
+        for (split, shots), environment in environments.items():
             score = evaluate(run, environment, tasks=evaluation.tasks, seed=seed)
-            yield SplitAccuracy(*key, score.mean, score.ci95, score.tasks)
+            yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks)
         return
 
-    def with_head(
+    def evaluate_penalties(
         split: str, all_shots: Sequence[int], penalties: Sequence[float], views: TestTimeAugmentation
     ) -> Iterator[SplitAccuracy]:
+        """Yield the accuracy for each number of shots and each penalty."""
         models = [replace(run, method=replace(run.method, test=replace(head, penalty=value))) for value in penalties]
-        table = FeatureTable.of(run, tasks[split, evaluation.shots[0]], views, seed=seed)
+        table = FeatureTable.of(run, environments[split, evaluation.shots[0]], views, seed=seed)
         for shots in all_shots:
-            scores = table.evaluate(models, tasks[split, shots], tasks=evaluation.tasks, seed=seed)
+            scores = table.evaluate(models, environments[split, shots], tasks=evaluation.tasks, seed=seed)
             for penalty, score in zip(penalties, scores):
                 yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks, penalty, views)
 
-    yield from with_head("test", evaluation.shots, PENALTIES, UNCHANGED)
-    validation = list(with_head("validation", evaluation.shots, PENALTIES, UNCHANGED))
+    yield from evaluate_penalties("test", evaluation.shots, PENALTIES, UNCHANGED)
+    validation_scores = list(evaluate_penalties("validation", evaluation.shots, PENALTIES, UNCHANGED))
     for views in evaluation.views:
-        validation += with_head("validation", evaluation.shots, PENALTIES[3:], views)
-    yield from validation
+        validation_scores += evaluate_penalties("validation", evaluation.shots, PENALTIES[3:], views)
+    yield from validation_scores
     for shots in evaluation.shots:
-        best = best_in_validation(validation, shots)
+        best = best_in_validation(validation_scores, shots)
         if best.views != UNCHANGED and best.penalty is not None:
-            yield from with_head("test", [shots], [best.penalty], best.views)
+            yield from evaluate_penalties("test", [shots], [best.penalty], best.views)
 
 
 def _evaluation_seconds(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation) -> float | None:
+    """Return the time to fit the logistic regression to all test tasks, or None if the method has another head."""
     if not isinstance(run.method.test, LogisticRegression):
         return None
     environments = [images.tasks("test", ways=ways, shots=shots) for shots in evaluation.shots]
     table = FeatureTable.of(run, environments[0])
     started = time.perf_counter()
     for environment in environments:
-        table.evaluate([run], environment, tasks=evaluation.tasks)  # reads the scores, so it waits for the GPU
+        table.evaluate([run], environment, tasks=evaluation.tasks)  # copies the scores to the CPU: waits for the GPU
     return time.perf_counter() - started
 
 
-def plan_dict(plan: ImageTrainingConfig) -> dict[str, Any]:
-    """Return a plan as JSON gives it back."""
-    return as_json(plan.as_dict())
+def config_dict(config: ImageTrainingConfig) -> dict[str, Any]:
+    """Return a configuration as it is stored in `Record.plan`."""
+    return as_json(config.as_dict())

@@ -1,4 +1,4 @@
-"""Tasks, kernel and seeds that the experiments on wide networks share (Wang et al. 2022, theorems 1 and 2)."""
+"""Tasks, kernel and seeds that the experiments on theorems 1 and 2 of Wang et al. 2022 share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONSTANTS = {"depth": DEPTH, "environment": asdict(TASKS)}
 
 
 def sample_tasks(tasks: int, seed: int) -> Episodes:
-    """Sample tasks and standardize their labels to zero mean and unit variance over all of them."""
+    """Sample tasks and standardize all their labels to zero mean and unit variance."""
     episodes = TASKS.sample(tasks, torch.Generator().manual_seed(seed))
     labels = torch.cat([episodes.support_y, episodes.query_y], 1)
     mean, std = labels.mean(), labels.std()
@@ -26,7 +26,7 @@ def sample_tasks(tasks: int, seed: int) -> Episodes:
 
 
 def initialization_seeds(widths: Sequence[int], nets: int, seed: int) -> dict[int, list[int]]:
-    """Return the seeds of the networks of each width, all different.
+    """Return the seeds of the networks by width. Different values of `seed` share no seeds.
 
     >>> initialization_seeds((8, 16), 2, seed=0)
     {8: [0, 1], 16: [2, 3]}

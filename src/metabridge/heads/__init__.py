@@ -1,8 +1,8 @@
-"""Test-time heads: classical classifiers on fixed features, solved for all tasks at once.
+"""Test-time heads: classifiers that are fitted to fixed features, for all tasks at once.
 
-All modules of this package are imported, and each head registers itself in `Head.registry`. A new head is a new
-module; `metabridge.heads` exports its class without further changes. Heads agree with scikit-learn's estimators on
-features of any scale, near 0 or far from it.
+Importing this package imports all of its modules, and each head class registers itself in `Head.registry`. A new head
+needs only a new module: `metabridge.heads` then exports its class. The heads agree with scikit-learn's estimators for
+features of any scale and with any mean.
 """
 
 from metabridge.heads.fitted_heads import FITTED_HEADS, FittedHead, LinearHead, PairwiseHead
@@ -27,5 +27,5 @@ __all__ = [
 ]
 
 import_modules(__name__, __path__)
-globals().update({kind.__name__: kind for kind in Head.registry.values()})
-__all__ += [kind.__name__ for kind in Head.registry.values() if kind.__name__ not in __all__]
+globals().update({cls.__name__: cls for cls in Head.registry.values()})
+__all__ += [cls.__name__ for cls in Head.registry.values() if cls.__name__ not in __all__]

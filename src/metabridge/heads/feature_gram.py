@@ -1,4 +1,4 @@
-"""Linear algebra of many small sets of points at once, in blocks that stay in a CPU's cache."""
+"""Linear algebra with the features of many small tasks at once, in blocks that fit in a CPU's cache."""
 
 from __future__ import annotations
 
@@ -11,101 +11,105 @@ from torch.nn.functional import normalize, pad
 from metabridge.errors import InputError
 from metabridge.threads import map_over_threads
 
-ROUNDING = 1e-5  # the largest rounding error of a score, relative to 1, that float32 products may cause
-_RESOLVED = 1e-9  # eigenvalues of a Gram matrix below this share of the largest are lost in its rounding errors
+MAX_SCORE_ERROR = 1e-5  # the largest rounding error of a score that float32 products may cause
+_EIGENVALUE_PRECISION = 1e-9  # eigenvalues of a Gram matrix below this fraction of the largest are rounding errors
 
 
 def center(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the points (tasks, n, d) minus their mean, and the mean (tasks, 1, d), in float64."""
+    """Return the features (tasks, n, d) minus their mean, and the mean (tasks, 1, d), in float64."""
     mean = x.mean(-2, keepdim=True, dtype=torch.float64)
     check_finite("features", mean)
     return x - mean, mean
 
 
-def principal_axes(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the coordinates (tasks, n, d) of points along orthogonal axes, and the axes as columns."""
-    vectors = torch.linalg.eigh(points.mT @ points).eigenvectors
-    return points @ vectors, vectors
+def principal_axes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the coordinates (tasks, n, d) of features along their principal axes, and the axes as columns."""
+    axes = torch.linalg.eigh(x.mT @ x).eigenvectors
+    return x @ axes, axes
 
 
-def dual_axes(gram: Tensor, points: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the coordinates (tasks, n, n) of centered points along orthogonal axes, from their Gram matrix.
+def dual_axes(gram: Tensor, features_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the coordinates (tasks, n, n) of centered features along their principal axes, from their Gram matrix.
 
     Args:
         gram: The Gram matrices, (tasks, n, n).
-        points: A function that returns the points of the tasks that a mask selects. It is called for the tasks whose
-            Gram matrix does not resolve their smallest extents.
+        features_of: A function that returns the features of the tasks that a mask selects. It is called for the tasks
+            whose smallest singular values cannot be computed from the Gram matrix.
 
     Returns:
-        The coordinates, and the matrix that lifts weights: the weight with coordinates v is Σ_n a_n · point_n, a =
-        lift·v.
+        The coordinates, and matrices `lift` (tasks, n, n): the weight with coordinates v is Σ_n a_n x_n, a = lift·v.
     """
     values, vectors = torch.linalg.eigh(gram)
     root = values.clamp_min(0).sqrt()
-    unresolved = values[:, :2].amax(-1) < _RESOLVED * values[:, -1]  # the smallest of centered points is always 0
+    # The smallest eigenvalue of centered features is 0, so the second smallest decides.
+    unresolved = values[:, :2].amax(-1) < _EIGENVALUE_PRECISION * values[:, -1]
     if unresolved.any():
-        vectors[unresolved], root[unresolved], _ = torch.linalg.svd(points(unresolved), full_matrices=False)
+        vectors[unresolved], root[unresolved], _ = torch.linalg.svd(features_of(unresolved), full_matrices=False)
     root = root[..., None, :]
     nonzero = root > torch.where(unresolved, 1e-13, 1e-7)[:, None, None] * root.amax(-1, keepdim=True)
     return vectors * torch.where(nonzero, root, 0), vectors * torch.where(nonzero, 1 / root, 0)
 
 
 def centered_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return coordinates of the centered points, the matrix that lifts weights from them, and the mean."""
-    points, mean = center(x)
+    """Return the coordinates of the centered features along their principal axes, the matrices `lift`, and the mean.
+
+    If n < d, `lift` is as in `dual_axes`. Otherwise the weight with coordinates v is lift·v.
+    """
+    centered, mean = center(x)
     if x.shape[-2] < x.shape[-1]:
-        return *dual_axes(points @ points.mT, points.__getitem__), mean
-    return *principal_axes(points), mean
+        return *dual_axes(centered @ centered.mT, centered.__getitem__), mean
+    return *principal_axes(centered), mean
 
 
 def centered_axes_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split the points (x − mean, 0) into a part orthogonal to (mean, 1) and a part along it.
+    """Split the vectors (x − mean, 0) into a component along (mean, 1) and an orthogonal part.
 
     Returns:
-        Coordinates of the orthogonal part, the matrix that lifts weights from them, the part along, and the mean.
+        The coordinates of the orthogonal part along its principal axes; matrices `lift`, as in `dual_axes` if n ≤ d,
+        and otherwise such that the weight with coordinates v is lift·v; the components along (mean, 1); and the mean.
     """
-    points, mean = center(x)
+    centered, mean = center(x)
     direction = normalize(pad(mean, (0, 1), value=1.0), dim=-1)
-    along = points @ direction[..., :-1].mT
+    along = centered @ direction[..., :-1].mT
 
     def orthogonal(tasks: Tensor | slice) -> Tensor:
-        return pad(points[tasks], (0, 1)) - along[tasks] * direction[tasks]
+        return pad(centered[tasks], (0, 1)) - along[tasks] * direction[tasks]
 
     if x.shape[-2] <= x.shape[-1]:
-        axes = dual_axes(points @ points.mT - along @ along.mT, orthogonal)
+        axes = dual_axes(centered @ centered.mT - along @ along.mT, orthogonal)
     else:
         axes = principal_axes(orthogonal(slice(None)))
     return *axes, along[..., 0], mean
 
 
 def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
-    """Return the Gram matrix of the points in float64, and the origin (tasks, 1, d) that they are measured from.
+    """Return the Gram matrix of the features in float64, and the mean that was subtracted from them, or None.
 
-    Where float32 products of the points change scores by less than `ROUNDING`, they are used and the origin is None.
-    Otherwise the points are centered first, in float64.
+    If the rounding errors of float32 products change scores by less than `MAX_SCORE_ERROR`, the Gram matrix is computed
+    from the features themselves. Otherwise they are centered first, in float64.
 
     Args:
-        x: The points, (tasks, n, d).
-        sensitivity: By how much an error of 1 in the matrix changes scores.
+        x: The features, (tasks, n, d).
+        sensitivity: The change of a score per error of 1 in the matrix.
     """
     if x.dtype == torch.float32 and not x.is_cuda and torch.get_float32_matmul_precision() == "highest":
         gram = (x @ x.mT).double()
         trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).max()
-        if trace * torch.finfo(x.dtype).eps * sensitivity < ROUNDING:  # false for NaN
+        if trace * torch.finfo(x.dtype).eps * sensitivity < MAX_SCORE_ERROR:  # false for NaN
             return gram, None
 
-    def centered(x: Tensor) -> tuple[Tensor, Tensor]:
-        points, mean = center(x)
-        return points @ points.mT, mean
+    def centered_gram(x: Tensor) -> tuple[Tensor, Tensor]:
+        centered, mean = center(x)
+        return centered @ centered.mT, mean
 
-    gram, mean = in_blocks(centered, x)
+    gram, mean = in_blocks(centered_gram, x)
     return gram, mean
 
 
 def combine(coefficient: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
     """Return Σ_n coefficient_n (x_n − origin), (tasks, outputs, d), in the features' dtype.
 
-    With an origin it is computed in float64, without one in that dtype.
+    The sum is computed in float64 if there is an origin, and otherwise in the features' dtype.
     """
     if origin is None:
         return coefficient.to(x.dtype) @ x
@@ -116,17 +120,17 @@ def combine(coefficient: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
 def combine_with_mean(
     coefficient: Tensor, x: Tensor, coordinates: Tensor, mean: Tensor, mean_coefficient: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Combine points with coefficients that sum to 0, and their mean with `mean_coefficient`.
+    """Return Σ_n coefficient_n x_n + mean_coefficient · mean, for coefficients that sum to 0.
 
-    It is computed in the points' dtype if its rounding errors are small, otherwise in float64.
+    It is computed in the features' dtype if its rounding errors are small, otherwise in float64.
 
     Returns:
-        The combination, and the mean in the dtype that was used.
+        The weights (tasks, outputs, d), and the mean in the dtype of the computation.
     """
-    coefficient = coefficient - coefficient.mean(-1, keepdim=True)  # 0 but for rounding errors
+    coefficient = coefficient - coefficient.mean(-1, keepdim=True)  # remove rounding errors of the sum
     squared_length = coordinates.square().sum(-1).amax(-1) + mean[:, 0].square().sum(-1)
     error = torch.finfo(x.dtype).eps * (squared_length * coefficient.abs().sum(-1).amax(-1)).max()
-    if error < ROUNDING:
+    if error < MAX_SCORE_ERROR:
         if mean_coefficient is not None:
             coefficient = coefficient + mean_coefficient[..., None] / x.shape[-2]
         return combine(coefficient, x, None), mean.to(x.dtype)
@@ -135,24 +139,24 @@ def combine_with_mean(
 
 
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply a function to all tasks; on a CPU in blocks of tasks, each with one thread.
+    """Apply a function to all tasks; on a CPU, to blocks of tasks, each in one thread.
 
-    Matrices this small gain nothing from several threads.
+    Operations on matrices this small do not profit from several threads.
     """
     threads, count = torch.get_num_threads(), _block_count(tensors[0])
     if count == 1:
         return function(*tensors)
     count = min(len(tensors[0]), -(-count // threads) * threads)
     blocks = [tensor.tensor_split(count) for tensor in tensors]
-    return tuple(torch.cat(parts) for parts in zip(*map_over_threads(function, *blocks)))
+    return tuple(torch.cat(results) for results in zip(*map_over_threads(function, *blocks)))
 
 
 def _block_count(tensor: Tensor) -> int:
-    """Return the number of blocks of tasks with which one block, in float64, stays in a CPU's cache."""
+    """Return the number of blocks of tasks such that a block in float64 fits in a CPU's cache; 1 on a GPU."""
     return 1 if tensor.is_cuda else min(len(tensor), -(-tensor.numel() // 500_000))
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise an InputError if a tensor holds NaN or infinite values."""
+    """Raise an InputError if a tensor contains NaN or infinite values."""
     if not all(bound.isfinite() for bound in tensor.aminmax()):
-        raise InputError(f"{name} holds NaN or infinite values. Check the network or the data they came from.")
+        raise InputError(f"{name} contains NaN or infinite values. Check the data and the network that computes them.")

@@ -1,4 +1,4 @@
-"""Fitted heads: what the heads return after they are solved."""
+"""Fitted heads: the linear classifiers that `Head.fit` returns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LinearHead(NamedTuple):
     """A fitted head with one linear score for each output.
 
     Args:
-        weight: (..., outputs, d), with any task axes in front.
-        bias: (..., outputs).
+        weight: The weights, (..., outputs, d), with any task axes in front.
+        bias: The biases, (..., outputs).
         normalize: Whether features are scaled to unit length first.
 
     >>> import torch
@@ -32,16 +32,32 @@ class LinearHead(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name in exported JSON files."""
+        """The name of the head in exported JSON files."""
         return "linear"
 
     @staticmethod
     def rows(outputs: int) -> int:
-        """Return the number of rows of the weight."""
+        """Return the number of rows of the weight.
+
+        Args:
+            outputs: The number of outputs.
+
+        Returns:
+            The number of rows.
+        """
         return outputs
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return wᵀx + b, (..., queries, outputs), of features (..., queries, d).
+        """Return the scores wᵀx + b, with w divided by ‖x‖ if `normalize`.
+
+        Args:
+            features: The features x, (..., queries, d), with the task axes of the weight.
+
+        Returns:
+            The scores, (..., queries, outputs).
+
+        Raises:
+            InputError: If the features do not have the shape of those to which the head was fitted.
 
         >>> import torch
         >>> LinearHead(torch.eye(2), torch.tensor([0.0, 1.0])).scores(torch.tensor([[3.0, 4.0]]))
@@ -49,20 +65,20 @@ class LinearHead(NamedTuple):
         """
         _check_features(features, self.weight)
         features = at_least_float32(features)
-        # The order of factors decides the speed on a CPU, where outputs are few.
-        few = self.weight.shape[-2] < 8
-        product = features @ self.weight.mT if few else (self.weight @ features.mT).mT
+        # On a CPU, the faster order of the factors depends on the number of outputs.
+        few_outputs = self.weight.shape[-2] < 8
+        product = features @ self.weight.mT if few_outputs else (self.weight @ features.mT).mT
         if self.normalize:
             product = product / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)
         return product + self.bias[..., None, :]
 
 
 class PairwiseHead(NamedTuple):
-    """A fitted head with one linear decision for each pair of outputs i < j, in the order (0, 1), (0, 2), ...
+    """A fitted head with a linear decision function for each pair of outputs i < j, in the order (0, 1), (0, 2), ...
 
     Args:
-        weight: (..., pairs, d), with any task axes in front.
-        bias: (..., pairs). A positive decision is for i, a negative one for j.
+        weight: The weights, (..., pairs, d), with any task axes in front.
+        bias: The biases, (..., pairs). A positive value of the decision function is a vote for i, a negative one for j.
         normalize: Whether features are scaled to unit length first.
 
     >>> import torch
@@ -77,18 +93,35 @@ class PairwiseHead(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name in exported JSON files."""
+        """The name of the head in exported JSON files."""
         return "pairwise"
 
     @staticmethod
     def rows(outputs: int) -> int:
-        """Return the number of rows of the weight."""
+        """Return the number of rows of the weight.
+
+        Args:
+            outputs: The number of outputs.
+
+        Returns:
+            The number of rows.
+        """
         return outputs * (outputs - 1) // 2
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return for each output its votes plus c / (3|c| + 3), where c sums its decisions, to break ties.
+        """Return the votes for each output plus c / (3|c| + 3), where c is the sum of its decision values.
 
-        This is scikit-learn's `decision_function_shape="ovr"`: the fraction stays below a third of a vote.
+        These are the scores of scikit-learn's `decision_function_shape="ovr"`. The fraction breaks ties, since it is
+        smaller than a third of a vote.
+
+        Args:
+            features: The features, (..., queries, d), with the task axes of the weight.
+
+        Returns:
+            The scores, (..., queries, outputs).
+
+        Raises:
+            InputError: If the features do not have the shape of those to which the head was fitted.
 
         >>> import torch
         >>> PairwiseHead(torch.tensor([[1.0, 0.0]]), torch.tensor([0.0])).scores(torch.tensor([[2.0, 0.0]]))
@@ -97,18 +130,18 @@ class PairwiseHead(NamedTuple):
         decisions = LinearHead(*self).scores(features)
         outputs = (1 + isqrt(1 + 8 * self.bias.shape[-1])) // 2
         first, second = torch.triu_indices(outputs, outputs, 1, device=decisions.device)
-        sides = (one_hot(first, outputs) - one_hot(second, outputs)).to(decisions.dtype)
-        votes = (0.5 - (decisions < 0).to(decisions.dtype)) @ sides + (outputs - 1) / 2
-        confidence = decisions @ sides
+        pair_signs = (one_hot(first, outputs) - one_hot(second, outputs)).to(decisions.dtype)
+        votes = (0.5 - (decisions < 0).to(decisions.dtype)) @ pair_signs + (outputs - 1) / 2
+        confidence = decisions @ pair_signs
         return votes + confidence / (3 * confidence.abs() + 3)
 
 
 FittedHead: TypeAlias = LinearHead | PairwiseHead
-FITTED_HEADS: dict[str, type[FittedHead]] = {kind.__name__: kind for kind in get_args(FittedHead)}  # by stored name
+FITTED_HEADS: dict[str, type[FittedHead]] = {cls.__name__: cls for cls in get_args(FittedHead)}  # by name in files
 
 
 def at_least_float32(features: Tensor) -> Tensor:
-    """Return float16 or bfloat16 features in float32, since norms overflow and biases are rounded away in them.
+    """Return float16 and bfloat16 features in float32, since norms overflow or biases are lost in half precision.
 
     >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype
     torch.float32
@@ -119,6 +152,6 @@ def at_least_float32(features: Tensor) -> Tensor:
 def _check_features(features: Tensor, weight: Tensor) -> None:
     if features.shape[:-2] != weight.shape[:-2] or features.shape[-1] != weight.shape[-1]:
         raise InputError(
-            f"features is {describe(features)}, but the head was fitted to tasks of shape {tuple(weight.shape[:-2])} "
-            f"and {weight.shape[-1]} features."
+            f"features is {describe(features)}, but the head was fitted with the task axes "
+            f"{tuple(weight.shape[:-2])} and {weight.shape[-1]} features."
         )

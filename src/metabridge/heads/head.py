@@ -13,14 +13,14 @@ from metabridge.registry import Registered
 
 
 class Head(Registered, ABC, root=True):
-    """Base class of test-time heads: classifiers that are solved on fixed features, for all tasks at once.
+    """Base class of test-time heads: classifiers that are fitted to fixed features, for all tasks at once.
 
-    A head is a frozen dataclass in a module of this package. All its fields need defaults. Systems are solved in
-    float64. A head whose objective stays above its minimum logs a warning.
+    A head is a frozen dataclass in a module of this package. All its fields need defaults. Heads are fitted in float64,
+    and log a warning if they do not reach the minimum of their objective.
 
     Attributes:
-        calibrated: Whether the softmax of the scores estimates probabilities; otherwise scores only rank the outputs.
-        fits_values: Whether targets may be real values instead of class labels.
+        calibrated: Whether the softmax of the scores estimates probabilities; if not, scores only rank the outputs.
+        fits_values: Whether the targets may be real values (regression) instead of class labels.
         normalize: A field of every head: whether features are scaled to unit length.
         default_penalty: The penalty that `create_head` uses by default, or None if the head has no penalty.
 
@@ -39,13 +39,16 @@ class Head(Registered, ABC, root=True):
 
     @classmethod
     def with_penalty(cls, penalty: float | None = None) -> Self:
-        """Return the head on features of unit length, with this penalty on its weights.
+        """Return a head of this class that scales features to unit length and has this penalty.
 
         Args:
             penalty: The weight of the squared norm of the weights (default: `default_penalty`).
 
+        Returns:
+            The head, not fitted yet.
+
         Raises:
-            InputError: If the head has no penalty but one is given, or the penalty is not positive.
+            InputError: If `penalty` is given but the head has none, or it is not positive.
         """
         if cls.default_penalty is None:
             if penalty is not None:
@@ -58,27 +61,27 @@ class Head(Registered, ABC, root=True):
     @classmethod
     @abstractmethod
     def _from_penalty(cls, penalty: float) -> Self:
-        """Return the head on features of unit length, with this penalty."""
+        """Return a head of this class that scales features to unit length and has this penalty."""
 
     @abstractmethod
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> FittedHead:
-        """Solve the head of every task.
+        """Fit the head of every task.
 
         Args:
             features: (..., n, d), with at least one task axis in front.
-            labels: int64 class labels (..., n), or values (..., n, outputs) if the head fits values.
+            labels: int64 class labels (..., n), or real values (..., n, outputs) if `fits_values`.
             outputs: The number of outputs.
 
         Returns:
-            The fitted heads, in the dtype of the features, but at least float32.
+            The fitted head with all task axes, in the dtype of the features, but at least float32.
 
         Raises:
-            InputError: If shapes or dtypes do not match, a class has no point, or features are not finite.
+            InputError: If shapes or dtypes do not match, a class has no example, or features are not finite.
         """
 
 
 def create_head(name: str, penalty: float | None = None) -> Head:
-    """Return a test-time head by name, on features of unit length.
+    """Return the test-time head of a name, which scales features to unit length.
 
     Args:
         name: A name in `Head.registry`: "centroid", "logistic", "ridge", "svm" or the name of a custom head.
@@ -88,7 +91,7 @@ def create_head(name: str, penalty: float | None = None) -> Head:
         The head, not fitted yet.
 
     Raises:
-        InputError: If there is no such head, it has no penalty but one is given, or the penalty is not positive.
+        InputError: If there is no such head, `penalty` is given but the head has none, or it is not positive.
 
     >>> create_head("svm", penalty=0.5)
     SVM(C=2.0, loss='squared-hinge', normalize=True)

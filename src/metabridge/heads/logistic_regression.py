@@ -19,10 +19,10 @@ from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_un
 
 @dataclass(frozen=True)
 class LogisticRegression(Head):
-    """Multinomial logistic regression: ½ penalty ‖W‖² + Σ_n −log softmax(Wφ_n + b)[y_n], with a free bias b.
+    """Multinomial logistic regression: ½ penalty ‖W‖² + Σ_n −log softmax(Wφ_n + b)[y_n], with an unpenalized bias b.
 
-    It equals scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs scikit-learn penalises the difference
-    of the two weights instead, so `C=2/penalty`.
+    It equals scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs, scikit-learn
+    penalizes the difference of the two weights instead, which corresponds to `C=2/penalty`.
 
     Args:
         penalty: The weight of ½‖W‖².
@@ -41,7 +41,7 @@ class LogisticRegression(Head):
     name: ClassVar[str] = "logistic"
     label: ClassVar[str] = "logistic regression"
     calibrated: ClassVar[bool] = True
-    default_penalty: ClassVar[float | None] = 0.33  # of the presets mtl and rfs
+    default_penalty: ClassVar[float | None] = 0.33  # as in the presets mtl and rfs
 
     penalty: float = 1.0
     normalize: bool = True
@@ -54,14 +54,14 @@ class LogisticRegression(Head):
         return cls(penalty)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
-        """Solve the head of every task; see `Head.fit`."""
+        """Fit the head of every task; see `Head.fit`."""
         x, y = prepare_tasks(self, features, labels, outputs)
         coordinates, lift, mean = in_blocks(centered_axes, x)
-        points = pad(coordinates, (0, 1), value=1.0)
+        design = pad(coordinates, (0, 1), value=1.0)
         penalty = pad(torch.full_like(coordinates[:, 0], self.penalty), (0, 1))
-        solution, excess = newton.minimize(newton.CROSS_ENTROPY, y, points, penalty, outputs)
+        solution, excess = newton.minimize(newton.CROSS_ENTROPY, y, design, penalty, outputs)
         warn_if_unsolved(self, excess, "a larger penalty")
-        solution = solution - solution.mean(-1, keepdim=True)  # softmax does not see the mean over outputs
+        solution = solution - solution.mean(-1, keepdim=True)  # softmax is invariant to the mean over outputs
         weight = (lift @ solution[:, :-1]).mT
         if x.shape[-2] < x.shape[-1]:
             weight, mean = combine_with_mean(weight, x, coordinates, mean)

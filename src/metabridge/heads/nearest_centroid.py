@@ -16,10 +16,12 @@ from metabridge.heads.task_sets import prepare_tasks, shape_solution
 
 @dataclass(frozen=True)
 class NearestCentroid(Head):
-    """The class with the nearest mean c_k: scores ½‖x − m‖² − ½‖x − c_k‖², linear in x, with m the mean of all points.
+    """Nearest class mean, with the scores ½‖x − m‖² − ½‖x − c_k‖², which are linear in x.
+
+    c_k is the mean of the features of class k, and m the mean of all features.
 
     Args:
-        normalize: Whether features are scaled to unit length; the means themselves are not.
+        normalize: Whether features are scaled to unit length; their means are not.
 
     >>> import torch
     >>> head = NearestCentroid().fit(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[0, 0, 1]]), outputs=2)
@@ -40,12 +42,12 @@ class NearestCentroid(Head):
         return cls(normalize=True)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
-        """Solve the head of every task; see `Head.fit`."""
+        """Fit the head of every task; see `Head.fit`."""
         x, y = prepare_tasks(self, features, labels, outputs)
-        members = one_hot(y, outputs).to(x.dtype)
-        share = members / members.sum(-2, keepdim=True)
-        means = pad(share - 1 / x.shape[-2], (0, 1), value=1 / x.shape[-2]).mT @ x
+        targets = one_hot(y, outputs).to(x.dtype)
+        averaging = targets / targets.sum(-2, keepdim=True)
+        means = pad(averaging - 1 / x.shape[-2], (0, 1), value=1 / x.shape[-2]).mT @ x
         check_finite("features", means)
-        centroid, mean = means[:, :-1], means[:, -1:]
-        level = -0.5 * centroid.square().sum(-1)
-        return LinearHead(*shape_solution(features, centroid, level, mean), self.normalize)
+        centroid, mean = means[:, :-1], means[:, -1:]  # centroids relative to the mean
+        score_at_mean = -0.5 * centroid.square().sum(-1)
+        return LinearHead(*shape_solution(features, centroid, score_at_mean, mean), self.normalize)

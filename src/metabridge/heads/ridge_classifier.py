@@ -19,9 +19,9 @@ from metabridge.ridge_regression import ridge_dual
 
 @dataclass(frozen=True)
 class RidgeClassifier(Head):
-    """Least squares Σ_n ‖Wφ_n + b − y_n‖² + penalty ‖W‖², with a free bias b: scikit-learn's `Ridge(alpha=penalty)`.
+    """Least squares Σ_n ‖Wφ_n + b − y_n‖² + penalty ‖W‖², like scikit-learn's `Ridge(alpha=penalty)`.
 
-    Labels become one-hot targets; real targets (..., n, outputs) are fitted as they are.
+    The bias b is not penalized. Class labels are one-hot encoded; targets may also be real values, (..., n, outputs).
 
     Args:
         penalty: The weight of ‖W‖².
@@ -54,7 +54,7 @@ class RidgeClassifier(Head):
         return cls(penalty, normalize=True)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
-        """Solve the head of every task; see `Head.fit`."""
+        """Fit the head of every task; see `Head.fit`."""
         x, y = prepare_tasks(self, features, labels, outputs)
         if not y.is_floating_point():
             y = one_hot(y, outputs)
@@ -79,5 +79,5 @@ class RidgeClassifier(Head):
 
 
 def _well_conditioned(trace: Tensor, penalty: float) -> bool:
-    """Return whether float64 resolves the penalty next to Gram matrices of these traces."""
+    """Return whether the penalty is far above the rounding errors of Gram matrices with these traces in float64."""
     return bool(trace.max() * torch.finfo(torch.float64).eps < 1e-8 * penalty)

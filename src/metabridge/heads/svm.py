@@ -16,20 +16,20 @@ from metabridge.heads.fitted_heads import FittedHead, LinearHead, PairwiseHead
 from metabridge.heads.head import Head
 from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
 
-UNSOLVED = 1e-7  # relative excess over the minimum from which on a program is also solved in its dual
-STEEP = 1e8  # C times the squared length of points from which on the rounding of the weight is checked
+MAX_PRIMAL_EXCESS = 1e-7  # problems with a larger relative excess over the minimum are also solved in their duals
+ROUNDING_CHECK = 1e8  # largest C times squared norm of a feature without a check of rounding errors in the weight
 
 
 @dataclass(frozen=True)
 class SVM(Head):
-    """Linear support vector machine, one-vs-rest with the squared hinge or one-vs-one with the hinge.
+    """Linear support vector machine, one-vs-rest with the squared hinge loss or one-vs-one with the hinge loss.
 
     "squared-hinge" minimizes ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))², s_nk = ±1, for each class k:
-    scikit-learn's `LinearSVC(C)`. "hinge" minimizes ½‖w‖² + C Σ max(0, 1 − s(wᵀφ + b)) over the points of each pair of
-    classes: scikit-learn's `SVC(C, kernel="linear")`.
+    scikit-learn's `LinearSVC(C)`. "hinge" minimizes ½‖w‖² + C Σ max(0, 1 − s(wᵀφ + b)), s = ±1, for each pair
+    of classes: scikit-learn's `SVC(C, kernel="linear")`.
 
     Args:
-        C: The weight of the losses, the inverse of a penalty.
+        C: The weight of the losses.
         loss: "squared-hinge" or "hinge".
         normalize: Whether features are scaled to unit length.
 
@@ -61,10 +61,10 @@ class SVM(Head):
         return cls(C=1 / penalty)
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> FittedHead:
-        """Solve the head of every task; see `Head.fit`."""
+        """Fit the head of every task; see `Head.fit`."""
         x, y = prepare_tasks(self, features, labels, outputs)
-        solve = self._fit_hinge if self.loss == "hinge" else self._fit_squared_hinge
-        return solve(features, x, y, outputs)
+        fit = self._fit_hinge if self.loss == "hinge" else self._fit_squared_hinge
+        return fit(features, x, y, outputs)
 
     def _fit_hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> PairwiseHead:
         gram, origin = gram_matrix(x, sensitivity=self.C)
@@ -75,53 +75,54 @@ class SVM(Head):
 
     def _fit_squared_hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> LinearHead:
         coordinates, lift, along, mean = in_blocks(centered_axes_with_bias, x)
-        # The point (x, 1) is (x − mean, 0) + (mean, 1): scores are `level` at the mean and vary with the rest.
-        length = (mean.square().sum(-1) + 1).sqrt()
-        points = torch.cat([coordinates, 1 + (along / length)[..., None]], -1)
+        # (x, 1) = (x − mean, 0) + (mean, 1), and `level` is the score at the mean.
+        length = (mean.square().sum(-1) + 1).sqrt()  # of (mean, 1)
+        design = torch.cat([coordinates, 1 + (along / length)[..., None]], -1)
         penalty = torch.cat([torch.ones_like(coordinates[:, 0]), length.square().reciprocal()], -1) / self.C
-        solution, excess = newton.minimize(newton.SQUARED_HINGE, y, points, penalty, outputs)
-        self._refine_in_dual(solution, excess, coordinates, points, length, y)
+        solution, excess = newton.minimize(newton.SQUARED_HINGE, y, design, penalty, outputs)
+        self._refine_in_dual(solution, excess, coordinates, design, length, y)
         weight, level = (lift @ solution[:, :-1]).mT, solution[:, -1]
         if x.shape[-2] <= x.shape[-1]:
             bias = (level / length - (weight @ along[..., None])[..., 0]) / length
             weight, mean = combine_with_mean(weight, x, coordinates, mean, bias)
         else:
-            # Rounding gives the weight a part along (mean, 1), in which direction points are long: remove it.
-            part = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
-            weight = weight[..., :-1] + ((level - part) / length.square())[..., None] * mean
-        if x.dtype == torch.float64 and self.C * coordinates.square().sum(-1).max() > STEEP:
+            # Remove the rounding errors of the weight along (mean, 1), which the length of (x, 1) would magnify.
+            component = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
+            weight = weight[..., :-1] + ((level - component) / length.square())[..., None] * mean
+        if x.dtype == torch.float64 and self.C * coordinates.square().sum(-1).max() > ROUNDING_CHECK:
             bias, scores = level - (weight @ mean.mT)[..., 0], (x - mean) @ weight.mT + level[:, None]
             objective = (weight.square().sum(-1) + bias.square()) / 2 + self.C * _squared_hinges(scores, y)
             scaled_minimum = (penalty[..., None] * solution.square()).sum(-2) / 2
-            scaled_minimum = scaled_minimum + _squared_hinges(points @ solution, y)
+            scaled_minimum = scaled_minimum + _squared_hinges(design @ solution, y)
             excess = torch.maximum(excess, objective / (self.C * scaled_minimum) - 1)
         warn_if_unsolved(self, excess, "a smaller C")
         return LinearHead(*shape_solution(features, weight, level, mean), self.normalize)
 
     def _refine_in_dual(
-        self, solution: Tensor, excess: Tensor, coordinates: Tensor, points: Tensor, length: Tensor, y: Tensor
+        self, solution: Tensor, excess: Tensor, coordinates: Tensor, design: Tensor, length: Tensor, y: Tensor
     ) -> None:
-        """Replace solutions by those of the dual where these are better.
+        """Solve unsolved problems again in their duals, and replace the solutions that improve.
 
-        Where C is so large that margins are almost hard, the dual problem is solved more precisely.
+        If C is so large that margins are almost hard, the solution of the dual problem is more precise.
         """
-        if points.shape[-2] > svm_duals.MOST_POINTS:
+        if design.shape[-2] > svm_duals.MAX_EXAMPLES:
             return
-        programs = (excess > UNSOLVED).nonzero()
-        for chunk in programs.split(svm_duals.MOST_POINTS**2 // points.shape[-2] ** 2 or 1) if len(programs) else ():
+        unsolved = (excess > MAX_PRIMAL_EXCESS).nonzero()
+        chunk_size = svm_duals.MAX_EXAMPLES**2 // design.shape[-2] ** 2 or 1
+        for chunk in unsolved.split(chunk_size) if len(unsolved) else ():
             task, output = chunk.unbind(-1)
             kernel = coordinates[task] @ coordinates[task].mT
             sign = torch.where(y[task] == output[:, None], 1.0, -1.0).to(kernel.dtype)
             bias_penalty = length[task, 0].square().reciprocal()
-            coefficient, level, gap = svm_duals.squared_hinge(kernel, sign, points[task, :, -1], bias_penalty, self.C)
+            coefficient, level, gap = svm_duals.squared_hinge(kernel, sign, design[task, :, -1], bias_penalty, self.C)
             weight = (coefficient[:, None] @ coordinates[task])[:, 0]
-            better = gap < excess[task, output]
-            task, output = task[better], output[better]
-            solution[task, :, output] = torch.cat([weight, level[:, None]], -1)[better]
-            excess[task, output] = gap[better]
+            improved = gap < excess[task, output]
+            task, output = task[improved], output[improved]
+            solution[task, :, output] = torch.cat([weight, level[:, None]], -1)[improved]
+            excess[task, output] = gap[improved]
 
 
 def _squared_hinges(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return Σ_n max(0, 1 − s_nk f_nk)² (tasks, outputs) of scores (tasks, n, outputs)."""
+    """Return Σ_n max(0, 1 − s_nk f_nk)² (tasks, outputs) for scores f (tasks, n, outputs)."""
     sign = 2 * one_hot(labels, scores.shape[-1]) - 1
     return (1 - sign * scores).clamp_min(0).square().sum(-2)

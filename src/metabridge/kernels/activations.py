@@ -13,15 +13,19 @@ from torch.nn import functional as F
 from metabridge.errors import InputError
 from metabridge.kernels.layers import KernelState
 
-# Points at an angle below √(2⁵ε) ≈ 8e-8, the resolution of a covariance in double precision, count as parallel.
-_PARALLEL = 2**5 * torch.finfo(torch.float64).eps
+# Angles whose squared sine is smaller, below √(2⁵ε) ≈ 8e-8, are rounding errors of covariances in double precision.
+_MIN_SQUARED_SINE = 2**5 * torch.finfo(torch.float64).eps
 
 
 class Activation(ABC):
     """An activation φ between layers: Σ ← E[φ(u)φ(v)] and Θ ← Θ·E[φ'(u)φ'(v)] for (u, v) ~ N(0, Σ)."""
 
     def propagate(self, state: KernelState) -> None:
-        """Update the state from the pre-activations to the activations."""
+        """Replace the kernels of the pre-activations by the kernels of the activations.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
         state.cov, derivative_moment = self.moments(state.cov, *state.get_variances(state))
         if state.ntk is not None:
             state.ntk.mul_(derivative_moment)
@@ -62,13 +66,13 @@ class ReLU(Activation):
 
     def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations; see `Activation.moments`."""
-        # Seven passes over the pairs, most of them in place.
+        # Operations are in place if possible, since most of the time goes to reading and writing memory.
         a, b = (1 + self.slope**2) / 2, (1 - self.slope) ** 2 / (2 * math.pi)
         deviations = (left.sqrt(), right.sqrt())
-        for deviation in deviations:  # a pixel that is 0 for all weights is uncorrelated with every other
+        for deviation in deviations:  # pixels of variance 0 have correlation 0 with all others
             cov.mul_(torch.where(deviation > 0, deviation.reciprocal(), 0))
         sine = torch.addcmul(cov.new_ones(()), cov, cov, value=-1)
-        F.threshold(sine, _PARALLEL, 0.0, inplace=True).sqrt_()
+        F.threshold(sine, _MIN_SQUARED_SINE, 0.0, inplace=True).sqrt_()
         derivative_moment = torch.atan2(sine, cov).mul_(-b).add_(a)
         cov.mul_(derivative_moment).add_(sine, alpha=b)
         for deviation in deviations:
@@ -174,7 +178,7 @@ ACTIVATIONS: dict[str, tuple[Activation, ...]] = {
 
 
 def activation_layers(activation: str | Activation) -> tuple[Activation, ...]:
-    """Return the layers of an activation given by name or as an instance; none for the identity.
+    """Return the layers of an activation, given by name or as an instance; the identity has none.
 
     >>> activation_layers("leaky-relu")
     (ReLU(slope=0.01),)

@@ -1,7 +1,7 @@
 """NNGP kernel and NTK of a stack of infinitely wide layers, computed in tiles.
 
-Covariances are computed in double precision for inputs of either precision: an angle is the arc cosine of a
-correlation, and near 1 single precision would leave three digits of it. Results have the precision of the inputs.
+Covariances are computed in double precision even for float32 inputs: activations depend on the arc cosine of a
+correlation, which has only about three correct digits near 1 in single precision. Results have the dtype of the inputs.
 The kernels are not differentiable.
 """
 
@@ -20,8 +20,8 @@ from metabridge.kernels.conv_layers import AveragePool, Flatten, GlobalAveragePo
 from metabridge.kernels.layers import Dense, KernelState, Layer, Residual
 
 MEMORY = 2**30
-_COPIES = 8  # maximum number of tensors of a tile's size held while it is computed
-_CPU_CACHE_NUMBERS = 2**18  # numbers of a tile that stay in a CPU's cache from one operation to the next
+_COPIES = 8  # maximum number of tensors of a tile's size in memory while the tile is computed
+_CPU_CACHE_NUMBERS = 2**18  # largest tile, in numbers, that stays in a CPU's cache between operations
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class AnalyticKernel:
     """The kernels of an infinitely wide network specified by its layers.
 
     Points are vectors, (n, features), or images, (n, channels, height, width), if the layers contain a `Flatten` or a
-    `GlobalAveragePool`. Inner products of inputs are means over features or channels.
+    `GlobalAveragePool`. Inner products of inputs are divided by the number of features or channels.
 
     Args:
         layers: The layers. The last one must be `Dense`, the readout.
-        memory: Maximum number of bytes used in addition to inputs and results. Pairs of points are computed in tiles
-            that fit.
+        memory: Maximum number of bytes used in addition to inputs and results. The matrices are computed in tiles that
+            fit in it.
 
     Raises:
         InputError: If the layers are not in a valid order.
@@ -53,14 +53,16 @@ class AnalyticKernel:
 
     def __post_init__(self) -> None:
         if not self.layers or not isinstance(self.layers[-1], Dense):
-            raise InputError("the last layer must be Dense: K is the kernel of the readout.")
-        flattening = [i for i, layer in enumerate(self.layers) if isinstance(layer, Flatten | GlobalAveragePool)]
-        spatial = [
+            raise InputError("the last layer must be Dense, since the NNGP kernel is the kernel of the readout.")
+        flatten_indices = [i for i, layer in enumerate(self.layers) if isinstance(layer, Flatten | GlobalAveragePool)]
+        spatial_indices = [
             i
             for i, layer in enumerate(self.layers)
             if any(isinstance(nested, Spatial) for nested in _all_layers([layer]))
         ]
-        if len(flattening) > 1 or (spatial and (not flattening or spatial[-1] > flattening[0])):
+        if len(flatten_indices) > 1 or (
+            spatial_indices and (not flatten_indices or spatial_indices[-1] > flatten_indices[0])
+        ):
             raise InputError("convolution and pooling must be followed by one Flatten or GlobalAveragePool.")
 
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -74,7 +76,8 @@ class AnalyticKernel:
             Θ(x, z), (n, m).
 
         Raises:
-            InputError: If points have no kernel or the wrong form, or the memory is too small for one pair.
+            InputError: If points have the wrong shape or dtype, their kernel is zero or overflows, or the memory is too
+                small for one pair.
         """
         return self.both(x, z)[0]
 
@@ -89,7 +92,8 @@ class AnalyticKernel:
             K(x, z), (n, m).
 
         Raises:
-            InputError: If points have no kernel or the wrong form, or the memory is too small for one pair.
+            InputError: If points have the wrong shape or dtype, their kernel is zero or overflows, or the memory is too
+                small for one pair.
         """
         (cov,) = self._compute(x, z, results=1)
         return cov
@@ -105,7 +109,8 @@ class AnalyticKernel:
             Θ(x, z) and K(x, z), each (n, m).
 
         Raises:
-            InputError: If points have no kernel or the wrong form, or the memory is too small for one pair.
+            InputError: If points have the wrong shape or dtype, their kernel is zero or overflows, or the memory is too
+                small for one pair.
         """
         cov, ntk = self._compute(x, z, results=2)
         return ntk, cov
@@ -118,27 +123,27 @@ class AnalyticKernel:
             self._check(z, "z")
         self._check(x, "x")
         pairs = self._pairs_per_tile(x)
-        left = self._variances(x, pairs, "x")
-        right = left if z is None else self._variances(z, pairs, "z")
+        row_variances = self._variances(x, pairs, "x")
+        column_variances = row_variances if z is None else self._variances(z, pairs, "z")
         columns = x if z is None else z
-        out = [x.new_empty(len(x), len(columns)) for _ in range(results)]
+        matrices = [x.new_empty(len(x), len(columns)) for _ in range(results)]
         for i, j in _tiles(len(x), None if z is None else len(z), pairs):
-            variances = iter([(p[i], q[j]) for p, q in zip(left, right)])
+            variances = iter([(row[i], column[j]) for row, column in zip(row_variances, column_variances)])
             cov = _inner_products(x[i].double(), columns[j].double(), self.pixel_dims)
             ntk = torch.zeros_like(cov) if results == 2 else None
             state = KernelState(cov, ntk, self.pixel_dims, _RecordedVariances(variances))
             self._propagate(state)
-            for matrix, tile in zip(out, (state.cov, state.ntk)):
+            for matrix, tile in zip(matrices, (state.cov, state.ntk)):
                 assert tile is not None
                 if z is None and i == j:
                     tile = tile.triu() + tile.triu(1).mT
                 elif z is None:
                     matrix[j, i] = tile.mT
                 matrix[i, j] = tile
-        return out
+        return matrices
 
     def _variances(self, x: Tensor, pairs: int, name: str) -> list[Tensor]:
-        """Return the variances of each point's pre-activations, one tensor for every time a layer requests them."""
+        """Return the variances of each point's pre-activations, one tensor for each time that a layer reads them."""
         blocks, diagonals = [], []
         for i in _spans(len(x), pairs):
             recorder = _VarianceRecorder([])
@@ -161,14 +166,14 @@ class AnalyticKernel:
 
     @property
     def pixel_dims(self) -> Literal[0, 2, 4]:
-        """Number of pixel dimensions of the covariances: 0 for vectors, 2 for images, 4 for images with pooling."""
+        """Number of pixel dimensions of the covariances: 0 for vectors, 2 for images, 4 for images if layers pool."""
         if _pools(self.layers):
             return 4
         return 2 if any(isinstance(layer, Flatten) for layer in self.layers) else 0
 
     def _pairs_per_tile(self, x: Tensor) -> int:
-        """Return how many pairs of points a tile may have."""
-        numbers = 1
+        """Return the maximum number of pairs of points in a tile."""
+        numbers_per_pair = 1
         if self.pixel_dims:
             height, width = x.shape[2:]
             areas = [height * width]
@@ -181,14 +186,15 @@ class AnalyticKernel:
                             f"images of {x.shape[2]}×{x.shape[3]} pixels are too small: no pixels are left after "
                             f"{layer}. Use larger images or fewer layers."
                         )
-            numbers = max(areas) ** (self.pixel_dims // 2)
-        pairs = self.memory // (8 * _COPIES * numbers)
+            numbers_per_pair = max(areas) ** (self.pixel_dims // 2)
+        bytes_per_pair = 8 * _COPIES * numbers_per_pair
+        pairs = self.memory // bytes_per_pair
         if not pairs:
             raise InputError(
                 f"memory is {self.memory} bytes, but one pair of points of shape {tuple(x.shape[1:])} needs"
-                f" {8 * _COPIES * numbers}. Use a larger memory, smaller images or no pooling."
+                f" {bytes_per_pair}. Use a larger memory, smaller images or no pooling."
             )
-        return pairs if x.is_cuda else min(pairs, max(1, _CPU_CACHE_NUMBERS // numbers))
+        return pairs if x.is_cuda else min(pairs, max(1, _CPU_CACHE_NUMBERS // numbers_per_pair))
 
     def _check(self, x: Tensor, name: str) -> None:
         if x.dtype not in (torch.float32, torch.float64):
@@ -204,11 +210,11 @@ class AnalyticKernel:
             raise InputError(f"{_row_list(invalid)} of {name}: NaN or infinite values. Fix or remove these points.")
 
     def _check_diagonal(self, diagonal: Tensor, name: str) -> None:
-        """Raise InputError for points that every network maps to 0, and for points whose kernel overflows."""
+        """Raise InputError for points whose kernel with themselves is 0 or overflows."""
         zero = (diagonal[0] <= 0) | diagonal[0].isnan()
         if zero.any():
             raise InputError(
-                f"{_row_list(zero)} of {name}: zero or almost zero, where the kernel is 0 and its matrix singular."
+                f"{_row_list(zero)} of {name}: zero or almost zero, so the kernel vanishes and its matrix is singular."
                 " Remove these points, or give the network a bias_variance."
             )
         infinite = ~diagonal.isfinite().all(0)
@@ -221,7 +227,7 @@ class AnalyticKernel:
 
 @dataclass
 class _VarianceRecorder:
-    """Reads the variances from the covariance of points with themselves, and records them."""
+    """Reads the variances from the covariances of points with themselves, and records them."""
 
     variances: list[Tensor]
 
@@ -248,7 +254,7 @@ class _RecordedVariances:
 
 
 def _inner_products(x: Tensor, z: Tensor, pixel_dims: int) -> Tensor:
-    """Return the inner products of the inputs of each row with each column."""
+    """Return the inner products of each point of the rows with each point of the columns."""
     if pixel_dims == 4:
         pixels = torch.einsum("nca,mcb->nmab", x.flatten(2), z.flatten(2))
         return pixels.reshape(len(x), len(z), *x.shape[2:], *z.shape[2:]).div_(x.shape[1])
@@ -258,7 +264,7 @@ def _inner_products(x: Tensor, z: Tensor, pixel_dims: int) -> Tensor:
 
 
 def _squared_norms(x: Tensor, pixel_dims: int) -> Tensor:
-    """Return the inner products of the inputs of each point with itself."""
+    """Return the inner product of each point with itself."""
     if pixel_dims == 4:
         pixels = torch.einsum("nca,ncb->nab", x.flatten(2), x.flatten(2))
         return pixels.reshape(len(x), *x.shape[2:], *x.shape[2:]).div_(x.shape[1])
@@ -270,7 +276,7 @@ def _pools(layers: Sequence[Layer]) -> bool:
 
 
 def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """Yield the layers and, after a residual branch, the layers inside it."""
+    """Yield the layers, each residual branch followed by the layers inside it."""
     for layer in layers:
         yield layer
         if isinstance(layer, Residual):
@@ -278,7 +284,10 @@ def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
 
 
 def _tiles(rows: int, columns: int | None, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a matrix into tiles of at most `pairs` entries; if `columns` is None, only those in the upper triangle."""
+    """Yield the rows and columns of tiles of at most `pairs` entries.
+
+    If `columns` is None, the matrix is symmetric, and only the tiles of the upper triangle are yielded.
+    """
     side = math.isqrt(pairs)
     if columns is None:
         spans = list(_spans(rows, side))
@@ -291,7 +300,7 @@ def _tiles(rows: int, columns: int | None, pairs: int) -> Iterator[tuple[slice, 
 
 
 def _spans(length: int, maximum: int) -> Iterator[slice]:
-    """Cut a length into the fewest spans of at most `maximum`, of nearly equal size."""
+    """Yield the fewest spans of at most `maximum` entries, of nearly equal size, that cover a length."""
     if length:
         step = math.ceil(length / math.ceil(length / maximum))
         yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
@@ -301,13 +310,13 @@ def _check_match(x: Tensor, z: Tensor) -> None:
     if x.shape[1:] != z.shape[1:]:
         raise InputError(f"x is {describe(x)} and z is {describe(z)}, but their points must have the same shape.")
     if x.dtype != z.dtype:
-        raise InputError(f"x is {describe(x)} and z is {describe(z)}, but must have one dtype. Use z.to(x.dtype).")
+        raise InputError(f"x is {describe(x)} and z is {describe(z)}, but must have the same dtype. Use z.to(x.dtype).")
     if x.device != z.device:
         raise InputError(f"x is on {x.device} and z on {z.device}. Use z.to(x.device).")
 
 
 def _row_list(selected: Tensor) -> str:
-    """Return "row 3" or "rows 1, 2, …" for the selected rows, of which at most five are listed."""
+    """Return a list of at most five selected rows, such as "row 3" or "rows 1, 2"."""
     rows = selected.nonzero().flatten().tolist()
     listed = ", ".join(str(row) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
     return f"row{'s' if len(rows) > 1 else ''} {listed}"

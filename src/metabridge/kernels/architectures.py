@@ -26,7 +26,7 @@ def fully_connected_kernel(
         depth: Number of layers with weights; depth − 1 of them are hidden.
         activation: "relu", "leaky-relu", "erf", "gelu", "sin", "cos" or "identity", or an instance such as
             `ReLU(slope=0.1)`.
-        weight_variance: σ_w² of every layer, including the readout. The default is He's for ReLU.
+        weight_variance: σ_w² of every layer, including the readout. The default is He initialization for ReLU.
         bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
         memory: Maximum number of bytes used in addition to inputs and results.
 
@@ -62,14 +62,14 @@ def residual_kernel(
 
     The network is h¹ = W¹x, hˡ = hˡ⁻¹ + Wˡφ(hˡ⁻¹) for 1 < l < L, f = W^L φ(h^{L−1}), in NTK parameterization, with
     biases if `bias_variance` is positive. Hence Σˡ = Σˡ⁻¹ + σ_w² E[φφ] + σ_b² and
-    Θˡ = Θˡ⁻¹ + σ_w² E[φ'φ']Θˡ⁻¹ + σ_w² E[φφ] + σ_b². With ReLU and σ_w² = 2 both double in every layer
-    (Wang et al. 2021, app. B.6, write the growth as e^L, which differs in the base only).
+    Θˡ = Θˡ⁻¹ + σ_w² E[φ'φ']Θˡ⁻¹ + σ_w² E[φφ] + σ_b². With ReLU, σ_w² = 2 and σ_b² = 0, the diagonal of Σˡ doubles in
+    every layer, and the diagonal of Θˡ more than doubles (Wang et al. 2021, app. B.6, write e^L for this growth).
 
     Args:
         depth: Number of layers with weights, L.
-        layer_norm: Whether to normalize h¹ and every hˡ after the addition. Then the diagonal of Σˡ is 1 and Θˡ grows
+        layer_norm: Whether to normalize h¹, and every hˡ after the addition. The diagonal of Σˡ is then 1, and Θˡ grows
             linearly in l, as it does without residual connections.
-        activation: Name or instance, as in `fully_connected_kernel`.
+        activation: Name or instance of an activation, as in `fully_connected_kernel`.
         weight_variance: σ_w² of every layer, including the readout.
         bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
         memory: Maximum number of bytes used in addition to inputs and results.
@@ -89,19 +89,19 @@ def residual_kernel(
         tensor([1., 1.])
     """
     _check_depth(depth)
-    dense, between = Dense(weight_variance, bias_variance), activation_layers(activation)
+    dense, activations = Dense(weight_variance, bias_variance), activation_layers(activation)
     norm = (LayerNorm(),) if layer_norm else ()
     if depth == 1:
         return AnalyticKernel((dense,), memory)
-    blocks = (Residual((*between, dense)), *norm) * (depth - 2)
-    return AnalyticKernel((dense, *norm, *blocks, *between, dense), memory)
+    blocks = (Residual((*activations, dense)), *norm) * (depth - 2)
+    return AnalyticKernel((dense, *norm, *blocks, *activations, dense), memory)
 
 
 def convolutional_kernel(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticKernel:
     """Return the kernels of an infinitely wide convolutional network specified by its layers.
 
-    Without pooling, a pair of images costs one covariance per pixel. With pooling, it costs one covariance per pair of
-    pixels up to the last pooling layer.
+    For a pair of images, this needs one covariance per pixel, or, up to the last pooling layer, one covariance per pair
+    of pixels.
 
     Args:
         layers: The layers. One of them must be `Flatten` or `GlobalAveragePool`, and the last one `Dense`.
@@ -122,7 +122,7 @@ def convolutional_kernel(layers: Sequence[Layer], *, memory: int = MEMORY) -> An
     """
     kernel = AnalyticKernel(tuple(layers), memory)
     if not kernel.pixel_dims:
-        raise InputError("a convolutional kernel needs a Flatten or GlobalAveragePool before its readout.")
+        raise InputError("a convolutional kernel needs a Flatten or GlobalAveragePool before its Dense layer.")
     return kernel
 
 

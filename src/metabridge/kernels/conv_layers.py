@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from metabridge.errors import InputError
 from metabridge.kernels.layers import KernelState, check_variances
 
-# The dimensions of height and of width, by the number of pixel dimensions.
+# Axes of the height and of the width, by the number of pixel dimensions.
 _AXES = {2: ((-2,), (-1,)), 4: ((-4, -2), (-3, -1))}
 
 
@@ -21,23 +21,37 @@ class Spatial(Protocol):
     """A layer that changes the size of images."""
 
     def padded_length(self, length: int) -> int:
-        """Return the side length of the images within the layer, padding included."""
+        """Return the side length of the padded images.
+
+        Args:
+            length: The side length of the input images, in pixels.
+
+        Returns:
+            The length in pixels.
+        """
         ...
 
     def output_length(self, length: int) -> int:
-        """Return the side length of the output images."""
+        """Return the side length of the output images.
+
+        Args:
+            length: The side length of the input images, in pixels.
+
+        Returns:
+            The length in pixels.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Conv:
-    """A size×size convolution: Σ'(a, b) = σ_w² mean_δ Σ(a+δ, b+δ) + σ_b², a mean over the patch.
+    """A size×size convolution: Σ'(a, b) = σ_w² mean_δ Σ(a+δ, b+δ) + σ_b², with the mean over the offsets δ of a window.
 
     Args:
         size: Side length of the kernel window, in pixels.
         stride: Distance between windows, in pixels.
-        padding: Number of zero pixels added at each side, "valid" for none, or "same" for as many as give an output of
-            length/stride pixels, rounded up; an odd pixel is added at the end.
+        padding: Number of zero pixels added at each side, "valid" for none, or "same" for an output of length/stride
+            pixels, rounded up. If "same" needs an odd number of pixels, the additional one is added at the end.
         weight_variance: σ_w², must be positive.
         bias_variance: σ_b²; 0 for a layer without bias.
 
@@ -65,17 +79,35 @@ class Conv:
             raise InputError(f"padding is {self.padding!r}, but must be 'same', 'valid' or a number of pixels.")
 
     def propagate(self, state: KernelState) -> None:
-        """Average over pairs of patches and apply the parameters."""
-        axes = _AXES[state.pixel_dims]
-        state.map(lambda values: self._sum_patches(values, axes))
+        """Average over pairs of patches and apply the parameters.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
+        axes_of_sides = _AXES[state.pixel_dims]
+        state.map(lambda values: self._sum_patches(values, axes_of_sides))
         state.add_parameters(self.weight_variance / self.size**2, self.bias_variance)
 
     def padded_length(self, length: int) -> int:
-        """Return the side length of the padded images."""
+        """Return the side length of the padded images.
+
+        Args:
+            length: The side length of the input images, in pixels.
+
+        Returns:
+            The length in pixels.
+        """
         return length + sum(self._padding_of(length))
 
     def output_length(self, length: int) -> int:
-        """Return the number of windows along a side."""
+        """Return the number of windows along a side.
+
+        Args:
+            length: The side length of the input images, in pixels.
+
+        Returns:
+            The side length of the output images, in pixels.
+        """
         return (self.padded_length(length) - self.size) // self.stride + 1
 
     def _padding_of(self, length: int) -> tuple[int, int]:
@@ -85,8 +117,8 @@ class Conv:
         pixels = 0 if self.padding == "valid" else int(self.padding)
         return pixels, pixels
 
-    def _sum_patches(self, values: Tensor, directions: Sequence[Sequence[int]]) -> Tensor:
-        for axes in directions:
+    def _sum_patches(self, values: Tensor, axes_of_sides: Sequence[Sequence[int]]) -> Tensor:
+        for axes in axes_of_sides:
             pads = [0] * (-2 * min(axes))  # F.pad counts dimensions from the last one
             for axis in axes:
                 pads[-2 * axis - 2 : -2 * axis] = self._padding_of(values.shape[axis])
@@ -98,8 +130,8 @@ class Conv:
 class AveragePool:
     """Average pooling over size×size windows: Σ'(a, b) = mean_δδ' Σ(a+δ, b+δ').
 
-    Pixels at the end that do not fill a window are ignored. Pooling needs the covariance of every pixel with every
-    other one, which costs much more than convolution alone.
+    Pixels at the end that do not fill a window are ignored. Pooling needs the covariances of all pairs of pixels, which
+    cost much more than convolution alone.
 
     Args:
         size: Side length of a window, in pixels.
@@ -123,7 +155,11 @@ class AveragePool:
         _check_window(self.size, self._stride)
 
     def propagate(self, state: KernelState) -> None:
-        """Average over the windows of both images."""
+        """Average over the windows of both images.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
 
         def pool(values: Tensor) -> Tensor:
             for axis in (-4, -3, -2, -1):
@@ -133,11 +169,25 @@ class AveragePool:
         state.map(pool)
 
     def padded_length(self, length: int) -> int:
-        """Return the unchanged length: there is no padding."""
+        """Return the side length of the padded images, which is `length`, since there is no padding.
+
+        Args:
+            length: The side length of the input images, in pixels.
+
+        Returns:
+            The length in pixels.
+        """
         return length
 
     def output_length(self, length: int) -> int:
-        """Return the number of windows along a side."""
+        """Return the number of windows along a side.
+
+        Args:
+            length: The side length of the input images, in pixels.
+
+        Returns:
+            The side length of the output images, in pixels.
+        """
         return (length - self.size) // self._stride + 1
 
     @property
@@ -147,7 +197,7 @@ class AveragePool:
 
 @dataclass(frozen=True)
 class GlobalAveragePool:
-    """The mean over all pixels: Σ' = mean_ab Σ(a, b). It needs the covariance of every pixel with every other one.
+    """The mean over all pixels: Σ' = mean_ab Σ(a, b). It needs the covariances of all pairs of pixels.
 
     Example:
         >>> import torch
@@ -158,7 +208,11 @@ class GlobalAveragePool:
     """
 
     def propagate(self, state: KernelState) -> None:
-        """Average over all pairs of pixels."""
+        """Average over all pairs of pixels.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
         state.map(lambda values: values.mean((-4, -3, -2, -1)))
         state.pixel_dims = 0
 
@@ -175,13 +229,17 @@ class Flatten:
     """
 
     def propagate(self, state: KernelState) -> None:
-        """Average over the pairs of equal pixels."""
+        """Average over the pairs of equal pixels.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
         state.map(lambda values: values.mean((-2, -1)))
         state.pixel_dims = 0
 
 
 def same_pixels(values: Tensor) -> Tensor:
-    """Select the covariances of equal pixels, (..., h, w), from those of all pairs of pixels, (..., h, w, h, w)."""
+    """Return the covariances of equal pixels, (..., h, w), from those of all pairs, (..., h, w, h, w)."""
     *leading, height, width = values.shape[:-2]
     return (
         values.reshape(*leading, height * width, height * width).diagonal(dim1=-2, dim2=-1).reshape(values.shape[:-2])
@@ -189,7 +247,7 @@ def same_pixels(values: Tensor) -> Tensor:
 
 
 def _sum_windows(values: Tensor, axes: Sequence[int], size: int, stride: int) -> Tensor:
-    """Sum over windows that move along all the axes together."""
+    """Sum over windows that move by the same number of pixels along each of the axes."""
 
     def shifted(offset: int) -> Tensor:
         index = [slice(None)] * values.ndim

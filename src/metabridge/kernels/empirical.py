@@ -1,8 +1,8 @@
 """Kernels of a finite network: inner products of the gradients of its outputs.
 
-With J_o(x) = ∂f_o(x)/∂θ, Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u. A sample has a gradient only if samples do
-not mix, so batch norm must use fixed statistics (evaluation mode, which leaves the network as it is) or be replaced by
-group norm (`with_group_norm`, which gives another network).
+With J_o(x) = ∂f_o(x)/∂θ, Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u. Per-sample gradients exist only if the output
+for a sample does not depend on other samples. Batch norm must therefore use fixed statistics (evaluation mode) or be
+replaced by group norm, which changes the network (`with_group_norm`).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ log = logging.getLogger("metabridge")
 
 Part = Literal["all", "head", "body"]
 
-PLAIN_TYPES = (bool, int, float, str)  # types of layer settings, alone or in tuples
+PLAIN_TYPES = (bool, int, float, str)  # types of layer settings, as single values or in tuples
 
 
 @dataclass
 class _PreparedNetwork:
-    """What has been measured of a network in some state, and a recording of the last computation.
+    """The profile of a network in some state, and the last computation as a CUDA graph.
 
     Args:
-        fingerprint: State of the network when it was measured.
-        tensors: Its tensors, kept alive so that no others get their addresses.
+        fingerprint: State of the network when it was profiled.
+        tensors: Its tensors, which are kept alive so that no other tensors get their addresses.
         names: Names of the parameters whose gradients are computed.
-        profile: Sizes and costs.
+        profile: Sizes and costs of the network.
         recordable: Whether computations may be captured as CUDA graphs; false on a CPU and after a failure.
-        supports_products: False after NTK-vector products have failed.
-        last_sizes: Sizes of the last computation.
+        supports_products: Whether NTK-vector products may work; false after they have failed.
+        last_sizes: Numbers of rows and columns of the last computation.
         recording: The captured computation.
     """
 
@@ -62,7 +62,7 @@ class _PreparedNetwork:
 
 
 class _RecordedKernel:
-    """The computation of a kernel captured as a CUDA graph, with static input tensors and the current precision."""
+    """The computation of a kernel, captured as a CUDA graph with static input tensors."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
         self._x, self._z = x.clone(), None if z is None else z.clone()
@@ -79,9 +79,10 @@ class _RecordedKernel:
 class EmpiricalKernel:
     """The empirical NTK and NNGP kernel of a finite network with k outputs.
 
-    The network is measured with one sample at the first call, and again after its parameters or layers have changed. On
-    a GPU, the second call with the same sizes captures the computation as a CUDA graph, and later calls replay it, if
-    all samples fit in memory and all layers are PyTorch's. The graph keeps its memory and its precision (TF32 or not).
+    The first call profiles the network with one sample, as does the first call after parameters or layers have changed.
+    On a GPU, the second call with the same numbers of samples captures the computation as a CUDA graph, and later calls
+    replay it, if all samples fit in memory and all layers are PyTorch's. The graph keeps its memory, and the precision
+    (TF32 or not) that was set when it was captured.
 
     NTK-vector products J(x)(J(z)ᵀe) hold few gradients at a time, but need forward-mode derivatives under `vmap`, which
     some operations lack (recurrent layers, fused attention, weight norm). `strategy="auto"` then uses gradients.
@@ -89,14 +90,14 @@ class EmpiricalKernel:
     Args:
         net: The network. Parameters with `requires_grad=False` are left out of the kernel.
         params: Parameters to use in place of the network's, by name.
-        part: Which parameters the gradients are taken of: "all", those of the "head" (the linear layer whose outputs
-            are the network's), or those of the "body" (all others).
+        part: The parameters with respect to which gradients are taken: "all", "head" (the linear layer that computes
+            the network's outputs) or "body" (all other layers).
         outputs: How the k outputs are reduced: "mean" for Θ(x, z) = (1/k) Σ_o J_o(x)·J_o(z), the kernel per output;
             "sum" for Θ(x, z) = (Σ_o J_o(x))·(Σ_u J_u(z)), the kernel of the summed outputs as in TE-NAS and
             MetaNTK-NAS; "full" for Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k).
         memory: Approximate maximum number of bytes used in addition to inputs and result.
-        strategy: "gradients" computes gradients layer by layer, "products" NTK-vector products; "auto" chooses the
-            cheaper one by estimated cost.
+        strategy: "gradients" for per-sample gradients, computed layer by layer; "products" for NTK-vector products;
+            "auto" for the one with the lower estimated cost.
 
     Raises:
         InputError: If a setting is invalid, or the network mixes samples or draws random numbers.
@@ -128,7 +129,7 @@ class EmpiricalKernel:
         _check_network(self.net, self._all_params())
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to copy, without recordings, which cannot leave their GPU."""
+        """Return the state for copying and pickling, without CUDA graphs, which cannot be copied."""
         return {**vars(self), "_prepared": {}}
 
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -156,7 +157,7 @@ class EmpiricalKernel:
         sizes = len(x), None if z is None else len(z)
         if prepared.recording is not None and prepared.last_sizes == sizes:
             result = prepared.recording(x, z)
-            _check_finite(x, z)  # after the replay, so that the GPU does not wait
+            _check_finite(x, z)  # after the replay, since the check synchronizes with the GPU
             return result
         _check_finite(x, z)
         n, m = len(x), len(x if z is None else z)
@@ -172,8 +173,8 @@ class EmpiricalKernel:
                 strategy = self._choose_strategy(problem, "gradients")
         compute = partial(self._compute, gradients, profile.outputs, strategy)
         repeated, prepared.last_sizes, prepared.recording = prepared.last_sizes == sizes, sizes, None
-        fits = strategy.chunk >= max(n, m)
-        if repeated and prepared.recordable and fits and _is_recordable(self.net, profile, strategy):
+        one_pass = strategy.chunk >= max(n, m)
+        if repeated and prepared.recordable and one_pass and _is_recordable(self.net, profile, strategy):
             try:
                 prepared.recording = _RecordedKernel(compute, x, z)
             except RuntimeError as error:
@@ -184,7 +185,7 @@ class EmpiricalKernel:
         return compute(x, z)
 
     def _check_products_optional(self, error: RuntimeError) -> None:
-        """Raise an error unless gradients may be used instead of the products that have failed."""
+        """Raise an error unless per-sample gradients may replace the NTK-vector products that have failed."""
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         if self.strategy == "products":
@@ -210,7 +211,7 @@ class EmpiricalKernel:
         return result / (outputs if self.outputs == "mean" else 1)
 
     def nngp(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return the NNGP kernel, the NTK of the head's parameters: φ(x)·φ(z), + 1 with a bias, per output.
+        """Return the NNGP kernel: the NTK of the head's parameters, φ(x)·φ(z), plus 1 if the head has a bias.
 
         Args:
             x: The n samples of the rows.
@@ -237,12 +238,15 @@ class EmpiricalKernel:
             z: The m samples of the columns; `x` if None.
 
         Returns:
-            Θ(x, z) and K(x, z).
+            Θ(x, z) and K(x, z), in the shapes of `ntk` and `nngp`.
+
+        Raises:
+            InputError: If the network has no head, or no kernel at these samples.
         """
         return self.ntk(x, z), self.nngp(x, z)
 
     def jacobian(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the Jacobian for some samples at a time, with parameters flattened in the network's order.
+        """Yield the Jacobian for successive groups of samples, with the parameters flattened in the network's order.
 
         Args:
             x: The samples.
@@ -273,7 +277,7 @@ class EmpiricalKernel:
                 (),
                 profile.outputs,
                 strategy.chunk,
-                strategy.workspace,
+                strategy.workspace_bytes,
                 strategy.threads,
             ).materialized
             if self.outputs == "full":
@@ -294,7 +298,7 @@ class EmpiricalKernel:
         return network_params | {name: value.detach() for name, value in (self.params or {}).items()}
 
     def _prepare(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[PerSampleGradients, _PreparedNetwork]:
-        """Return the gradients to compute and what is measured of the network, measuring it if it has changed."""
+        """Return the gradients to compute and the profiled network, profiling it again if it has changed."""
         if torch.is_inference_mode_enabled():
             raise InputError("no gradients can be taken under torch.inference_mode(). Use torch.no_grad(), or neither.")
         params = self._all_params()
@@ -318,23 +322,23 @@ class EmpiricalKernel:
         return gradients, prepared
 
     def _measure(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], NetworkProfile]:
-        """Measure the network with one sample and with a pair, and check that it has a kernel.
+        """Profile the network with one sample and with a pair of samples, and check that it has a kernel.
 
-        Noise is added to the sample if the network accepts that: a blank sample could hide that a parameter is also
-        used outside its layer.
+        Noise is added to the sample if the network accepts it, since a sample of zeros could hide that a parameter is
+        also used outside its layer.
         """
         gradients = PerSampleGradients(self.net, params, frozenset(params), self.outputs == "sum")
         buffers = [(name, value, value._version, value.clone()) for name, value in self.net.named_buffers()]
         noise = torch.randn(x[:1].shape, generator=torch.Generator().manual_seed(0)).to(x)
         try:
-            for sample in (x[:1] + noise * (float(x.std(correction=0)) or 1.0), plain := x[:1]):
+            for sample in (x[:1] + noise * (float(x.std(correction=0)) or 1.0), without_noise := x[:1]):
                 try:
                     with record_saved_bytes(params) as graph_bytes:
                         y, leaves, calls = gradients.trace(sample)
                     if y.isfinite().all():
                         break
-                except (RuntimeError, ValueError, IndexError):  # for example, tokens do not accept noise
-                    if sample is plain:
+                except (RuntimeError, ValueError, IndexError):  # for example, if the samples are tokens
+                    if sample is without_noise:
                         raise
             pair = torch.cat([sample, x[:1]])
             with torch.enable_grad():
@@ -365,7 +369,7 @@ class EmpiricalKernel:
         head = next((call for call in calls if call.output is y and isinstance(call.layer, nn.Linear)), None)
         if head is None and part != "all":
             raise InputError(
-                "the network has no head: its outputs are not those of a nn.Linear. Use part='all', or a Network."
+                "the network has no head: its last layer is not a nn.Linear. Use part='all', or a Network."
             )
         head_names = frozenset(head.roles) if head else frozenset()
         names_of_part = {"all": gradients.names, "head": head_names, "body": gradients.names - head_names}
@@ -377,13 +381,14 @@ class EmpiricalKernel:
                 "Call requires_grad_() on some of them, or use another part."
             )
         outputs = 1 if self.outputs == "sum" else y.shape[1]
-        # Random weights of the outputs: in a plain sum, gradients could cancel.
-        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-        first_only = torch.cat([seed, torch.zeros_like(seed)])
-        exact = torch.autograd.grad(pair_outputs, tuple(leaves.values()), first_only, allow_unused=True)
+        # The cotangent is random, since the gradients of all outputs could cancel in a plain sum.
+        cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        pair_cotangent = torch.cat([cotangent, torch.zeros_like(cotangent)])
+        exact = torch.autograd.grad(pair_outputs, tuple(leaves.values()), pair_cotangent, allow_unused=True)
         gradients = replace(gradients, names=names)
-        exact_by_name = dict(zip(leaves, exact))
-        return names, profile_network(gradients, y, calls, pair, seed, exact_by_name, outputs, sum(graph_bytes))
+        exact_gradients = dict(zip(leaves, exact))
+        profile = profile_network(gradients, y, calls, pair, cotangent, exact_gradients, outputs, sum(graph_bytes))
+        return names, profile
 
     def _choose_strategy(self, problem: KernelProblem, name: StrategyName) -> Strategy:
         strategy = problem.cheapest_strategy(name)
@@ -405,19 +410,19 @@ class EmpiricalKernel:
         z: Tensor | None,
         result: Tensor,
     ) -> None:
-        """Add Θ to the result, tile by tile; if `z` is None, only tiles in the upper triangle."""
+        """Add Θ to the result, tile by tile; if `z` is None, only the tiles of the upper triangle."""
         r = result.shape[0] // len(x)
         columns = x if z is None else z
         max_numbers = self.memory // 4 // x.element_size()
 
-        def rows(points: Tensor) -> JacobianRows:
+        def rows(samples: Tensor) -> JacobianRows:
             return gradients.rows(
-                points,
+                samples,
                 strategy.materialized,
                 strategy.factored,
                 outputs,
                 strategy.chunk,
-                strategy.workspace,
+                strategy.workspace_bytes,
                 strategy.threads,
             )
 
@@ -429,13 +434,13 @@ class EmpiricalKernel:
                     right = rows(columns[j : j + strategy.tile])
                 tile = result[i * r : (i + strategy.tile) * r, j * r : (j + strategy.tile) * r]
                 add_inner_products(left, right, self.outputs, max_numbers, tile)
-            del left, right  # frees their memory before the next ones are computed
+            del left, right  # free their memory before the next gradients are computed
 
 
 def _fingerprint(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
-    """Return what a network's behavior depends on: its layers, their plain settings, and its tensors' versions.
+    """Return the state on which a network's outputs depend: layers, their settings, and the versions of the tensors.
 
-    Other attributes of layers, such as functions or hooks, are not included.
+    Settings that are not plain values, such as functions or hooks, are not included.
     """
     layers = [
         (layer, *((name, value) for name, value in vars(layer).items() if _is_plain(value))) for layer in net.modules()
@@ -450,7 +455,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_recordable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) -> bool:
-    """Return whether the fingerprint covers all that the computation depends on, and nothing in it synchronizes."""
+    """Return whether the computation can be captured and depends only on what the fingerprint contains."""
     return (
         strategy.name == "gradients"
         and not profile.generic_names
@@ -466,9 +471,9 @@ def _is_recordable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) 
 def _check_network(net: nn.Module, params: Params) -> None:
     if not params:
         raise InputError("the network has no parameters, so it has no gradients and no kernel. Use another network.")
-    kinds = {(value.dtype, value.device) for value in params.values()}
-    if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
-        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+    dtypes_and_devices = {(value.dtype, value.device) for value in params.values()}
+    if len(dtypes_and_devices) > 1 or next(iter(dtypes_and_devices))[0] not in (torch.float32, torch.float64):
+        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes_and_devices))
         raise InputError(
             f"parameters are {listed}, but must all be float32 or all float64, on one device. Convert the network."
         )
@@ -492,21 +497,21 @@ def _has_drop_rate(layer: Drop | nn.modules.dropout._DropoutNd) -> bool:
 
 def _check_shapes(params: Params, x: Tensor, z: Tensor | None) -> None:
     value = next(iter(params.values()))
-    for name, points in (("x", x), ("z", z)):
-        if points is None:
+    for name, samples in (("x", x), ("z", z)):
+        if samples is None:
             continue
-        if points.ndim < 1 or not len(points):
-            raise InputError(f"{name} is {describe(points)}, but needs at least one sample.")
-        if points.dtype != value.dtype or points.device != value.device:
+        if samples.ndim < 1 or not len(samples):
+            raise InputError(f"{name} is {describe(samples)}, but needs at least one sample.")
+        if samples.dtype != value.dtype or samples.device != value.device:
             raise InputError(
-                f"{name} is {describe(points)} on {points.device}, but the parameters are "
+                f"{name} is {describe(samples)} on {samples.device}, but the parameters are "
                 f"{str(value.dtype).removeprefix('torch.')} on {value.device}. Convert one of them."
             )
-        if points.shape[1:] != x.shape[1:]:
-            raise InputError(f"z is {describe(points)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
+        if samples.shape[1:] != x.shape[1:]:
+            raise InputError(f"z is {describe(samples)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
 
 
 def _check_finite(x: Tensor, z: Tensor | None) -> None:
-    for name, points in (("x", x), ("z", z)):
-        if points is not None and not torch.stack(points.aminmax()).isfinite().all():  # aminmax propagates NaN
+    for name, samples in (("x", x), ("z", z)):
+        if samples is not None and not torch.stack(samples.aminmax()).isfinite().all():  # aminmax propagates NaN
             raise InputError(f"{name} contains values that are NaN or infinite. Fix or remove these samples.")

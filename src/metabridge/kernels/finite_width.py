@@ -1,8 +1,8 @@
-"""The MetaNTK of a finite network by its definition, and full-batch gradient descent, to compare with wide limits.
+"""The MetaNTK of a finite network by its definition, and full-batch gradient descent, to compare with infinite width.
 
-The loss is ½‖F − Y‖² over the queries of all tasks (Wang et al. 2022, eq. 23). In the NTK
-parameterization, η₀ and JJᵀ correspond to the paper's learning rate η₀/l and kernel Φ̂ = JJᵀ/l at width l, and the
-paper's parameters are those of this module divided by √l.
+The loss is ½‖F − Y‖² over the queries of all tasks (Wang et al. 2022, eq. 23). This module uses the NTK
+parameterization: at width l, the parameters of the paper are these parameters divided by √l, its learning rate is η₀/l
+for the learning rate η₀ here, and its kernel is Φ̂ = JJᵀ/l for JJᵀ here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metabridge.solvers import Problem
 
 
 def squared_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return ½‖prediction − target‖², summed over points (Wang et al. 2022, eq. 23)."""
+    """Return ½‖prediction − target‖², summed over queries (Wang et al. 2022, eq. 23)."""
     return (prediction - target).square().sum() / 2
 
 
@@ -41,17 +41,17 @@ class DescentStep(NamedTuple):
 def gradient_descent(
     engine: Engine, params: Params, episodes: Episodes, lr: float, steps: int
 ) -> Iterator[DescentStep]:
-    """Take full-batch steps θ ← θ − η∇L in place, where L sums over tasks, and yield each step after taking it.
+    """Take full-batch steps θ ← θ − η∇L in place, where L is the sum over tasks, and yield a record of each step.
 
     Args:
-        engine: Computes the gradient of the method.
-        params: The parameters, which are changed in place.
+        engine: The engine that computes the gradient of the method.
+        params: The parameters, which are updated in place.
         episodes: The tasks.
         lr: Learning rate η.
         steps: Number of steps.
 
     Yields:
-        The loss before each step, and its length.
+        The loss before each step, and the length of the step.
     """
     lr *= len(episodes)  # the engine returns the gradient of the mean over tasks
     for _ in range(steps):
@@ -64,16 +64,16 @@ def gradient_descent(
 
 
 def empirical_meta_ntk(method: Method, net: Network, params: Params, episodes: Episodes) -> Tensor:
-    """Return Φ̂ = JJᵀ, where J is the Jacobian of all adapted outputs, through the inner loop (Wang et al. 2022, eq. 4).
+    """Return Φ̂ = JJᵀ, with the Jacobian J of the adapted outputs through the inner loop (Wang et al. 2022, eq. 4).
 
     Args:
-        method: The method; J is with respect to all parameters it trains, for MTL the body and one head per task.
+        method: The method. J is with respect to all parameters that it trains; for MTL, the body and one head per task.
         net: The network.
         params: Its parameters.
         episodes: The tasks.
 
     Returns:
-        The kernel between all query outputs, task after task.
+        The kernel between all query outputs, in the order of the tasks.
     """
     episodes = episodes if method.split else episodes.without_split()
     leaves = {name: params[name].detach().requires_grad_() for name in trained_names(method, net, params)}

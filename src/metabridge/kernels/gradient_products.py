@@ -1,7 +1,7 @@
 """Inner products of the gradients of two sets of samples.
 
-They are computed from materialized gradients, or from the factors of a linear layer's gradients as
-Σ_pq (a_ip·a_jq)(g_iop·g_juq), without materializing these.
+They are computed from materialized gradients, or from the factors a and g of a linear layer's gradients (see
+`jacobian`) as Σ_pq (a_ip·a_jq)(g_iop·g_juq), without materializing the gradients.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def add_inner_products(
 ) -> None:
     """Add the inner products of two sets of gradients to a matrix.
 
-    If `left` is `right`, entries below the diagonal are computed only as far as blocks contain them.
+    If `left` is `right`, blocks below the diagonal are skipped.
 
     Args:
         left: Gradients of the rows.
         right: Gradients of the columns.
         outputs: How the outputs are reduced. For "mean", the trace over outputs is the inner product of the
             concatenated gradients.
-        max_numbers: Maximum count of numbers held at a time.
+        max_numbers: Maximum number of intermediate values in memory.
         result: The matrix, (samples · r, samples · r), with r the number of outputs for "full" and 1 otherwise.
     """
     leading = 2 if outputs == "full" else 1
-    a, b = (side.materialized.reshape(math.prod(side.materialized.shape[:leading]), -1) for side in (left, right))
-    parts = 1 if left is not right else 8 if on_cpu(a) else 2
-    steps = -(-len(a) // parts)
-    for start in range(0, len(a), max(1, steps)):
-        first = start if left is right else 0
-        result[start : start + steps, first:].addmm_(a[start : start + steps], b[first:].mT)
+    a, b = (rows.materialized.reshape(math.prod(rows.materialized.shape[:leading]), -1) for rows in (left, right))
+    blocks = 1 if left is not right else 8 if on_cpu(a) else 2
+    step = -(-len(a) // blocks)
+    for start in range(0, len(a), max(1, step)):
+        first_column = start if left is right else 0
+        result[start : start + step, first_column:].addmm_(a[start : start + step], b[first_column:].mT)
     r = result.shape[0] // len(left.materialized)
     grid = result.unflatten(0, (-1, r)).unflatten(2, (-1, r))
     for name in left.factors:
@@ -48,7 +48,7 @@ def add_inner_products(
 def _add_factored(
     left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], max_numbers: int, grid: Tensor, symmetric: bool
 ) -> None:
-    """Add Σ_pq (a_ip·a_jq)(g_iop·g_juq) to the grid (i, o, j, u), a block of pairs (i, j) at a time."""
+    """Add Σ_pq (a_ip·a_jq)(g_iop·g_juq) to the grid (i, o, j, u), for a block of pairs (i, j) at a time."""
     r, positions = grid.shape[1], left[0].shape[-1]
     pairs = max(1, max_numbers // (positions**2 * (r**2 + 1) + 2 * r * left[1].shape[2] * positions))
     columns = min(grid.shape[2], pairs)
@@ -58,7 +58,7 @@ def _add_factored(
         for j in range(i if symmetric else 0, grid.shape[2], columns):
             b, h = (factor[j : j + columns] for factor in right)
             input_gram = _gram(a.unsqueeze(1), b.unsqueeze(1))
-            product = _gram(*(side.reshape(len(side), r, -1, positions) for side in (g, h))).mul_(input_gram)
+            product = _gram(*(factor.reshape(len(factor), r, -1, positions) for factor in (g, h))).mul_(input_gram)
             grid[i : i + rows, :, j : j + columns] += product.sum((2, 5)) if positions > 1 else product[:, :, 0, ..., 0]
 
 

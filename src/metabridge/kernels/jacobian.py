@@ -1,10 +1,11 @@
 """Per-sample gradients of a network's outputs, computed layer by layer.
 
-A layer y = Wa applied at P positions has, for sample i and output o, the gradient Σ_p g_iop a_ipᵀ, where g is the
-gradient of the output with respect to y. Since samples do not mix, one backward pass per output gives g for a whole
-batch, without computing the gradients of the weights; on a GPU a pass takes many outputs. A norm gets a copy of its
-parameters for each sample, which automatic differentiation keeps apart. A first convolution, its norm and its max
-pooling are computed together (`layer_overrides`). Parameters of other layers go through `vmap` of `jacrev`.
+If a layer computes y = Wa at positions p, the gradient of output o for sample i is Σ_p g_iop a_ipᵀ, where g is the
+gradient of the output with respect to y. Since samples do not mix, one backward pass per output computes g for a whole
+batch, without the gradients of the weights; on a GPU, a pass computes it for many outputs. The parameters of a
+normalization layer are expanded to one copy per sample, so autograd returns one gradient per sample. If a network
+begins with a convolution, a normalization layer and max pooling, these are replaced by one operation
+(`layer_overrides`). The gradients of other layers' parameters are computed by `vmap` of `jacrev`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from metabridge.models.functional_call import shallow_copy
 from metabridge.models.network import Params, call_with_params
 from metabridge.threads import stream_over_threads
 
-LINEAR = (nn.Linear, nn.Conv2d)
-GPU_BACKWARD_PASSES = 2  # number of passes in which the gradients of all outputs are computed on a GPU
-LOOKUP_COST = 3  # cost of a multiplication by a looked-up patch, in multiplications of a matrix product
-CPU_CACHE_BYTES = 2**21  # bytes of a layer's gradients computed at a time on a CPU, so that copies stay in its cache
+MATMUL_LAYERS = (nn.Linear, nn.Conv2d)
+GPU_BACKWARD_PASSES = 2  # number of backward passes for the gradients of all outputs on a GPU
+LOOKUP_COST = 3  # cost per multiplication with a gathered patch, relative to one in a matrix product
+CPU_CACHE_BYTES = 2**21  # bytes of a layer's gradients that are computed at a time on a CPU, to stay in its cache
 
 
 @dataclass(frozen=True)
@@ -56,30 +57,31 @@ class ParameterInfo:
     Args:
         name: Name of the parameter.
         size: Number of its elements.
-        multiplications: Multiplications by the parameter in a forward pass of one sample.
-        inputs: Number of inputs, if the gradient is a product Σ_p g_p a_pᵀ of one call; otherwise 0.
-        outputs: Number of outputs, in the same case.
-        positions: Number of positions p, in the same case.
+        multiplications: Number of multiplications by the parameter in a forward pass of one sample.
+        in_features: Length of a_p, if the gradient is Σ_p g_p a_pᵀ in a single call of the layer; otherwise 0.
+        out_features: Length of g_p; 0 in the same cases.
+        positions: Number of positions p; 0 in the same cases.
     """
 
     name: str
     size: int
     multiplications: int
-    inputs: int = 0
-    outputs: int = 0
+    in_features: int = 0
+    out_features: int = 0
     positions: int = 0
 
 
-Factors = dict[str, tuple[Tensor, Tensor]]  # a (samples, inputs, positions), g (samples, outputs, channels, positions)
+# By parameter name: a (samples, in_features, positions) and g (samples, outputs, out_features, positions).
+Factors = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class JacobianRows:
-    """Gradients of some samples.
+    """Rows of the Jacobian: the gradients of the network outputs for some samples.
 
     Args:
-        materialized: Materialized gradients of some parameters, concatenated: (samples, outputs, size).
-        factors: The factors of the gradients of the other parameters, by name.
+        materialized: Gradients with respect to some parameters, concatenated: (samples, outputs, elements).
+        factors: Factors of the gradients with respect to the other parameters, by name.
     """
 
     materialized: Tensor
@@ -92,7 +94,7 @@ class _Tracer:
 
     Args:
         leaves: Parameters of the network as leaves of the autograd graph.
-        names_by_role: Names of each layer's parameters, by role.
+        names_by_role: Names of each layer's parameters by role, "weight" or "bias".
         names: Names of the parameters whose gradients are computed.
         calls: The recorded calls.
     """
@@ -103,13 +105,13 @@ class _Tracer:
     calls: list[LayerCall] = field(default_factory=list)
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Record a call of a linear layer or convolution; a forward hook."""
+        """Record a call of a linear layer or convolution, as a forward hook."""
         if inputs:
             roles = {name: role for role, name in self.names_by_role[layer].items() if name in self.names}
             self.calls.append(LayerCall(layer, roles, inputs[0].detach(), output, get_gradient_edge(output)))
 
     def run_norm(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Apply a norm with one copy of its parameters per sample, and record the copies."""
+        """Apply a normalization layer with one copy of its parameters per sample, and record the copies."""
         copies = self._copies(layer, len(x))
         for role, name in self.names_by_role[layer].items():
             if name in self.names:
@@ -118,7 +120,7 @@ class _Tracer:
         return apply_norm(layer, x, copies)
 
     def run_conv_norm_pool(self, layers: nn.Sequential, x: Tensor) -> Tensor:
-        """Apply layers that begin with a convolution, a norm and a pool, computing these together if x is constant."""
+        """Apply layers that begin with convolution, normalization and pooling, as one operation if `x` is constant."""
         all_layers: list[Any] = list(layers)
         convolution, norm, *rest = all_layers
         if x.requires_grad or x.ndim != 4:
@@ -134,7 +136,7 @@ class _Tracer:
         y = pooled.maxima.requires_grad_().clone()  # an in-place ReLU must not change a leaf
         roles = dict.fromkeys(params, "copies")
         self.calls.append(LayerCall(convolution, roles, x, y, get_gradient_edge(y), (pooled, params)))
-        del rest[rest.index(pool)]  # removes the first use only
+        del rest[rest.index(pool)]  # only the first use of the layer
         for layer in rest:
             y = layer(y)
         return y
@@ -145,7 +147,7 @@ class _Tracer:
 
 
 def _names_by_role(layer: nn.Module, names: dict[int, str]) -> dict[str, str]:
-    """Return the names of a layer's weight and bias, or nothing if one tensor is both."""
+    """Return the names of a layer's weight and bias, or an empty dictionary if one tensor is both."""
     result = {
         role: names[id(value)]
         for role, value in layer.named_parameters(recurse=False, remove_duplicate=False)
@@ -155,9 +157,9 @@ def _names_by_role(layer: nn.Module, names: dict[int, str]) -> dict[str, str]:
 
 
 def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
-    """Return whether layers begin with a convolution, a norm of its channels and a max pool, with or without a ReLU.
+    """Return whether layers begin with convolution, normalization of the channels and max pooling.
 
-    The ReLU may be before the pool, since the two commute.
+    A ReLU may precede the pooling, since the two commute.
     """
     padded: list[Any] = [*layers, None, None, None, None]
     convolution, norm, third, fourth = padded[:4]
@@ -168,6 +170,7 @@ def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
         and type(norm) in (BatchNorm, nn.BatchNorm2d, nn.GroupNorm)
         and type(pool) is nn.MaxPool2d
         and not pool.return_indices
+        # With smaller strides, gathering the selected patches costs more than products with all patches.
         and math.prod(pool_window(pool)[1]) >= LOOKUP_COST
         and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
     )
@@ -181,9 +184,9 @@ class PerSampleGradients:
         net: The network.
         params: Parameters to use in place of the network's.
         names: Names of the parameters whose gradients are computed.
-        sum_outputs: Whether the gradients are those of the sum of the outputs.
+        sum_outputs: Whether to compute the gradients of the sum of the outputs.
         generic_names: Names of the parameters that need `vmap` of `jacrev`.
-        batched_backward: Whether a backward pass takes several outputs.
+        batched_backward: Whether a backward pass can compute gradients of several outputs.
     """
 
     net: nn.Module
@@ -198,7 +201,8 @@ class PerSampleGradients:
         leaves = {name: value.detach().requires_grad_(name in self.names) for name, value in self.params.items()}
         names = {id(value): name for name, value in self.net.named_parameters()}
         modules = list(self.net.modules())
-        names_by_role = {layer: _names_by_role(layer, names) for layer in modules if type(layer) in (*LINEAR, *NORMS)}
+        supported = (*MATMUL_LAYERS, *NORMS)
+        names_by_role = {layer: _names_by_role(layer, names) for layer in modules if type(layer) in supported}
         traced_names = self.names - self.generic_names
         layers = [layer for layer, roles in names_by_role.items() if traced_names.intersection(roles.values())]
         tracer = _Tracer(leaves, names_by_role, traced_names)
@@ -228,7 +232,7 @@ class PerSampleGradients:
         factored: Sequence[ParameterInfo],
         outputs: int,
         chunk: int,
-        workspace: int,
+        workspace_bytes: int,
         threads: int = 1,
     ) -> JacobianRows:
         """Return the gradients for all samples.
@@ -238,17 +242,17 @@ class PerSampleGradients:
             materialized: Parameters whose gradients are materialized.
             factored: Parameters whose gradients are kept as factors.
             outputs: Number of outputs, 1 for their sum.
-            chunk: Number of samples in a pass.
-            workspace: Number of bytes for computing the gradients of a layer on a GPU.
-            threads: Number of CPU threads that take passes.
+            chunk: Number of samples per pass through the network.
+            workspace_bytes: Number of bytes for computing the gradients of a layer on a GPU.
+            threads: Number of CPU threads among which the passes are divided.
         """
         shape = len(x), outputs
         result = JacobianRows(
             x.new_zeros(*shape, sum(info.size for info in materialized)),
             {
                 info.name: (
-                    x.new_zeros(len(x), info.inputs, info.positions),
-                    x.new_zeros(*shape, info.outputs, info.positions),
+                    x.new_zeros(len(x), info.in_features, info.positions),
+                    x.new_zeros(*shape, info.out_features, info.positions),
                 )
                 for info in factored
             },
@@ -258,118 +262,118 @@ class PerSampleGradients:
         chunks = [slice(start, start + chunk) for start in range(0, len(x), chunk)]
         threads = min(threads, len(chunks))
 
-        def fill(share: Sequence[slice]) -> Iterator[None]:
+        def fill(thread_chunks: Sequence[slice]) -> Iterator[None]:
             gradients = self if threads == 1 else replace(self, net=shallow_copy(self.net))
-            for samples in share:
+            for samples in thread_chunks:
                 factors = {name: (a[samples], g[samples]) for name, (a, g) in result.factors.items()}
                 chunk_rows = JacobianRows(result.materialized[samples], factors)
-                gradients._fill(chunk_rows, x[samples], columns, workspace)
+                gradients._fill(chunk_rows, x[samples], columns, workspace_bytes)
                 yield
 
         for _ in fill(chunks) if threads == 1 else stream_over_threads(fill, chunks, threads):
             pass
         return result
 
-    def _fill(self, rows: JacobianRows, x: Tensor, columns: dict[str, slice], workspace: int) -> None:
-        """Write the gradients of some samples into `rows`."""
+    def _fill(self, rows: JacobianRows, x: Tensor, columns: dict[str, slice], workspace_bytes: int) -> None:
+        """Write the gradients for the samples `x` into `rows`."""
         if self.names - self.generic_names:
             y, _, calls = self.trace(x)
-            seeds = torch.ones_like(y).unsqueeze(0)
+            cotangents = torch.ones_like(y).unsqueeze(0)
             if not self.sum_outputs:
-                seeds = torch.eye(y.shape[1], dtype=y.dtype, device=y.device).unsqueeze(1).repeat(1, len(y), 1)
+                cotangents = torch.eye(y.shape[1], dtype=y.dtype, device=y.device).unsqueeze(1).repeat(1, len(y), 1)
             for call in calls:
                 if len(call.input) != len(x):
                     raise InputError(
-                        f"of {len(x)} samples {call.layer} sees {len(call.input)} rows, although it saw one row for "
-                        "each sample at first. A kernel needs layers that see every sample."
+                        f"{call.layer} received {len(call.input)} rows for a batch of {len(x)} samples, but one row "
+                        "per sample in the first pass. The empirical kernel needs layers that process every sample."
                     )
-            grads_of_calls = gradients_at([call.edge for call in calls], y, seeds, self.batched_backward)
-            for call in reversed(calls):  # the last ones are the smallest, and free memory for the first ones
+            grads_of_calls = gradients_at([call.edge for call in calls], y, cotangents, self.batched_backward)
+            for call in reversed(calls):  # the gradients of the last calls are the smallest; free them first
                 grads = grads_of_calls.pop()
                 if grads is not None:
-                    _store(rows, call, grads, columns, workspace)
+                    _store(rows, call, grads, columns, workspace_bytes)
         for name, gradient in self._generic_gradients(x).items():
             rows.materialized[..., columns[name]] = gradient.reshape(*rows.materialized.shape[:2], -1)
 
     def _generic_gradients(self, x: Tensor) -> Params:
-        """Return the gradients of parameters of other layers, by `vmap` of `jacrev`."""
+        """Return the gradients with respect to the parameters `generic_names`, by `vmap` of `jacrev`."""
         if not self.generic_names:
             return {}
         fixed = {name: value.detach() for name, value in self.params.items() if name not in self.generic_names}
 
-        def outputs(params: Params, point: Tensor) -> Tensor:
-            y: Tensor = call_with_params(self.net, fixed | params, point.unsqueeze(0).clone())[0]
+        def outputs(params: Params, sample: Tensor) -> Tensor:
+            y: Tensor = call_with_params(self.net, fixed | params, sample.unsqueeze(0).clone())[0]
             return y.sum(0, keepdim=True) if self.sum_outputs else y
 
         params = {name: self.params[name].detach() for name in sorted(self.generic_names)}
         try:
             return vmap(jacrev(outputs), (None, 0))(params, x)  # type: ignore[no-any-return]
         except RuntimeError:  # an operation without a vmap rule
-            rows = [jacrev(outputs, chunk_size=1)(params, point) for point in x]
-            return {name: torch.stack([row[name] for row in rows]) for name in params}
+            gradients = [jacrev(outputs, chunk_size=1)(params, sample) for sample in x]
+            return {name: torch.stack([gradient[name] for gradient in gradients]) for name in params}
 
 
 def gradients_at(
-    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, batched: bool, retain_graph: bool = False
+    edges: Sequence[GradientEdge], y: Tensor, cotangents: Tensor, batched: bool, retain_graph: bool = False
 ) -> list[tuple[Tensor, ...] | None]:
-    """Return the gradients at some edges of the autograd graph, one for every seed.
+    """Return the gradients at some edges of the autograd graph for every cotangent.
 
-    Batched passes are two, not one: one would be little faster, and cuDNN takes several times the memory of a
-    convolution's gradients.
+    If batched, the cotangents are divided among two passes. A single pass would hardly be faster, and cuDNN needs
+    several times the memory of a convolution's gradients.
 
     Args:
         edges: The edges.
         y: Outputs of the network.
-        seeds: Cotangents of `y`, stacked along the first dimension.
-        batched: Whether to take several seeds in a pass.
+        cotangents: Cotangents of `y`, stacked along the first dimension.
+        batched: Whether to process several cotangents in a pass.
         retain_graph: Whether to keep the graph for further passes.
 
     Returns:
-        For each edge a gradient for each seed, or None if the outputs do not depend on it.
+        For each edge, the gradient for each cotangent, or None if the outputs do not depend on the edge.
     """
-    shares = seeds.chunk(GPU_BACKWARD_PASSES if batched else len(seeds))
+    chunks = cotangents.chunk(GPU_BACKWARD_PASSES if batched else len(cotangents))
     backward = _batched_backward if batched else _single_backward
-    passes = [backward(edges, y, share, retain_graph or share is not shares[-1]) for share in shares]
+    passes = [backward(edges, y, chunk, retain_graph or chunk is not chunks[-1]) for chunk in chunks]
     return [None if None in grads else tuple(itertools.chain(*grads)) for grads in zip(*passes)]
 
 
 def _single_backward(
-    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, retain_graph: bool
+    edges: Sequence[GradientEdge], y: Tensor, cotangents: Tensor, retain_graph: bool
 ) -> list[tuple[Tensor, ...] | None]:
-    grads = torch.autograd.grad(y, edges, seeds[0], retain_graph, allow_unused=True)
+    grads = torch.autograd.grad(y, edges, cotangents[0], retain_graph, allow_unused=True)
     return [None if grad is None else (grad,) for grad in grads]
 
 
 def _batched_backward(
-    edges: Sequence[GradientEdge], y: Tensor, seeds: Tensor, retain_graph: bool
+    edges: Sequence[GradientEdge], y: Tensor, cotangents: Tensor, retain_graph: bool
 ) -> list[tuple[Tensor, ...] | None]:
     is_used: list[bool] = []
 
-    def backward(seed: Tensor) -> tuple[Tensor, ...]:
-        grads = torch.autograd.grad(y, edges, seed, retain_graph, allow_unused=True)
+    def backward(cotangent: Tensor) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(y, edges, cotangent, retain_graph, allow_unused=True)
         is_used.extend(grad is not None for grad in grads)
         return tuple(grad for grad in grads if grad is not None)
 
-    used_grads = iter(vmap(backward)(seeds))
+    used_grads = iter(vmap(backward)(cotangents))
     return [next(used_grads).unbind() if used else None for used in is_used]
 
 
 def _store(
-    rows: JacobianRows, call: LayerCall, grads: Sequence[Tensor], columns: dict[str, slice], workspace: int
+    rows: JacobianRows, call: LayerCall, grads: Sequence[Tensor], columns: dict[str, slice], workspace_bytes: int
 ) -> None:
-    """Add a call's gradients to the materialized ones, or store the factors of its weight."""
-    weight = next((name for name in call.roles if name in rows.factors), None)
-    if weight is not None:
-        a, g = rows.factors[weight]
+    """Add the gradients of a call's parameters to the rows, or store the factors of the weight's gradient."""
+    weight_name = next((name for name in call.roles if name in rows.factors), None)
+    if weight_name is not None:
+        a, g = rows.factors[weight_name]
         a.copy_(input_patches(call.layer, call.input)[:, 0])
         g.copy_(stack_output_gradients(call, grads))
-        call = call._replace(roles={name: role for name, role in call.roles.items() if name != weight})
+        call = call._replace(roles={name: role for name, role in call.roles.items() if name != weight_name})
     if not call.roles:
         return
-    size, limit = call.output.element_size() * call.workspace(len(grads)), workspace
+    needed_bytes, available_bytes = call.output.element_size() * call.workspace_numbers(len(grads)), workspace_bytes
     if on_cpu(call.input):
-        size, limit = len(grads) * grads[0].nbytes, CPU_CACHE_BYTES
-    step = max(1, len(call.input) // max(1, -(-size // limit)))
+        needed_bytes, available_bytes = len(grads) * grads[0].nbytes, CPU_CACHE_BYTES
+    step = max(1, len(call.input) // max(1, -(-needed_bytes // available_bytes)))
     for samples, gradients in per_sample_gradients(call, grads, step):
         for name, gradient in gradients.items():
             rows.materialized[samples, :, columns[name]] += gradient.flatten(2)

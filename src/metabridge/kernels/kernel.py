@@ -1,4 +1,4 @@
-"""The interface of every kernel of a network, analytic or empirical."""
+"""The interface of kernels of a network, analytic or empirical."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Kernel(Protocol):
-    """The NTK Θ and the NNGP kernel K of one network architecture, per output: for k outputs, ⊗ I_k.
+    """The NTK Θ and the NNGP kernel K of a network, per output: for k outputs, the kernels are Θ ⊗ I_k and K ⊗ I_k.
 
-    Rows are the points `x` and columns the points `z`. Without `z` the columns are `x` as well: each pair is computed
-    once and the matrix is exactly symmetric.
+    The rows of a matrix are the points `x`, and the columns the points `z`. If `z` is None, the columns are `x` too:
+    each pair is computed once, and the matrix is exactly symmetric.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
-"""Predict what an infinitely wide network trained by MTL, ANIL or MAML would predict, without training it.
+"""Predictions of infinitely wide networks that are trained by MTL, ANIL or MAML, computed without training.
 
-`KernelLearner.fit` takes the training episodes, and the fitted learner adapts to test episodes as a trained model does,
-so `evaluate` accepts both. Everything is computed in float64.
+`KernelLearner.fit` takes training episodes. The fitted learner adapts to test episodes as a trained model does, so
+`evaluate` accepts both. Everything is computed in float64.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ from metabridge.kernels.kernel_systems import (
 
 KernelMethod = Literal["mtl", "anil", "maml", "anil-split"]
 
-# Bytes of a part of the kernel on a CPU, where larger tensors cost more to allocate than to fill.
+# Maximum number of bytes of a kernel matrix that are computed at a time on a CPU. Larger tensors take longer to
+# allocate than to fill.
 _CPU_PART_BYTES = 2**26
 
 
 @dataclass(frozen=True)
 class KernelLearner:
-    """A learner that predicts what an infinitely wide network trained by a method would predict.
+    """A learner that makes the predictions of an infinitely wide network trained by a method.
 
     "mtl" and "anil" train without a query-support split (Wang et al. 2021, lemma 1):
     F = G_ŝ(X, X', Y') + Φ'Φ⁻¹(Y − G_s). "maml" and "anil-split" train with one (Wang et al. 2022, theorem 2):
-    F = G_M(X, X', Y') + Φ T_Φ(Y − G_M). Class labels become one-hot targets.
+    F = G_M(X, X', Y') + Φ T_Φ(Y − G_M). G is the prediction of the inner loop alone, and Φ the kernel between tasks;
+    see `FittedKernelLearner`. Class labels are one-hot encoded.
 
     Args:
         kernel: The kernel of the network.
         method: "mtl", "anil", "maml" or "anil-split".
-        inner_time: Time s = λτ of the inner loop in training (learning rate times steps); may be infinite.
-        test_time: Time ŝ of adaptation at test; equal to `inner_time` if None.
+        inner_time: Time s = λτ of the inner loop in training (learning rate times number of steps); may be infinite.
+        test_time: Time ŝ of adaptation at test time; equal to `inner_time` if None.
         outer_time: Time ηt of the outer loop; infinite for training until convergence.
-        ridge: Number added to the diagonal of the matrix over the training points.
-        inner_ridge: Number added to the diagonal of the matrices over support sets.
+        ridge: Number added to the diagonal of the kernel matrix of the training tasks.
+        inner_ridge: Number added to the diagonals of the Gram matrices of the support sets.
         heads: Whether the heads of all tasks start from the same value ("shared", as the published formulas assume) or
             independently ("independent").
-        memory: Maximum number of bytes for the matrix over the training points. If it needs more and `outer_time` is
-            infinite, the system is solved by conjugate gradients without the matrix.
+        memory: Maximum number of bytes for the kernel matrix of the training tasks. If the matrix needs more and
+            `outer_time` is infinite, the system is solved by conjugate gradients without storing the matrix.
 
     Raises:
         InputError: If a setting is invalid.
@@ -87,7 +89,7 @@ class KernelLearner:
                 raise InputError(f"{name} is {value}, but must not be negative.")
         if self.method == "anil" and math.isinf(self.inner_time):
             raise InputError(
-                "inner_time is infinite, but without a query-support split ANIL's head then fits its task exactly and "
+                "inner_time is infinite, but without a query-support split, ANIL's head then fits its task exactly and "
                 "the body learns nothing. Use a finite inner_time, or method='anil-split'."
             )
         if self.heads not in ("shared", "independent"):
@@ -97,11 +99,11 @@ class KernelLearner:
 
     @property
     def uses_split(self) -> bool:
-        """Whether training adapts to one set of points and computes the loss on another."""
+        """Whether training adapts to the support set and computes the loss on the queries."""
         return self.method in ("maml", "anil-split")
 
     def fit(self, episodes: Episodes) -> FittedKernelLearner:
-        """Solve for the result of training on these tasks.
+        """Compute the result of training on these tasks.
 
         Args:
             episodes: The training tasks.
@@ -116,7 +118,7 @@ class KernelLearner:
         return FittedKernelLearner(self, episodes if self.uses_split else episodes.without_split())
 
     def prepare(self, episodes: Episodes, task_kind: str) -> Episodes:
-        """Convert tasks to float64, flatten images if the kernel is one of vectors, and check the points.
+        """Convert tasks to float64, flatten images if the kernel takes vectors, and check the points.
 
         Args:
             episodes: The tasks.
@@ -150,15 +152,16 @@ class KernelLearner:
 
 
 class FittedKernelLearner:
-    """A `KernelLearner` that has been fitted to its training tasks. Created by `KernelLearner.fit`.
+    """A `KernelLearner` that is fitted to training tasks. Created by `KernelLearner.fit`.
 
-    Both published formulas have one form. Let R_i remove from the gradients of task i's points Z_i the part that its
-    inner loop explains, and let Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Then
-    F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train).
+    Both published formulas can be written as F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train), with
+    Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Z_i are the points of task i. R_i removes from their gradients the part that the
+    inner loop explains. G is the prediction of the inner loop alone. C and C' are kernels before adaptation, among
+    training tasks and between test and training tasks.
 
     - With a split, R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ.
-    - Without a split, R = I − KT(X) in training, which is e^{−sK} without an inner ridge. C' = Θ − K, since the head at
-      test is a new one. For MTL, R = I, and C = Θ − K between different tasks.
+    - Without a split, R = I − KT(X) in training, which is e^{−sK} without an inner ridge. C' = Θ − K, since a test task
+      has a new head. For ANIL, C = Θ. For MTL, R = I, and C = Θ − K between different tasks.
 
     Args:
         learner: The learner and its settings.
@@ -170,13 +173,13 @@ class FittedKernelLearner:
         >>> from metabridge.kernels import KernelLearner, fully_connected_kernel
         >>> train = Quadratic().sample(20, torch.Generator().manual_seed(0))
         >>> fitted = KernelLearner(fully_connected_kernel(depth=3), "maml", inner_time=0.5).fit(train)
-        >>> fitted.jitter
-        0.0
+        >>> fitted, fitted.jitter
+        (FittedKernelLearner('maml', tasks=20, points_per_task=15), 0.0)
     """
 
     def __init__(self, learner: KernelLearner, episodes: Episodes) -> None:
         self.learner, self.kernel, self.point_shape = learner, learner.kernel, episodes.query_x.shape[2:]
-        self.target_form = _target_form(episodes)
+        self.target_description = _describe_targets(episodes)
         if learner.uses_split:
             self.points = torch.cat([episodes.query_x, episodes.support_x], 1)
             self.residual_operators, explained = self._adapt(episodes, learner.inner_time)
@@ -192,6 +195,11 @@ class FittedKernelLearner:
         weights = self.residual_operators.mT @ self.solution.values.unflatten(0, target.shape[:2])
         self.weights = weights.flatten(0, 1)  # RᵀΦ⁻¹(Y − G), one row per training point
 
+    def __repr__(self) -> str:
+        """Return the method and the size of the training set."""
+        tasks, points = self.points.shape[:2]
+        return f"FittedKernelLearner({self.learner.method!r}, tasks={tasks}, points_per_task={points})"
+
     @property
     def device(self) -> torch.device:
         """The device of the training tasks."""
@@ -199,12 +207,12 @@ class FittedKernelLearner:
 
     @property
     def jitter(self) -> float:
-        """The number added to the diagonal of Φ in addition to the ridge."""
+        """Number added to the diagonal of Φ in addition to the ridge."""
         return self.solution.jitter
 
     @cached_property
     def matrix(self) -> Tensor:
-        """Φ between all training points, or between all training queries with a split."""
+        """Φ between all training points, or with a split between all training queries."""
         operators = self.residual_operators
         return meta_kernels.sandwich(operators, self._shared_kernel(slice(0, len(self.points))), operators)
 
@@ -215,8 +223,8 @@ class FittedKernelLearner:
     def predict(self, episodes: Episodes) -> Tensor:
         """Adapt to the support sets and predict for the queries.
 
-        All tasks are adapted together. Their kernel with the training points, which is most of the work, is computed
-        for as many tasks at a time as `memory` allows.
+        All tasks are adapted at once. Their kernel with the training points is computed for as many tasks at a time as
+        `memory` allows.
 
         Args:
             episodes: The test tasks.
@@ -233,14 +241,14 @@ class FittedKernelLearner:
         time = learner.inner_time if learner.test_time is None else learner.test_time
         operators, explained = self._adapt(episodes, time)
         if learner.heads == "independent":
-            return explained.to(dtype)  # a head with another start cannot use what the body has learned
+            return explained.to(dtype)  # a head that starts from other values cannot use what the body has learned
         points = torch.cat([episodes.query_x, episodes.support_x], 1)
-        tasks = self._tasks_per_part(points.shape[1])
-        body = torch.cat([self._body_outputs(points[first : first + tasks]) for first in range(0, len(points), tasks)])
-        return (explained + operators @ body).to(dtype)
+        chunks = points.split(self._tasks_per_chunk(points.shape[1]))
+        learned = torch.cat([self._learned_outputs(chunk) for chunk in chunks])
+        return (explained + operators @ learned).to(dtype)
 
-    def _body_outputs(self, points: Tensor) -> Tensor:
-        """Return what training has added to the outputs at these points, before adaptation."""
+    def _learned_outputs(self, points: Tensor) -> Tensor:
+        """Return the change of the outputs at these points by training, before adaptation."""
         ntk, nngp = self.kernel.both(points.flatten(0, 1), self.points.flatten(0, 1))
         outputs = (ntk if self.learner.uses_split else ntk - nngp) @ self.weights
         return outputs.unflatten(0, points.shape[:2])  # type: ignore[no-any-return]
@@ -249,29 +257,29 @@ class FittedKernelLearner:
         """Raise InputError if test tasks do not match the training tasks."""
         if episodes.query_x.shape[2:] != self.point_shape:
             raise InputError(
-                f"the points are of shape {tuple(episodes.query_x.shape[2:])}, but those of the training tasks of "
-                f"shape {tuple(self.point_shape)}. Use the same features, or the same size of images, for both."
+                f"the points of the test tasks have shape {tuple(episodes.query_x.shape[2:])}, but the points of the "
+                f"training tasks have shape {tuple(self.point_shape)}. Use the same features or image size for both."
             )
-        if _target_form(episodes) != self.target_form:
+        if _describe_targets(episodes) != self.target_description:
             raise InputError(
-                f"the test tasks have {_target_form(episodes)}, but the training tasks have {self.target_form}. "
-                "Use the same number for both."
+                f"the test tasks have {_describe_targets(episodes)}, but the training tasks have "
+                f"{self.target_description}. Use the same number for both."
             )
         if episodes.device != self.device:
             raise InputError(
-                f"the test tasks are on {episodes.device}, but the training tasks on {self.device}. "
+                f"the test tasks are on {episodes.device}, but the training tasks are on {self.device}. "
                 f"Use episodes.to('{self.device}')."
             )
 
     def _adapt(self, episodes: Episodes, time: float) -> tuple[Tensor, Tensor]:
-        """Return R of every task with a split, and G(X, X', Y'), the prediction of the inner loop alone."""
+        """Return R of every task, as with a split, and G(X, X', Y'), the prediction of the inner loop alone."""
         adapts: meta_kernels.Adapts = "all" if self.learner.method == "maml" else "head"
         x, support = episodes.query_x, episodes.support_x
         operators = meta_kernels.residual_operator(self.kernel, x, support, adapts, time, self.learner.inner_ridge)
         return operators, -operators[..., x.shape[1] :] @ _targets(episodes, episodes.support_y)
 
     def _shared_kernel(self, tasks: slice) -> Tensor:
-        """Return C between the points of some training tasks and of all training tasks."""
+        """Return C between the points of some training tasks and the points of all training tasks."""
         count, points = self.points.shape[:2]
         all_points = self.points.flatten(0, 1)
         if tasks == slice(0, count):
@@ -285,20 +293,20 @@ class FittedKernelLearner:
         """Return T_Φ target, which is Φ⁻¹ target if `outer_time` is infinite."""
         learner, operators = self.learner, self.residual_operators
         if learner.outer_time < math.inf:
-            trained = meta_kernels.adaptation_operator(self.matrix, learner.outer_time, learner.ridge)
-            return Solution(trained @ target, 0.0)
+            outer_operator = meta_kernels.adaptation_operator(self.matrix, learner.outer_time, learner.ridge)
+            return Solution(outer_operator @ target, 0.0)
         if learner.ridge == 0:
             self._check_duplicates()
         if 3 * 8 * (self.points.shape[0] * self.points.shape[1]) ** 2 <= learner.memory:
             return cholesky_solve(self.matrix, target, learner.ridge)
-        # The preconditioner is the diagonal block of each task, which is most of Φ.
+        # The preconditioner consists of the diagonal blocks of Φ, one for each task.
         blocks = operators @ meta_kernels.task_grams(self.kernel, self.points, "all") @ operators.mT
         blocks.diagonal(dim1=-2, dim2=-1).add_(learner.ridge)
         factor, failed = torch.linalg.cholesky_ex(blocks)
         if failed.any():
             raise InputError(
                 f"training task {int(failed.bool().int().argmax())} has a singular kernel matrix: the kernel cannot "
-                "distinguish its points. Remove points that are alike, or use a ridge."
+                "distinguish its points. Remove similar points, or use a ridge."
             )
 
         def precondition(v: Tensor) -> Tensor:
@@ -312,22 +320,23 @@ class FittedKernelLearner:
         except InputError as error:
             order = "queries before supports" if self.learner.uses_split else "supports before queries"
             raise InputError(
-                f"{error} Points are counted task after task, {self.points.shape[1]} each, {order}."
+                f"{error} Points are numbered task by task, {self.points.shape[1]} per task, {order}."
             ) from error
 
     def _product(self, v: Tensor) -> Tensor:
         """Return (Φ + ridge)v, computing the rows of some tasks at a time."""
-        tasks, tasks_per_part = len(self.points), self._tasks_per_part(self.points.shape[1])
-        right = (self.residual_operators.mT @ v.unflatten(0, self.residual_operators.shape[:2])).flatten(0, 1)
-        parts = []
-        for start in range(0, tasks, tasks_per_part):
-            part = slice(start, min(start + tasks_per_part, tasks))
-            middle = (self._shared_kernel(part) @ right).unflatten(0, (-1, self.points.shape[1]))
-            parts.append(self.residual_operators[part] @ middle)
-        return torch.cat(parts).flatten(0, 1) + self.learner.ridge * v
+        operators, points = self.residual_operators, self.points.shape[1]
+        tasks, tasks_per_chunk = len(self.points), self._tasks_per_chunk(points)
+        point_v = (operators.mT @ v.unflatten(0, operators.shape[:2])).flatten(0, 1)
+        chunks = []
+        for start in range(0, tasks, tasks_per_chunk):
+            chunk = slice(start, min(start + tasks_per_chunk, tasks))
+            kernel_v = (self._shared_kernel(chunk) @ point_v).unflatten(0, (-1, points))
+            chunks.append(operators[chunk] @ kernel_v)
+        return torch.cat(chunks).flatten(0, 1) + self.learner.ridge * v
 
-    def _tasks_per_part(self, points: int) -> int:
-        """Return for how many tasks of `points` points at a time the kernel with the training points fits in memory."""
+    def _tasks_per_chunk(self, points: int) -> int:
+        """Return for how many tasks, of `points` points each, the kernel with the training points fits in memory."""
         memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _CPU_PART_BYTES)
         return max(1, int(memory // (8 * 4 * points * self.points.shape[0] * self.points.shape[1])))
 
@@ -339,7 +348,7 @@ def predict_mtl(kernel: Kernel, train: Episodes, test: Episodes, *, test_time: f
         kernel: The kernel of the network.
         train: The training tasks.
         test: The test tasks.
-        test_time: Time ŝ = λτ of adaptation at test; may be infinite.
+        test_time: Time ŝ = λτ of adaptation at test time; may be infinite.
 
     Returns:
         F_MTL for the queries of the test tasks, (tasks, queries, outputs).
@@ -369,7 +378,7 @@ def predict_anil(
         train: The training tasks.
         test: The test tasks.
         inner_time: Time s = λτ of the inner loop; must be finite.
-        test_time: Time ŝ of adaptation at test; equal to `inner_time` if None.
+        test_time: Time ŝ of adaptation at test time; equal to `inner_time` if None.
 
     Returns:
         F_ANIL for the queries of the test tasks, (tasks, queries, outputs).
@@ -399,7 +408,7 @@ def predict_maml(
         train: The training tasks.
         test: The test tasks.
         inner_time: Time s = λτ of the inner loop; may be infinite.
-        test_time: Time ŝ of adaptation at test; equal to `inner_time` if None.
+        test_time: Time ŝ of adaptation at test time; equal to `inner_time` if None.
 
     Returns:
         F_MAML for the queries of the test tasks, (tasks, queries, outputs).
@@ -420,7 +429,7 @@ def predict_maml(
 
 
 def _targets(episodes: Episodes, y: Tensor) -> Tensor:
-    """Return values unchanged and labels as one-hot vectors."""
+    """Return one-hot class labels, or real-valued targets unchanged."""
     return one_hot(y, _output_count(episodes)).double() if episodes.is_classification else y
 
 
@@ -432,13 +441,13 @@ def _output_count(episodes: Episodes) -> int:
     return 1 + int(max(episodes.support_y.max(), episodes.query_y.max()))
 
 
-def _target_form(episodes: Episodes) -> str:
-    """Return a description of the targets, such as "5 classes"."""
+def _describe_targets(episodes: Episodes) -> str:
+    """Return the number of classes or outputs as text, such as "5 classes"."""
     return f"{_output_count(episodes)} {'classes' if episodes.is_classification else 'outputs'}"
 
 
 def _check_none(invalid: Tensor, problem: str, alternative: str, task_kind: str) -> None:
-    """Raise InputError if any point is invalid, (tasks, points), and name the first three."""
+    """Raise InputError with the first three invalid points, if any, of a mask (tasks, points)."""
     positions = invalid.nonzero().tolist()
     if positions:
         listed = ", ".join(f"{point} of {task_kind} {task}" for task, point in positions[:3])

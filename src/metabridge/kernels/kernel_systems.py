@@ -1,6 +1,6 @@
 """Linear systems of kernel matrices, solved directly or, if the matrix does not fit in memory, by conjugate gradients.
 
-Jitter and incomplete convergence are logged as warnings.
+A warning is logged if jitter is added to a matrix, or if conjugate gradients do not converge.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metabridge.conjugate_gradients import Product, conjugate_gradients
+from metabridge.conjugate_gradients import Matvec, conjugate_gradients
 from metabridge.errors import InputError
 from metabridge.kernels.kernel import Kernel
 
 log = logging.getLogger("metabridge")
 
-MAX_PAIR_CONDITION = 1e12  # two points whose 2×2 kernel has a larger condition number count as duplicates
-MAX_JITTER = 1e-6  # relative to the mean of the diagonal; a matrix that needs more is reported as singular
+MAX_PAIR_CONDITION = 1e12  # two points whose 2×2 kernel matrix has a larger condition number are duplicates
+MAX_JITTER = 1e-6  # relative to the mean of the diagonal; a matrix that needs more jitter is singular
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Solution:
 
     Args:
         values: The solution, in the shape of the target.
-        jitter: The number added to the matrix's diagonal, in addition to the ridge.
+        jitter: Number added to the diagonal of the matrix in addition to the ridge.
     """
 
     values: Tensor
@@ -37,7 +37,8 @@ class Solution:
 def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Solution:
     """Solve (M + ridge·I)v = target for a positive semi-definite M.
 
-    If rounding has made M indefinite, add the smallest jitter that makes it positive definite and log a warning.
+    If M is indefinite because of rounding errors, add the smallest jitter that makes it positive definite, and log a
+    warning.
 
     Args:
         matrix: M, (n, n).
@@ -62,10 +63,12 @@ def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Soluti
         factor, failed = torch.linalg.cholesky_ex(shifted)
         if not failed and float(factor.diagonal().min()) ** 2 > mean * torch.finfo(matrix.dtype).eps:
             if jitter:
-                log.warning("a kernel matrix of %d points needed a jitter of %.1e to be solved.", len(matrix), jitter)
+                log.warning(
+                    "a kernel matrix of %d points is nearly singular: added a jitter of %.1e.", len(matrix), jitter
+                )
             return Solution(torch.cholesky_solve(target, factor), jitter)
     raise InputError(
-        f"a kernel matrix of {len(matrix)} points is singular: adding {MAX_JITTER:g} of its diagonal does not help. "
+        f"a kernel matrix of {len(matrix)} points is singular, even with a jitter of {MAX_JITTER:g} of its diagonal. "
         "Use a ridge, or remove points that are duplicates or not finite."
     )
 
@@ -76,7 +79,7 @@ def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = Non
     Args:
         matrix: A symmetric matrix M.
         ridge: Number added to the diagonal.
-        eps: Precision of the entries, relative to the largest one. The default is the precision of the dtype.
+        eps: Precision of the entries, relative to the largest one (default: the precision of the dtype).
 
     Returns:
         The condition number.
@@ -92,22 +95,22 @@ def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = Non
 
 
 def conjugate_gradient_solve(
-    product: Product,
+    product: Matvec,
     target: Tensor,
-    precondition: Product,
+    precondition: Matvec,
     *,
     tolerance: float = 1e-10,
     max_steps: int = 1000,
 ) -> Solution:
     """Solve Mv = target by preconditioned conjugate gradients, using only products with M.
 
-    If the steps do not suffice, log a warning with the relative residual.
+    If the solution does not converge in `max_steps`, log a warning with the relative residual.
 
     Args:
         product: Function that returns Mv.
         target: Right-hand sides, (n, k), solved together.
         precondition: Function that returns an approximation of M⁻¹v.
-        tolerance: Residual at which to stop, relative to the initial one in the norm of the preconditioner.
+        tolerance: Residual at which to stop, relative to the initial residual, in the norm of the preconditioner.
         max_steps: Maximum number of steps.
 
     Returns:
@@ -117,29 +120,31 @@ def conjugate_gradient_solve(
         >>> conjugate_gradient_solve(lambda v: 2 * v, torch.ones(1, 1), lambda v: v).values
         tensor([[0.5000]])
     """
-    values, solved = conjugate_gradients(product, target, precondition, dim=0, tolerance=tolerance**2, steps=max_steps)
+    values, solved = conjugate_gradients(
+        product, target, precondition, dim=0, squared_rtol=tolerance**2, max_steps=max_steps
+    )
     if not solved.all():
-        worst = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).nan_to_num().max())
-        log.warning("conjugate gradients stopped after %d steps with a relative residual of %.1e.", max_steps, worst)
+        residual = float(((product(values) - target).norm(dim=0) / target.norm(dim=0)).nan_to_num().max())
+        log.warning("conjugate gradients stopped after %d steps with a relative residual of %.1e.", max_steps, residual)
     return Solution(values, 0.0)
 
 
 def check_duplicates(kernel: Kernel, x: Tensor, description: str) -> None:
-    """Raise InputError if the kernel cannot distinguish two points because they are equal, or equal up to length.
+    """Raise InputError if the kernel cannot distinguish two points because one is a positive multiple of the other.
 
     Args:
         kernel: The kernel.
         x: The points, (points, ...).
-        description: Which points these are, for the error message.
+        description: Description of the points in the error message, such as "the training tasks".
     """
-    unit = torch.nn.functional.normalize(x.flatten(1).double(), dim=1)
-    groups = torch.unique((unit * 1e6).round(), dim=0, return_inverse=True)[1]
+    unit_vectors = torch.nn.functional.normalize(x.flatten(1).double(), dim=1)
+    groups = torch.unique((unit_vectors * 1e6).round(), dim=0, return_inverse=True)[1]
     rows_of_group: dict[int, list[int]] = {}
     for row, group in enumerate(groups.tolist()):
         for other in rows_of_group.setdefault(group, []):
             if condition_number(kernel.ntk(x[[other, row]])) > MAX_PAIR_CONDITION:
                 raise InputError(
-                    f"points {other} and {row} of {description} are the same, or the same up to length, so the kernel "
-                    "is singular. Remove one of them, or use a ridge."
+                    f"points {other} and {row} of {description} are equal up to a positive factor, so the kernel "
+                    "matrix is singular. Remove one of them, or use a ridge."
                 )
         rows_of_group[group].append(row)

@@ -1,4 +1,4 @@
-"""Calls of layers in a forward pass, and the per-sample gradients of their parameters."""
+"""Calls of layers in a forward pass, and per-sample gradients with respect to their parameters."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from metabridge.models.network import Params
 
 
 class LayerCall(NamedTuple):
-    """A tensor in a forward pass whose gradient gives the gradients of some parameters.
+    """A tensor in a forward pass from whose gradient the gradients of some parameters are computed.
 
-    The tensor is the output of a linear layer or convolution, a norm's parameter repeated for every sample, or the
-    output of a max pool behind a first convolution and its norm.
+    The tensor is the output of a linear layer or convolution, a parameter of a normalization layer expanded to one copy
+    per sample, or the output of a `PooledConv`.
 
     Args:
         layer: The layer.
-        roles: Role of each parameter by its name: "weight" or "bias" of a linear layer, or "copies" if it is repeated
-            for every sample.
+        roles: Role of each parameter by its name: "weight" or "bias" of a linear layer or convolution, or "copies" if
+            the parameter is expanded to one copy per sample.
         input: The input of the layer.
         output: The tensor.
         edge: Edge of the autograd graph at which the gradient of `output` arrives.
-        pooled: For a pooled first convolution, its patches and the parameters on which its maxima depend.
+        pooled: For the output of a `PooledConv`, that object and the parameters on which its maxima depend.
     """
 
     layer: nn.Module
@@ -44,24 +44,24 @@ class LayerCall(NamedTuple):
         """Whether `output` is the output of a linear layer or convolution."""
         return "copies" not in self.roles.values()
 
-    def workspace(self, outputs: int) -> int:
-        """Return the count of numbers held while gradients are computed: incoming gradients, patches and results."""
-        size = outputs * self.output.numel()
+    def workspace_numbers(self, outputs: int) -> int:
+        """Return how many numbers are in memory while gradients are computed: output gradients, patches, results."""
+        output_gradients = outputs * self.output.numel()
         if self.pooled:
             conv = self.pooled[0]
-            size += 2 * outputs * conv.weight.numel()
-            return size if on_cpu(self.input) else size + conv.argmax.numel() * conv.patches.shape[2]
+            numbers = output_gradients + 2 * outputs * conv.weight.numel()
+            return numbers if on_cpu(self.input) else numbers + conv.argmax.numel() * conv.patches.shape[2]
         if not self.is_linear:
-            return 2 * size
+            return 2 * output_gradients
         layer: Any = self.layer
         weight: Tensor = layer.weight
-        numbers, rows = weight.numel(), len(weight)
-        patches = numbers // rows * self.output.numel() * int(getattr(layer, "groups", 1)) // rows
-        return size + self.input.numel() + patches + 2 * outputs * len(self.input) * numbers
+        rows = len(weight)
+        patches = weight.numel() // rows * self.output.numel() * int(getattr(layer, "groups", 1)) // rows
+        return output_gradients + self.input.numel() + patches + 2 * outputs * len(self.input) * weight.numel()
 
 
 def per_sample_gradients(call: LayerCall, grads: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
-    """Yield the gradients (samples, outputs, ...) of a call's parameters, for `step` samples at a time.
+    """Yield the gradients (samples, outputs, ...) with respect to a call's parameters, for `step` samples at a time.
 
     Args:
         call: The call.
@@ -96,14 +96,17 @@ def _gradients_of_samples(call: LayerCall, grads: Sequence[Tensor], samples: sli
 
 
 def stack_output_gradients(call: LayerCall, grads: Sequence[Tensor]) -> Tensor:
-    """Stack gradients of all outputs: (samples, outputs, channels, positions), or (samples, outputs, ...) for norms."""
+    """Return the gradients of all outputs as one tensor, (samples, outputs, channels, positions).
+
+    For a call that is not linear, the tensor is (samples, outputs, ...).
+    """
     return torch.stack([_flatten_positions(call.layer, grad) for grad in grads] if call.is_linear else list(grads), 1)
 
 
 def input_patches(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the vectors that a linear layer or convolution multiplies by its weight.
 
-    The patches of a convolution are a copy, since windows overlap.
+    For a convolution, they are a copy of the input in which overlapping windows are repeated.
 
     Args:
         layer: A `nn.Linear` or `nn.Conv2d`.
@@ -129,15 +132,16 @@ def conv_windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
 def _weight_gradient(layer: nn.Module, x: Tensor, g: Tensor, shape: Sequence[int]) -> Tensor:
     """Return Σ_p g_p a_pᵀ, (samples, groups, channels, inputs).
 
-    On a CPU, the one of a convolution is itself a convolution in which every sample is a group, without copied patches.
+    On a CPU, it is computed for a convolution as another convolution in which every sample is a group, since that needs
+    no copy of the patches.
     """
     if not isinstance(layer, nn.Conv2d) or not on_cpu(x):
         return g @ input_patches(layer, x).mT
     samples, groups, channels, _ = g.shape
     a, g = _pad(layer, x), g.reshape(1, -1, *shape)
-    size = samples * groups * channels, *layer.weight.shape[1:]
+    weight_shape = samples * groups * channels, *layer.weight.shape[1:]
     a = a.reshape(1, -1, *a.shape[2:])
-    gradient: Tensor = conv2d_weight(a, size, g, layer.stride, 0, layer.dilation, samples * groups)
+    gradient: Tensor = conv2d_weight(a, weight_shape, g, layer.stride, 0, layer.dilation, samples * groups)
     return gradient.reshape(samples, groups, channels, -1)
 
 

@@ -1,10 +1,10 @@
 """Replacements for layers' forward methods while per-sample gradients are computed.
 
-The replacements return the same outputs, but make the gradients of each sample cheaper. The main case is a first
-convolution followed by a norm and max pooling. For each sample, the convolution and the norm together are one affine
-map Va + v of the input patches a, and pooling selects some of its values. Since the input needs no gradient, the
-gradient of V is a sum over the selected patches only, and the gradients of both layers' parameters follow from those
-of V and v.
+The replacements return the same outputs, but make per-sample gradients cheaper. The main case is a convolution of the
+network's input, followed by a normalization layer and max pooling. For each sample, convolution and normalization
+together are one affine map Va + v of the input patches a, and pooling selects some of its values. Since the input needs
+no gradient, the gradient with respect to V is a sum over the selected patches only, and the gradients with respect to
+the parameters of both layers follow from the gradients with respect to V and v.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Return whether `x` is on a CPU, where small blocks that stay in its cache are fast; a GPU needs few launches."""
+    """Return whether `x` is on a CPU, where blocks that fit in its cache are fast; a GPU needs few kernel launches."""
     return x.device.type == "cpu"
 
 
@@ -51,23 +51,23 @@ def override_forward(overrides: dict[nn.Module, ForwardOverride]) -> Iterator[No
 
 
 def pool_window(layer: nn.MaxPool2d) -> list[list[int]]:
-    """Return a pool's kernel size, stride, padding and dilation, each as [height, width]."""
+    """Return the kernel size, stride, padding and dilation of max pooling, each as [height, width]."""
     settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     return [[setting, setting] if isinstance(setting, int) else list(setting) for setting in settings]
 
 
 def max_pool(layer: nn.MaxPool2d, x: Tensor) -> Tensor:
-    """Apply a max pool without saving its input for the backward pass."""
+    """Apply max pooling without saving its input for the backward pass."""
     pool: Callable[..., Tensor] = torch.max_pool2d if x.ndim == 3 else _MaxPool.apply
     return pool(x, *pool_window(layer), layer.ceil_mode)
 
 
 class PooledConv(NamedTuple):
-    """The max pooling of maps Va + v, with V and v for each sample: the maxima and the patches a that attain them.
+    """The result of max pooling feature maps Va + v, where V and v depend on the sample.
 
     Args:
-        maxima: The pooled maps, (samples, channels, height, width).
-        argmax: Positions of the patches chosen, (samples, channels, pooled positions).
+        maxima: The pooled feature maps, (samples, channels, height, width).
+        argmax: Positions of the patches that attain the maxima, (samples, channels, pooled positions).
         patches: The centered patches a, (samples, positions, inputs).
         weight: V, (samples, channels, inputs), as a function of the parameters.
         bias: v, (samples, channels), as a function of the parameters.
@@ -80,14 +80,15 @@ class PooledConv(NamedTuple):
     bias: Tensor
 
     def vjp(self, grads: Sequence[Tensor], params: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Return the gradients (samples, outputs, ...) of parameters of V and v.
+        """Return the gradients (samples, outputs, ...) with respect to the parameters on which V and v depend.
 
-        The gradient of V is the sum of the chosen patches, each times the gradient of its maximum.
+        The gradient with respect to V is the sum of the selected patches, each multiplied by the gradient with respect
+        to its maximum.
 
         Args:
             grads: The gradients of each output with respect to the maxima.
-            params: Parameters on which V and v depend, one copy per sample.
-            step: Number of samples taken at a time on a GPU.
+            params: The parameters, one copy per sample.
+            step: Number of samples that are processed at a time on a GPU.
         """
         if on_cpu(self.patches):
             sums = [self._sums_of_sample(*sample) for sample in zip(self.patches, self.argmax, *grads)]
@@ -102,47 +103,53 @@ class PooledConv(NamedTuple):
         return [gradient.transpose(0, 1) for gradient in vmap(backward)(*cotangents)]
 
     def _sums_of_sample(self, patches: Tensor, argmax: Tensor, *grads: Tensor) -> Tensor:
-        """Return the sums for one sample, (outputs, 1, channels, inputs); its patches stay in a CPU's cache."""
+        """Return the gradient with respect to V for one sample, (outputs, 1, channels, inputs)."""
         weights, positions = torch.cat(grads).flatten(1), argmax.repeat(len(grads), 1)
         sums = F.embedding_bag(positions, patches, mode="sum", per_sample_weights=weights)
         return sums.view(len(grads), 1, -1, sums.shape[1])
 
     def _sums_of_samples(self, grads: Sequence[Tensor], samples: slice) -> Tensor:
-        """Return the sums for some samples, (outputs, samples, channels, inputs), from copies of the chosen patches."""
-        table = self.patches[samples]
-        first = torch.arange(len(table), dtype=torch.int, device=table.device).mul_(table.shape[1]).view(-1, 1, 1)
-        chosen = F.embedding(self.argmax[samples] + first, table.flatten(0, 1))
+        """Return the gradient with respect to V for some samples, (outputs, samples, channels, inputs)."""
+        patches = self.patches[samples]
+        indices = torch.arange(len(patches), dtype=torch.int, device=patches.device)
+        offsets = indices.mul_(patches.shape[1]).view(-1, 1, 1)
+        selected = F.embedding(self.argmax[samples] + offsets, patches.flatten(0, 1))
         stacked = torch.stack([grad[samples].flatten(2) for grad in grads], 2)
-        return (stacked @ chosen).movedim(2, 0)
+        return (stacked @ selected).movedim(2, 0)
 
 
 def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, norm_params: Params) -> PooledConv:
-    """Return the max pooling of the normalized maps of a convolution, without normalizing the maps.
+    """Return the result of a convolution, a normalization layer and max pooling.
 
-    The patches' mean m is subtracted from them and added to the bias: W(a − m) + (Wm + b). The statistics of a group
-    norm follow from m and the covariance C of the patches, since the maps have the means Wm + b and the variances
-    diag(W C Wᵀ). So V and v are functions of the parameters.
+    The convolution is computed as W(a − m) + (Wm + b) with the mean m of the patches a. The statistics of group norm
+    follow from m and the covariance C of the patches, since the feature maps have the means Wm + b and the variances
+    diag(W C Wᵀ). So V and v are functions of the parameters, and the feature maps need not be normalized.
 
     Args:
-        layer: The pool.
-        windows: The input windows of the convolution, as from `conv_windows`.
-        norm: The norm layer.
+        layer: The max pooling layer.
+        windows: The input windows of the convolution, from `conv_windows`.
+        norm: The normalization layer.
         conv: Parameters of the convolution, one copy per sample.
-        norm_params: Parameters of the norm, one copy per sample.
+        norm_params: Parameters of the normalization layer, one copy per sample.
+
+    Returns:
+        The pooled feature maps, and what their gradients depend on.
     """
     weight, (patches, m) = conv["weight"].flatten(2), _centered_patches(windows)
-    center = (weight @ m).squeeze(-1) + conv.get("bias", 0.0)
+    channel_mean = (weight @ m).squeeze(-1) + conv.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
-        lines = patches.unflatten(1, windows.shape[4:])  # one product per line: few long products leave a GPU idle
-        spread = (weight @ ((lines.mT @ lines).sum(1) / patches.shape[1]) * weight).sum(-1)
-        centers, spreads = (value.unflatten(1, (norm.num_groups, -1)) for value in (center, spread))
-        means = centers.mean(2, keepdim=True)
-        variances = (spreads + (centers - means).square()).mean(2, keepdim=True)
-        mean, variance = (value.expand_as(centers).flatten(1) for value in (means, variances))
+        image_rows = patches.unflatten(1, windows.shape[4:])  # one product per row: few long products leave a GPU idle
+        channel_variance = (weight @ ((image_rows.mT @ image_rows).sum(1) / patches.shape[1]) * weight).sum(-1)
+        grouped_means, grouped_variances = (
+            value.unflatten(1, (norm.num_groups, -1)) for value in (channel_mean, channel_variance)
+        )
+        group_mean = grouped_means.mean(2, keepdim=True)
+        group_variance = (grouped_variances + (grouped_means - group_mean).square()).mean(2, keepdim=True)
+        mean, variance = (value.expand_as(grouped_means).flatten(1) for value in (group_mean, group_variance))
     else:
         mean, variance = _running_statistics(norm)
     scale = norm_params["weight"] * torch.rsqrt(variance + norm.eps)
-    shift = (center - mean) * scale + norm_params.get("bias", 0.0)
+    shift = (channel_mean - mean) * scale + norm_params.get("bias", 0.0)
     weight = weight * scale.unsqueeze(-1)
     if on_cpu(patches):
         maps = torch.baddbmm(shift.detach().unsqueeze(1), patches, weight.detach().mT).mT
@@ -154,7 +161,7 @@ def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, n
 
 def _centered_patches(windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the patches minus their mean, (samples, positions, inputs), and the mean, (samples, inputs, 1)."""
-    if on_cpu(windows):  # copying contiguous runs before transposing is faster there
+    if on_cpu(windows):  # on a CPU, it is faster to copy contiguous memory first and then transpose
         a = windows.flatten(1, 3).flatten(2)
         m = a.mean(-1, keepdim=True)
         return (a - m).mT.contiguous(), m
@@ -164,7 +171,7 @@ def _centered_patches(windows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _max_pool_with_indices(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
-    """Return the maxima of the windows and their positions. Channels last is four times faster on a CPU."""
+    """Return the maxima of the windows and their positions. On a CPU, channels-last memory is four times faster."""
     if on_cpu(x):
         x = x.contiguous(memory_format=torch.channels_last)
     y, indices = torch.ops.aten.max_pool2d_with_indices(x, *window)
@@ -172,7 +179,7 @@ def _max_pool_with_indices(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
 
 
 class _BatchedBackward(torch.autograd.Function):
-    """A backward function that takes gradients of several outputs, (outputs, samples, ...), together under `vmap`."""
+    """A backward function that under `vmap` processes gradients of several outputs at once, (outputs, samples, ...)."""
 
     @staticmethod
     def forward(vjp: Callable[..., tuple[Tensor, ...]], g: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
@@ -210,16 +217,16 @@ class _MaxPool(torch.autograd.Function):
 
 
 class _GroupNorm(torch.autograd.Function):
-    """Group norm with a weight and a bias for each sample, whose backward pass reads memory few times.
+    """Group norm with a weight and a bias for each sample, whose backward pass reads each tensor few times.
 
-    With ĝ = Σ_p g_p x̂_p, the gradient of the weight, and ḡ = Σ_p g_p, the gradient of the bias, the gradient of x is
-    σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), with means over a group. For each channel it is an affine function of g and x.
+    The gradients with respect to the weight and the bias are ĝ = Σ_p g_p x̂_p and ḡ = Σ_p g_p. The gradient with respect
+    to x is σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), with means over a group: an affine function of g and x for each channel.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: int, eps: float, weight: Tensor, bias: Tensor) -> Tensor:
         samples, channels = weight.shape
-        sizes = 1, samples * channels, x[0, 0].numel(), samples * groups
+        sizes = 1, samples * channels, x[0, 0].numel(), samples * groups  # samples are folded into channels
         y, mean, scale = torch.native_group_norm(x.contiguous(), weight.flatten(), bias.flatten(), *sizes, eps)
         ctx.save_for_backward(x, weight, mean.view(samples, groups, 1), scale.view(samples, groups, 1))
         return y
@@ -228,13 +235,14 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         def vjp(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             shape, w = g.shape, weight.view(*mean.shape[:2], -1)
-            g, x, share = g.reshape(len(g), *w.shape, -1), x.reshape(*w.shape, -1), scale / (-x[0].numel() / w.shape[1])
+            factor = scale / (-x[0].numel() / w.shape[1])  # −σ⁻¹ divided by the size of a group
+            g, x = g.reshape(len(g), *w.shape, -1), x.reshape(*w.shape, -1)
             sums = torch.stack([torch.einsum("o...p,...p->o...", g, x), g.sum(-1)])
             grad_weight, grad_bias = sums
             grad_weight.addcmul_(mean, grad_bias, value=-1).mul_(scale)
             group_sums = (w * sums).sum(-1, keepdim=True)
-            x_factor = group_sums[0] * (share * scale)
-            shift = (group_sums[1] * share).addcmul_(x_factor, mean, value=-1)
+            x_factor = group_sums[0] * (factor * scale)
+            shift = (group_sums[1] * factor).addcmul_(x_factor, mean, value=-1)
             g_factor, x_factor, shift = (value.unsqueeze(-1) for value in (w * scale, x_factor, shift))
             grad_x = torch.addcmul(shift, x_factor, x).addcmul_(g_factor, g)
             return grad_x.view(shape), grad_weight.flatten(2), grad_bias.flatten(2)
@@ -244,7 +252,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def apply_norm(layer: Any, x: Tensor, copies: Params) -> Tensor:
-    """Apply a norm layer with the given parameters, one copy per sample."""
+    """Apply a normalization layer with these parameters, one copy per sample."""
     if isinstance(layer, nn.GroupNorm) and len(copies) == 2 and not on_cpu(x):
         return _GroupNorm.apply(x, layer.num_groups, layer.eps, *copies.values())  # type: ignore[no-any-return]
     if isinstance(layer, nn.GroupNorm):  # fold samples into channels: the groups of each sample are separate

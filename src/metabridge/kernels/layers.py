@@ -17,14 +17,14 @@ from metabridge.errors import InputError, check_not_negative, check_positive
 
 @dataclass
 class KernelState:
-    """Kernels between points at one place in the network. Layers change the state, in place where possible.
+    """The kernels between points after some layer of a network. The next layer updates them, if possible in place.
 
     Args:
         cov: Covariances Σ of the (pre-)activations, (rows, columns, *pixels), or (points, *pixels) for the covariance
             of each point with itself.
         ntk: The NTK Θ up to this layer, with the shape of `cov`; None if only the NNGP kernel is computed.
-        pixel_dims: Number of pixel dimensions: 0 in dense layers, 2 if each pixel is compared with the same pixel of
-            the other image, 4 if it is compared with every pixel.
+        pixel_dims: Number of pixel dimensions of `cov`: 0 in dense layers, 2 for the covariances of each pixel with the
+            same pixel of the other image, 4 for its covariances with every pixel of the other image.
         get_variances: Function of this state that returns the variances of the rows and of the columns, in shapes that
             broadcast to `cov`.
     """
@@ -53,7 +53,11 @@ class Layer(Protocol):
     """One layer of an infinitely wide network."""
 
     def propagate(self, state: KernelState) -> None:
-        """Update the state from the layer's input to its output."""
+        """Replace the kernels of the layer's input by the kernels of its output.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
         ...
 
 
@@ -62,7 +66,7 @@ class Dense:
     """A fully connected layer: Σ ← σ_w² Σ + σ_b², Θ ← σ_w² Θ + Σ.
 
     Args:
-        weight_variance: σ_w², must be positive. The default is He's for ReLU.
+        weight_variance: σ_w², must be positive. The default is He initialization for ReLU.
         bias_variance: σ_b²; 0 for a layer without bias.
 
     Raises:
@@ -82,7 +86,11 @@ class Dense:
         check_variances(self.weight_variance, self.bias_variance)
 
     def propagate(self, state: KernelState) -> None:
-        """Update Σ and Θ."""
+        """Update Σ and Θ.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
         state.add_parameters(self.weight_variance, self.bias_variance)
 
 
@@ -90,7 +98,7 @@ class Dense:
 class LayerNorm:
     """Layer normalization of pre-activations: Σ and Θ are divided by the two standard deviations.
 
-    Over infinitely many units the mean is 0 and the variance is a constant, through which no gradient flows.
+    In a layer of infinite width, the mean over units is 0, and the variance is a constant without gradient.
 
     Example:
         >>> import torch
@@ -100,7 +108,11 @@ class LayerNorm:
     """
 
     def propagate(self, state: KernelState) -> None:
-        """Scale each point to variance 1."""
+        """Divide Σ and Θ by the standard deviations.
+
+        Args:
+            state: The kernels before the layer; updated in place.
+        """
         left, right = (variance.rsqrt() for variance in state.get_variances(state))
         state.map(lambda values: values.mul_(left).mul_(right))
 
@@ -110,7 +122,7 @@ class Residual:
     """A residual connection x + f(x), where the kernels of x and f(x) add up.
 
     Args:
-        layers: The layers of f. The last one must have weights, so that x and f(x) are independent.
+        layers: The layers of f. The last one must have weights, since x and f(x) must be independent.
 
     Example:
         >>> import torch
@@ -122,10 +134,10 @@ class Residual:
     layers: tuple[Layer, ...]
 
     def propagate(self, state: KernelState) -> None:
-        """Propagate a copy through the branch and add it to the state.
+        """Propagate a copy of the kernels through the branch, and add it.
 
         Args:
-            state: The state before the branch.
+            state: The kernels before the layer; updated in place.
 
         Raises:
             InputError: If the branch changes the size of the images.

@@ -1,7 +1,7 @@
 """Kernels between tasks for MTL, ANIL and MAML, computed from a network's NTK Θ and NNGP kernel K.
 
-Points have a leading task axis, (tasks, points, ...). Kernels between tasks are matrices over all points, task after
-task. They are per output: k outputs have k independent copies.
+Points have a leading task axis, (tasks, points, ...). Kernels between tasks are matrices over the points of all tasks,
+in the order of the tasks. They are per output: for k outputs, the matrix is Φ ⊗ I_k.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from metabridge.kernels.kernel import Kernel
 Heads = Literal["shared", "independent"]
 Adapts = Literal["all", "head"]
 
-# Points of tasks that share a call of the kernel. With more, too much time goes to pairs of different tasks.
+# Maximum number of points per call of the kernel. With more, most of the time is spent on pairs of different tasks.
 _POINTS_PER_CALL = 128
 
 
 def adaptation_operator(gram: Tensor, time: float, ridge: float = 0.0, eps: float | None = None) -> Tensor:
     """Return T = M⁻¹(I − e^{−sM}), the effect of gradient flow on a support set (Wang et al. 2021, eq. 17).
 
-    In the eigenbasis of M each mode is −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞, so a nearly
-    singular matrix is never inverted.
+    For each eigenvalue κ of M, T has the eigenvalue −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞. For a
+    finite time, no nearly singular matrix is inverted.
 
     Args:
         gram: Gram matrices M of the support sets, (..., n, n).
-        time: Time s = λτ of gradient flow; may be infinite.
+        time: Time s = λτ of gradient flow, the learning rate times the number of steps; may be infinite.
         ridge: Number added to the diagonal of M.
-        eps: Precision of the entries of M, relative to the largest one. The default is the precision of the dtype.
+        eps: Precision of the entries of M, relative to the largest one (default: the precision of the dtype).
 
     Returns:
         T, in the shape of `gram`.
@@ -51,13 +51,13 @@ def adaptation_operator(gram: Tensor, time: float, ridge: float = 0.0, eps: floa
         if singular.any():
             raise InputError(
                 f"a support set of {gram.shape[-1]} points has a Gram matrix that cannot be inverted: "
-                f"{_most_correlated_pair(gram, singular)} are the same, or the kernel cannot distinguish them. Remove "
+                f"{_most_correlated_pair(gram, singular)} are equal, or the kernel cannot distinguish them. Remove "
                 "one of them, or use a ridge or a finite time."
             )
         return (vectors / values[..., None, :]) @ vectors.mT
-    safe = torch.where(values > 0, values, 1)
-    modes = torch.where(values > 0, -torch.expm1(-time * safe) / safe, time)
-    return (vectors * modes[..., None, :]) @ vectors.mT
+    divisor = torch.where(values > 0, values, 1)
+    operator_values = torch.where(values > 0, -torch.expm1(-time * divisor) / divisor, time)
+    return (vectors * operator_values[..., None, :]) @ vectors.mT
 
 
 def residual_decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
@@ -85,8 +85,8 @@ def residual_decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
 def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
     """Return the kernel of multi-task learning, Φ[i, j] = Θ(X_i, X_j) − 1[i≠j] K(X_i, X_j) (Wang et al. 2021, lemma 1).
 
-    Between tasks only the body's part Θ − K remains, if the heads of all tasks start from the same value. If they start
-    from independent values it vanishes as the width grows. Φ is positive semi-definite as a sum of such matrices.
+    Different tasks share only the body, whose kernel is Θ − K if the heads of all tasks start from the same value. If
+    they start from independent values, it vanishes as the width grows. Φ is positive semi-definite.
 
     Args:
         kernel: The kernel of the network.
@@ -136,11 +136,11 @@ def shared_parameter_kernel(ntk: Tensor, nngp: Tensor, same: Tensor, method: str
     """Return the kernel of the parameters that tasks share, before adaptation.
 
     Args:
-        ntk: Θ between the points of some tasks and all tasks.
+        ntk: Θ between the points of some tasks and the points of all tasks.
         nngp: K between the same points.
         same: Mask of pairs of points that belong to the same task.
         method: Training method; "mtl" has one head per task.
-        heads: Whether heads start from the same value or independently.
+        heads: Whether the heads of the tasks start from the same value ("shared") or independently ("independent").
 
     Returns:
         The kernel, in the shape of `ntk`.
@@ -162,9 +162,9 @@ def split_kernel(
 ) -> Tensor:
     """Return the MetaNTK between the queries of tasks with a query-support split (Wang et al. 2022, def. 2).
 
-    Φ = R Θ R'ᵀ over queries and supports with R = [I, −M(X, X')T_M(X')]: adaptation removes from each query's gradient
-    the part that the support set explains. M is Θ for MAML (Wang et al. 2022, eq. 106) and K for ANIL (eq. 112). Φ is
-    positive semi-definite by construction.
+    Φ = R Θ R'ᵀ, with Θ between queries and supports and R = [I, −M(X, X')T_M(X')]: adaptation removes from each query's
+    gradient the part that the support set explains. M is Θ for MAML (Wang et al. 2022, eq. 106) and K for ANIL
+    (eq. 112). Φ is positive semi-definite by construction.
 
     Args:
         kernel: The kernel of the network.
@@ -173,7 +173,7 @@ def split_kernel(
         others: Query and support points of the tasks of the columns; `query` and `support` if None.
         adapts: "all" for MAML, "head" for ANIL.
         time: Time s = λτ of the inner loop; may be infinite.
-        ridge: Number added to the diagonal of the support sets' Gram matrices.
+        ridge: Number added to the diagonals of the Gram matrices of the support sets.
 
     Returns:
         Φ, (tasks · queries, tasks' · queries').
@@ -214,7 +214,7 @@ def residual_operator(
         support: Support points X', (tasks, supports, ...).
         adapts: "all" for M = Θ, "head" for M = K.
         time: Time s of the inner loop; may be infinite.
-        ridge: Number added to the diagonal of the support sets' Gram matrices.
+        ridge: Number added to the diagonals of the Gram matrices of the support sets.
         eps: Precision of the Gram matrices, as in `adaptation_operator`.
 
     Returns:
@@ -230,15 +230,15 @@ def residual_operator(
 def task_grams(kernel: Kernel, x: Tensor, adapts: Adapts) -> Tensor:
     """Return Θ, or K if only the head adapts, between the points of every task: (tasks, points, points)."""
     gram = kernel.ntk if adapts == "all" else kernel.nngp
-    tasks, points = x.shape[:2]
-    # For vectors, a call costs more than its pairs, so tasks share calls. For images, every pair is expensive.
+    points = x.shape[1]
+    # For vectors, a call costs more than its pairs of points, so several tasks share a call. For images, a pair is
+    # expensive, so pairs of different tasks are avoided.
     tasks_per_call = max(1, _POINTS_PER_CALL // points) if x.ndim == 3 else 1
-    parts = [x[first : first + tasks_per_call] for first in range(0, tasks, tasks_per_call)]
-    return torch.cat([diagonal_blocks(gram(part.flatten(0, 1)), points) for part in parts])
+    return torch.cat([diagonal_blocks(gram(chunk.flatten(0, 1)), points) for chunk in x.split(tasks_per_call)])
 
 
 def diagonal_blocks(matrix: Tensor, points: int) -> Tensor:
-    """Return the diagonal blocks of a matrix over the points of all tasks, (tasks, points, points)."""
+    """Return the blocks of each task with itself, (tasks, points, points), of a matrix over the points of all tasks."""
     tasks = len(matrix) // points
     return matrix.reshape(tasks, points, tasks, points).diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
@@ -262,7 +262,7 @@ def _eigendecomposition(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 def _most_correlated_pair(gram: Tensor, singular: Tensor) -> str:
-    """Name the two points with the highest correlation in the first task with a singular Gram matrix."""
+    """Return the indices of the most correlated points of the first singular Gram matrix, for an error message."""
     task = int(singular.reshape(-1, gram.shape[-1]).any(1).int().argmax())
     task_gram = gram.reshape(-1, *gram.shape[-2:])[task]
     scale = task_gram.diagonal().clamp_min(torch.finfo(task_gram.dtype).tiny).rsqrt()

@@ -1,4 +1,4 @@
-"""The empirical kernel from NTK-vector products, which hold no more than one gradient per column at a time."""
+"""The empirical kernel from NTK-vector products, which hold the gradients of only a few columns at a time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def fill_by_products(
 
     Args:
         gradients: The network and its parameters.
-        strategy: Sizes of the parts that are computed together.
+        strategy: Numbers of rows and columns that are computed at a time.
         outputs: How the outputs are reduced.
         x: The n samples of the rows.
-        z: The m samples of the columns; `x` if None, and then entries below the diagonal may remain unset.
+        z: The m samples of the columns. If None, they are `x`, and entries below the diagonal may remain unset.
         grid: The result, (n, r, m, r), with r the number of outputs for "full" and 1 otherwise.
     """
     params = {name: gradients.params[name] for name in gradients.names}
     fixed = {name: value for name, value in gradients.params.items() if name not in params}
-    points = x if z is None else z
+    column_samples = x if z is None else z
 
     def apply_to(samples: Tensor) -> Callable[[Params], Tensor]:
         def apply(params: Params) -> Tensor:
@@ -39,18 +39,18 @@ def fill_by_products(
 
         return apply
 
-    def gradient(point: Tensor, output: Tensor) -> Params:
-        y, backward = vjp(apply_to(point.unsqueeze(0)), params)[:2]
-        seed = torch.zeros_like(y).scatter(1, output.view(1, 1), 1.0)
-        return backward(seed)[0]  # type: ignore[no-any-return]
+    def gradient(sample: Tensor, output: Tensor) -> Params:
+        y, backward = vjp(apply_to(sample.unsqueeze(0)), params)[:2]
+        cotangent = torch.zeros_like(y).scatter(1, output.view(1, 1), 1.0)
+        return backward(cotangent)[0]  # type: ignore[no-any-return]
 
     with torch.no_grad():
         k = apply_to(x[:1])(params).shape[1]
-        for start in range(0, len(points) * k, strategy.chunk):
-            pairs = torch.arange(start, min(start + strategy.chunk, len(points) * k), device=x.device)
-            samples, output_indices = pairs // k, pairs % k
-            directions = vmap(gradient)(points[samples], output_indices)
-            rows_end = len(x) if z is not None else int(samples[-1]) + 1  # skip rows below the diagonal
+        for start in range(0, len(column_samples) * k, strategy.chunk):
+            pairs = torch.arange(start, min(start + strategy.chunk, len(column_samples) * k), device=x.device)
+            column_indices, output_indices = pairs // k, pairs % k
+            directions = vmap(gradient)(column_samples[column_indices], output_indices)
+            rows_end = len(x) if z is not None else int(column_indices[-1]) + 1  # skip rows below the diagonal
             for i in range(0, rows_end, strategy.tile):
                 apply = apply_to(x[i : min(i + strategy.tile, rows_end)])
                 columns = vmap(lambda direction: jvp(apply, (params,), (direction,))[1])(directions)  # noqa: B023
@@ -59,4 +59,4 @@ def fill_by_products(
                     grid[rows].flatten(2)[:, :, start : start + len(pairs)] = columns.movedim(0, -1)
                 else:
                     same_output = columns[torch.arange(len(pairs)), :, output_indices]
-                    grid[rows, 0, :, 0].index_add_(1, samples, same_output.mT)
+                    grid[rows, 0, :, 0].index_add_(1, column_indices, same_output.mT)

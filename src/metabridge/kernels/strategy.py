@@ -1,4 +1,4 @@
-"""Choice of the cheapest strategy that computes an empirical kernel within the available memory."""
+"""Choice of the cheapest strategy for an empirical kernel that fits in the available memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from metabridge.kernels.jacobian import ParameterInfo
 
 StrategyName = Literal["auto", "gradients", "products"]
 
-CPU_PASS_BYTES = 2**27  # bytes held by a pass on a CPU, where larger passes gain little
-ELEMENTWISE_COST = 30  # cost of an elementwise multiplication, in multiplications of a matrix product
+CPU_PASS_BYTES = 2**27  # maximum number of bytes held by a pass on a CPU, since larger passes are hardly faster
+ELEMENTWISE_COST = 30  # cost of an elementwise multiplication relative to one in a matrix product
 
 
 class Strategy(NamedTuple):
@@ -24,10 +24,10 @@ class Strategy(NamedTuple):
     Args:
         name: "gradients" for per-sample gradients, "products" for NTK-vector products.
         cost: Estimated number of multiplications.
-        tile: Number of samples whose gradients are held.
-        chunk: Number of samples in a pass; for products, of pairs of a sample and an output.
-        workspace: Additional bytes for computing the gradients of a layer on a GPU.
-        threads: Number of CPU threads that take passes.
+        tile: Number of samples whose gradients are in memory at a time; for products, number of rows at a time.
+        chunk: Number of samples in a pass; for products, number of pairs of a column and an output.
+        workspace_bytes: Number of bytes for computing the gradients of a layer on a GPU.
+        threads: Number of CPU threads among which the passes are divided.
         materialized: Parameters whose gradients are materialized.
         factored: Parameters whose gradients are kept as factors.
     """
@@ -36,17 +36,17 @@ class Strategy(NamedTuple):
     cost: float
     tile: int
     chunk: int
-    workspace: int = 0
+    workspace_bytes: int = 0
     threads: int = 1
     materialized: tuple[ParameterInfo, ...] = ()
     factored: tuple[ParameterInfo, ...] = ()
 
 
 class KernelProblem(NamedTuple):
-    """The task of computing a kernel between n and m samples.
+    """What the choice of a strategy depends on, for a kernel between n and m samples.
 
     Args:
-        profile: Costs of the network.
+        profile: Sizes and costs of the network.
         outputs: How the outputs are reduced.
         memory: Number of bytes available.
         n: Number of rows.
@@ -64,7 +64,7 @@ class KernelProblem(NamedTuple):
     on_cpu: bool
 
     def cheapest_strategy(self, name: StrategyName) -> Strategy | None:
-        """Return the cheapest strategy of that name ("auto" for any) that fits in memory, or None if none does."""
+        """Return the cheapest strategy of this name ("auto" for any name) that fits in memory, or None if none does."""
         parameters = self.profile.parameters
         strategies: list[Strategy] = []
         if name != "products":
@@ -84,56 +84,59 @@ class KernelProblem(NamedTuple):
         return strategy._replace(cost=strategy.cost + contraction)
 
     def gradient_strategy(self, materialized: Sequence[ParameterInfo], factored: Sequence[ParameterInfo]) -> Strategy:
-        """Return the strategy that holds the gradients of as many samples as fit, with the cost of computing them."""
+        """Return the strategy with the largest tile that fits in memory; its cost excludes the inner products."""
         profile, cpu = self.profile, self.on_cpu
-        stored = profile.outputs * sum(info.size for info in materialized)
-        stored += sum(info.positions * (info.inputs + profile.outputs * info.outputs) for info in factored)
-        stored *= profile.itemsize
+        gradient_numbers = profile.outputs * sum(info.size for info in materialized)
+        gradient_numbers += sum(
+            info.positions * (info.in_features + profile.outputs * info.out_features) for info in factored
+        )
+        gradient_bytes = gradient_numbers * profile.itemsize  # of one sample
         sample_bytes = profile.graph_bytes + profile.pass_bytes + (profile.workspace_bytes if cpu else 0)
         if profile.generic_names:
-            sample_bytes = max(sample_bytes, 2 * (profile.outputs + 1) * profile.graph_bytes + stored)
+            sample_bytes = max(sample_bytes, 2 * (profile.outputs + 1) * profile.graph_bytes + gradient_bytes)
         pass_bytes = max(sample_bytes, self.memory // 4)
-        workspace = 0 if cpu else max(profile.workspace_bytes, self.memory // 4)
-        available, samples = self.memory - pass_bytes - workspace, max(self.n, self.m)
-        all_fit = samples * stored * (1 if self.symmetric else 2) <= available
-        tile = samples if all_fit else available // (2 * stored)
+        workspace_bytes = 0 if cpu else max(profile.workspace_bytes, self.memory // 4)
+        available_bytes, samples = self.memory - pass_bytes - workspace_bytes, max(self.n, self.m)
+        all_fit = samples * gradient_bytes * (1 if self.symmetric else 2) <= available_bytes
+        tile = samples if all_fit else available_bytes // (2 * gradient_bytes)
         if tile < 1:
             return Strategy("gradients", math.inf, 0, 1)
         tiles = -(-self.n // tile)
-        computed = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
+        # How many times the gradients of one sample are computed.
+        computations = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
         threads = max(1, min(torch.get_num_threads(), pass_bytes // sample_bytes)) if cpu else 1
-        free = available - tile * stored * (1 if all_fit and self.symmetric else 2)
+        free_bytes = available_bytes - tile * gradient_bytes * (1 if all_fit and self.symmetric else 2)
         # A GPU is fastest with all samples in one pass.
-        chunk_bytes = min(pass_bytes // threads, CPU_PASS_BYTES) if cpu else pass_bytes + free
+        chunk_bytes = min(pass_bytes // threads, CPU_PASS_BYTES) if cpu else pass_bytes + free_bytes
         passes = -(-tile // max(1, chunk_bytes // sample_bytes))
         chunk = -(-tile // passes)
-        cost = computed * profile.multiplications * (1 + profile.outputs) * (3 if profile.generic_names else 1)
-        return Strategy("gradients", cost, tile, chunk, workspace, threads, tuple(materialized), tuple(factored))
+        cost = computations * profile.multiplications * (1 + profile.outputs) * (3 if profile.generic_names else 1)
+        return Strategy("gradients", cost, tile, chunk, workspace_bytes, threads, tuple(materialized), tuple(factored))
 
     def _products(self) -> Strategy:
-        """Push as many pairs of a sample and an output forward together, over as many samples, as fit."""
-        profile, half = self.profile, self.memory // 2
-        size = 3 * profile.itemsize * sum(info.size for info in profile.parameters)
-        pairs = int(min(self.m * profile.outputs, half // (size + 2 * profile.graph_bytes)))
-        tile = int(min(self.n, half // (max(1, pairs) * 3 * profile.graph_bytes))) if pairs else 0
+        """Return the strategy with as many pairs of a column and an output, and then as many rows, as fit in memory."""
+        profile, half_memory = self.profile, self.memory // 2
+        parameter_bytes = 3 * profile.itemsize * sum(info.size for info in profile.parameters)
+        pairs = int(min(self.m * profile.outputs, half_memory // (parameter_bytes + 2 * profile.graph_bytes)))
+        tile = int(min(self.n, half_memory // (max(1, pairs) * 3 * profile.graph_bytes))) if pairs else 0
         if pairs > 1 and not tile:
-            pairs, tile = 1, int(min(self.n, half // (3 * profile.graph_bytes)))
+            pairs, tile = 1, int(min(self.n, half_memory // (3 * profile.graph_bytes)))
         cost = 3 * self.m * profile.outputs * (1 + self.n) * profile.multiplications
         return Strategy("products", cost, tile, pairs)
 
     def _materialized_cost(self, info: ParameterInfo) -> float:
-        k, products = self.profile.outputs, self.n * self.m * self.profile.outputs
-        return (
-            k * (self.n + self.m) * info.multiplications + products * (k if self.outputs == "full" else 1) * info.size
-        )
+        k = self.profile.outputs
+        inner_products = self.n * self.m * k * (k if self.outputs == "full" else 1)
+        return k * (self.n + self.m) * info.multiplications + inner_products * info.size
 
     def _factored_cost(self, info: ParameterInfo) -> float:
         if not info.positions:
             return math.inf
-        r, fold = (self.profile.outputs, 1) if self.outputs == "full" else (1, self.profile.outputs)
-        pair = info.inputs + r * r * (fold * info.outputs + ELEMENTWISE_COST)
-        return self.n * self.m * info.positions**2 * pair
+        # Outputs are compared in r² pairs, or are concatenated.
+        r, concatenated = (self.profile.outputs, 1) if self.outputs == "full" else (1, self.profile.outputs)
+        pair_cost = info.in_features + r * r * (concatenated * info.out_features + ELEMENTWISE_COST)
+        return self.n * self.m * info.positions**2 * pair_cost
 
     def _factors_are_smaller(self, info: ParameterInfo) -> bool:
         k = self.profile.outputs
-        return 0 < info.positions * (info.inputs + k * info.outputs) < k * info.size
+        return 0 < info.positions * (info.in_features + k * info.out_features) < k * info.size

@@ -1,4 +1,4 @@
-"""Plain forms of operations whose second derivative PyTorch lacks or computes wrongly."""
+"""Twice differentiable forms of operations whose second derivative PyTorch lacks or computes wrongly."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 _LOCK = Lock()
-_ATTENTION = contextlib.ExitStack()
-_users = 0  # threads inside _plain_attention
+_BACKEND = contextlib.ExitStack()  # restores the attention backend when it is closed
+_active_threads = 0  # number of threads inside _math_attention
 
 
 @contextlib.contextmanager
@@ -24,36 +24,36 @@ def second_derivatives(*, weight_norm: bool) -> Iterator[None]:
     Args:
         weight_norm: Whether the network uses PyTorch's fused weight normalization.
     """
-    with _plain_attention(), _PlainWeightNorm() if weight_norm else contextlib.nullcontext():
+    with _math_attention(), _UnfusedWeightNorm() if weight_norm else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Make `scaled_dot_product_attention` use its plain form, since its fused kernels have no second derivative.
+def _math_attention() -> Iterator[None]:
+    """Select the math backend of `scaled_dot_product_attention`, since fused kernels have no second derivative.
 
-    PyTorch has one setting for the whole process, which the last thread that leaves the context restores. Attention
-    that other threads compute meanwhile is rounded differently.
+    PyTorch's selection is global: the last thread that leaves the context restores it, and until then attention in
+    other threads uses the math backend too, which rounds differently.
     """
-    global _users
+    global _active_threads
     with _LOCK:
-        if _users == 0:
-            _ATTENTION.enter_context(sdpa_kernel(SDPBackend.MATH))
-        _users += 1
+        if _active_threads == 0:
+            _BACKEND.enter_context(sdpa_kernel(SDPBackend.MATH))
+        _active_threads += 1
     try:
         yield
     finally:
         with _LOCK:
-            _users -= 1
-            if _users == 0:
-                _ATTENTION.close()
+            _active_threads -= 1
+            if _active_threads == 0:
+                _BACKEND.close()
 
 
-class _PlainWeightNorm(TorchFunctionMode):
+class _UnfusedWeightNorm(TorchFunctionMode):
     """Compute weight normalization as g v / ‖v‖, since the second derivative of its fused kernel is wrong."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the fused function."""
+        """Call the function, or `_weight_norm` instead of the fused kernel."""
         if func is torch._weight_norm:
             return _weight_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

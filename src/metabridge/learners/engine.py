@@ -1,11 +1,11 @@
 """Engines: the same meta-gradient by a loop, by threads, by `vmap` or by a captured CUDA graph.
 
-A meta-gradient is a mean over tasks, and an engine decides where and when each task is computed. All modes give the
-same numbers up to rounding. If batch norm in training takes statistics over all tasks, the tasks stay in one batch in
-every mode.
+A meta-gradient is a mean over tasks, and an engine decides where and when each task is computed. All modes return the
+same result up to rounding. If batch norm computes its statistics over all tasks of a step, every mode computes the
+tasks in one batch.
 
-Buffers that a forward pass changes in training are the same for every task of a step. After the step, one forward pass
-on the support set of each task changes them, in the order of the tasks.
+If forward passes in training change buffers, all tasks of a step start from the same buffers. After the step, one
+forward pass on the support set of each task, in the order of the tasks, updates them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from metabridge.errors import InputError
 from metabridge.learners.double_backward import second_derivatives
 from metabridge.learners.method import Method
 from metabridge.learners.outer_gradients import OUTER_RULES
-from metabridge.learners.parameters import check_training
+from metabridge.learners.parameters import check_training, network_name
 from metabridge.learners.task_gradients import summed_gradient
 from metabridge.models.batch_norm import running_batch_norms
 from metabridge.models.forward_behavior import Behavior, observe
@@ -35,7 +35,7 @@ from metabridge.threads import map_over_threads
 log = logging.getLogger("metabridge")
 
 Mode = Literal["auto", "loop", "workers", "vectorized", "captured"]
-MOST_CAPTURES = 8  # largest number of CUDA graphs, one for each shape of batches; each allocates memory
+MAX_CAPTURES = 8  # maximum number of CUDA graphs, one per batch shape; each allocates memory
 
 
 class MetaGradient(NamedTuple):
@@ -46,6 +46,8 @@ class MetaGradient(NamedTuple):
         gradients: The gradient of each trained parameter, by name.
 
     >>> gradient = MetaGradient(torch.tensor(0.5), {"head.bias": torch.ones(2)})
+    >>> gradient
+    MetaGradient(loss=0.5, gradients of 1 parameter)
     >>> params = {"head.bias": torch.zeros(2, requires_grad=True)}
     >>> gradient.assign(params)
     >>> params["head.bias"].grad
@@ -56,28 +58,36 @@ class MetaGradient(NamedTuple):
     gradients: Params
 
     def assign(self, params: Params) -> None:
-        """Set `grad` of the trained parameters in `params`, for an optimizer."""
+        """Set `grad` of the trained parameters, for an optimizer.
+
+        Args:
+            params: The method's parameters, from `parameters`.
+        """
         for name, gradient in self.gradients.items():
             params[name].grad = gradient
+
+    def __repr__(self) -> str:
+        count = len(self.gradients)
+        return f"MetaGradient(loss={float(self.loss):.4g}, gradients of {count} parameter{'s' if count != 1 else ''})"
 
 
 class Engine:
     """Computes meta-gradients of one method on one network, batch after batch.
 
-    Call it with parameters and episodes. On a GPU the gradients of a captured step are overwritten by the next step.
+    Call it with parameters and episodes. In the mode "captured", each step overwrites the gradients of the step before.
 
     Args:
         method: The method.
         net: The network.
-        mode: How tasks are computed: "loop" one after the other, "workers" on one thread per core, "vectorized" all at
-            once under `vmap`, "captured" the same as a CUDA graph, which is captured once for each shape of batches.
-            "auto" is "captured" on a GPU and "workers" elsewhere.
-        flat: Compute exact gradients in memory that does not grow with the number of inner steps.
-        dtype: The data type of the computation of features, such as `torch.bfloat16`. Parameters and gradients keep
-            their types.
+        mode: How tasks are computed: "loop", one after the other; "workers", on one thread per core; "vectorized", all
+            at once under `vmap`; or "captured", vectorized and captured as a CUDA graph, one per batch shape. "auto" is
+            "captured" on a GPU and "workers" elsewhere.
+        flat: Whether to compute exact gradients with memory that does not grow with the number of inner steps.
+        dtype: Data type in which features are computed, such as `torch.bfloat16`. Parameters and gradients keep their
+            data types.
 
     Raises:
-        InputError: If `mode` is unknown, or on a call, if parameters, network and episodes do not fit together.
+        InputError: If `mode` is unknown; when called, if parameters, network and episodes do not match.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method, parameters
@@ -85,7 +95,10 @@ class Engine:
     >>> maml, net = method("maml"), mlp(1, 1)
     >>> params = parameters(maml, net)
     >>> episodes = Sinusoid().sample(4, torch.Generator().manual_seed(0))
-    >>> sorted(Engine(maml, net)(params, episodes).gradients) == sorted(params)
+    >>> engine = Engine(maml, net)
+    >>> engine
+    Engine(mlp, mode='auto')
+    >>> sorted(engine(params, episodes).gradients) == sorted(params)
     True
     """
 
@@ -101,11 +114,11 @@ class Engine:
         if mode not in get_args(Mode):
             raise InputError(f"mode is {mode!r}, but must be one of {', '.join(map(repr, get_args(Mode)))}.")
         self.method, self.net, self.mode, self.flat, self.dtype = method, net, mode, flat, dtype
-        self._checked: set[tuple[object, ...]] = set()  # signatures of batches
+        self._checked: set[tuple[object, ...]] = set()  # signatures of the batches that were checked
         self._behavior: dict[tuple[object, ...], Behavior] = {}  # of the network, by signature
         self._captures: dict[tuple[object, ...], _Capture] = {}
         self._captured_addresses: tuple[int, ...] = ()  # of the parameters that the captures read
-        self._uncapturable = False
+        self._uncapturable = False  # whether a capture failed
 
     def __call__(self, params: Params, episodes: Episodes) -> MetaGradient:
         """Return the mean outer loss of the tasks and its gradient.
@@ -113,11 +126,14 @@ class Engine:
         Args:
             params: The method's parameters, from `parameters`.
             episodes: The tasks.
+
+        Returns:
+            The loss and the gradients of the trained parameters.
         """
         if torch.is_inference_mode_enabled():
             raise InputError("torch.inference_mode() is on, which allows no gradients. Train outside of it.")
         signature = self._signature(episodes)
-        # On a GPU, check each shape once only: reading labels waits for the GPU.
+        # on a GPU, check each signature only once, since reading labels waits for the GPU
         if episodes.device.type == "cpu" or signature not in self._checked:
             check_training(self.method, self.net, params, episodes, dtype=self.dtype)
             self._checked.add(signature)
@@ -136,41 +152,57 @@ class Engine:
         return result
 
     def behavior(self, params: Params, episodes: Episodes) -> Behavior:
-        """Return what a forward pass of the network does in its present mode, on points of these episodes."""
+        """Return what a forward pass of the network does in its current mode (training or evaluation).
+
+        Args:
+            params: The method's parameters, from `parameters`.
+            episodes: Tasks, of which some inputs are passed through the network.
+
+        Returns:
+            Whether the forward pass draws random numbers, uses fused weight normalization and changes buffers.
+        """
         signature = self._signature(episodes)
         if signature not in self._behavior:
-            points = max(2, episodes.support_x.shape[1])  # at least two, for batch norm
-            x = episodes.support_x.flatten(0, 1)[:points]
+            count = max(2, episodes.support_x.shape[1])  # at least two inputs, for batch norm
+            x = episodes.support_x.flatten(0, 1)[:count]
             self._behavior[signature] = observe(self.net.features, x, body_params(params))
         return self._behavior[signature]
 
+    def __repr__(self) -> str:
+        options = f", mode={self.mode!r}" + (", flat=True" if self.flat else "")
+        return f"Engine({network_name(self.net)}{options}{'' if self.dtype is None else f', dtype={self.dtype}'})"
+
     def _signature(self, episodes: Episodes) -> tuple[object, ...]:
-        modes = tuple(layer.training for layer in self.net.modules())
-        return (modes, episodes.device, *(tensor.shape for tensor in episodes.tensors()))
+        """Return what decides whether a batch must be checked and the network observed again."""
+        training = tuple(layer.training for layer in self.net.modules())
+        return (training, episodes.device, *(tensor.shape for tensor in episodes.tensors()))
 
     def _compute(self, params: Params, episodes: Episodes, behavior: Behavior) -> MetaGradient:
         mode = self.mode
         if mode == "auto":
             mode = "captured" if episodes.device.type == "cuda" else "workers"
         if mode == "workers" and behavior.random:
-            mode = "loop"  # threads would share one random generator in an order that no seed decides
+            mode = "loop"  # the order in which threads draw from the shared random generator is not reproducible
         if mode in ("loop", "workers") and self._mixes_tasks():
             mode = "vectorized"
-        summed = partial(self._sum, behavior, params)
+        sum_over_tasks = partial(self._sum, behavior, params)
 
         def compute_at_once(episodes: Episodes) -> MetaGradient:
-            return self._mean(params, len(episodes), *summed(episodes))
+            return self._mean(params, len(episodes), *sum_over_tasks(episodes))
 
         if mode == "captured":
             return self._replay(params, episodes, compute_at_once)
         if mode == "vectorized":
             return compute_at_once(episodes)
         tasks = [episodes[task] for task in range(len(episodes))]
-        results = map_over_threads(summed, tasks) if mode == "workers" else map(summed, tasks)
-        return self._mean(params, len(tasks), *_sum_in_order(results))
+        if mode == "workers":
+            return self._mean(params, len(tasks), *_sum_in_order(map_over_threads(sum_over_tasks, tasks)))
+        if mode == "loop":
+            return self._mean(params, len(tasks), *_sum_in_order(map(sum_over_tasks, tasks)))
+        assert_never(mode)
 
     def _mixes_tasks(self) -> bool:
-        """Return whether batch norm takes statistics over all tasks, which then must stay in one batch."""
+        """Return whether batch norm computes its statistics over all tasks, which must then be in one batch."""
         return self.method.adapts != "all" and self.net.training and bool(running_batch_norms(self.net))
 
     def _sum(self, behavior: Behavior, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
@@ -193,20 +225,20 @@ class Engine:
         if self.method.regularizer is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
             with torch.enable_grad():
-                term = self.method.regularizer(leaves)
-            term_grads = torch.autograd.grad(term, [leaves[name] for name in gradients], materialize_grads=True)
-            loss = loss + term.detach()
-            gradients = {name: value + grad for (name, value), grad in zip(gradients.items(), term_grads)}
+                penalty = self.method.regularizer(leaves)
+            penalty_grads = torch.autograd.grad(penalty, [leaves[name] for name in gradients], materialize_grads=True)
+            loss = loss + penalty.detach()
+            gradients = {name: value + grad for (name, value), grad in zip(gradients.items(), penalty_grads)}
         return MetaGradient(loss, gradients)
 
     def _replay(self, params: Params, episodes: Episodes, compute: Callable[[Episodes], MetaGradient]) -> MetaGradient:
-        """Return `compute(episodes)`, as a CUDA graph where possible."""
+        """Return `compute(episodes)`, computed by a CUDA graph if possible."""
         if episodes.device.type != "cuda" or self._uncapturable:
             return compute(episodes)
         addresses = tuple(value.data_ptr() for value in params.values())
         key = (self.net.training, *((tensor.shape, tensor.dtype) for tensor in episodes.tensors()))
-        full = key not in self._captures and len(self._captures) == MOST_CAPTURES
-        if addresses != self._captured_addresses or full:
+        is_full = key not in self._captures and len(self._captures) == MAX_CAPTURES
+        if addresses != self._captured_addresses or is_full:
             self._captures.clear()  # frees their memory before the next capture allocates more
             self._captured_addresses = addresses
         if key not in self._captures:
@@ -220,22 +252,23 @@ class Engine:
 
 
 class _Capture:
-    """A meta-step captured as a CUDA graph, which reads its own copy of the episodes."""
+    """A meta-gradient captured as a CUDA graph, which reads a copy of the episodes."""
 
     def __init__(self, compute: Callable[[Episodes], MetaGradient], episodes: Episodes) -> None:
         self.episodes = episodes.clone()
         self.graph = CapturedGraph(lambda: compute(self.episodes))
 
     def replay(self, episodes: Episodes) -> MetaGradient:
+        """Copy the episodes into the tensors that the graph reads, and run it."""
         for copy, tensor in zip(self.episodes.tensors(), episodes.tensors()):
             copy.copy_(tensor, non_blocking=True)
         return self.graph.replay()
 
 
 def _sum_in_order(results: Iterable[tuple[Tensor, Params]]) -> tuple[Tensor, Params]:
-    """Sum losses and gradients in their order.
+    """Sum the losses and the gradients of all tasks, in the order of the tasks.
 
-    The first sum makes new tensors, since autograd may return one tensor as the gradient of two parameters.
+    The first sum creates new tensors, since autograd may return one tensor as the gradient of two parameters.
     """
     losses: list[Tensor] = []
     names: list[str] = []
@@ -255,7 +288,7 @@ def _sum_in_order(results: Iterable[tuple[Tensor, Params]]) -> tuple[Tensor, Par
 def meta_gradient(
     method: Method, net: Network, params: Params, episodes: Episodes, *, mode: Mode = "auto", flat: bool = False
 ) -> MetaGradient:
-    """Return the mean outer loss of the tasks and its gradient, once. To do so batch after batch, use `Engine`.
+    """Return the mean outer loss of the tasks and its gradient. For many batches, use `Engine`.
 
     Args:
         method: The method.
@@ -263,13 +296,13 @@ def meta_gradient(
         params: The method's parameters, from `parameters`.
         episodes: The tasks.
         mode: How tasks are computed; see `Engine`.
-        flat: Compute exact gradients in memory that does not grow with the number of inner steps.
+        flat: Whether to compute exact gradients with memory that does not grow with the number of inner steps.
 
     Returns:
         The loss and the gradients of the trained parameters.
 
     Raises:
-        InputError: If `mode` is unknown, or parameters, network and episodes do not fit together.
+        InputError: If `mode` is unknown, or parameters, network and episodes do not match.
 
     >>> import metabridge as mb
     >>> anil, net = mb.method("anil"), mb.models.mlp(1, 1)
@@ -278,5 +311,5 @@ def meta_gradient(
     torch.Size([1])
     """
     if episodes.device.type == "cuda" and mode in ("auto", "captured"):
-        mode = "vectorized"  # a capture pays from its second batch on
+        mode = "vectorized"  # capturing a graph pays off only from the second batch on
     return Engine(method, net, mode=mode, flat=flat)(params, episodes)

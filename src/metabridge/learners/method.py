@@ -1,12 +1,13 @@
 """The taxonomy of methods: what adapts, how the inner problem is solved, and how the outer gradient treats the solve.
 
-A method is data. `PRESETS` is the table of the papers.
+A method is data. `PRESETS` contains the methods of the papers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from types import FunctionType
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -19,12 +20,12 @@ from metabridge.solvers import GradientDescent, Loss, Proximal, RidgeSolver, Sol
 
 Adapts = Literal["all", "head", "none"]
 TrainingHead = Literal["learned", "frozen", "solved", "task-rows", "all-rows"]
-ROWS: tuple[TrainingHead, ...] = ("task-rows", "all-rows")  # training heads with one row for each training class
+ROW_HEADS: tuple[TrainingHead, ...] = ("task-rows", "all-rows")  # training heads with one row per training class
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Method:
-    """A few-shot learning method: one point of the taxonomy.
+    """A few-shot learning method: what adapts, how the inner problem is solved, and how the outer gradient treats it.
 
     Args:
         adapts: The parameters that the inner loop adapts: "all", the "head" only, or "none".
@@ -32,18 +33,18 @@ class Method:
         outer: How the outer gradient treats the inner solve, a name in `OUTER_RULES`: "exact" differentiates through
             it, "first-order" treats its Jacobian as the identity, "implicit" solves the linear system of its
             optimality conditions, "displacement" is θ − θ' (Reptile; times λ for the proximal problem), and "plain"
-            has no inner solve.
+            is the gradient of the loss without an inner solve.
         training_head: The head during training: "learned", a shared initial head; "frozen", the same but not trained;
-            "solved", solved on each support set; "task-rows", one row for each training class, of which a task uses
-            those of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
+            "solved", solved on each support set; "task-rows", one row per training class, where a task uses the rows
+            of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
         split: Whether the loss of a task is computed on a query set, separate from its support set. If false, both
-            sets contain all points of the task.
-        loss: The loss of predictions and targets.
-        test: How to adapt at test time, if not by `inner`: an iterative solver or a test-time head.
-        regularizer: A function of the parameters that is added to the mean loss.
+            sets contain all examples of the task.
+        loss: The loss, a function of predictions and targets.
+        test: The iterative solver or head that adapts at test time. None for `inner`.
+        regularizer: A function of the parameters whose value is added to the mean loss.
 
     Raises:
-        InputError: If the choices contradict each other; the message names a choice that is possible.
+        InputError: If the choices contradict each other; the message names valid choices.
 
     >>> Method(adapts="head", inner=Proximal(strength=1.0), outer="implicit").training_head
     'learned'
@@ -65,6 +66,12 @@ class Method:
         self._check_training_head()
         self._check_test()
 
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.loss is task_loss:
+            del values["loss"]
+        return f"Method({', '.join(f'{name}={_name_or_repr(value)}' for name, value in values.items())})"
+
     def _check_types(self) -> None:
         for name, choices in (("adapts", Adapts), ("training_head", TrainingHead)):
             if getattr(self, name) not in get_args(choices):
@@ -76,8 +83,8 @@ class Method:
             value = getattr(self, name)
             if not (callable(value) or (value is None and name == "regularizer")):
                 raise InputError(f"{name} is {value!r}, but must be a function.")
-        if self.test is not None and not isinstance(self.test, test_classes()):
-            names = ", ".join(kind.__name__ for kind in test_classes())
+        if self.test is not None and not isinstance(self.test, test_time_classes()):
+            names = ", ".join(kind.__name__ for kind in test_time_classes())
             raise InputError(f"test is {self.test!r}, but must be one of {names}, or a head's name, such as 'svm'.")
         inner: object = self.inner
         if not isinstance(inner, Solver | None):
@@ -88,18 +95,18 @@ class Method:
         if (self.adapts == "none") != (self.inner is None):
             raise InputError(
                 f"adapts is {self.adapts!r} with {_name(self.inner)}, which contradict each other. "
-                "Give an inner solver exactly when something adapts."
+                "Use inner=None if and only if adapts='none'."
             )
-        closed_form = self.inner is not None and self.inner.closed_form
-        if closed_form and self.adapts != "head":
+        solves_exactly = self.inner is not None and self.inner.solves_exactly
+        if solves_exactly and self.adapts != "head":
             raise InputError(
                 f"{_name(self.inner)} solves a linear head, but adapts is {self.adapts!r}. Use adapts='head'."
             )
-        if closed_form != (self.training_head == "solved"):
-            names = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.closed_form)
+        if solves_exactly != (self.training_head == "solved"):
+            names = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.solves_exactly)
             raise InputError(
-                f"training_head is {self.training_head!r} with {_name(self.inner)}. Use training_head='solved' exactly "
-                f"with a solver in closed form ({names})."
+                f"training_head is {self.training_head!r} with {_name(self.inner)}. Use training_head='solved' with "
+                f"the solvers that compute an optimal head ({names}), and only with them."
             )
 
     def _check_outer(self) -> None:
@@ -111,14 +118,14 @@ class Method:
             )
         rule = OUTER_RULES[self.outer]
         if rule.all_layers and self.adapts != "all":
-            raise InputError(f"outer is {self.outer!r}, which trains only what adapts. Use adapts='all'.")
+            raise InputError(f"outer is {self.outer!r}, which trains only adapted parameters. Use adapts='all'.")
         if self.inner is not None and self.inner.rates != "fixed" and not rule.learns_solver_params:
             raise InputError(
                 f"rates is {self.inner.rates!r}, but outer is {self.outer!r}, which learns no rates. Use rates='fixed'."
             )
 
     def _check_training_head(self) -> None:
-        if self.training_head in ROWS and self.inner is not None:
+        if self.training_head in ROW_HEADS and self.inner is not None:
             raise InputError(
                 f"training_head is {self.training_head!r}, whose rows are trained jointly. Use adapts='none', "
                 "inner=None."
@@ -131,10 +138,10 @@ class Method:
 
     def _check_test(self) -> None:
         if self.test is None and self.inner is None:
-            raise InputError("test is None, but nothing adapts in training either. Say how to adapt at test time.")
+            raise InputError("test is None, but nothing adapts in training either. Set test to a solver or a head.")
         if not isinstance(self.test, Solver):
             return
-        if self.training_head in ROWS:
+        if self.training_head in ROW_HEADS:
             raise InputError(
                 f"test is {_name(self.test)}, which starts from a shared head, but training_head is "
                 f"{self.training_head!r}. Use a test-time head, such as LogisticRegression()."
@@ -142,14 +149,14 @@ class Method:
         rates = "fixed" if self.inner is None else self.inner.rates
         if self.test.rates not in ("fixed", rates):
             raise InputError(
-                f"test has the rates {self.test.rates!r}, but those in training are {rates!r}. Use rates='fixed' at "
-                "test time, or the same in both."
+                f"test has rates={self.test.rates!r}, but training uses rates={rates!r}. Use rates='fixed' at test "
+                "time, or the same rates in both."
             )
 
 
-def test_classes() -> tuple[type[Solver] | type[Head], ...]:
-    """Return the classes that can adapt at test time only: solvers that start from a shared head, and heads."""
-    return (*(kind for kind in Solver.registry.values() if not kind.closed_form), *Head.registry.values())
+def test_time_classes() -> tuple[type[Solver] | type[Head], ...]:
+    """Return the classes that `Method.test` accepts: solvers that start from a shared head, and test-time heads."""
+    return (*(kind for kind in Solver.registry.values() if not kind.solves_exactly), *Head.registry.values())
 
 
 def balance(params: Params) -> Tensor:
@@ -205,8 +212,8 @@ def method(name: str, **options: object) -> Method:
 
     Args:
         name: The name of the preset.
-        **options: Fields of `Method`, or fields of its inner solver. For a method that adapts only at test time they
-            are those of its `test`. `test` may be the name of a test-time head.
+        **options: Fields of `Method` or of its inner solver (of its `test` for methods that adapt only at test time).
+            `test` may be the name of a test-time head.
 
     Returns:
         The method.
@@ -233,14 +240,18 @@ def method(name: str, **options: object) -> Method:
     for option in options:
         if option not in method_fields | solver_fields:
             raise InputError(
-                f"{name} has no option {option!r}. Its options are {', '.join(sorted(solver_fields))}, and those of "
-                f"every method: {', '.join(sorted(method_fields))}."
+                f"{name} has no option {option!r}. Its options are {', '.join(sorted(solver_fields))}, and the options "
+                f"of every method: {', '.join(sorted(method_fields))}."
             )
     solver_options = {key: value for key, value in options.items() if key in solver_fields}
     changes = {key: value for key, value in options.items() if key in method_fields}
     if solver_options:
         changes[solver_field] = replace(solver, **solver_options)  # type: ignore[type-var]
     return replace(preset, **changes)  # type: ignore[arg-type]
+
+
+def _name_or_repr(value: object) -> str:
+    return value.__name__ if isinstance(value, FunctionType) else repr(value)
 
 
 def _name(solver: Solver | None) -> str:

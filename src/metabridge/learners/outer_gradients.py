@@ -1,10 +1,10 @@
 """The outer gradient of one task: how it treats the inner solve.
 
-When all layers adapt, the points of a task are raw inputs and `start` holds all weights. When only the head adapts, or
-nothing, the points are features and `start` is the head; the gradient with respect to the features is propagated into
-the network's body afterwards.
+If all layers adapt, `Task` contains the network's inputs, and `Leaves.start` all adapted parameters. If only the head
+adapts, or nothing, `Task` contains features, and `Leaves.start` is the head; the gradient with respect to the features
+is propagated into the network's body afterwards.
 
-A new outer gradient is a function with the decorator `outer_rule`, and its name in `outer_rules` of the solvers that
+To add an outer gradient, decorate a function with `outer_rule`, and add its name to `outer_rules` of the solvers that
 admit it.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metabridge.autodiff import grad_and_value, vjp
-from metabridge.conjugate_gradients import fixed_conjugate_gradients
+from metabridge.conjugate_gradients import conjugate_gradients_fixed_steps
 from metabridge.models.network import Params
-from metabridge.solvers import IterativeSolver, Problem, Proximal
+from metabridge.solvers import IterativeSolver, Problem
 
 if TYPE_CHECKING:
     from metabridge.learners.method import Method
@@ -36,7 +36,10 @@ class Task(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The variables of the outer gradient. The points are () if they are raw inputs instead of features."""
+    """The variables with respect to which the outer gradient is taken.
+
+    `support_x` and `query_x` are features, or () if all layers adapt, since inputs need no gradient.
+    """
 
     start: Params
     solver_params: Params
@@ -54,17 +57,17 @@ class OuterGradient(Protocol):
     def __call__(
         self, method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
     ) -> tuple[Leaves, Tensor]:
-        """Return the gradient and the loss; with `flat`, memory must not grow with the number of steps."""
+        """Return the gradient and the loss; if `flat` is true, memory must not grow with the number of inner steps."""
 
 
 class OuterRule(NamedTuple):
-    """An outer gradient and what a method must know about it.
+    """An outer gradient and its properties.
 
     Args:
         gradient: The function that computes it.
         second_order: Whether it needs second derivatives of the network if all layers adapt.
-        all_layers: Whether it trains only what adapts, so that all layers must adapt.
-        learns_solver_params: Whether it trains the solver's parameters, such as step sizes.
+        all_layers: Whether it requires that all layers adapt, since it is zero for parameters that do not.
+        learns_solver_params: Whether it trains the solver's parameters, such as learned step sizes.
     """
 
     gradient: OuterGradient
@@ -95,10 +98,10 @@ def task_gradient(
 
     Args:
         method: The method, whose `outer` names the rule.
-        apply: The function of parameters and inputs that is adapted.
-        leaves: The variables of the gradient.
+        apply: Returns the outputs for parameters and inputs (or features).
+        leaves: The variables with respect to which the gradient is taken.
         task: The task.
-        flat: Compute an exact gradient in memory that does not grow with the number of inner steps.
+        flat: Whether to compute an exact gradient with memory that does not grow with the number of inner steps.
     """
     return OUTER_RULES[method.outer].gradient(method, apply, leaves, task, flat=flat)
 
@@ -115,7 +118,7 @@ def exact_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, 
 def first_order_gradient(
     method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
 ) -> tuple[Leaves, Tensor]:
-    """Differentiate through the inner solve with inner gradients and support features as constants."""
+    """Differentiate through the inner solve, treating inner gradients and support features as constants."""
     return _differentiate_solve(method, apply, leaves, task, exact=False)
 
 
@@ -123,11 +126,13 @@ def first_order_gradient(
 def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
     """Solve the linear system of the optimality conditions of the inner problem.
 
-    A solver in closed form does so when it is differentiated. At the proximal minimum ∇ℓ(θ') + λ(θ' − θ) = 0, so
-    dθ'/dθ = (I + H/λ)⁻¹ (iMAML; Wang et al. 2021, table 1).
+    If the solver has no `implicit_system`, differentiating its solution solves the system already. At the proximal
+    minimum ∇ℓ(θ') + λ(θ' − θ) = 0, so dθ'/dθ = (I + H/λ)⁻¹ with the Hessian H of ℓ (iMAML; Wang et al. 2021, table 1).
     """
     solver = method.inner
-    if not isinstance(solver, Proximal):
+    assert solver is not None
+    system = solver.implicit_system
+    if system is None:
         return _differentiate_solve(method, apply, leaves, task, exact=True)
     problem = _inner_problem(method, apply, leaves.support_x, task)
     adapted = solver.solve(problem, leaves.start, leaves.solver_params, exact=False)
@@ -138,14 +143,15 @@ def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, 
 
     support_vjp = vjp(support_grad, adapted, leaves.support_x)  # the Hessian is symmetric, so its vjp is Hv
 
-    def product(v: Params) -> Params:
+    def system_product(v: Params) -> Params:
+        """Return (I + H/λ)v."""
         hvp = support_vjp(v)[0]
-        return {name: value + (1 / solver.strength) * hvp[name] for name, value in v.items()}
+        return {name: value + (1 / system.strength) * hvp[name] for name, value in v.items()}
 
-    solution = fixed_conjugate_gradients(product, grad, solver.cg_steps)
+    solution = conjugate_gradients_fixed_steps(system_product, grad, system.cg_steps)
     support_x: Tensor | tuple[()] = ()
-    if isinstance(leaves.support_x, Tensor):  # how the support features move the minimum
-        support_x = -support_vjp(solution)[1] / solver.strength
+    if isinstance(leaves.support_x, Tensor):  # the minimum also depends on the support features
+        support_x = -support_vjp(solution)[1] / system.strength
     return Leaves(solution, {}, support_x, query_x), loss
 
 
@@ -176,7 +182,7 @@ def plain_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, 
 def _differentiate_solve(
     method: Method, apply: Apply, leaves: Leaves, task: Task, *, exact: bool
 ) -> tuple[Leaves, Tensor]:
-    """Return the gradient of the query loss of the solution, which the solver makes differentiable."""
+    """Return the gradient of the query loss, differentiated through `solver.solve`."""
     solver = method.inner
     assert solver is not None
 
@@ -191,10 +197,10 @@ def _differentiate_solve(
 def _backward_over_steps(
     method: Method, solver: IterativeSolver, apply: Apply, leaves: Leaves, task: Task
 ) -> tuple[Leaves, Tensor]:
-    """Return the exact gradient from the inner iterates alone: v ← (∂step)ᵀv, from the last step to the first.
+    """Return the exact gradient by v ← (∂step)ᵀv from the last inner step to the first, storing only the iterates.
 
-    Each step is recomputed, so that only the graph of a single step exists at a time. For gradient descent this
-    accumulates the Hessian-vector products v ← v − α∇²ℓ v.
+    Each step is recomputed, so only the graph of one step exists at a time. For gradient descent this accumulates the
+    Hessian-vector products v ← v − α∇²ℓ v.
     """
 
     def step(params: Params, start: Params, solver_params: Params, support_x: Tensor | tuple[()]) -> Params:
@@ -215,13 +221,13 @@ def _backward_over_steps(
 
 
 def _inner_problem(method: Method, apply: Apply, support_x: Tensor | tuple[()], task: Task) -> Problem:
-    return Problem(apply, method.loss, _points(support_x, task.support_x), task.support_y)
+    return Problem(apply, method.loss, _features_or_inputs(support_x, task.support_x), task.support_y)
 
 
 def _query_gradient(
     method: Method, apply: Apply, adapted: Params, leaves: Leaves, task: Task
 ) -> tuple[tuple[Params, Tensor | tuple[()]], Tensor]:
-    """Return the gradient of the query loss in the adapted parameters and the query features, and the loss."""
+    """Return the gradient of the query loss with respect to adapted parameters and query features, and the loss."""
 
     def objective(variables: tuple[Params, Tensor | tuple[()]]) -> Tensor:
         return _query_loss(method, apply, *variables, task)
@@ -230,10 +236,10 @@ def _query_gradient(
 
 
 def _query_loss(method: Method, apply: Apply, adapted: Params, query_x: Tensor | tuple[()], task: Task) -> Tensor:
-    return method.loss(apply(adapted, _points(query_x, task.query_x)), task.query_y)
+    return method.loss(apply(adapted, _features_or_inputs(query_x, task.query_x)), task.query_y)
 
 
-def _points(features: Tensor | tuple[()], inputs: Tensor) -> Tensor:
+def _features_or_inputs(features: Tensor | tuple[()], inputs: Tensor) -> Tensor:
     return features if isinstance(features, Tensor) else inputs
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a method: those of the network, the rows of its heads and those of its solver."""
+"""The parameters of a method: the network's, the head rows of training classes, and the solver's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.method import ROWS, Method
+from metabridge.learners.method import ROW_HEADS, Method
 from metabridge.models.network import Network, Params, frozen_names, seeded
 from metabridge.solvers import IterativeSolver, Solver, task_loss
 
@@ -17,15 +17,15 @@ from metabridge.solvers import IterativeSolver, Solver, task_loss
 def parameters(method: Method, net: Network, *, classes: int | None = None, seed: int = 0) -> Params:
     """Return all parameters of a method by name: leaf tensors, of which the trained ones require gradients.
 
-    `features.*` and `head.*` are copies of the network's. Methods with a row for each training class add `heads.*`;
-    solvers with meta-learned settings add `rates.*` or `solver.*`. A parameter of the network with
+    `features.*` and `head.*` are copies of the network's parameters. Methods with one head row per training class add
+    `heads.*`; solvers with meta-learned settings add `rates.*` or `solver.*`. A parameter of the network with
     `requires_grad=False` is neither trained nor adapted.
 
     Args:
         method: The method.
         net: The network.
-        classes: The number of training classes, which methods with a row for each of them need.
-        seed: The seed of the initial rows.
+        classes: The number of training classes; needed by methods with one head row per training class.
+        seed: The seed of the initial head rows.
 
     Returns:
         The tensors by name.
@@ -45,11 +45,11 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
             f"head.{tied[0]} is also a parameter of the features, but each task needs a separate head. "
             f"Untie it: net.head.{tied[0]} = torch.nn.Parameter(net.head.{tied[0]}.detach().clone())."
         )
-    if method.training_head in ROWS:
+    if method.training_head in ROW_HEADS:
         if classes is None or classes < 1:
             raise InputError(
-                f"classes is {classes}, but training_head {method.training_head!r} has a row for every training class. "
-                "Give classes=environment.classes."
+                f"classes is {classes}, but training_head {method.training_head!r} has one row per training class. "
+                "Pass classes=environment.classes."
             )
         with seeded(seed):
             rows = nn.Linear(net.head.in_features, classes, bias=net.head.bias is not None).to(net.head.weight)
@@ -59,6 +59,11 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
     for name in trained_names(method, net, params):
         params[name].requires_grad_()
     return params
+
+
+def network_name(net: Network) -> str:
+    """Return the name of the function that built the network, or its class if it was built by hand."""
+    return type(net).__name__ if net.recipe is None else str(net.recipe["model"])
 
 
 def adapted_params(method: Method, net: Network, params: Params) -> Params:
@@ -85,15 +90,18 @@ def trained_names(method: Method, net: Network, params: Params) -> list[str]:
 def initial_heads(method: Method, params: Params, episodes: Episodes) -> Params:
     """Return the initial head of every task, with a leading task axis.
 
-    With the training head "task-rows" a task has the rows of its classes (Wang et al. 2021, §5.2).
+    If the training head is "task-rows", a task's head consists of the rows of its classes (Wang et al. 2021, §5.2).
     """
     if method.training_head == "task-rows":
         assert episodes.classes is not None
-        return {f"head.{name}": params[f"heads.{name}"][episodes.classes] for name in _names_after(params, "heads.")}
+        return {
+            f"head.{name}": params[f"heads.{name}"][episodes.classes]
+            for name in _names_without_prefix(params, "heads.")
+        }
     prefix = "heads." if method.training_head == "all-rows" else "head."
     return {
         f"head.{name}": params[prefix + name].expand(len(episodes), *params[prefix + name].shape)
-        for name in _names_after(params, prefix)
+        for name in _names_without_prefix(params, prefix)
     }
 
 
@@ -112,15 +120,15 @@ def check_training(
     _check_common(method, net, params, episodes)
     _check_whole_numbers(episodes, dtype)
     _check_inputs(net, tuple(episodes.support_x.shape[2:]))
-    if method.training_head not in ROWS:
+    if method.training_head not in ROW_HEADS:
         return _check_targets(episodes, params["head.weight"].shape[0])
     rows = params.get("heads.weight")
     if rows is None:
         raise InputError("params has no 'heads.weight'. Create params with parameters(method, net, classes=...).")
     if episodes.classes is None:
         raise InputError(
-            f"training_head is {method.training_head!r}, but the episodes do not say which classes their outputs are. "
-            "Give Episodes(..., classes=...), one row index for each output."
+            f"training_head is {method.training_head!r}, but episodes.classes is None. "
+            "Create Episodes(..., classes=...) with the index of a head row for each output."
         )
     if method.training_head == "all-rows" and not episodes.is_classification and method.loss is task_loss:
         raise InputError(
@@ -130,7 +138,7 @@ def check_training(
     low, high = int(episodes.classes.min()), int(episodes.classes.max())
     if low < 0 or high >= len(rows):
         raise InputError(
-            f"episodes.classes holds {low if low < 0 else high}, but there are {len(rows)} head rows. "
+            f"episodes.classes contains {low if low < 0 else high}, but there are {len(rows)} head rows. "
             "Create params with parameters(method, net, classes=environment.classes)."
         )
     return _check_targets(episodes, episodes.classes.shape[1])
@@ -158,8 +166,8 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
     if not episodes.support_x.is_floating_point():
         if net.recipe is not None:
             raise InputError(
-                f"Inputs are {episodes.support_x.dtype}, but this network takes floating-point ones. Convert with "
-                ".float()."
+                f"Inputs are {episodes.support_x.dtype}, but this network takes floating-point inputs. Convert "
+                "them with .float()."
             )
     elif episodes.support_x.dtype != weight.dtype:
         raise InputError(
@@ -168,7 +176,8 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
         )
     if episodes.device != weight.device:
         raise InputError(
-            f"The episodes are on {episodes.device}, but the parameters on {weight.device}. Move one with .to(device)."
+            f"The episodes are on {episodes.device}, but the parameters are on {weight.device}. "
+            f"Use episodes.to({str(weight.device)!r})."
         )
 
 
@@ -182,7 +191,7 @@ def _check_whole_numbers(episodes: Episodes, dtype: torch.dtype | None) -> None:
             value = int(x[rounded][0])
             raise InputError(
                 f"Inputs are whole numbers such as {value}, which {dtype} rounds to "
-                f"{int(torch.tensor(value).to(dtype))}. Give indices as int64, or scale the inputs."
+                f"{int(torch.tensor(value).to(dtype))}. Pass indices as int64, or scale the inputs."
             )
 
 
@@ -192,7 +201,9 @@ def _check_frozen(method: Method, net: Network, params: Params) -> None:
     if not any(isinstance(solver, IterativeSolver) for solver in solvers):
         return
     if method.adapts == "all" and not adapted_params(method, net, params):
-        raise InputError("every parameter of the network has requires_grad=False, so nothing adapts. Unfreeze some.")
+        raise InputError(
+            "every parameter of the network has requires_grad=False, so nothing adapts. Unfreeze some of them."
+        )
     if method.adapts != "all" and (frozen := sorted(name for name in frozen_names(net) if name.startswith("head."))):
         raise InputError(
             f"{frozen[0]!r} has requires_grad=False, but the method adapts the head. Use net.head.requires_grad_(), "
@@ -201,18 +212,30 @@ def _check_frozen(method: Method, net: Network, params: Params) -> None:
 
 
 def _check_inputs(net: Network, shape: tuple[int, ...]) -> None:
-    """Raise an InputError if points have another shape than the network's recipe."""
+    """Raise an InputError if the network was built for inputs of another shape."""
+    check_channels(net, shape)
     recipe = net.recipe or {}
-    expected = {
-        "mlp": {"inputs": math.prod(shape)},
-        "conv4": dict(zip(("channels", "size"), shape)),
-    }
-    for name, value in expected.get(str(recipe.get("model")), {}).items():
-        if recipe[name] != value:
-            raise InputError(
-                f"points have shape {shape}, but the network was built with {name}={recipe[name]}. "
-                f"Build it with {name}={value}."
-            )
+    if recipe.get("model") == "conv4" and len(shape) == 3 and recipe["size"] != shape[1]:
+        raise _wrong_shape(shape, "size", recipe["size"], shape[1])
+
+
+def check_channels(net: Network, shape: tuple[int, ...]) -> None:
+    """Raise an InputError if the network was built for another number of channels, or of inputs for an MLP."""
+    recipe = net.recipe or {}
+    if recipe.get("model") == "mlp":
+        if recipe["inputs"] != math.prod(shape):
+            raise _wrong_shape(shape, "inputs", recipe["inputs"], math.prod(shape))
+        return
+    option = "image_channels" if "image_channels" in recipe else "channels"
+    if len(shape) == 3 and recipe.get(option, shape[0]) != shape[0]:
+        raise _wrong_shape(shape, option, recipe[option], shape[0])
+
+
+def _wrong_shape(shape: tuple[int, ...], option: str, built: object, needed: int) -> InputError:
+    return InputError(
+        f"Inputs have shape {tuple(shape)}, but the network was built with {option}={built}. "
+        f"Use a network with {option}={needed}, or other inputs."
+    )
 
 
 def _check_targets(episodes: Episodes, outputs: int) -> None:
@@ -233,6 +256,6 @@ def _check_targets(episodes: Episodes, outputs: int) -> None:
         )
 
 
-def _names_after(params: Params, prefix: str) -> list[str]:
-    """Return the names that start with a prefix, without it."""
+def _names_without_prefix(params: Params, prefix: str) -> list[str]:
+    """Return the names that start with a prefix, with the prefix removed."""
     return [name.removeprefix(prefix) for name in params if name.startswith(prefix)]

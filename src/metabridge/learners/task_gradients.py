@@ -18,11 +18,11 @@ from metabridge.episodes import Episodes
 from metabridge.learners.method import Method
 from metabridge.learners.outer_gradients import Leaves, Task, task_gradient
 from metabridge.learners.parameters import adapted_params, initial_heads, solver_params, trained_names, training_targets
-from metabridge.models.batch_norm import normalizes_each_set
+from metabridge.models.batch_norm import uses_batch_statistics
 from metabridge.models.network import Network, Params, apply_features, apply_head
 
 log = logging.getLogger("metabridge")
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 
 def summed_gradient(
@@ -36,7 +36,7 @@ def summed_gradient(
 ) -> tuple[Tensor, Params]:
     """Return the sums over tasks of the outer loss and of its gradient.
 
-    A single task runs without `vmap`, which costs time and memory on a CPU.
+    A single task is computed without `vmap`, which would cost time and memory on a CPU.
     """
     if method.adapts == "all":
         return _through_all_layers(method, net, params, episodes, flat, dtype)
@@ -64,7 +64,7 @@ def _through_all_layers(
 def _through_features(
     method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Params]:
-    """Apply the body to each point once; the inner solve of a task sees only heads and features."""
+    """Apply the body to each input once; inner solves use only heads and features."""
     names = trained_names(method, net, params)
     weights = _detached(params)
     with torch.enable_grad():
@@ -81,44 +81,47 @@ def _through_features(
     labels = [training_targets(method, episodes, y) for y in (episodes.support_y, episodes.query_y)]
     tasks = (_detached(heads), support.detach(), labels[0], query.detach(), labels[1])
     grads, loss = map_over_tasks(gradient, tasks)
-    # One backward pass through the body: its gradient is linear in those of features and heads.
+    # one backward pass propagates the gradients of all features and heads to the parameters
     outputs = [support, query]
     cotangents: list[Tensor] = [grads.support_x, grads.query_x]  # type: ignore[list-item]
     for name, value in heads.items():
         if value.requires_grad:
             outputs.append(value)
             cotangents.append(grads.start[name])
-    body = [name for name in names if name not in solver]
+    net_names = [name for name in names if name not in solver]
+    leaves_of_net = [weights[name] for name in net_names]
     with torch.enable_grad():
         product = inner_product(outputs, cotangents)
-    values = torch.autograd.grad(product, [weights[name] for name in body], materialize_grads=True) if body else ()
-    gradients = dict(zip(body, values)) | {name: value.sum(0) for name, value in grads.solver_params.items()}
+    values = torch.autograd.grad(product, leaves_of_net, materialize_grads=True) if net_names else ()
+    gradients = dict(zip(net_names, values)) | {name: value.sum(0) for name, value in grads.solver_params.items()}
     return loss.sum(), {name: gradients[name] for name in names}
 
 
 def compute_features(
     net: Network, params: Params, episodes: Episodes, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the features of every task's support and query points, (tasks, points, dimension).
+    """Return the features of the support and query sets of all tasks, each (tasks, examples, dimension).
 
-    A network that normalizes each set by its statistics is applied to each set. Any other network is applied to the
-    points of all tasks in one batch, over which batch norm in training takes its statistics (Wang et al. 2021, §5.2).
+    A network that normalizes each set by the statistics of the set is applied to each set separately. Any other network
+    is applied to the inputs of all tasks in one batch, over which batch norm in training computes its statistics (Wang
+    et al. 2021, §5.2).
     """
 
     def body(x: Tensor) -> Tensor:
         return apply_features(net, params, x, dtype)
 
     sets = (episodes.support_x, episodes.query_x) if episodes.is_split else (episodes.support_x,)
-    if normalizes_each_set(net):
+    if uses_batch_statistics(net):
         features = [map_over_tasks(body, (x,)) for x in sets]
         return features[0], features[-1]
     x = torch.cat(sets, dim=1)
     joint = body(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-    return (joint[:, : sets[0].shape[1]], joint[:, sets[0].shape[1] :]) if episodes.is_split else (joint, joint)
+    support_size = sets[0].shape[1]
+    return (joint[:, :support_size], joint[:, support_size:]) if episodes.is_split else (joint, joint)
 
 
-def map_over_tasks(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
-    """Map a function of one task over the leading task axis of its arguments, by `vmap` if PyTorch can."""
+def map_over_tasks(function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+    """Map a function of one task over the leading task axis of its arguments, with `vmap` if possible."""
     if len(tree_leaves(arguments)[0]) == 1:
         return _loop_over_tasks(function, arguments)
     try:
@@ -126,21 +129,21 @@ def map_over_tasks(function: Callable[..., R], arguments: tuple[object, ...]) ->
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        results = _loop_over_tasks(function, arguments)  # raises errors that vmap did not cause
-        _warn_of_loop(str(error).strip().partition("\n")[0])
+        results = _loop_over_tasks(function, arguments)  # raises the error again if vmap did not cause it
+        _warn_about_loop(str(error).strip().partition("\n")[0])
         return results
 
 
-def _loop_over_tasks(function: Callable[..., R], arguments: tuple[object, ...]) -> R:
+def _loop_over_tasks(function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
     tasks = len(tree_leaves(arguments)[0])
     results = [function(*tree_map(itemgetter(task), arguments)) for task in range(tasks)]
     if tasks == 1:
         return tree_map(lambda tensor: tensor[None], results[0])  # type: ignore[no-any-return]
-    return tree_map(lambda *parts: torch.stack(parts), *results)  # type: ignore[no-any-return]
+    return tree_map(lambda *tensors: torch.stack(tensors), *results)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _warn_of_loop(reason: str) -> None:
+def _warn_about_loop(reason: str) -> None:
     log.warning("PyTorch cannot vectorize this network, so its tasks run one after the other: %s", reason)
 
 

@@ -1,4 +1,4 @@
-"""Networks for few-shot learning. Every builder returns a `Network` of `features` and a linear `head`."""
+"""Networks for few-shot learning. Every builder returns a `Network`, which has `features` and a linear `head`."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ BUILDERS: dict[str, Callable[..., Network]] = {
     "wide": wide,
     "cell_network": cells.cell_network,
 }
-FORMER_NAMES = {"network": "cell_network"}  # names of builders in the runs of version 0.1.0
-ARCHITECTURE = ".json"  # suffix of files that contain an architecture
+FORMER_NAMES = {"network": "cell_network"}  # builders by their names in runs of version 0.1.0
+ARCHITECTURE_SUFFIX = ".json"
 
 
 def build(model: str, **options: object) -> Network:
     """Build a network by name.
 
     Args:
-        model: "conv4", "resnet12", "mlp", "wide", "timm:NAME" for a model of timm, or the path of an architecture,
-            which ends in .json.
+        model: "conv4", "resnet12", "mlp" or "wide"; "timm:NAME" for a model of timm; or the path of a JSON file that
+            contains an architecture.
         **options: Options of the builder, such as `filters` of `conv4`.
 
     Returns:
@@ -72,7 +72,7 @@ def build(model: str, **options: object) -> Network:
     """
     bound_builder = builder(model, **options)
     try:
-        if bound_builder.func is timm:  # it runs the network, which is impossible on the meta device
+        if bound_builder.func is timm:  # timm() runs the network, which is impossible on the meta device
             with SizeLimit():
                 return bound_builder()
         with SizeLimit(), torch.device("meta"):
@@ -89,7 +89,7 @@ def builder(model: str, **options: object) -> partial[Network]:
     """Return the builder of a model with its options, without calling it.
 
     Args:
-        model: Name or path, as in `build`.
+        model: Name of a model or path of an architecture, as in `build`.
         **options: Options of the builder.
 
     Returns:
@@ -101,12 +101,13 @@ def builder(model: str, **options: object) -> partial[Network]:
     >>> builder("mlp", inputs=4, outputs=2)().head
     Linear(in_features=40, out_features=2, bias=True)
     """
-    if model.endswith(ARCHITECTURE):
+    if model.endswith(ARCHITECTURE_SUFFIX):
         return builder("cell_network", **{**options, "architecture": Architecture.load(model)})
     name, _, backbone = model.partition(":")
     name = FORMER_NAMES.get(name, name)
     if name not in BUILDERS or (name == "timm") != bool(backbone or "name" in options):
-        raise InputError(f"model is {model!r}, but must be one of conv4, resnet12, mlp, timm:NAME or FILE.json.")
+        choices = ("timm:NAME" if key == "timm" else key for key in BUILDERS if key != "cell_network")
+        raise InputError(f"model is {model!r}, but must be one of {', '.join(choices)} or FILE{ARCHITECTURE_SUFFIX}.")
     if backbone:
         options = {"name": backbone, **options}
     parameters = inspect.signature(BUILDERS[name]).parameters

@@ -1,9 +1,11 @@
 """Architectures of cells, and the operators of their edges, as plain data (Wang et al. 2022, §6.1).
 
-A network is a stack of normal and reduction cells. The inputs of a cell are the outputs of the two previous cells,
-called sources 0 and 1. Its three nodes are sources 2, 3 and 4 for later nodes. A node has an edge from every earlier
-source, so a cell has 2 + 3 + 4 = 9 edges, and adds up the outputs of the operators on its edges. The output of the cell
-is the concatenation of its nodes.
+A network is a stack of normal cells and reduction cells, which halve the sides of the maps. The inputs of a cell are
+the outputs of the two previous cells, called sources 0 and 1. A cell has three nodes; nodes 0 and 1 are sources 2 and 3
+for later nodes. Every node has an edge from each earlier source, so a cell has 2 + 3 + 4 = 9 edges. A node is the sum
+of the outputs of the operators on its edges, and the output of the cell is the concatenation of its nodes.
+
+In an `Architecture`, two edges into each node have one operator each, and the other edges have none.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ OPERATORS = (
 )
 NODES = 3
 EDGES = tuple((node, source) for node in range(NODES) for source in range(node + 2))
-SOURCES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))  # names of the sources
-INPUTS_PER_NODE = 2  # edges of a node in an architecture
+SOURCE_NAMES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))
+INPUTS_PER_NODE = 2  # edges into a node that have an operator in an architecture
 
 CellKind = Literal["normal", "reduction"]
 CELLS: tuple[CellKind, ...] = get_args(CellKind)
-KEYS = " and ".join(map(repr, CELLS))
-EdgeOperator: TypeAlias = tuple[CellKind, int, str]  # cell, index of the edge in EDGES, operator
-CellSpec: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]  # the pairs (source, operator) of every node
-EdgeSets: TypeAlias = tuple[frozenset[str], ...]  # the operators on every edge of a cell
+QUOTED_KEYS = " and ".join(map(repr, CELLS))
+EdgeOperator: TypeAlias = tuple[CellKind, int, str]  # cell, index of an edge in EDGES, operator
+CellSpec: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]  # pairs (source, operator) of each node
+EdgeSets: TypeAlias = tuple[frozenset[str], ...]  # set of operators on each edge of a cell
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A normal and a reduction cell.
+    """A normal cell and a reduction cell, of which a network is built.
 
     Args:
-        normal: Two pairs (source, operator) for each of the three nodes, ordered by source.
+        normal: Two pairs (source, operator) for each of the three nodes of the normal cell, ordered by source.
         reduction: The same for the reduction cell.
 
     Raises:
@@ -73,24 +75,40 @@ class Architecture:
 
     @classmethod
     def from_dict(cls, data: object) -> Architecture:
-        """Return the architecture of parsed JSON.
+        """Return the architecture that parsed JSON describes.
 
         Args:
-            data: A mapping with the keys "normal" and "reduction", whose values are nested lists of pairs.
+            data: A mapping with the keys "normal" and "reduction". Each value is a list of nodes, and each node a list
+                of pairs (source, operator).
+
+        Returns:
+            The architecture.
 
         Raises:
             InputError: If `data` does not describe an architecture.
         """
         if not isinstance(data, Mapping):
-            raise InputError(f"an architecture must be an object with the keys {KEYS}, but is a {type(data).__name__}.")
+            raise InputError(
+                f"an architecture must be an object with the keys {QUOTED_KEYS}, but is a {type(data).__name__}."
+            )
         if set(data) != set(CELLS):
             keys = ", ".join(map(repr, data)) or "none"
-            raise InputError(f"an architecture must have the keys {KEYS} and no others, but has {keys}.")
+            raise InputError(f"an architecture must have the keys {QUOTED_KEYS} and no others, but has {keys}.")
         return cls(*(_read_cell(kind, data[kind]) for kind in CELLS))
 
     @classmethod
     def from_json(cls, text: str) -> Architecture:
-        """Return the architecture that `to_json` wrote; raise an `InputError` for any other text."""
+        """Return the architecture that JSON text describes.
+
+        Args:
+            text: The text, as returned by `to_json`.
+
+        Returns:
+            The architecture.
+
+        Raises:
+            InputError: If `text` is not valid JSON or does not describe an architecture.
+        """
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -99,7 +117,17 @@ class Architecture:
 
     @classmethod
     def load(cls, file: str | Path) -> Architecture:
-        """Read an architecture from a JSON file; raise an `InputError` if the file does not contain one."""
+        """Read an architecture from a JSON file.
+
+        Args:
+            file: Path of the file, as written by `save`.
+
+        Returns:
+            The architecture.
+
+        Raises:
+            InputError: If the file cannot be read or does not contain an architecture.
+        """
         try:
             return cls.from_json(read_regular_file(Path(file)).decode())
         except OSError as error:
@@ -116,17 +144,27 @@ class Architecture:
         return "{\n" + ",\n".join(cells) + "\n}\n"
 
     def save(self, file: str | Path) -> Path:
-        """Write the architecture to a JSON file, for `metabridge train --model FILE`, and return its path."""
+        """Write the architecture to a JSON file, for example for `metabridge train --model FILE`.
+
+        Args:
+            file: Path of the file, which should end in .json.
+
+        Returns:
+            The path.
+        """
         return write_atomically(Path(file), self.to_json().encode())
 
     def draw(self, file: str | Path) -> Path:
-        """Draw both cells as graphs and return the path.
+        """Draw both cells as graphs.
 
         Args:
-            file: Path of the figure, which ends in .png or .svg.
+            file: Path of the figure, which must end in .png or .svg.
+
+        Returns:
+            The path.
 
         Raises:
-            InputError: If the path has another ending.
+            InputError: If the path does not end in .png or .svg.
         """
         from metabridge.models.architecture_drawing import draw
 
@@ -134,12 +172,14 @@ class Architecture:
 
     @property
     def active_operators(self) -> ActiveOperators:
-        """The operators of this architecture; its other edges have none."""
-        cells = ({(node, *pair) for node, pairs in enumerate(getattr(self, kind)) for pair in pairs} for kind in CELLS)
+        """The operators of this architecture as active operators; the other edges have none."""
+        cell_operators = (
+            {(node, *pair) for node, pairs in enumerate(getattr(self, kind)) for pair in pairs} for kind in CELLS
+        )
         return ActiveOperators(
             *(
-                tuple(frozenset(operator for operator in OPERATORS if (*edge, operator) in cell) for edge in EDGES)
-                for cell in cells
+                tuple(frozenset(operator for operator in OPERATORS if (*edge, operator) in triples) for edge in EDGES)
+                for triples in cell_operators
             )
         )
 
@@ -147,23 +187,23 @@ class Architecture:
         lines = []
         for kind in CELLS:
             for node, pairs in enumerate(getattr(self, kind)):
-                terms = " + ".join(f"{operator}({SOURCES[source]})" for source, operator in pairs)
+                terms = " + ".join(f"{operator}({SOURCE_NAMES[source]})" for source, operator in pairs)
                 lines.append(f"{kind if node == 0 else '':<10} {node}: {terms}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class ActiveOperators:
-    """The operators that are still candidates on each of the nine edges of either cell.
+    """The active operators on the nine edges of each cell.
 
-    A search by pruning starts with all operators on every edge and removes them round by round.
+    A search by pruning starts with all operators active on every edge and removes some of them in each round.
 
     Args:
-        normal: A set of operators for each edge of the normal cell, in the order of `EDGES`.
+        normal: The set of active operators on each edge of the normal cell, in the order of `EDGES`.
         reduction: The same for the reduction cell.
 
     Raises:
-        InputError: If there are not nine edges, an operator is unknown, or a node has no operator.
+        InputError: If a cell does not have nine edges, an operator is unknown, or a node has no active operator.
 
     >>> ActiveOperators.full().without(("normal", 8, "skip")).normal[8] == set(OPERATORS) - {"skip"}
     True
@@ -185,7 +225,14 @@ class ActiveOperators:
 
     @classmethod
     def full(cls, operators: Iterable[str] = OPERATORS) -> ActiveOperators:
-        """Return the state before pruning, with all `operators` on every edge."""
+        """Return the state before pruning, in which the same operators are active on every edge.
+
+        Args:
+            operators: The active operators.
+
+        Returns:
+            The active operators of both cells.
+        """
         edges = (frozenset(operators),) * len(EDGES)
         return cls(edges, edges)
 
@@ -197,11 +244,17 @@ class ActiveOperators:
 
     @property
     def at_most_one_per_edge(self) -> bool:
-        """Whether no edge has more than one operator."""
+        """Whether every edge has at most one active operator."""
         return all(len(operators) <= 1 for operators in (*self.normal, *self.reduction))
 
     def without(self, removed: EdgeOperator | None) -> ActiveOperators:
-        """Return the active operators except `removed`, or all of them if it is None.
+        """Return a copy without one operator.
+
+        Args:
+            removed: The operator that is no longer active. If None, nothing is removed.
+
+        Returns:
+            The remaining active operators.
 
         Raises:
             InputError: If the operator is not active.
@@ -216,10 +269,13 @@ class ActiveOperators:
         return replace(self, **{cell: tuple(edges)})
 
     def best_architecture(self, scores: Mapping[EdgeOperator, float]) -> Architecture:
-        """Return the architecture of the best operator per edge and the two best edges per node, as in DARTS.
+        """Select the best operator on each edge and then the two best edges into each node, as in DARTS.
 
         Args:
-            scores: A score for every active operator. The highest is the best, and the first if several are equal.
+            scores: A score for every active operator. Higher is better; of equal scores, the first operator wins.
+
+        Returns:
+            The architecture.
 
         Raises:
             InputError: If the score of an operator is missing or NaN.
@@ -228,27 +284,29 @@ class ActiveOperators:
             if math.isnan(scores.get(candidate, math.nan)):
                 cell, edge, operator = candidate
                 raise InputError(f"scores has no number for {operator!r} on edge {edge} of the {cell} cell.")
-        return Architecture(*(self._cell(kind, scores) for kind in CELLS))
+        return Architecture(*(self._best_cell(kind, scores) for kind in CELLS))
 
-    def _cell(self, kind: CellKind, scores: Mapping[EdgeOperator, float]) -> CellSpec:
-        best: list[list[EdgeOperator]] = [[] for _ in range(NODES)]
+    def _best_cell(self, kind: CellKind, scores: Mapping[EdgeOperator, float]) -> CellSpec:
+        best_per_edge: list[list[EdgeOperator]] = [[] for _ in range(NODES)]  # lists of the nodes
         for edge, (node, _) in enumerate(EDGES):
             candidates = [candidate for candidate in self if candidate[:2] == (kind, edge)]
             if candidates:
-                best[node].append(max(candidates, key=scores.__getitem__))
-        inputs = (sorted(node, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for node in best)
+                best_per_edge[node].append(max(candidates, key=scores.__getitem__))
+        best_per_node = (
+            sorted(candidates, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for candidates in best_per_edge
+        )
         return tuple(
-            tuple((EDGES[edge][1], operator) for _, edge, operator in sorted(node, key=lambda candidate: candidate[1]))
-            for node in inputs
+            tuple((EDGES[edge][1], name) for _, edge, name in sorted(selected, key=lambda candidate: candidate[1]))
+            for selected in best_per_node
         )
 
 
 def random_architecture(generator: torch.Generator, operators: Sequence[str] = OPERATORS) -> Architecture:
-    """Draw two sources for each node and an operator for each source, from uniform distributions.
+    """Sample two sources for each node and an operator for each source, uniformly at random.
 
     Args:
-        generator: Source of the random numbers.
-        operators: The operators to draw from.
+        generator: Generator of the random numbers.
+        operators: The operators to choose from.
 
     Returns:
         The architecture.
@@ -258,7 +316,7 @@ def random_architecture(generator: torch.Generator, operators: Sequence[str] = O
     False
     """
 
-    def cell() -> CellSpec:
+    def random_cell() -> CellSpec:
         nodes = []
         for node in range(NODES):
             sources = sorted(torch.randperm(node + 2, generator=generator)[:INPUTS_PER_NODE].tolist())
@@ -266,11 +324,11 @@ def random_architecture(generator: torch.Generator, operators: Sequence[str] = O
             nodes.append(tuple((source, operators[index]) for source, index in zip(sources, indices)))
         return tuple(nodes)
 
-    return Architecture(cell(), cell())
+    return Architecture(random_cell(), random_cell())
 
 
 def edges_of(node: int) -> list[int]:
-    """Return the indices in EDGES of the edges into a node.
+    """Return the indices (in `EDGES`) of the edges into a node.
 
     >>> edges_of(1)
     [2, 3, 4]

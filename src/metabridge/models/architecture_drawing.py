@@ -1,9 +1,9 @@
 """Draw the two cells of an architecture as graphs.
 
-A drawing shows, from left to right, the outputs of the two previous cells, the three nodes, each after its two
-operators, and the output of the cell. Arrows run in separate lanes, so that they cross no label: those from c_{k-2}
-above all boxes, those from c_{k-1} below, and those from node 0 to node 2 next to the operators of node 1. The gray
-arrows at the bottom show which nodes the output concatenates.
+A drawing shows, from left to right, the outputs of the two previous cells, the three nodes (each to the right of its
+two operators) and the output of the cell. Arrows run in separate lanes and cross no label: arrows from c_{k-2} run
+above all boxes, arrows from c_{k-1} below, and arrows from node 0 to node 2 next to the operators of node 1. Gray
+arrows lead from the nodes to the output, which concatenates them.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from matplotlib.path import Path as Curve  # pathlib.Path is the path of a file
 from metabridge.errors import InputError
 from metabridge.figure_theme import COLORS, LIGHT, Theme
 from metabridge.files import write_atomically
-from metabridge.models.architecture import CELLS, NODES, OPERATORS, SOURCES, Architecture, CellSpec
+from metabridge.models.architecture import CELLS, NODES, OPERATORS, SOURCE_NAMES, Architecture, CellSpec
 
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, GRAY = COLORS
-FILLS = dict(zip(OPERATORS, (ORANGE, YELLOW, GRAY, PINK, SKY, BLUE, GREEN)))
+OPERATOR_COLORS = dict(zip(OPERATORS, (ORANGE, YELLOW, GRAY, PINK, SKY, BLUE, GREEN)))
 LABELS = {name: re.sub(r"(?<=\d)x(?=\d)", "×", name.replace("_", " ")) for name in OPERATORS}
 TITLES = {"normal": "normal cell", "reduction": "reduction cell: half the sides, twice the channels"}
 FORMATS = (".png", ".svg")
 
 Point = tuple[float, float]
 
-FIRST_X, NODE_SPACING = 2.1, 3.75  # center of the operators of node 0, and distance to those of the next node
-BOX_WIDTH, BOX_HEIGHT = 1.7, 0.5  # box of an operator
-NODE_X, RADIUS = 1.75, 0.3  # distance from the operators to their node, and its radius
-OPERATOR_Y = 0.42  # distance of the two operators of a node from the middle
-OUTER_Y, INNER_Y, OUTPUT_Y = 1.65, 1.1, -2.3  # heights of the lanes
-INPUTS = ((0.0, 1.05), (0.0, -1.05))  # centers of the boxes of the two inputs
+FIRST_X, NODE_SPACING = 2.1, 3.75  # x of the operators of node 0; distance between neighboring nodes
+BOX_WIDTH, BOX_HEIGHT = 1.7, 0.5  # size of the box of an operator
+NODE_DISTANCE, NODE_RADIUS = 1.75, 0.3  # distance of a node from its operators; radius of its circle
+OPERATOR_Y = 0.42  # the two operators of a node are at this height and at its negative
+OUTER_Y, INNER_Y, OUTPUT_Y = 1.65, 1.1, -2.3  # heights of the lanes of arrows
+INPUT_CENTERS = ((0.0, 1.05), (0.0, -1.05))  # of the boxes of sources 0 and 1
 OUTPUT_X = FIRST_X + NODES * NODE_SPACING - 0.9
 
 
 def draw(architecture: Architecture, file: str | Path) -> Path:
-    """Draw both cells into a PNG or SVG file, selected by its suffix, and return its path.
+    """Draw both cells into a PNG or SVG file, depending on its suffix, and return its path.
 
     >>> from tempfile import TemporaryDirectory
     >>> import torch
@@ -58,7 +58,7 @@ def draw(architecture: Architecture, file: str | Path) -> Path:
     if file.suffix not in FORMATS:
         raise InputError(f"file is {str(file)!r}, but must end in {' or '.join(FORMATS)}.")
     stream = io.BytesIO()
-    # keep text as text in an SVG, and give the same bytes for the same cells
+    # write the labels of an SVG as text, and the same bytes for the same cells
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "metabridge"}):
         metadata = {"Date": None} if file.suffix == ".svg" else None
         figure(architecture).savefig(stream, format=file.suffix[1:], dpi=150, metadata=metadata)
@@ -81,45 +81,46 @@ def draw_cell(cell: CellSpec, axes: Axes, theme: Theme = LIGHT) -> None:
     axes.set_aspect("equal")
     axes.set(xlim=(-0.85, OUTPUT_X + 0.6), ylim=(OUTPUT_Y - 0.25, OUTER_Y + 0.25))
     node_1_sources = [source for source, _ in cell[1]]
-    side = -1 if 0 in node_1_sources and 1 not in node_1_sources else 1  # side on which arrows from node 0 pass node 1
+    # arrows from node 0 to node 2 pass node 1 above (1) or below (-1)
+    side = -1 if 0 in node_1_sources and 1 not in node_1_sources else 1
     for node, pairs in enumerate(cell):
         center = _center(node)
-        from_top = sorted(pairs, key=lambda pair: -_lane(pair[0], node, side))
-        for y, (source, operator) in zip((OPERATOR_Y, -OPERATOR_Y), from_top):
-            box = (center[0] - NODE_X, y)
+        pairs_from_top = sorted(pairs, key=lambda pair: -_lane(pair[0], node, side))
+        for y, (source, operator) in zip((OPERATOR_Y, -OPERATOR_Y), pairs_from_top):
+            box = (center[0] - NODE_DISTANCE, y)
             _arrow(axes, _smooth(_route(source, node, side, (box[0] - BOX_WIDTH / 2, y))), theme.ink)
-            _arrow(axes, _smooth([(box[0] + BOX_WIDTH / 2, y), (center[0] - RADIUS, y / 3)]), theme.ink)
-            _box(axes, box, (BOX_WIDTH, BOX_HEIGHT), LABELS[operator], FILLS[operator], theme)
+            _arrow(axes, _smooth([(box[0] + BOX_WIDTH / 2, y), (center[0] - NODE_RADIUS, y / 3)]), theme.ink)
+            _box(axes, box, (BOX_WIDTH, BOX_HEIGHT), LABELS[operator], OPERATOR_COLORS[operator], theme)
         _output_arrow(axes, node)
-        axes.add_patch(Circle(center, RADIUS, facecolor=theme.paper, edgecolor=theme.ink, linewidth=1.4, zorder=3))
+        axes.add_patch(Circle(center, NODE_RADIUS, facecolor=theme.paper, edgecolor=theme.ink, linewidth=1.4, zorder=3))
         axes.text(*center, str(node), ha="center", va="center", fontsize=12, zorder=4)
-    for center, name in zip(INPUTS, SOURCES):
+    for center, name in zip(INPUT_CENTERS, SOURCE_NAMES):
         _box(axes, center, (1.1, 0.6), f"${name}$", theme.line, theme)
     _box(axes, (OUTPUT_X, 0.0), (0.8, 0.6), "out", theme.line, theme)
 
 
 def _center(node: int) -> Point:
-    return FIRST_X + NODE_X + node * NODE_SPACING, 0.0
+    return FIRST_X + NODE_DISTANCE + node * NODE_SPACING, 0.0
 
 
 def _lane(source: int, node: int, side: int) -> float:
-    """Return the height of the arrow from a source before it reaches an operator of a node."""
+    """Return the height of the lane in which the arrow from a source to a node runs."""
     if source < 2:
         return OUTER_Y if source == 0 else -OUTER_Y
     return 0.0 if source - 2 == node - 1 else side * INNER_Y
 
 
 def _route(source: int, node: int, side: int, end: Point) -> list[Point]:
-    """Return the points of the arrow from a source to an operator of a node."""
+    """Return the points through which the arrow from a source to an operator of a node runs, up to `end`."""
     if source < 2:
-        start, first = (INPUTS[source][0] + 0.55, INPUTS[source][1]), 0
+        start, next_node = (INPUT_CENTERS[source][0] + 0.55, INPUT_CENTERS[source][1]), 0
     else:
-        start, first = (_center(source - 2)[0] + RADIUS, 0.0), source - 1
-    if first == node:
+        start, next_node = (_center(source - 2)[0] + NODE_RADIUS, 0.0), source - 1
+    if next_node == node:
         return [start, end]
     lane = _lane(source, node, side)
-    lane_end = _center(node - 1)[0] + (RADIUS if source < 2 else 0)  # so that arrows do not cross
-    return [start, (_center(first)[0] - NODE_X - BOX_WIDTH / 2, lane), (lane_end, lane), end]
+    lane_end = _center(node - 1)[0] + (NODE_RADIUS if source < 2 else 0)  # different ends, so that arrows do not cross
+    return [start, (_center(next_node)[0] - NODE_DISTANCE - BOX_WIDTH / 2, lane), (lane_end, lane), end]
 
 
 def _smooth(points: Sequence[Point]) -> Curve:
@@ -135,12 +136,12 @@ def _output_arrow(axes: Axes, node: int) -> None:
     """Draw the arrow from a node to the output."""
     x, _ = _center(node)
     if node == NODES - 1:
-        curve = Curve(np.array([(x + RADIUS, 0.0), (OUTPUT_X - 0.4, 0.0)]))
+        curve = Curve(np.array([(x + NODE_RADIUS, 0.0), (OUTPUT_X - 0.4, 0.0)]))
     else:
-        corners = [(x, -RADIUS), (x, OUTPUT_Y + 0.3), (x, OUTPUT_Y), (x + 0.3, OUTPUT_Y)]
+        corners = [(x, -NODE_RADIUS), (x, OUTPUT_Y + 0.3), (x, OUTPUT_Y), (x + 0.3, OUTPUT_Y)]
         corners += [(OUTPUT_X - 0.3, OUTPUT_Y), (OUTPUT_X, OUTPUT_Y), (OUTPUT_X, OUTPUT_Y + 0.3), (OUTPUT_X, -0.3)]
-        turn = [Curve.LINETO, Curve.CURVE3, Curve.CURVE3]
-        curve = Curve(np.array(corners), [Curve.MOVETO, *turn, *turn, Curve.LINETO])
+        line_and_turn = [Curve.LINETO, Curve.CURVE3, Curve.CURVE3]
+        curve = Curve(np.array(corners), [Curve.MOVETO, *line_and_turn, *line_and_turn, Curve.LINETO])
     _arrow(axes, curve, GRAY)
 
 
@@ -153,6 +154,6 @@ def _arrow(axes: Axes, curve: Curve, color: str) -> None:
 def _box(axes: Axes, center: Point, size: Point, text: str, color: str, theme: Theme) -> None:
     corner = (center[0] - size[0] / 2, center[1] - size[1] / 2)
     shape = "round,pad=0,rounding_size=0.16"
-    pale = 0.3 * np.array(to_rgb(color)) + 0.7 * np.array(to_rgb(theme.paper))
-    axes.add_patch(FancyBboxPatch(corner, *size, shape, facecolor=pale, edgecolor=color, linewidth=1.4, zorder=3))
+    fill_color = 0.3 * np.array(to_rgb(color)) + 0.7 * np.array(to_rgb(theme.paper))
+    axes.add_patch(FancyBboxPatch(corner, *size, shape, facecolor=fill_color, edgecolor=color, linewidth=1.4, zorder=3))
     axes.text(*center, text, ha="center", va="center", fontsize=10, zorder=4)

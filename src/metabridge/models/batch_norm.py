@@ -1,13 +1,15 @@
-"""Batch normalization with correct derivatives under `vmap` to second order, and an explicit choice of statistics.
+"""Batch normalization with correct first and second derivatives under `vmap`, and two kinds of statistics.
 
-`torch.nn.BatchNorm2d` under `vmap` gives second-order gradients that are wrong by one or two per cent, without an
-error. It also has no argument for the statistics that training and evaluation use. Here `statistics` selects them:
+Under `vmap`, PyTorch's batch norm returns wrong second derivatives without an error. `BatchNorm` returns correct ones.
+Its argument `statistics` selects the mean and the variance:
 
-- "batch": every set (the support set or the query set of a task) is normalized by its own mean and variance, in
-  training and in evaluation. This is transductive: the prediction for a query depends on the other queries. MAML uses
-  it. The layer has no state.
-- "running": training normalizes by the statistics of the current set. Evaluation (`net.eval()`) uses fixed statistics
-  that `estimate_statistics` measures on training images. This is inductive: every query is predicted independently.
+- "batch": every input batch is normalized by its own mean and variance, in training and in evaluation. A batch is the
+  support set or the query set of a task. This is transductive: the prediction for a query depends on the other queries.
+  MAML uses it. The layer has no buffers.
+- "running": in training, every batch is normalized by its own mean and variance. In evaluation (`net.eval()`), all
+  batches are normalized by fixed statistics, which `estimate_statistics` measures on training images. This is
+  inductive: every query is predicted independently. Unlike PyTorch's running statistics, the fixed statistics are not
+  moving averages.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ class BatchNorm(nn.Module):
 
     Args:
         channels: Number of channels.
-        statistics: "batch" to always normalize by the current set; "running" to use fixed statistics in evaluation,
-            which `estimate_statistics` sets.
-        eps: Added to the variance.
+        statistics: "batch" to normalize by the mean and variance of the input batch, in training and in evaluation;
+            "running" to use fixed statistics in evaluation, which `estimate_statistics` measures.
+        eps: Small number that is added to the variance.
 
     Raises:
-        InputError: If `statistics` has another value.
+        InputError: If `statistics` is neither "batch" nor "running".
 
     >>> norm = BatchNorm(3)
     >>> norm(5 + torch.randn(8, 3, 4, 4)).mean().abs().item() < 1e-6
@@ -47,8 +49,8 @@ class BatchNorm(nn.Module):
     """
 
     weight: nn.Parameter | None  # None if the layer does not scale
-    bias: nn.Parameter | None
-    mean: Tensor
+    bias: nn.Parameter | None  # None if the layer does not shift
+    mean: Tensor  # the fixed statistics, only with statistics="running"
     variance: Tensor
 
     def __init__(self, channels: int, statistics: Statistics = "batch", eps: float = 1e-5) -> None:
@@ -63,10 +65,16 @@ class BatchNorm(nn.Module):
             self.register_buffer("variance", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized `x`, of shape (points, channels, ...).
+        """Return the normalized `x`, of shape (n, channels, ...).
+
+        Args:
+            x: Input batch of the same shape.
+
+        Returns:
+            The normalized batch.
 
         Raises:
-            InputError: If the statistics of `x` are needed, but each channel has only one value.
+            InputError: If the layer normalizes by the statistics of `x`, but each channel has only one value.
         """
         dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
         weight = x.new_ones(self.channels, dtype=dtype) if self.weight is None else self.weight
@@ -75,8 +83,8 @@ class BatchNorm(nn.Module):
         if self.statistics == "batch" or self.training:
             if x.numel() == x.shape[1]:
                 raise InputError(
-                    f"batch norm got a set of shape {tuple(x.shape)}, which has one value per channel and thus no "
-                    "variance. Use sets of at least two points, or net.eval() with statistics='running'."
+                    f"batch norm got a batch of shape {tuple(x.shape)}, which has one value per channel and thus no "
+                    "variance. Use batches of at least two examples, or net.eval() with statistics='running'."
                 )
             if inside_transform():
                 return _Normalize.apply(x, weight, bias, self.eps)[0]  # type: ignore[no-any-return]
@@ -86,14 +94,14 @@ class BatchNorm(nn.Module):
         return torch.addcmul(_by_channel(shift, x).to(x.dtype), x, _by_channel(scale, x).to(x.dtype))
 
     def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
+        """Return the arguments that `repr` shows."""
         return f"{self.channels}, statistics={self.statistics!r}"
 
 
 class _Normalize(torch.autograd.Function):
-    """y = w·n + b, where n = (x − μ)·r has mean 0 and variance 1 in each channel.
+    """Return y = w·n + b, the mean μ and r = 1/√(variance + ε), where n = (x − μ)·r is the normalized x.
 
-    Under `vmap` the tasks are folded into the channels. PyTorch's own rule for `vmap` is wrong at second order.
+    Under `vmap` the tasks are folded into the channels, because the second derivatives of PyTorch's own rule are wrong.
     """
 
     @staticmethod
@@ -123,7 +131,10 @@ class _Normalize(torch.autograd.Function):
 
 
 class _NormalizeBackward(torch.autograd.Function):
-    """gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n, gb = Σg, where m is the mean over the set."""
+    """Return the gradients of x, w and b for the gradient g of y; μ and r are functions of x.
+
+    They are gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n and gb = Σg, where m is the mean of each channel over the batch.
+    """
 
     @staticmethod
     def forward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -150,7 +161,10 @@ class _NormalizeBackward(torch.autograd.Function):
 
 
 class _NormalizeDoubleBackward(torch.autograd.Function):
-    """The gradients of g, x and w for the gradients u of gx, v of gw and s of gb."""
+    """The backward pass of `_NormalizeBackward` with respect to its inputs g, x and w.
+
+    u, v and s are the gradients with respect to its outputs gx, gw and gb.
+    """
 
     @staticmethod
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -162,11 +176,13 @@ class _NormalizeDoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save nothing, because there is no third derivative."""
+        """Save nothing, because third derivatives are not implemented."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError("batch norm has no third derivative. All methods need at most two.")
+        raise NotImplementedError(
+            "Third derivatives of batch norm are not implemented. All methods need at most second derivatives."
+        )
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -178,16 +194,17 @@ class _NormalizeDoubleBackward(torch.autograd.Function):
 def _double_backward(
     g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, u: Tensor, v: Tensor, s: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of g, x and w for the gradients u of gx, v of gw and s of gb; μ and r depend on x.
+    """Return the results of `_NormalizeDoubleBackward`: the gradients of g, x and w for the gradients u, v and s.
 
-    With c = v − w·r·m(u·n) and e = w·r·m(g·n), the gradient of n is c·g − e·u. All results are combinations of u, g and
-    n with one coefficient per channel, so that there are few passes over the maps, which take most of the time.
+    With c = v − w·r·m(u·n) and e = w·r·m(g·n), the gradient of n is c·g − e·u. The gradients of g and x are linear
+    combinations of u, g, n and 1 with one coefficient per channel. Computing the coefficients first saves passes over
+    the feature maps, which take most of the time.
     """
     axes = [axis for axis in range(x.ndim) if axis != 1]
     w, v, s, mean, r = (_by_channel(value, x) for value in (weight, v, s, mean, r))
 
     def m(value: Tensor) -> Tensor:
-        return value.mean(axes, keepdim=True, dtype=r.dtype)  # maps may have a lower precision
+        return value.mean(axes, keepdim=True, dtype=r.dtype)  # value may have a lower precision
 
     n = torch.addcmul(-mean * r, x, r)
     mg, mu, mgn, mun = m(g), m(u), m(g * n), m(u * n)
@@ -203,18 +220,20 @@ def _double_backward(
 def _unfold_channels(
     info: Any, outputs: tuple[Tensor, ...], axes: tuple[int, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Unfold the tasks from the channel axis of each output."""
+    """Undo `fold` for each output, given the position of its channel axis."""
     return tuple(unfold(info, value, axis) for value, axis in zip(outputs, axes)), axes
 
 
 def _by_channel(value: Tensor, x: Tensor) -> Tensor:
+    """Reshape one value per channel so that it broadcasts with x."""
     return value.view(-1, *(1,) * (x.ndim - 2))
 
 
 def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
-    """Return a copy of `module` in which `BatchNorm`s with the same values replace PyTorch's batch norms.
+    """Return a copy of `module` in which `BatchNorm` layers replace PyTorch's batch norms.
 
-    Parameters and layers that are shared in `module` are shared in the copy.
+    The new layers have the same weights, biases, fixed statistics and `eps`. Parameters and layers that are shared in
+    `module` are also shared in the copy.
 
     >>> replace_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "batch")[1]
     BatchNorm(3, statistics='batch')
@@ -226,8 +245,10 @@ def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
     return module
 
 
-def replace_layers(net: nn.Module, kinds: type | types.UnionType, change: Callable[[Any], nn.Module]) -> None:
-    """Replace all layers of some types in place; a layer that is used several times is replaced by one new layer.
+def replace_layers(
+    net: nn.Module, layer_types: type | types.UnionType, make_replacement: Callable[[Any], nn.Module]
+) -> None:
+    """Replace all layers of the given types in place; a layer with several names is replaced by one new layer.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     >>> replace_layers(net, nn.Tanh, lambda layer: nn.ReLU())
@@ -236,27 +257,27 @@ def replace_layers(net: nn.Module, kinds: type | types.UnionType, change: Callab
     """
     new_layers: dict[nn.Module, nn.Module] = {}
     for parent in list(net.modules()):
-        for name, layer in list(parent._modules.items()):  # named_children() skips further names of a layer
-            if layer is not None and isinstance(layer, kinds):
+        for name, layer in list(parent._modules.items()):  # named_children() yields a layer only under its first name
+            if layer is not None and isinstance(layer, layer_types):
                 if layer not in new_layers:
-                    new_layers[layer] = change(layer)
+                    new_layers[layer] = make_replacement(layer)
                 setattr(parent, name, new_layers[layer])
 
 
-def group_count(channels: int, most: int = 16) -> int:
-    """Return the number of groups of a group norm: the largest number up to `most` that divides the channels.
+def group_count(channels: int, max_groups: int = 16) -> int:
+    """Return the number of groups of a group norm: the largest divisor of `channels` up to `max_groups`.
 
     >>> group_count(48), group_count(24), group_count(8)
     (16, 12, 8)
     """
-    return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
+    return next(count for count in range(min(max_groups, channels), 0, -1) if channels % count == 0)
 
 
 def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Set the fixed statistics of all `BatchNorm`s of `net` with `statistics="running"`.
+    """Measure the fixed statistics of all `BatchNorm` layers of `net` with `statistics="running"`.
 
-    The mean and the variance of each layer are averaged over the batches with the current weights, unlike moving
-    averages over past training steps.
+    Each layer gets the mean and the variance of its inputs over all batches, which have equal weights. The network
+    computes the inputs in training mode with its current parameters.
 
     Args:
         net: The network, which is changed in place.
@@ -276,7 +297,7 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     moments: dict[BatchNorm, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if layer not in moments:  # the hook of a copy of the net that another thread calls
+        if layer not in moments:  # a copy of `net` in another thread has the same hooks
             return
         assert isinstance(layer, BatchNorm)
         x = inputs[0].float() if inputs[0].dtype == torch.bfloat16 else inputs[0]
@@ -296,21 +317,21 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
         for hook in hooks:
             hook.remove()
     if not all(moments.values()):
-        raise InputError("batches is empty. Give at least one batch of inputs to estimate the statistics from.")
+        raise InputError("batches is empty. Pass at least one batch of inputs to estimate the statistics from.")
     for layer, layer_moments in moments.items():
         means, variances = (torch.stack(values) for values in zip(*layer_moments))
         layer.mean.copy_(means.mean(0))
-        # The mean square minus the squared mean would lose all digits where |mean| ≫ deviation.
+        # m(x²) − m(x)² would be inaccurate if |mean| ≫ standard deviation
         layer.variance.copy_(variances.mean(0) + means.var(0, correction=0))
 
 
 def running_batch_norms(net: nn.Module) -> list[BatchNorm]:
-    """Return the batch norms of `net` with fixed statistics in evaluation."""
+    """Return the `BatchNorm` layers of `net` that use fixed statistics in evaluation."""
     return [layer for layer in net.modules() if isinstance(layer, BatchNorm) and layer.statistics == "running"]
 
 
-def normalizes_each_set(net: nn.Module) -> bool:
-    """Return whether a batch norm makes predictions depend on the other points of the set, also in evaluation."""
+def uses_batch_statistics(net: nn.Module) -> bool:
+    """Return whether a `BatchNorm` layer makes predictions depend on the other inputs of the batch in evaluation."""
     return any(isinstance(layer, BatchNorm) and layer.statistics == "batch" for layer in net.modules())
 
 
@@ -320,5 +341,5 @@ def _convert(layer: nn.modules.batchnorm._BatchNorm, statistics: Statistics) -> 
     if statistics == "running" and layer.running_mean is not None and layer.running_var is not None:
         norm.mean, norm.variance = layer.running_mean, layer.running_var
     if layer.weight is not None:
-        norm.to(layer.weight)  # also the new statistics, if the layer has none
+        norm.to(layer.weight)  # casts and moves the new buffers if `layer` has no running statistics
     return norm.train(layer.training)

@@ -1,9 +1,12 @@
 """Triton kernels of `cell_triton_layers`, with the conventions of `fused_triton_kernels`.
 
-The 3×3 windows of a map are described by a `WindowGrid`. A row of a tile stands for `lines` windows, one below the
-other, whose pixels overlap: the compiler loads each pixel only once, provided that all loads come before the first
-store. The grid is a compile-time constant, because division by its sides would be slow otherwise. `k` is the position
-of a pixel in its window. `more` is a further gradient of x that is added to the result, or None.
+A `WindowGrid` describes the 3×3 windows of a map. A row of a tile represents `lines` windows, one below the other.
+Their pixels overlap, but the compiler loads each pixel only once if all loads come before the first store. The grid is
+a compile-time constant, because division by its sides would be slow otherwise.
+
+`k` from 0 to 8 is the position of a pixel in a window. `pixel` from 0 to lines · stride² − 1 numbers the pixels of the
+map that a row represents: it lies `pixel // stride` pixels below and `pixel % stride` pixels to the right of the center
+of the row's first window. `more` is None or another gradient with respect to x, which is added to the computed one.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
@@ -25,10 +28,10 @@ class WindowGrid(NamedTuple):
     Args:
         height: Height of the map in pixels.
         width: Width of the map in pixels.
-        down: Number of windows from top to bottom.
-        across: Number of windows from left to right.
+        down: Number of windows in a column of the grid.
+        across: Number of windows in a row of the grid.
         stride: Distance between neighboring windows in pixels.
-        lines: Number of windows, one below the other, in one row of a tile.
+        lines: Number of windows, one below the other, that a row of a tile represents.
     """
 
     height: int
@@ -41,20 +44,20 @@ class WindowGrid(NamedTuple):
 
 @constexpr_function
 def is_in_window(GRID, DILATION, pixel, k):
-    """Return whether `pixel`, a number within the strides of a row's windows, is pixel `k` of a window."""
+    """Return whether `pixel` is at position `k` of any window."""
     down, right = pixel // GRID.stride - (k // 3 - 1) * DILATION, pixel % GRID.stride - (k % 3 - 1) * DILATION
     return down % GRID.stride == 0 and right % GRID.stride == 0
 
 
 @constexpr_function
 def window_below(GRID, DILATION, pixel, k):
-    """Return how many windows the one with `pixel` as pixel `k` is below the row's first window."""
+    """Return how many windows the window with `pixel` at position `k` is below the row's first window."""
     return (pixel // GRID.stride - (k // 3 - 1) * DILATION) // GRID.stride
 
 
 @constexpr_function
 def window_right(GRID, DILATION, pixel, k):
-    """Return how many windows the one with `pixel` as pixel `k` is to the right of the row's first window."""
+    """Return how many windows the window with `pixel` at position `k` is to the right of the row's first window."""
     return (pixel % GRID.stride - (k % 3 - 1) * DILATION) // GRID.stride
 
 
@@ -70,7 +73,10 @@ def grid_index(
     down: tl.constexpr,
     right: tl.constexpr,
 ):
-    """Return the index of the pixel `down` and `right` of a row's first window, and whether it exists."""
+    """Return the index of the element `down` below and `right` of a row's first window, and whether it exists.
+
+    The elements are pixels or windows of a map. STRIDE is the distance between neighboring windows in elements.
+    """
     GROUPS: tl.constexpr = (GRID.down + GRID.lines - 1) // GRID.lines
     i, j = row // GRID.across % GROUPS * GRID.lines * STRIDE, row % GRID.across * STRIDE
     center = (row // GRID.across // GROUPS * HEIGHT + i) * WIDTH + j
@@ -80,25 +86,25 @@ def grid_index(
 
 @jit
 def pixel_index(row, rows, c, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
-    """Return the index of a pixel of the map, relative to the center of a row's first window, and whether it exists."""
+    """Return the index of the pixel `down` and `right` of the center of a row's first window, and whether it exists."""
     return grid_index(row, rows, c, GRID.height, GRID.width, GRID.stride, GRID, down, right)
 
 
 @jit
 def window_index(row, rows, c, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
-    """Return the index of a window in the output, relative to a row's first window, and whether it exists."""
+    """Return the index in the output of the window `down` and `right` of a row's first one, and whether it exists."""
     return grid_index(row, rows, c, GRID.down, GRID.across, 1, GRID, down, right)
 
 
 @jit
 def tap_index(row, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, line: tl.constexpr, k: tl.constexpr):
-    """Return the index of pixel `k` of window number `line` of a row, and whether it exists."""
+    """Return the index of the pixel at position `k` of window number `line` of a row, and whether it exists."""
     return pixel_index(row, rows, c, GRID, line * GRID.stride + (k // 3 - 1) * DILATION, (k % 3 - 1) * DILATION)
 
 
 @jit
 def window_of_pixel(row, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, pixel: tl.constexpr, k: tl.constexpr):
-    """Return the index in the output of the window that has `pixel` as pixel `k`, and whether it exists."""
+    """Return the index in the output of the window that has `pixel` at position `k`, and whether it exists."""
     return window_index(
         row, rows, c, GRID, window_below(GRID, DILATION, pixel, k), window_right(GRID, DILATION, pixel, k)
     )
@@ -106,7 +112,7 @@ def window_of_pixel(row, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, pi
 
 @jit
 def pixels_in_window(row, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
-    """Return the number of pixels of the map in the window `down` and `right` of a row's first one."""
+    """Return how many of its 9 pixels lie in the map, for the window `down` and `right` of a row's first one."""
     GROUPS: tl.constexpr = (GRID.down + GRID.lines - 1) // GRID.lines
     i = (row // GRID.across % GROUPS * GRID.lines + down) * GRID.stride
     j = (row % GRID.across + right) * GRID.stride
@@ -116,7 +122,7 @@ def pixels_in_window(row, GRID: tl.constexpr, down: tl.constexpr, right: tl.cons
 
 @jit
 def add_gradient(more, index, inside, grad):
-    """Add the gradient `more` if there is one."""
+    """Return `grad` + `more`, or `grad` if `more` is None."""
     if more is not None:
         grad += load_float(more + index, inside)
     return grad
@@ -133,7 +139,7 @@ def store_windows(y, values, row, rows, c, column, GRID: tl.constexpr):
 
 @jit
 def store_pixel_grads(gx, more, grads, row, rows, c, column, GRID: tl.constexpr):
-    """Store the gradients of the pixels within the strides of a row's windows."""
+    """Store the gradients of the pixels that each row represents."""
     PIXELS: tl.constexpr = GRID.lines * GRID.stride * GRID.stride
     for pixel in tl.static_range(PIXELS):
         index, inside = pixel_index(row, rows, c, GRID, pixel // GRID.stride, pixel % GRID.stride)
@@ -144,7 +150,7 @@ def store_pixel_grads(gx, more, grads, row, rows, c, column, GRID: tl.constexpr)
 def relu_depthwise_conv(
     x, weight, y, rows, c, GRID: tl.constexpr, DILATION: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """Apply a 3×3 convolution to each channel of ReLU(x); the weight has shape (9, c)."""
+    """Store the depthwise 3×3 convolution of ReLU(x); the weight has shape (9, c)."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     LINES: tl.constexpr = GRID.lines
@@ -204,7 +210,7 @@ def relu_depthwise_conv_backward(
 
 @jit
 def max_pool(x, y, choice, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the maximum of each window, and its position."""
+    """Store the maximum of each window, and its position `k`."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     LINES: tl.constexpr = GRID.lines
@@ -229,7 +235,7 @@ def max_pool(x, y, choice, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl
 
 @jit
 def max_pool_backward(g, more, choice, gx, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Sum for each pixel the gradients of the windows of which it is the maximum."""
+    """For each pixel, sum the gradients of the windows whose maximum it is."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     PIXELS: tl.constexpr = GRID.lines * GRID.stride * GRID.stride
@@ -247,7 +253,7 @@ def max_pool_backward(g, more, choice, gx, rows, c, GRID: tl.constexpr, BR: tl.c
 
 @jit
 def mean_pool(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the mean of the pixels of the map in each window."""
+    """Store the mean of the pixels in each window, without the padding."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     LINES: tl.constexpr = GRID.lines
@@ -264,7 +270,7 @@ def mean_pool(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.conste
 
 @jit
 def mean_pool_backward(g, more, gx, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Sum for each pixel the gradients of the windows that contain it, divided by their numbers of pixels."""
+    """For each pixel, sum the gradients of the windows that contain it, each divided by its number of pixels."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     PIXELS: tl.constexpr = GRID.lines * GRID.stride * GRID.stride
@@ -282,7 +288,7 @@ def mean_pool_backward(g, more, gx, rows, c, GRID: tl.constexpr, BR: tl.constexp
 
 @jit
 def relu_even_odd(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Store ReLU(x) at even pixels and, as further channels, at odd pixels, with zeros beyond the edge."""
+    """Store ReLU(x) at pixels (2i, 2j) and at pixels (2i + 1, 2j + 1), zero beyond the edge, as 2c channels."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     for odd in tl.static_range(2):
@@ -294,7 +300,7 @@ def relu_even_odd(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.co
 
 @jit
 def relu_even_odd_backward(g, more, y, gx, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Compute the gradient of x; it is 0 at pixels of which one coordinate is even and the other odd."""
+    """Compute the gradient of x, which is 0 at pixels with one even and one odd coordinate."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     for pixel in tl.static_range(4):
@@ -309,7 +315,7 @@ def relu_even_odd_backward(g, more, y, gx, rows, c, GRID: tl.constexpr, BR: tl.c
 
 @jit
 def relu_concat(x, y, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
-    """Store ReLU(x) in the columns from `first` of a matrix of `width` columns."""
+    """Store ReLU(x) in the columns of y that start at `first`; y has `width` columns."""
     row, column = tile_indices(c, BR, BC)
     row, column = row[:, None], column[None, :]
     value = tl.load(x + row.to(tl.int64) * c + column, mask=row < rows, other=0.0)
@@ -318,7 +324,7 @@ def relu_concat(x, y, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr)
 
 @jit
 def relu_concat_backward(g, more, y, gx, rows, c, width, first, BR: tl.constexpr, BC: tl.constexpr):
-    """Compute the gradient of one of the concatenated maps."""
+    """Compute the gradient of the map whose columns in y start at `first`."""
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
     index = row[:, None].to(tl.int64) * width + first + column[None, :]

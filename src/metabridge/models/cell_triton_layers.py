@@ -1,8 +1,8 @@
-"""The operators of cells, each in few passes over memory with Triton; see `fused_layers`.
+"""The layers of the operators of cells, computed by Triton kernels with few passes over memory; see `fused_layers`.
 
-Except `relu_concat`, every layer returns its output and also its input x. The next layer that reads x takes the
-returned one. Autograd then passes the gradients of the later readers to the backward pass of the earlier one, which
-adds them up in its kernel instead of in separate passes over memory.
+Except `relu_concat`, every layer returns its output and its input x. If another layer reads x, it must read the
+returned x. The backward pass of the first layer then receives the gradient with respect to the returned x, called
+`more`, and adds it in its kernel, which saves a separate pass over memory.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from metabridge.models.cell_triton_kernels import WindowGrid
 from metabridge.models.cells import MeanPool
 from metabridge.models.fused_layers import differentiable_vjp
 
-# Chosen by the numbers of registers and instructions of the compiled kernels.
-LINES = 3  # windows, one below the other, that a row of a tile stands for
-WEIGHT_TILE = 512  # elements of a tile of a program that also holds nine sums
-WEIGHT_PROGRAMS = 2112  # programs that share nine sums
+# These values were chosen by the numbers of registers and instructions of the compiled kernels.
+LINES = 3  # number of windows, one below the other, that a row of a tile represents
+WEIGHT_TILE = 512  # elements of a tile in the kernel that also sums the nine weight gradients of a channel
+WEIGHT_PROGRAMS = 2112  # programs between which these sums are divided
 
 
 def conv_1x1(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 1×1 convolution, and x."""
+    """Return the 1×1 convolution of x, and x."""
     return _with_input(_Conv1x1(), x, weight)
 
 
 def relu_depthwise_conv(x: Tensor, weight: Tensor, stride: int, dilation: int) -> tuple[Tensor, Tensor]:
-    """Return the depthwise 3×3 convolution of ReLU(x), padded to keep the sides or to halve them, and x."""
+    """Return the depthwise 3×3 convolution of ReLU(x), padded by `dilation`, and x."""
     return _with_input(_ReluDepthwiseConv(stride, dilation), x, weight)
 
 
@@ -44,12 +44,12 @@ def max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """Return the mean over the pixels of the map in every 3×3 window, and x."""
+    """Return the mean of the pixels in every 3×3 window, without the padding, and x."""
     return _with_input(_MeanPool(stride), x)
 
 
 def relu_even_odd(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ReLU(x) at pixels (2i, 2j) and, as further channels, at (2i + 1, 2j + 1), zero beyond the edge; and x."""
+    """Return ReLU(x) at pixels (2i, 2j) and at pixels (2i + 1, 2j + 1), zero beyond the edge, as 2c channels; and x."""
     return _with_input(_ReluEvenOdd(), x)
 
 
@@ -59,7 +59,7 @@ def relu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relu_concat(*maps: Tensor) -> Tensor:
-    """Return ReLU of the maps, concatenated along the channels."""
+    """Return ReLU of the maps after concatenating their channels."""
     return _ReluConcat.apply(*map(triton_tiles.channels_last, maps))  # type: ignore[no-any-return]
 
 
@@ -68,15 +68,15 @@ class _Layer(Protocol):
 
     @property
     def forward(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Map x and the weight to the output and any further tensors for the backward pass."""
+        """Return the output for x and the weight, and any other tensors that the backward pass needs."""
 
     @property
     def backward(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Map the output's gradient, another gradient of x or None, x, the weight and `forward`'s tensors to grads."""
+        """Return the gradients of x and the weight for g, `more`, x, the weight and the results of `forward`."""
 
     @property
     def plain(self) -> Callable[..., Tensor]:
-        """Compute the output with PyTorch's operations."""
+        """Return the output for x and the weight, computed by PyTorch's operations."""
 
 
 def _with_input(layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,7 +271,7 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _window_output(x: Tensor, stride: int) -> tuple[Tensor, int, WindowGrid, dict[str, int]]:
-    """Return an empty map with one value per window, and the rows, the grid and the tile for the kernel."""
+    """Return an uninitialized map with one value per window, and the rows, the grid and the tile for the kernel."""
     n, c, height, width = x.shape
     shape = n, c, triton_tiles.ceil_div(height, stride), triton_tiles.ceil_div(width, stride)
     y = triton_tiles.empty_map(shape, x.dtype, x.device)
@@ -279,7 +279,7 @@ def _window_output(x: Tensor, stride: int) -> tuple[Tensor, int, WindowGrid, dic
 
 
 def _window_rows(x: Tensor, y: Tensor, stride: int) -> tuple[int, WindowGrid]:
-    """Return the number of rows of windows, and the grid of the windows y of the map x."""
+    """Return the number of rows of the kernel's matrix, and the grid of windows that maps x to y."""
     (n, _, down, across), lines = y.shape, LINES if stride == 1 else 1
     rows = n * triton_tiles.ceil_div(down, lines) * across
     return rows, WindowGrid(x.shape[2], x.shape[3], down, across, stride, lines)

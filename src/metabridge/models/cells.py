@@ -1,8 +1,8 @@
 """Networks of cells: a supernet, and the network of one architecture (Wang et al. 2022, §6.1).
 
-Both use the same module, in which a mask selects the operators. All candidates of a search therefore share the weights
-of the supernet, and the supernet under the mask of an architecture computes the same as the network of that
-architecture.
+Both are built from `Cells`, which computes only the active operators. All candidates of a search therefore share the
+weights of the supernet. If exactly the operators of an architecture are active, the supernet computes the same function
+as the network of that architecture with the same weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from metabridge.errors import InputError, check_positive
 from metabridge.models.architecture import EDGES, NODES, OPERATORS, ActiveOperators, Architecture, EdgeSets, edges_of
 from metabridge.models.batch_norm import BatchNorm, Statistics, group_count
 from metabridge.models.drop_path import DropPath
-from metabridge.models.network import Network, records_recipe, seeded
+from metabridge.models.network import Network, seeded, stores_build_arguments
 from metabridge.models.triton_support import can_fuse
 
 Norm = Literal["batch", "group"]
-MakeNorm = Callable[[int], nn.Module]  # from the number of channels
+MakeNorm = Callable[[int], nn.Module]  # returns a norm for a number of channels
 
 
 def supernet(
@@ -38,19 +38,19 @@ def supernet(
     statistics: Statistics = "batch",
     seed: int = 0,
 ) -> Network:
-    """Build a network of cells in which every edge adds up all its active operators.
+    """Build a network of cells in which the outputs of all active operators on an edge are added up.
 
     With group norm every image is normalized separately, so that per-image gradients are defined (Wang et al. 2022,
     app. E).
 
     Args:
-        active: The operators of every edge. `mask` can deactivate some of them later.
-        cells: Number of cells, at least 3. Reduction cells are at a third and at two thirds of the depth.
-        channels: Channels of the first cells. A reduction cell doubles them.
-        image_channels: Channels of the images.
+        active: The operators on every edge. `mask` can deactivate some of them later.
+        cells: Number of cells, at least 3. The cells at a third and two thirds of the depth are reduction cells.
+        channels: Number of channels of each node in the first cells. Every reduction cell doubles it.
+        image_channels: Number of channels of the images.
         size: Height and width of the images in pixels.
-        outputs: Outputs of the head.
-        norm: "group" or "batch".
+        outputs: Number of outputs of the head.
+        norm: "group" for group norms or "batch" for batch norms.
         statistics: Statistics of the batch norms, see `BatchNorm`.
         seed: Seed of the initial weights.
 
@@ -64,10 +64,10 @@ def supernet(
     >>> net.head
     Linear(in_features=48, out_features=5, bias=True)
     """
-    return _build(active, cells, channels, image_channels, size, outputs, norm, statistics, 0.0, seed)
+    return _build_network(active, cells, channels, image_channels, size, outputs, norm, statistics, 0.0, seed)
 
 
-@records_recipe
+@stores_build_arguments
 def cell_network(
     architecture: Architecture | Mapping[str, object],
     *,
@@ -84,16 +84,16 @@ def cell_network(
     """Build the network of one architecture, for training.
 
     Args:
-        architecture: The architecture, or the mapping that `Architecture.from_dict` takes.
-        cells: Number of cells, at least 3. Reduction cells are at a third and at two thirds of the depth.
-        channels: Channels of the first cells. A reduction cell doubles them.
-        image_channels: Channels of the images.
+        architecture: An `Architecture`, or a mapping as for `Architecture.from_dict`.
+        cells: Number of cells, at least 3. The cells at a third and two thirds of the depth are reduction cells.
+        channels: Number of channels of each node in the first cells. Every reduction cell doubles it.
+        image_channels: Number of channels of the images.
         size: Height and width of the images in pixels.
-        outputs: Outputs of the head.
-        norm: "batch" or "group".
+        outputs: Number of outputs of the head.
+        norm: "batch" for batch norms or "group" for group norms.
         statistics: Statistics of the batch norms, see `BatchNorm`.
-        drop_rate: Probability that training drops the output of an operator: 0.2 for mini-ImageNet and 0.1 for
-            tiered-ImageNet (Wang et al. 2022, app. E).
+        drop_rate: Probability of dropping the output of an operator in training. Wang et al. (2022, app. E) use 0.2
+            for mini-ImageNet and 0.1 for tiered-ImageNet.
         seed: Seed of the initial weights.
 
     Returns:
@@ -110,18 +110,18 @@ def cell_network(
     if not isinstance(architecture, Architecture):
         architecture = Architecture.from_dict(architecture)
     active = architecture.active_operators
-    return _build(active, cells, channels, image_channels, size, outputs, norm, statistics, drop_rate, seed)
+    return _build_network(active, cells, channels, image_channels, size, outputs, norm, statistics, drop_rate, seed)
 
 
 def mask(net: Network, active: ActiveOperators) -> None:
-    """Deactivate all operators of a supernet except `active`.
+    """Set the active operators of a supernet in place.
 
     Args:
-        net: The supernet, which is changed in place.
-        active: The operators that stay active. The supernet must have been built with all of them.
+        net: The supernet.
+        active: The operators that are active from now on. The supernet must have been built with all of them.
 
     Raises:
-        InputError: If `net` is not a network of cells, or lacks one of the operators.
+        InputError: If `net` is not a network of cells, or was built without one of the operators.
 
     >>> net = supernet(ActiveOperators.full(), channels=4)
     >>> mask(net, ActiveOperators.full().without(("normal", 0, "skip")))
@@ -138,10 +138,11 @@ def mask(net: Network, active: ActiveOperators) -> None:
 
 
 class Cells(nn.Module):
-    """A stem, the cells, and global average pooling; the features have three times the channels of the last cell.
+    """A stem, the cells, and global average pooling.
 
-    If each map is normalized separately, its mean is the same for all images. With group norm the means are nearly the
-    same, so another norm and a ReLU come before the pooling, as in the public code of Wang et al. 2022.
+    The features are the pooled output of the last cell, which concatenates its three nodes. Group norm makes the mean
+    of a group of maps the same for all images, so that pooled maps would differ little between images. Therefore
+    another norm and a ReLU come before the pooling if `norm` is "group", as in the public code of Wang et al. (2022).
     """
 
     def __init__(
@@ -150,159 +151,163 @@ class Cells(nn.Module):
         cells: int,
         channels: int,
         image_channels: int,
-        kind: Norm,
+        norm: Norm,
         statistics: Statistics,
         drop_rate: float,
     ) -> None:
         super().__init__()
         self.available = self.active = active
-        self.kind, self.channels = kind, channels
-        norm = _norm(kind, statistics)
-        width = NODES * channels
-        self.stem = nn.Sequential(_convolution(image_channels, width, 3), norm(width))
+        self.norm, self.channels = norm, channels
+        make_norm = _norm_builder(norm, statistics)
+        stem_channels = NODES * channels
+        self.stem = nn.Sequential(_convolution(image_channels, stem_channels, 3), make_norm(stem_channels))
         self.cells = nn.ModuleList()
-        inputs, halved = (width, width), False
+        source_channels, after_reduction = (stem_channels, stem_channels), False
         for index in range(cells):
             reduction = index in (cells // 3, 2 * cells // 3)
             channels *= 2 if reduction else 1
-            self.cells.append(Cell(active, inputs, channels, reduction, halved, norm, drop_rate))
-            inputs, halved = (inputs[1], NODES * channels), reduction
-        self.dimension = inputs[1]
-        self.end = nn.Sequential(norm(self.dimension), nn.ReLU()) if kind == "group" else nn.Identity()
+            cell = Cell(active, source_channels, channels, reduction, after_reduction, make_norm, drop_rate)
+            self.cells.append(cell)
+            source_channels, after_reduction = (source_channels[1], NODES * channels), reduction
+        self.dimension = source_channels[1]
+        self.end = nn.Sequential(make_norm(self.dimension), nn.ReLU()) if norm == "group" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features of images, of shape (points, dimension)."""
-        if self.training and self.kind == "batch" and can_fuse(x, self.channels):
+        """Return the features of n images, of shape (n, dimension)."""
+        if self.training and self.norm == "batch" and can_fuse(x, self.channels):
             from metabridge.models.fused_cells import features
 
             return features(self, x)
-        before = last = self.stem(x)
+        source_0 = source_1 = self.stem(x)
         for cell, active in self.cells_with_operators():
-            before, last = last, cell(before, last, active)
-        return self.end(last).mean((-2, -1))  # type: ignore[no-any-return]
+            source_0, source_1 = source_1, cell(source_0, source_1, active)
+        return self.end(source_1).mean((-2, -1))  # type: ignore[no-any-return]
 
     def cells_with_operators(self) -> Iterator[tuple[Cell, EdgeSets]]:
-        """Yield each cell with the active operators of its edges."""
+        """Yield each cell with the active operators on its edges."""
         for cell in cast(Iterable[Cell], self.cells):
             yield cell, self.active.reduction if cell.reduction else self.active.normal
 
 
 class Cell(nn.Module):
-    """Three nodes that read the outputs of the two previous cells.
+    """Three nodes, whose sources 0 and 1 are the outputs of the two previous cells.
 
-    If `halved` is true, the previous cell is a reduction cell. The output of the cell before it is then halved to the
-    same size.
+    If `after_reduction` is true, the previous cell is a reduction cell, so source 0 has twice the sides of source 1. It
+    is then halved to the same size. `before` and `last` are the layers that first process source 0 and source 1.
     """
 
     def __init__(
         self,
         active: ActiveOperators,
-        inputs: tuple[int, int],
+        source_channels: tuple[int, int],
         channels: int,
         reduction: bool,
-        halved: bool,
-        norm: MakeNorm,
+        after_reduction: bool,
+        make_norm: MakeNorm,
         drop_rate: float,
     ) -> None:
         super().__init__()
         self.reduction = reduction
-        self.before = (Halving if halved else _pointwise)(inputs[0], channels, norm)
-        self.last = _pointwise(inputs[1], channels, norm)
+        self.before = (Halving if after_reduction else _pointwise)(source_channels[0], channels, make_norm)
+        self.last = _pointwise(source_channels[1], channels, make_norm)
         self.edges = nn.ModuleList()
         for (_, source), operators in zip(EDGES, active.reduction if reduction else active.normal):
             stride = 2 if reduction and source < 2 else 1
-            modules = {name: _OPERATORS[name](channels, stride, norm) for name in OPERATORS if name in operators}
-            self.edges.append(nn.ModuleDict(modules))
+            names = [name for name in OPERATORS if name in operators]
+            self.edges.append(nn.ModuleDict({name: _OPERATORS[name](channels, stride, make_norm) for name in names}))
         self.drop = DropPath(drop_rate) if drop_rate else nn.Identity()
 
-    def forward(self, before: Tensor, last: Tensor, active: EdgeSets) -> Tensor:
+    def forward(self, source_0: Tensor, source_1: Tensor, active: EdgeSets) -> Tensor:
         """Return the concatenation of the nodes."""
-        states = [self.before(before), self.last(last)]
+        sources = [self.before(source_0), self.last(source_1)]
         for node in range(NODES):
-            terms = [self._term(operator, states[source]) for operator, source in self.operators_into(node, active)]
-            states.append(functools.reduce(torch.add, terms))
-        return torch.cat(states[2:], 1)
+            terms = [self._term(operator, sources[source]) for operator, source in self.operators_into(node, active)]
+            sources.append(functools.reduce(torch.add, terms))
+        return torch.cat(sources[2:], 1)
 
     def operators_into(self, node: int, active: EdgeSets) -> Iterator[tuple[nn.Module, int]]:
-        """Yield the active operators on the edges into a node, each with its source."""
+        """Yield the active operators on the edges into a node, each with the index of its source."""
         for edge in edges_of(node):
             for name, operator in cast(nn.ModuleDict, self.edges[edge]).items():
                 if name in active[edge]:
                     yield operator, EDGES[edge][1]
 
     def _term(self, operator: nn.Module, x: Tensor) -> Tensor:
-        """Return the output of an operator after drop path, which does not apply to identities."""
+        """Return the output of an operator after drop path, which does not apply to identity operators."""
         return x if isinstance(operator, nn.Identity) else self.drop(operator(x))
 
 
 class Halving(nn.Module):
-    """Halve the sides of maps with 1×1 convolutions: half of the channels from even pixels, half from odd pixels."""
+    """Halve the sides of maps with two 1×1 convolutions of stride 2, each of which computes half of the channels.
 
-    def __init__(self, inputs: int, outputs: int, norm: MakeNorm) -> None:
+    One reads the pixels whose row and column are even, the other the pixels whose row and column are odd.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, make_norm: MakeNorm) -> None:
         super().__init__()
-        self.even = _convolution(inputs, outputs // 2, 1, stride=2)
-        self.odd = _convolution(inputs, outputs - outputs // 2, 1, stride=2)
-        self.norm = norm(outputs)
+        self.even = _convolution(in_channels, out_channels // 2, 1, stride=2)
+        self.odd = _convolution(in_channels, out_channels - out_channels // 2, 1, stride=2)
+        self.norm = make_norm(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the maps after ReLU, halving and normalization."""
         x = F.relu(x)
-        shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # the last row and column are used if a side is odd
+        shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # padding, so that odd sides are halved as in even(x)
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
 
     def joint_weight(self) -> Tensor:
-        """Return one weight for both convolutions, whose input has the odd pixels as further channels."""
+        """Return the weight of one convolution that replaces both if the odd pixels are additional input channels."""
         return torch.block_diag(self.even.weight.flatten(1), self.odd.weight.flatten(1))[..., None, None]  # type: ignore[no-any-return]
 
 
 class MeanPool(nn.AvgPool2d):
-    """The mean of the pixels in each 3×3 window.
+    """Average pooling over 3×3 windows, without the padding.
 
-    On a GPU, PyTorch up to 2.13 assigns gradients to wrong pixels if the input is channels-last and windows are padded,
-    so the input is made contiguous first.
+    On a GPU, PyTorch up to 2.13 assigns gradients to wrong pixels if the input is channels-last and windows are padded.
+    Therefore the input is made contiguous first.
     """
 
     def __init__(self, stride: int) -> None:
         super().__init__(3, stride, padding=1, count_include_pad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the means of the windows."""
+        """Return the mean of the pixels in each window."""
         return super().forward(x.contiguous() if x.is_cuda else x)
 
 
-def _max_pool(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
-    return nn.Sequential(nn.MaxPool2d(3, stride, padding=1), norm(channels))
+def _max_pool(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+    return nn.Sequential(nn.MaxPool2d(3, stride, padding=1), make_norm(channels))
 
 
-def _mean_pool(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
-    return nn.Sequential(MeanPool(stride), norm(channels))
+def _mean_pool(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+    return nn.Sequential(MeanPool(stride), make_norm(channels))
 
 
-def _skip(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
-    return nn.Identity() if stride == 1 else Halving(channels, channels, norm)
+def _skip(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+    return nn.Identity() if stride == 1 else Halving(channels, channels, make_norm)
 
 
-def _factorized(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
-    across, down = _convolution(channels, channels, (1, 5), stride), _convolution(channels, channels, (5, 1))
-    return nn.Sequential(nn.ReLU(), across, down, norm(channels))
+def _factorized(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+    horizontal, vertical = _convolution(channels, channels, (1, 5), stride), _convolution(channels, channels, (5, 1))
+    return nn.Sequential(nn.ReLU(), horizontal, vertical, make_norm(channels))
 
 
-def _separable(channels: int, stride: int, norm: MakeNorm, dilation: int = 1) -> nn.Sequential:
-    """A depthwise 3×3 convolution and a 1×1 convolution."""
+def _separable(channels: int, stride: int, make_norm: MakeNorm, dilation: int = 1) -> nn.Sequential:
+    """Build ReLU, a separable convolution (a depthwise 3×3 convolution and a 1×1 convolution) and a norm."""
     depthwise = _convolution(channels, channels, 3, stride, dilation, groups=channels)
-    return nn.Sequential(nn.ReLU(), depthwise, _convolution(channels, channels, 1), norm(channels))
+    return nn.Sequential(nn.ReLU(), depthwise, _convolution(channels, channels, 1), make_norm(channels))
 
 
-def _twice_separable(channels: int, stride: int, norm: MakeNorm) -> nn.Module:
-    return nn.Sequential(*_separable(channels, stride, norm), *_separable(channels, 1, norm))
+def _twice_separable(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+    return nn.Sequential(*_separable(channels, stride, make_norm), *_separable(channels, 1, make_norm))
 
 
-def _pointwise(inputs: int, outputs: int, norm: MakeNorm) -> nn.Module:
-    return nn.Sequential(nn.ReLU(), _convolution(inputs, outputs, 1), norm(outputs))
+def _pointwise(in_channels: int, out_channels: int, make_norm: MakeNorm) -> nn.Module:
+    return nn.Sequential(nn.ReLU(), _convolution(in_channels, out_channels, 1), make_norm(out_channels))
 
 
-# conv_3x3 is separable too: one separable convolution, where sep_conv_3x3 has two. This is how the public code of
-# MetaNAS, whose search space this is, defines it, and it gives the published 1.77 M parameters.
+# conv_3x3 is one separable convolution, and sep_conv_3x3 is two. The search space is that of MetaNAS, whose public code
+# defines them in this way. With these definitions, the network has the published 1.77 million parameters.
 _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
     "max_pool_3x3": _max_pool,
     "avg_pool_3x3": _mean_pool,
@@ -315,27 +320,32 @@ _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
 
 
 def _convolution(
-    inputs: int, outputs: int, size: int | tuple[int, int], stride: int = 1, dilation: int = 1, groups: int = 1
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int | tuple[int, int],
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
 ) -> nn.Conv2d:
-    """A convolution without bias that keeps the sides, or halves them with stride 2."""
-    height, width = (size, size) if isinstance(size, int) else size
+    """Build a convolution without bias whose output has the same sides as its input, or half of them with stride 2."""
+    height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
     padding = (dilation * (height // 2), dilation * (width // 2))
-    layer = nn.Conv2d(inputs, outputs, (height, width), stride, padding, dilation, groups, bias=False)
+    layer = nn.Conv2d(in_channels, out_channels, (height, width), stride, padding, dilation, groups, bias=False)
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return layer
 
 
-def _norm(kind: Norm, statistics: Statistics) -> MakeNorm:
-    kinds: dict[str, MakeNorm] = {
+def _norm_builder(norm: Norm, statistics: Statistics) -> MakeNorm:
+    builders: dict[str, MakeNorm] = {
         "batch": functools.partial(BatchNorm, statistics=statistics),
         "group": lambda channels: nn.GroupNorm(group_count(channels), channels),
     }
-    if kind not in kinds:
-        raise InputError(f"norm is {kind!r}, but must be 'batch' or 'group'.")
-    return kinds[kind]
+    if norm not in builders:
+        raise InputError(f"norm is {norm!r}, but must be 'batch' or 'group'.")
+    return builders[norm]
 
 
-def _build(
+def _build_network(
     active: ActiveOperators,
     cells: int,
     channels: int,

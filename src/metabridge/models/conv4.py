@@ -1,4 +1,4 @@
-"""The convolutional network with four blocks that few-shot learning papers use."""
+"""conv4, the network of four convolutional blocks that many papers on few-shot learning use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import nn
 
 from metabridge.errors import InputError, check_count
 from metabridge.models.batch_norm import BatchNorm, Statistics
-from metabridge.models.network import Network, records_recipe, seeded
+from metabridge.models.network import Network, seeded, stores_build_arguments
 
 
-@records_recipe
+@stores_build_arguments
 def conv4(
     channels: int = 3,
     size: int = 84,
@@ -21,14 +21,14 @@ def conv4(
 ) -> Network:
     """Build conv4: four blocks of 3×3 convolution, batch norm, 2×2 max pooling and ReLU, then a linear head.
 
-    The convolutions have no bias, because the batch norms would subtract it. Pooling comes before ReLU: the two
-    commute, and only a quarter of the values remain.
+    The convolutions have no bias, because the batch norms would subtract it. Pooling comes before ReLU, which then
+    processes a quarter of the values; their order does not change the result.
 
     Args:
-        channels: Channels of the images.
+        channels: Number of channels of the images.
         size: Height and width of the images in pixels, at least 16.
-        outputs: Outputs of the head.
-        filters: Channels of every convolution.
+        outputs: Number of outputs of the head.
+        filters: Number of output channels of every convolution.
         statistics: Statistics of the batch norms, see `BatchNorm`.
         seed: Seed of the initial weights.
 
@@ -42,12 +42,12 @@ def conv4(
     Linear(in_features=32, out_features=5, bias=True)
     """
     if size < 16:
-        raise InputError(f"size is {size}, but four poolings need images of at least 16×16 pixels. Use mlp below that.")
+        raise InputError(f"size is {size}, but four poolings need at least 16×16 pixels. Use mlp for smaller images.")
     check_count("filters", filters)
     blocks: list[nn.Module] = []
     with seeded(seed):
-        for inputs in (channels, filters, filters, filters):
-            convolution = nn.Conv2d(inputs, filters, 3, padding=1, bias=False)
+        for in_channels in (channels, filters, filters, filters):
+            convolution = nn.Conv2d(in_channels, filters, 3, padding=1, bias=False)
             nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
             blocks.append(nn.Sequential(convolution, BatchNorm(filters, statistics), nn.MaxPool2d(2), nn.ReLU()))
         return Network(nn.Sequential(*blocks, nn.Flatten()), nn.Linear(filters * (size // 16) ** 2, outputs))

@@ -1,4 +1,4 @@
-"""Layers that drop parts of their input at random in training, with a rate that can follow a schedule."""
+"""Layers that drop random parts of their input in training, at a rate that can follow a schedule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from metabridge.errors import InputError
 class Drop(nn.Module):
     """Base class of layers that drop parts of their input in training.
 
-    The buffer `rate` is the current rate. Training can raise it step by step to `full_rate`, also inside a captured
-    CUDA graph: `layer.rate.fill_(0.05)`.
+    The buffer `rate` is the current rate. A schedule can raise it to `full_rate` step by step with
+    `layer.rate.fill_(…)`, which a captured CUDA graph also respects.
 
     Args:
-        rate: The full rate, which is also the initial current rate.
+        rate: The full rate. The current rate is initially the same.
 
     Raises:
         InputError: If `rate` is not at least 0 and less than 1.
@@ -35,20 +35,34 @@ class Drop(nn.Module):
 
 
 class DropPath(Drop):
-    """In training, set all maps of a point to zero with probability `rate`, and rescale those of the other points.
+    """In training, set all feature maps of an input to zero with probability `rate`, and rescale the other inputs.
 
     Args:
-        rate: The full rate.
+        rate: The full rate, see `Drop`.
 
     >>> DropPath(0.5).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return maps of shape (points, channels, height, width), some of them zero."""
+        """Drop the feature maps of some inputs if the layer is in training mode.
+
+        Args:
+            x: Feature maps of shape (n, channels, height, width).
+
+        Returns:
+            Feature maps of the same shape.
+        """
         return x * self.factor(x).to(x.dtype) if self.training else x
 
     def factor(self, x: Tensor) -> Tensor:
-        """Draw the factor of each point's maps in training, of shape (points, 1, 1, 1) and in float32."""
+        """Draw the random factor 0 or 1 / (1 − rate) of each input in training.
+
+        Args:
+            x: Feature maps of shape (n, channels, height, width).
+
+        Returns:
+            Factors of shape (n, 1, 1, 1) in float32.
+        """
         mask = torch.rand_like(x[:, :1, :1, :1], dtype=torch.float32) >= self.rate
         return mask / (1 - self.rate)

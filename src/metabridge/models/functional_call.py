@@ -1,7 +1,8 @@
 """Call a module with other parameters, without changing the module.
 
-`torch.func.functional_call` replaces the parameters in the module during the call, so that threads that share a module
-would compute with each other's parameters. Here a copy of the module tree is called, which costs the same time.
+`torch.func.functional_call` replaces the parameters in the module during the call. Threads that share a module would
+therefore compute with each other's parameters. The functions below copy the tree of modules, but not its tensors, which
+takes the same time.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from torch import Tensor, nn
 from metabridge.errors import InputError
 
 M = TypeVar("M", bound=nn.Module)
-Replacements = dict[int, Any]  # the new object for the id of each object that is replaced
+Replacements = dict[int, Any]  # from the id of a replaced object to the new object
 
-CONSTANTS = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
-CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-REGISTERS = ("_parameters", "_buffers", "_modules")
+CONSTANT_TYPES = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
+CONTAINER_TYPES = frozenset({dict, OrderedDict, list, tuple})
+REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool = False) -> M:
-    """Return a copy of `module` with other parameters, which shares all other tensors with it.
+    """Return a copy of `module` with other parameters; the copy and `module` share all other tensors.
 
-    A parameter is replaced under all its names and in all attributes that refer to it, also in lists, closures and
+    A parameter is replaced under all its names and in all attributes that refer to it, including lists, closures and
     bound methods.
 
     Args:
-        module: The module.
+        module: The module, which is not changed.
         params: The new parameters by name.
-        copy_buffers: Whether the copy gets its own buffers, which it can change without changing those of `module`.
+        copy_buffers: Whether to copy the buffers, so that the copy can change them without changing `module`.
 
     Returns:
         The copy.
@@ -47,22 +48,23 @@ def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool =
     tensor([[7.]])
     """
     copies: list[tuple[nn.Module, nn.Module]] = []
-    new: Replacements = {}
-    _register(module, "", params, copy_buffers, new, copies)
+    replacements: Replacements = {}
+    _collect_replacements(module, "", params, copy_buffers, replacements, copies)
     for old, copy in copies:
         state = vars(old).copy()
         for name, value in state.items():
-            kind = type(value)
-            if not (kind in CONSTANTS or (kind in CONTAINERS and not value) or name in REGISTERS):
-                state[name] = _rebuilt(value, new)
-        for name in REGISTERS:  # new dictionaries, because a forward pass may write to them
-            state[name] = {key: new.get(id(entry), entry) for key, entry in state[name].items()}
+            value_type = type(value)
+            is_empty = value_type in CONTAINER_TYPES and not value
+            if not (value_type in CONSTANT_TYPES or is_empty or name in REGISTRIES):
+                state[name] = _replace_inside(value, replacements)
+        for name in REGISTRIES:  # new dictionaries, because a forward pass may write to them
+            state[name] = {key: replacements.get(id(entry), entry) for key, entry in state[name].items()}
         object.__setattr__(copy, "__dict__", state)
-    return new[id(module)]  # type: ignore[no-any-return]
+    return replacements[id(module)]  # type: ignore[no-any-return]
 
 
 def shallow_copy(net: M) -> M:
-    """Return a copy of the modules that shares their tensors, so that a thread can call it and register hooks."""
+    """Return a copy of `net` that shares its tensors; a thread can call it and register hooks on it."""
     copy = bind_params(net, {})
     for module in copy.modules():
         hooks = {name: value.copy() for name, value in vars(module).items() if "_hooks" in name}
@@ -70,64 +72,64 @@ def shallow_copy(net: M) -> M:
     return copy
 
 
-def _register(
+def _collect_replacements(
     module: nn.Module,
     prefix: str,
     params: Mapping[str, Tensor],
     copy_buffers: bool,
-    new: Replacements,
+    replacements: Replacements,
     copies: list[tuple[nn.Module, nn.Module]],
 ) -> None:
-    """Collect the replacements of the module, its parameters and its buffers, in the order of `named_parameters`."""
+    """Add copies of the module and its layers to `copies`, and all replaced objects to `replacements`."""
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(
             "the network contains a TorchScript module, whose parameters cannot be replaced. Use the Python module "
             "from which it was compiled."
         )
-    new[id(module)] = copy = object.__new__(type(module))
+    replacements[id(module)] = copy = object.__new__(type(module))
     copies.append((module, copy))
     for name, value in module._parameters.items():
         if value is not None and prefix + name in params:
-            new[id(value)] = params[prefix + name]
+            replacements[id(value)] = params[prefix + name]
     for buffer in module._buffers.values():
-        # a tensor from inference mode cannot be differentiated
-        if buffer is not None and (copy_buffers or buffer.is_inference()) and id(buffer) not in new:
-            new[id(buffer)] = buffer.clone()
+        # autograd cannot use a tensor that was created in inference mode
+        if buffer is not None and (copy_buffers or buffer.is_inference()) and id(buffer) not in replacements:
+            replacements[id(buffer)] = buffer.clone()
     for name, child in module._modules.items():
-        if child is not None and id(child) not in new:
-            _register(child, f"{prefix}{name}.", params, copy_buffers, new, copies)
+        if child is not None and id(child) not in replacements:
+            _collect_replacements(child, f"{prefix}{name}.", params, copy_buffers, replacements, copies)
 
 
-def _rebuilt(value: Any, new: Replacements) -> Any:
-    """Return `value`, or a copy of it if it refers to a replaced object."""
-    if type(value) in CONSTANTS:
+def _replace_inside(value: Any, replacements: Replacements) -> Any:
+    """Return the replacement of `value`, a copy of `value` if it refers to a replaced object, or else `value`."""
+    if type(value) in CONSTANT_TYPES:
         return value
-    if id(value) in new:
-        return new[id(value)]
-    parts = _parts(value)
-    if CONSTANTS.issuperset(map(type, parts)):
+    if id(value) in replacements:
+        return replacements[id(value)]
+    contents = _contents(value)
+    if CONSTANT_TYPES.issuperset(map(type, contents)):
         return value
-    new[id(value)] = value  # in case it contains itself
-    rebuilt = [_rebuilt(part, new) for part in parts]
-    del new[id(value)]  # another object may get the same id later
-    if all(part is other for part, other in zip(parts, rebuilt)):
+    replacements[id(value)] = value  # in case it contains itself
+    new_contents = [_replace_inside(content, replacements) for content in contents]
+    del replacements[id(value)]  # another object may get the same id later
+    if all(content is new_content for content, new_content in zip(contents, new_contents)):
         return value
     if isinstance(value, FunctionType):
-        cells = tuple(map(CellType, rebuilt))
+        cells = tuple(map(CellType, new_contents))
         function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         function.__kwdefaults__ = value.__kwdefaults__
         return function
     if isinstance(value, MethodType):
-        return MethodType(*rebuilt)
+        return MethodType(*new_contents)
     if isinstance(value, partial):
-        function, *arguments = rebuilt
-        args, keywords = arguments[: len(value.args)], arguments[len(value.args) :]
-        return partial(function, *args, **dict(zip(value.keywords, keywords)))
-    return type(value)(zip(value, rebuilt)) if isinstance(value, dict) else type(value)(rebuilt)
+        function, *arguments = new_contents
+        args, keyword_args = arguments[: len(value.args)], arguments[len(value.args) :]
+        return partial(function, *args, **dict(zip(value.keywords, keyword_args)))
+    return type(value)(zip(value, new_contents)) if isinstance(value, dict) else type(value)(new_contents)
 
 
 def unregistered_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the tensors in attributes of the module and its layers that are neither parameters nor buffers.
+    """Return the tensors in attributes of the module and its layers, except parameters and buffers.
 
     >>> layer = nn.Linear(2, 1)
     >>> layer.centers = [torch.zeros(2), layer.weight]
@@ -135,22 +137,22 @@ def unregistered_tensors(module: nn.Module) -> list[Tensor]:
     [tensor([0., 0.])]
     """
     layers = list(module.modules())
-    registers = [register for layer in layers for register in (layer._parameters, layer._buffers)]
-    registered = [tensor for register in registers for tensor in register.values()]
+    registries = [registry for layer in layers for registry in (layer._parameters, layer._buffers)]
+    registered = [tensor for registry in registries for tensor in registry.values()]
     seen = {id(value) for value in (*registered, *layers)}
-    stack = [value for layer in layers for name, value in vars(layer).items() if name not in REGISTERS]
+    remaining = [value for layer in layers for name, value in vars(layer).items() if name not in REGISTRIES]
     tensors = []
-    while stack:
-        value = stack.pop()
+    while remaining:
+        value = remaining.pop()
         if id(value) not in seen:
             seen.add(id(value))
             tensors += [value] if isinstance(value, Tensor) else []
-            stack += _parts(value)
+            remaining += _contents(value)
     return tensors
 
 
-def _parts(value: Any) -> list[Any]:
-    """Return the objects to which a container, function, method or partial refers; none for other objects."""
+def _contents(value: Any) -> list[Any]:
+    """Return the objects to which a container, function, method or partial refers; empty for all other types."""
     if type(value) in (dict, OrderedDict):
         return list(value.values())
     if type(value) in (list, tuple):
@@ -162,6 +164,6 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
         try:
             return [cell.cell_contents for cell in value.__closure__ or ()]
-        except ValueError:  # an empty cell
+        except ValueError:  # a cell of the closure is empty
             return []
     return []

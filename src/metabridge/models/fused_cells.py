@@ -19,23 +19,25 @@ from metabridge.models.drop_path import DropPath
 P = ParamSpec("P")
 
 
-def features(stack: Cells, x: Tensor) -> Tensor:
-    """Return the features of images, of shape (points, dimension)."""
-    layers: list[Any] = list(stack.stem)
+def features(net: Cells, x: Tensor) -> Tensor:
+    """Return the features of n images, of shape (n, dimension)."""
+    layers: list[Any] = list(net.stem)
     convolution, norm = layers
-    before = last = _Source(_norm_relu(norm, convolution(x)), rectified=True)
+    source_0 = source_1 = _Source(_norm_relu(norm, convolution(x)), rectified=True)
     nodes: list[_Source] = []
-    for cell, active in stack.cells_with_operators():
+    for cell, active in net.cells_with_operators():
         if nodes:
-            before, last = last, _Source(cell_triton_layers.relu_concat(*(node.x for node in nodes)), rectified=True)
-        nodes = _nodes(cell, before, last, active)
+            output = cell_triton_layers.relu_concat(*(node.x for node in nodes))
+            source_0, source_1 = source_1, _Source(output, rectified=True)
+        nodes = _compute_nodes(cell, source_0, source_1, active)
     return torch.cat([node.x.mean((-2, -1)) for node in nodes], 1)
 
 
 class _Source:
-    """A map that several layers read, and whether it is already rectified.
+    """A feature map that several layers read; `rectified` is true if ReLU has already been applied to it.
 
-    Each layer returns the map for the next reader, which adds up its gradients inside the kernels.
+    Each layer returns its output and also the map, which the next layer then reads. The kernels thus add up the
+    gradients with respect to the map (see `cell_triton_layers`).
     """
 
     def __init__(self, x: Tensor, *, rectified: bool = False) -> None:
@@ -44,12 +46,14 @@ class _Source:
     def apply(
         self, layer: Callable[Concatenate[Tensor, P], tuple[Tensor, Tensor]], *args: P.args, **options: P.kwargs
     ) -> Tensor:
+        """Return the output of a layer for the map."""
         y, self.x = layer(self.x, *args, **options)
         return y
 
 
-def _nodes(cell: Cell, before: _Source, last: _Source, active: EdgeSets) -> list[_Source]:
-    sources = [_Source(_add_term(None, entry, source)) for entry, source in ((cell.before, before), (cell.last, last))]
+def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: EdgeSets) -> list[_Source]:
+    first_layers = (cell.before, source_0), (cell.last, source_1)
+    sources = [_Source(_add_term(None, layer, source)) for layer, source in first_layers]
     for node in range(NODES):
         operators = [(operator, sources[source]) for operator, source in cell.operators_into(node, active)]
         identities = [source.x for operator, source in operators if isinstance(operator, nn.Identity)]
@@ -63,15 +67,16 @@ def _nodes(cell: Cell, before: _Source, last: _Source, active: EdgeSets) -> list
 
 
 def _add_term(total: Tensor | None, operator: nn.Module, source: _Source, drop: nn.Module | None = None) -> Tensor:
-    """Return the sum of a node after adding the output of an operator."""
+    """Add the output of an operator, after drop path, to the sum of a node, and return the new sum."""
     if isinstance(operator, Halving):
         x, _ = cell_triton_layers.conv_1x1(source.apply(cell_triton_layers.relu_even_odd), operator.joint_weight())
         norm: Any = operator.norm
     else:
         layers = list(cast(nn.Sequential, operator))
         norm = layers[-1]
-        for layer, after in itertools.pairwise(layers):
-            if not (isinstance(layer, nn.ReLU) and (source.rectified or _is_depthwise(after))):
+        for layer, next_layer in itertools.pairwise(layers):
+            # a depthwise convolution applies ReLU itself
+            if not (isinstance(layer, nn.ReLU) and (source.rectified or _is_depthwise(next_layer))):
                 source = _Source(_apply_layer(layer, source), rectified=isinstance(layer, BatchNorm))
         x = source.x
     factor = drop.factor(x) if isinstance(drop, DropPath) else None
@@ -79,7 +84,7 @@ def _add_term(total: Tensor | None, operator: nn.Module, source: _Source, drop: 
 
 
 def _apply_layer(layer: nn.Module, source: _Source) -> Tensor:
-    """Return the output of a layer, including the ReLU after a norm or before a depthwise convolution."""
+    """Return the output of a layer, including a ReLU after batch norm and before depthwise convolutions."""
     match layer:
         case nn.ReLU():
             return source.apply(cell_triton_layers.relu)
@@ -99,7 +104,7 @@ def _apply_layer(layer: nn.Module, source: _Source) -> Tensor:
 
 
 def _norm_relu(norm: BatchNorm, x: Tensor) -> Tensor:
-    assert norm.weight is not None  # the norms of cells have both
+    assert norm.weight is not None  # batch norms of cells have weight and bias
     assert norm.bias is not None
     return fused_layers.norm_leaky_relu(x, norm.weight, norm.bias, norm.eps, 0.0)
 

@@ -1,12 +1,13 @@
-"""The layers between the convolutions of ResNet-12 and of cells, fused into few passes over memory with Triton.
+"""The layers between the convolutions of ResNet-12 and of cells, fused with Triton to save passes over memory.
 
-On a GPU in bfloat16, ResNet-12 spends half of its time between the convolutions, reading and writing maps, and a stack
-of cells nearly all of it. Here LeakyReLU(BatchNorm(x)) takes one pass for the statistics and one to apply them, forward
-and backward. The end of a residual block writes only the pooled map, and an operator of a cell adds its output directly
-to the sum of its node. Maps are channels-last, stored in their dtype and computed in float32.
+On a GPU in bfloat16, ResNet-12 spends half of its time, and a network of cells nearly all of it, between the
+convolutions, where feature maps are read and written. Here LeakyReLU(BatchNorm(x)) takes one pass to compute the
+statistics and one to apply them, in the forward and in the backward pass. The end of a residual block writes only the
+pooled map, and an operator of a cell adds its output directly to the sum of its node. Feature maps are channels-last.
+They are stored in their dtype, and computed in float32.
 
-Statistics are merged by the rule of Chan et al. (1979), which keeps all digits where |mean| ≫ deviation. Second
-derivatives use PyTorch's own operations.
+The statistics of parts of a batch are merged by the rule of Chan et al. (1979), which is accurate even if |mean| is
+much larger than the standard deviation. Second derivatives are computed by PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from torch.nn import functional as F
 from metabridge.models import fused_triton_kernels as kernels
 from metabridge.models import triton_tiles
 
-TAPS = 32  # inputs of a stem per output pixel, 9 per channel, padded to a power of two
+TAPS = 32  # a stem reads 9 input values per channel and output pixel, padded to this number, a power of two
 
 
 def norm_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
-    """Return LeakyReLU(BatchNorm(x)) with the statistics of the batch."""
+    """Return LeakyReLU(BatchNorm(x)); `slope` is the negative slope."""
     return _NormAct.apply(triton_tiles.channels_last(x), weight, bias, None, None, eps, slope)  # type: ignore[no-any-return]
 
 
 def add_norm(
     total: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float, factor: Tensor | None = None
 ) -> Tensor:
-    """Return `total` (or 0 if None) + `factor` · BatchNorm(x); the factor, one per point, gets no gradient."""
+    """Return total + factor · BatchNorm(x), where None means total = 0 and factor = 1.
+
+    `factor` has one value per input and gets no gradient.
+    """
     total = None if total is None else triton_tiles.channels_last(total)
     return _NormAct.apply(triton_tiles.channels_last(x), weight, bias, total, factor, eps, 1.0)  # type: ignore[no-any-return]
 
@@ -40,31 +44,34 @@ def add_norm(
 def residual_pool(
     main: Tensor, shortcut: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, slope: float
 ) -> Tensor:
-    """Return LeakyReLU(MaxPool2×2(BatchNorm(main) + BatchNorm(shortcut))) with the statistics of the batch."""
+    """Return LeakyReLU(MaxPool2×2(BatchNorm(main) + BatchNorm(shortcut))).
+
+    w1 and b1 are the weight and the bias of the first batch norm, w2 and b2 of the second.
+    """
     return _ResidualPool.apply(  # type: ignore[no-any-return]
         triton_tiles.channels_last(main), triton_tiles.channels_last(shortcut), w1, b1, w2, b2, eps, slope
     )
 
 
 def stem_convolutions(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 3×3 and the 1×1 convolution at the start of a residual block.
+    """Return the outputs of the 3×3 and the 1×1 convolution at the start of a residual block.
 
-    The 1×1 convolution is computed as a matrix product. Images have too few channels to fill cuDNN's tiles and need no
-    gradient, so one kernel computes both convolutions of them.
+    `main` and `shortcut` are their weights. The 1×1 convolution is computed as a matrix product. For images, one kernel
+    computes both convolutions, because images have too few channels to fill the tiles of cuDNN and need no gradient.
     """
     if 9 * x.shape[1] <= TAPS and main.shape[0] in (32, 64, 128) and not x.requires_grad:
         return _Stem.apply(triton_tiles.channels_last(x), main, shortcut)  # type: ignore[no-any-return]
     return F.conv2d(x, main, padding=1), F.linear(x.movedim(1, -1), shortcut.flatten(1)).movedim(-1, 1)
 
 
-def drop_block_mask(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Return 0 in every `size` × `size` square whose upper left corner has `noise` below `chance`, and 1 elsewhere."""
+def drop_block_mask(noise: Tensor, probability: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return 0 in each `size` × `size` square whose upper left corner has `noise` < `probability`, and 1 elsewhere."""
     n, c, down, across = noise.shape
     height, width = down + size - 1, across + size - 1
     result = triton_tiles.empty_map((n, c, height, width), dtype, noise.device)
     rows, tile = n * height * width, triton_tiles.tile_shape(c)
     kernels.drop_block_mask[triton_tiles.launch_grid(rows, c, tile)](
-        triton_tiles.channels_last(noise), chance, result, rows, height, width, c, SIZE=size, **tile
+        triton_tiles.channels_last(noise), probability, result, rows, height, width, c, SIZE=size, **tile
     )
     return result
 
@@ -72,14 +79,14 @@ def drop_block_mask(noise: Tensor, chance: Tensor, size: int, dtype: torch.dtype
 def differentiable_vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the vector-Jacobian product for each input that requires a gradient; it can be differentiated again."""
+    """Return the differentiable vector-Jacobian product for each input, or None if it requires no gradient."""
     differentiated = [value for value in inputs if value.requires_grad]
     grads = iter(torch.autograd.grad(outputs, differentiated, cotangents, create_graph=True))
     return tuple(next(grads) if value.requires_grad else None for value in inputs)
 
 
 class _NormAct(torch.autograd.Function):
-    """y = total + factor · LeakyReLU(BatchNorm(x))."""
+    """Return total + factor · LeakyReLU(BatchNorm(x))."""
 
     @staticmethod
     def forward(
@@ -107,8 +114,9 @@ class _NormAct(torch.autograd.Function):
         x, weight, bias, norm, factor = ctx.saved_tensors
         total_grad = g if ctx.needs_input_grad[3] else None
         if torch.is_grad_enabled():
-            inputs, scaled = (x, weight, bias), g if factor is None else g * factor.view(-1, 1, 1, 1).to(g.dtype)
-            grads = differentiable_vjp((_plain_norm_act(*inputs, *ctx.settings),), inputs, (scaled,))
+            inputs = x, weight, bias
+            output_grad = g if factor is None else g * factor.view(-1, 1, 1, 1).to(g.dtype)
+            grads = differentiable_vjp((_plain_norm_act(*inputs, *ctx.settings),), inputs, (output_grad,))
             return *grads, total_grad, None, None, None
         pixels = x.numel() // x.shape[1] // len(x)
         gx, gw, gb = norm_act_backward(g, x, norm, factor, pixels, ctx.settings[1], weight.dtype)
@@ -118,9 +126,16 @@ class _NormAct(torch.autograd.Function):
 def norm_act_backward(
     g: Tensor, x: Tensor, norm: Tensor, factor: Tensor | None, pixels: int, slope: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias, the last two in `dtype`, for the gradient g of the output.
+    """Return the gradients of x, weight and bias for the gradient g of factor · LeakyReLU(BatchNorm(x)).
 
-    `pixels` is the number of rows that share one `factor`.
+    Args:
+        g: Gradient with respect to the output.
+        x: Input of the batch norm.
+        norm: Result of `triton_tiles.norm_rows` for x.
+        factor: One factor per input, or None for 1.
+        pixels: Number of pixels of an input, which have the same factor.
+        slope: Negative slope of LeakyReLU.
+        dtype: Dtype of the gradients of weight and bias.
     """
     g = triton_tiles.channels_last(g)
     rows, c = triton_tiles.matrix_shape(x)
@@ -137,6 +152,8 @@ def norm_act_backward(
 
 
 class _ResidualPool(torch.autograd.Function):
+    """The function `residual_pool`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -152,7 +169,7 @@ class _ResidualPool(torch.autograd.Function):
         norms = triton_tiles.norm_rows(main, w1, b1, eps), triton_tiles.norm_rows(shortcut, w2, b2, eps)
         n, c, height, width = main.shape
         shape = n, c, height // 2, width // 2
-        # the output and, for the backward pass, both inputs at the chosen pixels
+        # the output, and for the backward pass the values of both inputs at the chosen pixels
         outputs = [triton_tiles.empty_map(shape, main.dtype, main.device) for _ in range(3)]
         choice = torch.empty_like(outputs[0], dtype=torch.uint8)
         windows, tile = n * (height // 2) * (width // 2), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
@@ -165,7 +182,7 @@ class _ResidualPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, first, second, main_chosen, shortcut_chosen, choice = ctx.saved_tensors
+        *inputs, main_norm, shortcut_norm, main_chosen, shortcut_chosen, choice = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *differentiable_vjp((_plain_residual_pool(*inputs, *ctx.settings),), inputs, (g,)), None, None
         main, shortcut, w1 = inputs[:3]
@@ -177,28 +194,30 @@ class _ResidualPool(torch.autograd.Function):
         partial = main.new_empty(3, parts, c, dtype=torch.float32)
         chosen = main_chosen, shortcut_chosen, choice
         kernels.residual_pool_sums[c // tile["BC"], parts](
-            g, *chosen, first, second, partial, windows, chunk, c, slope, **tile, STAGES=triton_tiles.STAGES
+            g, *chosen, main_norm, shortcut_norm, partial, windows, chunk, c, slope, **tile, STAGES=triton_tiles.STAGES
         )
         sums, (gb, gw1, gw2) = triton_tiles.sum_parts(partial, w1.dtype)
         gmain, gshortcut = torch.empty_like(main), torch.empty_like(shortcut)
         windows = n * ((height + 1) // 2) * ((width + 1) // 2)
-        tile, share = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE), 1 / (n * height * width)
-        tensors = g, choice, main, shortcut, first, second, sums, gmain, gshortcut
+        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+        tensors = g, choice, main, shortcut, main_norm, shortcut_norm, sums, gmain, gshortcut
         kernels.residual_pool_backward[triton_tiles.launch_grid(windows, c, tile)](
-            *tensors, windows, height, width, c, slope, share, **tile
+            *tensors, windows, height, width, c, slope, 1 / (n * height * width), **tile
         )
         return gmain, gshortcut, gw1, gb, gw2, gb, None, None
 
 
 class _Stem(torch.autograd.Function):
+    """The function `stem_convolutions` for images."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
         n, c, height, width = x.shape
-        outputs, rows = main.shape[0], n * height * width
-        results = [triton_tiles.empty_map((n, outputs, height, width), x.dtype, x.device) for _ in range(2)]
+        out_channels, rows = main.shape[0], n * height * width
+        results = [triton_tiles.empty_map((n, out_channels, height, width), x.dtype, x.device) for _ in range(2)]
         tensors = x, triton_tiles.channels_last(main), shortcut, *results
         kernels.stem_convolutions[(triton_tiles.ceil_div(rows, 256),)](
-            *tensors, rows, height, width, c, O=outputs, TAPS=TAPS, BR=256
+            *tensors, rows, height, width, c, O=out_channels, TAPS=TAPS, BR=256
         )
         ctx.save_for_backward(x, main, shortcut)
         return results[0], results[1]
@@ -207,20 +226,20 @@ class _Stem(torch.autograd.Function):
     def backward(ctx: Any, gmain: Tensor, gshortcut: Tensor) -> tuple[Tensor | None, ...]:
         x, main, shortcut = ctx.saved_tensors
         if torch.is_grad_enabled():
-            both = F.conv2d(x, main, padding=1), F.conv2d(x, shortcut)
-            return None, *differentiable_vjp(both, (main, shortcut), (gmain, gshortcut))
+            outputs = F.conv2d(x, main, padding=1), F.conv2d(x, shortcut)
+            return None, *differentiable_vjp(outputs, (main, shortcut), (gmain, gshortcut))
         _, c, height, width = x.shape
-        outputs, rows = main.shape[0], triton_tiles.matrix_shape(x)[0]
+        out_channels, rows = main.shape[0], triton_tiles.matrix_shape(x)[0]
         chunk = triton_tiles.ceil_div(triton_tiles.ceil_div(rows, triton_tiles.PROGRAMS), 64) * 64
         parts = triton_tiles.ceil_div(rows, chunk)
-        partial = x.new_empty(parts, 2, outputs, TAPS, dtype=torch.float32)
+        partial = x.new_empty(parts, 2, out_channels, TAPS, dtype=torch.float32)
         tensors = x, triton_tiles.channels_last(gmain), triton_tiles.channels_last(gshortcut), partial
         kernels.stem_weight_grads[(parts,)](
-            *tensors, rows, chunk, height, width, c, O=outputs, TAPS=TAPS, BR=64, num_stages=2
+            *tensors, rows, chunk, height, width, c, O=out_channels, TAPS=TAPS, BR=64, num_stages=2
         )
         total = partial.sum(0).to(main.dtype)
-        taps = total[0, :, : 9 * c].reshape(outputs, 3, 3, c).movedim(-1, 1)
-        return None, taps, total[1, :, 4 * c : 5 * c].reshape(shortcut.shape)
+        main_grad = total[0, :, : 9 * c].reshape(out_channels, 3, 3, c).movedim(-1, 1)
+        return None, main_grad, total[1, :, 4 * c : 5 * c].reshape(shortcut.shape)
 
 
 def _plain_norm_act(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""Batch norm and max pooling of many tasks, fused into few passes over memory with Triton, to second order.
+"""Batch norm and max pooling of many tasks, and their first and second derivatives, with few passes over memory.
 
-The tasks are folded into the channels (see `task_folding`), and maps are channels-last. Maps that the kernels do not
-support, and other devices than a GPU, use PyTorch's operations.
+The tasks are folded into the channels (see `task_folding`), and feature maps are channels-last. The functions call
+Triton kernels. If `triton_support.can_fuse_tasks` is false, the callers use PyTorch's operations instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from metabridge.models.fused_layers import norm_act_backward
 
 
 def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return BatchNorm(x), and the mean and 1/deviation of every channel."""
+    """Return BatchNorm(x), and the mean and r = 1/√(variance + eps) of every channel."""
     x = triton_tiles.channels_last(x)
     norm, y = triton_tiles.norm_rows(x, weight, bias, eps), torch.empty_like(x)
     rows, c = triton_tiles.matrix_shape(x)
@@ -25,7 +25,7 @@ def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
 
 
 def batch_norm_backward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias for the gradient g of BatchNorm(x)."""
+    """Return the gradients with respect to x, weight and bias for the gradient g with respect to BatchNorm(x)."""
     x = triton_tiles.channels_last(x)
     norm = torch.stack([mean, r, weight, torch.zeros_like(r)])
     return norm_act_backward(g, x, norm, None, triton_tiles.matrix_shape(x)[0], 1.0, weight.dtype)
@@ -34,7 +34,7 @@ def batch_norm_backward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: T
 def batch_norm_double_backward(
     g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, u: Tensor, v: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of g, x and the weight for the gradients u, v and s of `batch_norm_backward`'s results."""
+    """Return the gradients of g, x and weight for the gradients u, v and s of the results of `batch_norm_backward`."""
     g, x, u = (triton_tiles.channels_last(value) for value in (g, x, u))
     rows, c = triton_tiles.matrix_shape(x)
     tile, chunk, parts = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(rows, c)
@@ -51,7 +51,7 @@ def batch_norm_double_backward(
 
 
 def max_pool_2x2(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum of every 2×2 window, and its position in the window."""
+    """Return the maximum of every 2×2 window, and its position in the window: the chosen pixel."""
     x = triton_tiles.channels_last(x)
     n, c, height, width = x.shape
     y = triton_tiles.empty_map((n, c, height // 2, width // 2), x.dtype, x.device)
@@ -64,7 +64,7 @@ def max_pool_2x2(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def max_unpool_2x2(values: Tensor, choice: Tensor, x: Tensor) -> Tensor:
-    """Return maps of the shape of x with the values at the chosen pixels and zeros elsewhere."""
+    """Return maps of the same shape as x, with `values` at the chosen pixels and zeros elsewhere."""
     n, c, height, width = x.shape
     result = triton_tiles.empty_map((n, c, height, width), values.dtype, x.device)
     windows = n * triton_tiles.ceil_div(height, 2) * triton_tiles.ceil_div(width, 2)

@@ -1,8 +1,10 @@
 """Triton kernels of `fused_layers`, and helpers for all kernels.
 
-A kernel sees a channels-last map as a matrix (rows, c) and processes tiles of BR rows and BC columns. `g` is the
-gradient of the loss with respect to the output and `gx` the gradient with respect to the input `x`. `norm` holds four
-rows: mean, r = 1/deviation, weight and bias of every channel.
+A kernel sees a channels-last feature map as a matrix of shape (rows, c) and processes tiles of BR rows and BC columns.
+`g` is the gradient of the loss with respect to the output, and `gx` the gradient with respect to the input `x`. `norm`
+contains four rows: mean, r = 1/√(variance + eps), weight and bias of every channel. n = (x − mean)·r is the normalized
+x. Sums over rows are divided into chunks of rows; `partial` contains the sums of the chunks and `total` the complete
+sums. `share` is 1 divided by the number of rows of x, so that share · total is a mean.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
@@ -73,13 +75,16 @@ def chunk_rows(rows, chunk):
 
 @jit
 def store_sum(partial, index: tl.constexpr, column, c, values):
-    """Store the program's part of the sum number `index`: partial has shape (sums, programs, c)."""
+    """Store the sum of the program's chunk in `partial`, of shape (sums, programs, c), as sum number `index`."""
     tl.store(partial + tl.program_id(1) * c + column + index * tl.num_programs(1) * c, tl.sum(values, 0))
 
 
 @jit
 def chunk_moments(x, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
-    """Compute mean and sum of squared deviations of a chunk: by Welford's rule per lane, then Chan's over the lanes."""
+    """Compute the mean and the sum of squared deviations of a chunk.
+
+    Each lane uses Welford's rule for its rows; the rule of Chan et al. merges the lanes.
+    """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_rows(rows, chunk)
     x += start.to(tl.int64) * c
@@ -104,7 +109,7 @@ def chunk_moments(x, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr
 
 @jit
 def merge_moments(partial, weight, bias, norm, rows, chunk, parts, c, eps, PARTS: tl.constexpr, BC: tl.constexpr):
-    """Merge the moments of all chunks by Chan's rule, and write the rows of `norm`."""
+    """Merge the moments of all chunks by the rule of Chan et al., and store the four rows of `norm`."""
     column, part = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, PARTS)[:, None]
     inside = part < parts
     count = tl.where(inside, tl.minimum(chunk, rows - part * chunk), 0).to(tl.float32)
@@ -122,7 +127,7 @@ def merge_moments(partial, weight, bias, norm, rows, chunk, parts, c, eps, PARTS
 
 @jit
 def sum_parts(partial, total, rounded, parts, c, PARTS: tl.constexpr, BC: tl.constexpr):
-    """Add up the parts of each sum; write the sums in float32 and in the dtype of the parameters."""
+    """Add up the chunks of each sum, and store it in float32 (`total`) and in the dtype of `rounded`."""
     column, part = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, PARTS)[:, None]
     index = (tl.program_id(1) * parts + part) * c + column[None, :]
     result = tl.sum(tl.load(partial + index, mask=part < parts, other=0.0), 0)
@@ -132,7 +137,11 @@ def sum_parts(partial, total, rounded, parts, c, PARTS: tl.constexpr, BC: tl.con
 
 @jit
 def norm_act(x, norm, factor, total, y, rows, pixels, c, slope, BR: tl.constexpr, BC: tl.constexpr):
-    """Compute y = total + factor · LeakyReLU(BatchNorm(x)); `factor` (one per point) and `total` may be None."""
+    """Compute y = total + factor · LeakyReLU(BatchNorm(x)).
+
+    Here `total` is not a sum over rows, but a map, or None for 0. `factor` has one value per `pixels` rows, or is None
+    for 1.
+    """
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
     index = row[:, None].to(tl.int64) * c + column[None, :]
@@ -148,7 +157,7 @@ def norm_act(x, norm, factor, total, y, rows, pixels, c, slope, BR: tl.constexpr
 
 @jit
 def norm_act_input_grad(g, factor, n, weight, bias, slope, point, point_inside):
-    """Return the gradient with respect to the batch norm's output, whose normalized input is n."""
+    """Return the gradient with respect to the output of batch norm for the gradient g of factor · LeakyReLU of it."""
     g = tl.where(n * weight + bias > 0, g, slope * g)
     if factor is not None:
         g *= tl.load(factor + point, mask=point_inside, other=0.0)[:, None]
@@ -171,7 +180,7 @@ def norm_act_sums(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum g and g·n over a chunk of rows, where g is the gradient of the batch norm's output and n the normalized x."""
+    """Sum g and g·n over a chunk of rows, where g is the gradient with respect to the output of batch norm."""
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_rows(rows, chunk)
     x += start.to(tl.int64) * c
@@ -194,7 +203,7 @@ def norm_act_sums(
 
 @jit
 def norm_act_backward(g, x, norm, factor, total, gx, rows, pixels, c, slope, share, BR: tl.constexpr, BC: tl.constexpr):
-    """Compute gx = w·r·(g − m(g) − n·m(g·n)), where m is the mean over the rows and share = 1/rows."""
+    """Compute gx = w·r·(g − m(g) − n·m(g·n)), where m is the mean over the rows and g is as in `norm_act_sums`."""
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
     index = row[:, None].to(tl.int64) * c + column[None, :]
@@ -208,7 +217,7 @@ def norm_act_backward(g, x, norm, factor, total, gx, rows, pixels, c, slope, sha
 
 @jit
 def window_corner(window, height, width):
-    """Return the index of the first pixel of each whole 2×2 window."""
+    """Return the index of the first pixel of each 2×2 window."""
     across, down = width // 2, height // 2
     corner = (window // across // down * height + window // across % down * 2) * width + window % across * 2
     return corner.to(tl.int64)
@@ -216,10 +225,10 @@ def window_corner(window, height, width):
 
 @jit
 def covering_window(window, windows, height, width):
-    """Return where a 2×2 window lies if windows cover all pixels, including those that an odd size cuts off.
+    """Return the position of a 2×2 window in a grid that covers all pixels, also the last row or column of an odd side.
 
-    Returns its row and column in the map, whether it is whole, its index among the whole windows, and the index of its
-    first pixel.
+    The results are the window's row and column in the grid, whether the window is whole, its index among the whole
+    windows, and the index of its first pixel.
     """
     across, down = (width + 1) // 2, (height + 1) // 2
     point, i, j = window // across // down, window // across % down, window % across
@@ -231,7 +240,7 @@ def covering_window(window, windows, height, width):
 
 @jit
 def pixel_exists(window, windows, i, j, height, width, k: tl.constexpr):
-    """Return whether pixel k of a covering window lies in the map."""
+    """Return whether pixel `k` of a window of `covering_window` lies in the map."""
     return (window < windows) & (2 * i + k // 2 < height) & (2 * j + k % 2 < width)
 
 
@@ -255,7 +264,8 @@ def residual_pool(
 ):
     """Compute LeakyReLU(MaxPool2×2(BatchNorm(main) + BatchNorm(shortcut))).
 
-    Also store both inputs at the chosen pixel, and in `choice` its position in the window, plus 4 if it is positive.
+    `first` and `second` are the `norm` of main and shortcut. Also store the values of main and shortcut at the chosen
+    pixel (the maximum of its window), and in `choice` its position in the window, plus 4 if the maximum is positive.
     """
     row, flat = tile_indices(c, BR, BC)
     window, column = row[:, None], flat[None, :]
@@ -305,7 +315,10 @@ def residual_pool_sums(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum g, g·n₁ and g·n₂ over the chosen pixels of a chunk of windows."""
+    """Sum g, g·n₁ and g·n₂ over the chosen pixels of a chunk of windows.
+
+    g is the gradient with respect to the output of the pooling; n₁ and n₂ are main and shortcut after normalization.
+    """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_rows(windows, chunk)
     base = start.to(tl.int64) * c
@@ -348,7 +361,10 @@ def residual_pool_backward(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Compute the gradients of both inputs; pixels that an odd size cuts off get only the terms of the means."""
+    """Compute the gradients of main and shortcut.
+
+    Pixels in no whole window are not pooled, but affect the loss through the statistics of the batch norms.
+    """
     row, flat = tile_indices(c, BR, BC)
     window, column = row[:, None], flat[None, :]
     i, j, whole, pooled, corner = covering_window(window, windows, height, width)
@@ -375,7 +391,7 @@ def residual_pool_backward(
 
 @jit
 def load_patches(x, row, rows, height, width, c, TAPS: tl.constexpr):
-    """Load the 3×3 patch of every pixel as (rows, TAPS), ordered by line, column and channel."""
+    """Load the 3×3 patch of every pixel, of shape (rows, TAPS), ordered by its row, its column and its channel."""
     tap = tl.arange(0, TAPS)[None, :]
     down, right = tap // (3 * c) - 1, tap // c % 3 - 1
     i, j = (row // width % height)[:, None], (row % width)[:, None]
@@ -399,7 +415,7 @@ def stem_convolutions(
     TAPS: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Compute a 3×3 and a 1×1 convolution of few channels as matrix products with the same patches."""
+    """Compute a 3×3 and a 1×1 convolution of a map with few channels, as matrix products with the same patches."""
     row, out, tap = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, O)[None, :], tl.arange(0, TAPS)[:, None]
     patches = load_patches(x, row, rows, height, width, c, TAPS)
     w1 = tl.load(main + out * 9 * c + tap, mask=tap < 9 * c, other=0.0)
@@ -425,7 +441,7 @@ def stem_weight_grads(
     TAPS: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Sum the gradients of both convolutions' weights over a chunk of rows."""
+    """Sum the gradients of the weights of both convolutions over a chunk of rows."""
     out, tap = tl.arange(0, O), tl.arange(0, TAPS)
     start = tl.program_id(0) * chunk
     grads1 = tl.zeros([O, TAPS], tl.float32)
@@ -448,7 +464,7 @@ def stem_weight_grads(
 def drop_block_mask(
     noise, chance, result, rows, height, width, c, SIZE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """Store 0 in every square of SIZE × SIZE whose upper left corner has noise below `chance`, and 1 elsewhere."""
+    """Store 0 in every SIZE × SIZE square whose upper left corner has noise below `chance`, and 1 elsewhere."""
     row, column = tile_indices(c, BR, BC)
     row, column = row[:, None], column[None, :]
     down, across = height - SIZE + 1, width - SIZE + 1

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from metabridge.errors import InputError, check_count
-from metabridge.models.network import Network, records_recipe, seeded
+from metabridge.models.network import Network, seeded, stores_build_arguments
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -29,7 +29,7 @@ def activation_layer(name: str) -> nn.Module:
     return ACTIVATIONS[name]()
 
 
-@records_recipe
+@stores_build_arguments
 def mlp(
     inputs: int,
     outputs: int,
@@ -40,15 +40,15 @@ def mlp(
     bias: bool = True,
     seed: int = 0,
 ) -> Network:
-    """Build a fully connected network on flattened inputs. The defaults are those of MAML's sinusoid regression.
+    """Build a fully connected network on flattened inputs. The defaults are MAML's for sinusoid regression.
 
     Args:
-        inputs: Values per point.
-        outputs: Outputs of the head.
-        width: Units per hidden layer.
+        inputs: Number of values of a flattened input.
+        outputs: Number of outputs of the head.
+        width: Number of units per hidden layer.
         depth: Number of hidden layers.
         activation: Activation function after every hidden layer.
-        bias: Whether the layers have biases.
+        bias: Whether all linear layers have biases.
         seed: Seed of the initial weights.
 
     Returns:
@@ -64,6 +64,8 @@ def mlp(
     check_count("width", width)
     layers: list[nn.Module] = [nn.Flatten()]
     with seeded(seed):
-        for layer in range(depth):
-            layers += [nn.Linear(inputs if layer == 0 else width, width, bias=bias), activation_layer(activation)]
+        in_features = inputs
+        for _ in range(depth):
+            layers += [nn.Linear(in_features, width, bias=bias), activation_layer(activation)]
+            in_features = width
         return Network(nn.Sequential(*layers), nn.Linear(width, outputs, bias=bias))

@@ -1,4 +1,4 @@
-"""The model class: `features`, which can be any module, and a linear `head`; and functions that apply it."""
+"""`Network`, which consists of `features` (any module) and a linear `head`, and functions that call it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ P = ParamSpec("P")
 class Network(nn.Module):
     """A network of features φ_θ(x) and a linear head.
 
-    Only batch norm may mix the points of a batch. Methods that adapt only the head may compute the features of several
-    tasks in one batch, so the results of a module that mixes points in another way depend on the engine.
+    `features` must compute the features of each input independently of the other inputs of the batch, except in batch
+    norms. Otherwise the results depend on the engine, because methods that adapt only the head may compute the features
+    of several tasks in one batch.
 
     Args:
-        features: Module that maps inputs to features of shape (points, dimension).
-        head: Linear layer from the features to the outputs.
+        features: Module that maps n inputs to features of shape (n, dimension).
+        head: Linear layer that maps features to outputs.
 
     Raises:
         InputError: If `features` contains batch norms of PyTorch.
@@ -43,7 +44,7 @@ class Network(nn.Module):
     torch.Size([3, 5])
     """
 
-    recipe: dict[str, object] | None = None  # the builder's name and options; None without a builder
+    recipe: dict[str, object] | None = None  # name and options of the builder; None if no builder built it
 
     def __init__(self, features: nn.Module, head: nn.Linear) -> None:
         super().__init__()
@@ -58,15 +59,15 @@ class Network(nn.Module):
     def around(
         cls, features: nn.Module, example: Tensor, outputs: int, *, statistics: Statistics = "batch", seed: int = 0
     ) -> Network:
-        """Return a network of a copy of any module and a new head.
+        """Build a network from a copy of any module and a new head.
 
-        In the copy, `BatchNorm`s replace PyTorch's batch norms. Shared parameters stay shared, and parameters with
-        `requires_grad=False` stay frozen. The head gets the dtype and the device of the features.
+        In the copy, `BatchNorm` layers replace PyTorch's batch norms. Shared parameters stay shared, and parameters
+        with `requires_grad=False` stay frozen. The head gets the dtype and the device of the features.
 
         Args:
-            features: Module that maps inputs to features of shape (points, dimension).
-            example: A batch of inputs, with which the dimension is measured.
-            outputs: Outputs of the head.
+            features: Module that maps n inputs to features of shape (n, dimension).
+            example: A batch of inputs, on which `features` is called to determine the dimension.
+            outputs: Number of outputs of the head.
             statistics: Statistics of the batch norms, see `BatchNorm`.
             seed: Seed of the head's initial weights.
 
@@ -74,7 +75,7 @@ class Network(nn.Module):
             The network.
 
         Raises:
-            InputError: If the module cannot compute the example, or returns features of another shape.
+            InputError: If `features` fails on the example, or returns features of another shape.
 
         >>> Network.around(nn.Flatten(), torch.zeros(2, 3, 4, 4), outputs=5).head
         Linear(in_features=48, out_features=5, bias=True)
@@ -102,7 +103,14 @@ class Network(nn.Module):
         return cls(features, head.to(result.device, result.dtype if result.is_floating_point() else None))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs for the inputs `x`."""
+        """Compute the outputs of the network.
+
+        Args:
+            x: Batch of inputs.
+
+        Returns:
+            Outputs of shape (n, outputs) for n inputs.
+        """
         return self.head(self.features(x))  # type: ignore[no-any-return]
 
 
@@ -117,40 +125,42 @@ def frozen_names(net: nn.Module) -> frozenset[str]:
 
 
 def call_with_params(module: nn.Module, params: Params, x: Tensor) -> Any:
-    """Return `module(x)` with other parameters, given by name.
+    """Return `module(x)`, computed with the parameters in `params` instead of the module's parameters of these names.
 
-    A parameter that several layers share is given under its first name and replaced in all of them. If a layer has two
-    names, `torch.func.functional_call` alone would leave `params` in it after the call. The module is changed during
-    the call, so that hooks on its layers run: threads must not share it.
+    If several layers share a parameter, `params` contains only its first name, and it is replaced in all layers. All
+    its names are passed to `torch.func.functional_call`, which otherwise leaves the new parameters in the module if a
+    layer has two names. Hooks of the layers run. Threads must not share the module, because it is changed during the
+    call.
     """
-    names: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for path, layer in module.named_modules():
         for name, value in layer._parameters.items():
             if value is not None:
-                names.setdefault(id(value), []).append(f"{path}.{name}" if path else name)
-    shared = {other: params[name] for name, *others in names.values() if name in params for other in others}
-    return functional_call(module, params | shared, (x,), tie_weights=False)
+                names_by_id.setdefault(id(value), []).append(f"{path}.{name}" if path else name)
+    aliases = {alias: params[name] for name, *rest in names_by_id.values() if name in params for alias in rest}
+    return functional_call(module, params | aliases, (x,), tie_weights=False)
 
 
 def body_params(params: Params) -> Params:
-    """Return the parameters of `features` without the prefix of their names."""
+    """Return the parameters of `features`, without "features." at the start of their names."""
     prefix = "features."
     return {name[len(prefix) :]: value for name, value in params.items() if name.startswith(prefix)}
 
 
 def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return φ_θ(x) with the parameters θ from `params`, computed in `dtype` and returned in the dtype of x.
+    """Return the features φ_θ(x) with the parameters θ in `params`.
 
-    Integers, such as indices of an embedding, are not cast; their features have the dtype of the head. The buffers of
-    `net` do not change, also in training.
+    They are computed in `dtype` (default: the dtypes of x and the parameters) and returned in the dtype of x. If x
+    contains integers, such as indices of an embedding, x is not cast, and the features are returned in the dtype of the
+    head. The buffers of `net` do not change, even in training mode.
     """
     body = body_params(params)
     result_dtype = x.dtype if x.is_floating_point() else net.head.weight.dtype
-    # channels-last convolutions and poolings of PyTorch are faster on a CPU, and on a GPU in low precision
-    low = dtype is not None and dtype != result_dtype
-    if x.ndim == 4 and not inside_transform() and (low or x.device.type == "cpu"):
+    # PyTorch's convolutions and poolings are faster in channels-last format on a CPU, and on a GPU in low precision
+    low_precision = dtype is not None and dtype != result_dtype
+    if x.ndim == 4 and not inside_transform() and (low_precision or x.device.type == "cpu"):
         x = x.to(memory_format=torch.channels_last)
-    if low:
+    if low_precision:
         x = x.to(dtype) if x.is_floating_point() else x
         body = _cast_params(net.features, body, dtype)
     with task_folding.Folding() if inside_transform() and task_folding.is_faster(x) else contextlib.nullcontext():
@@ -159,20 +169,20 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
 
 @torch.no_grad()
 def update_buffers(net: Network, params: Params, x: Tensor) -> None:
-    """Update the buffers of `net` as a forward pass on `x` does in training."""
+    """Change the buffers of `net` in the same way as a forward pass on `x` with the parameters `params`."""
     features = bind_params(net.features, body_params(params))
     features(x.clone())  # the forward pass may change its input
-    updated = dict(features.named_buffers())
+    new_buffers = dict(features.named_buffers())
     for name, buffer in net.features.named_buffers():
-        if updated[name] is not buffer:  # the layer replaced the buffer instead of changing it in place
-            buffer.copy_(updated[name])
+        if new_buffers[name] is not buffer:  # the layer replaced the buffer instead of changing it in place
+            buffer.copy_(new_buffers[name])
 
 
 def _cast_params(features: nn.Module, params: Params, dtype: torch.dtype | None) -> Params:
     if inside_transform() or not params:
-        norms = [path for path, layer in features.named_modules() if isinstance(layer, BatchNorm)]
-        uncast = {f"{path}.{name}" for path in norms for name in ("weight", "bias")}  # norms compute in float32
-        return {name: value if name in uncast else value.to(dtype) for name, value in params.items()}
+        norm_paths = [path for path, layer in features.named_modules() if isinstance(layer, BatchNorm)]
+        norm_params = {f"{path}.{name}" for path in norm_paths for name in ("weight", "bias")}  # used in float32
+        return {name: value if name in norm_params else value.to(dtype) for name, value in params.items()}
     return dict(zip(params, _Cast.apply(dtype, *params.values())))
 
 
@@ -186,33 +196,37 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the cast must be differentiable again
+        if torch.is_grad_enabled():  # the gradients must be differentiable
             return None, *(grad.to(ctx.dtype) for grad in grads)
         return None, *_cast(grads, ctx.dtype)
 
 
 def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     formats = [torch.channels_last if tensor.ndim == 4 else torch.preserve_format for tensor in tensors]
-    cast = tuple(torch.empty_like(tensor, dtype=dtype, memory_format=form) for tensor, form in zip(tensors, formats))
+    cast = tuple(
+        torch.empty_like(tensor, dtype=dtype, memory_format=memory_format)
+        for tensor, memory_format in zip(tensors, formats)
+    )
     torch._foreach_copy_(cast, tensors)
     return cast
 
 
 def apply_head(params: Params, features: Tensor) -> Tensor:
-    """Return the outputs of the head for features; `head.bias` is optional."""
+    """Return the outputs of the head for `features`, with the parameters "head.weight" and, if present, "head.bias"."""
     return F.linear(features, params["head.weight"], params.get("head.bias"))
 
 
-def records_recipe(build: Callable[P, Network]) -> Callable[P, Network]:
-    """Decorate a builder so that each network stores the builder's options, from which a saved run rebuilds it."""
+def stores_build_arguments(build: Callable[P, Network]) -> Callable[P, Network]:
+    """Decorate a builder so that it stores its name and arguments in `recipe`, from which a saved run is rebuilt."""
 
     @functools.wraps(build)
     def builder(*args: P.args, **options: P.kwargs) -> Network:
         net = build(*args, **options)
-        call = inspect.signature(build).bind(*args, **options)
-        call.apply_defaults()
-        plain = {name: asdict(value) if is_dataclass(value) else value for name, value in call.arguments.items()}  # type: ignore[arg-type]
-        net.recipe = {"model": build.__name__, **plain}
+        bound = inspect.signature(build).bind(*args, **options)
+        bound.apply_defaults()
+        arguments = bound.arguments.items()
+        plain_arguments = {name: asdict(value) if is_dataclass(value) else value for name, value in arguments}  # type: ignore[arg-type]
+        net.recipe = {"model": build.__name__, **plain_arguments}
         return net
 
     return builder
@@ -220,26 +234,26 @@ def records_recipe(build: Callable[P, Network]) -> Callable[P, Network]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed PyTorch's random numbers inside the context; restore the global random state at its end."""
+    """Seed the random generator of the CPU inside the context, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed those of all GPUs, for good
         yield
 
 
 def with_group_norm(net: nn.Module, groups: int = 16) -> nn.Module:
     """Return a copy of `net` in which group norms with the same weights and biases replace the batch norms.
 
-    The copy is a different network: it normalizes each point separately, over groups of channels.
+    The copy computes a different function: it normalizes each input separately, over groups of channels.
 
     Args:
         net: Any module, which is not changed.
-        groups: Largest number of groups. Each layer has the largest number up to it that divides its channels.
+        groups: Maximum number of groups. Each layer gets the largest divisor of its number of channels up to `groups`.
 
     Returns:
         The copy.
 
     Raises:
-        InputError: If `groups` is not a positive whole number.
+        InputError: If `groups` is not a positive integer.
 
     >>> with_group_norm(nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24)))[1].num_groups
     12

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from metabridge.errors import InputError, check_count
 from metabridge.models.batch_norm import BatchNorm, Statistics
 from metabridge.models.drop_path import Drop
-from metabridge.models.network import Network, records_recipe, seeded
+from metabridge.models.network import Network, seeded, stores_build_arguments
 from metabridge.models.triton_support import can_fuse
 
 
-@records_recipe
+@stores_build_arguments
 def resnet12(
     channels: int = 3,
     size: int = 84,
@@ -31,16 +31,17 @@ def resnet12(
 ) -> Network:
     """Build ResNet-12: four residual blocks of three 3×3 convolutions, global average pooling and a linear head.
 
-    The last two blocks end with DropBlock, of size 5 for images of 84 pixels and size 2 for 32 pixels. The others end
-    with dropout, which the public code of MetaOptNet and RFS uses at a rate of 0.1 and their papers do not mention.
+    DropBlock follows the last two blocks, with squares of 5×5 pixels for images of at least 64×64 pixels and of 2×2
+    pixels for smaller images. Dropout follows the other blocks; the public code of MetaOptNet and RFS uses it with rate
+    0.1, but their papers do not mention it.
 
     Args:
-        channels: Channels of the images.
+        channels: Number of channels of the images.
         size: Height and width of the images in pixels, at least 16.
-        outputs: Outputs of the head.
-        widths: Channels of the blocks.
-        drop_rate: Rate of DropBlock.
-        dropout: Rate of dropout.
+        outputs: Number of outputs of the head.
+        widths: Number of output channels of each block.
+        drop_rate: Full rate of DropBlock.
+        dropout: Probability of dropout.
         unit_norm: Whether to scale the features to length 1, as in MTL (Wang et al. 2021, §5.2).
         statistics: Statistics of the batch norms, see `BatchNorm`.
         seed: Seed of the initial weights.
@@ -55,14 +56,14 @@ def resnet12(
     Linear(in_features=640, out_features=5, bias=True)
     """
     if size < 16:
-        raise InputError(f"size is {size}, but four poolings need images of at least 16×16 pixels. Use mlp below that.")
+        raise InputError(f"size is {size}, but four poolings need at least 16×16 pixels. Use mlp for smaller images.")
     for width in widths:
         check_count("widths", width)
     block_size = 5 if size >= 64 else 2
     blocks: list[nn.Module] = []
     with seeded(seed):
-        for index, width in enumerate(widths):
-            blocks.append(_Block(channels if index == 0 else widths[index - 1], width, statistics))
+        for index, (in_channels, width) in enumerate(zip((channels, *widths), widths)):
+            blocks.append(_ResidualBlock(in_channels, width, statistics))
             if index >= len(widths) - 2:
                 blocks.append(DropBlock(drop_rate, block_size))
             elif dropout:
@@ -76,10 +77,10 @@ def resnet12(
 class DropBlock(Drop):
     """In training, set squares of `size` × `size` pixels in each channel to zero, and rescale the other pixels.
 
-    The corners of the squares are drawn so that about `rate` of the map is dropped.
+    The upper left corners of the squares are drawn at random so that about a fraction `rate` of each map is dropped.
 
     Args:
-        rate: The full rate.
+        rate: The full rate, see `Drop`.
         size: Side of the squares in pixels.
 
     >>> DropBlock(0.5, 2).eval()(torch.ones(1, 1, 4, 4)).sum()
@@ -91,73 +92,86 @@ class DropBlock(Drop):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return maps of shape (points, channels, height, width), some squares of them zero."""
+        """Drop squares of the feature maps if the layer is in training mode.
+
+        Args:
+            x: Feature maps of shape (n, channels, height, width).
+
+        Returns:
+            Feature maps of the same shape.
+        """
         if not self.training:
             return x
         height, width = x.shape[-2:]
         size = min(self.size, height, width)
         corners = (height - size + 1) * (width - size + 1)
-        chance = self.rate * (height * width) / (size**2 * corners)
+        corner_probability = self.rate * (height * width) / (size**2 * corners)
         noise = torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32)
         if can_fuse(x, x.shape[1]):
             from metabridge.models import fused_layers
 
-            mask = fused_layers.drop_block_mask(noise, chance, size, x.dtype)
+            mask = fused_layers.drop_block_mask(noise, corner_probability, size, x.dtype)
         else:
-            dropped = (noise < chance).to(x.dtype)
-            mask = 1 - F.max_pool2d(F.pad(dropped, [size - 1] * 4), size, stride=1)
-        # rescaled per image, so that no value depends on the other images of the set
-        share = mask.mean((-3, -2, -1), keepdim=True).clamp_min(1 / mask[0].numel())
-        return x * (mask / share)
+            dropped_corners = (noise < corner_probability).to(x.dtype)
+            mask = 1 - F.max_pool2d(F.pad(dropped_corners, [size - 1] * 4), size, stride=1)
+        # rescale each image separately, so that no value depends on the other images of the batch
+        kept_fraction = mask.mean((-3, -2, -1), keepdim=True).clamp_min(1 / mask[0].numel())
+        return x * (mask / kept_fraction)
 
 
 class UnitNorm(nn.Module):
-    """Scale the features of every point to length 1.
+    """Scale the features of every input to length 1.
 
     >>> UnitNorm()(torch.tensor([[3.0, 4.0]]))
     tensor([[0.6000, 0.8000]])
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of shape (points, dimension) with length 1."""
+        """Return the scaled features, of shape (n, dimension)."""
         return F.normalize(x, dim=-1)
 
 
-SLOPE = 0.1  # negative slope of the LeakyReLUs
+NEGATIVE_SLOPE = 0.1  # of every LeakyReLU
 
 
-class _Block(nn.Module):
-    """Three convolutions with a shortcut; pooling comes before the last LeakyReLU, because the two commute."""
+class _ResidualBlock(nn.Module):
+    """Three convolutions with a shortcut.
 
-    def __init__(self, inputs: int, outputs: int, statistics: Statistics) -> None:
+    Pooling comes before the last LeakyReLU, which then processes a quarter of the values; their order does not change
+    the result.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, statistics: Statistics) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.out_channels = out_channels
         self.main = nn.Sequential(
-            *_conv_norm(inputs, outputs, 3, statistics),
-            nn.LeakyReLU(SLOPE),
-            *_conv_norm(outputs, outputs, 3, statistics),
-            nn.LeakyReLU(SLOPE),
-            *_conv_norm(outputs, outputs, 3, statistics),
+            *_conv_norm(in_channels, out_channels, 3, statistics),
+            nn.LeakyReLU(NEGATIVE_SLOPE),
+            *_conv_norm(out_channels, out_channels, 3, statistics),
+            nn.LeakyReLU(NEGATIVE_SLOPE),
+            *_conv_norm(out_channels, out_channels, 3, statistics),
         )
-        self.shortcut = nn.Sequential(*_conv_norm(inputs, outputs, 1, statistics))
+        self.shortcut = nn.Sequential(*_conv_norm(in_channels, out_channels, 1, statistics))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and can_fuse(x, self.outputs):
-            return self._fused(x)
-        return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), SLOPE)
+        if self.training and can_fuse(x, self.out_channels):
+            return self._fused_forward(x)
+        return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), NEGATIVE_SLOPE)
 
-    def _fused(self, x: Tensor) -> Tensor:
+    def _fused_forward(self, x: Tensor) -> Tensor:
         from metabridge.models.fused_layers import norm_leaky_relu, residual_pool, stem_convolutions
 
         layers: list[Any] = [*self.main, *self.shortcut]
         conv1, norm1, _, conv2, norm2, _, conv3, norm3, conv4, norm4 = layers
         x, shortcut = stem_convolutions(x, conv1.weight, conv4.weight)
-        x = conv2(norm_leaky_relu(x, norm1.weight, norm1.bias, norm1.eps, SLOPE))
-        x = conv3(norm_leaky_relu(x, norm2.weight, norm2.bias, norm2.eps, SLOPE))
-        return residual_pool(x, shortcut, norm3.weight, norm3.bias, norm4.weight, norm4.bias, norm3.eps, SLOPE)
+        x = conv2(norm_leaky_relu(x, norm1.weight, norm1.bias, norm1.eps, NEGATIVE_SLOPE))
+        x = conv3(norm_leaky_relu(x, norm2.weight, norm2.bias, norm2.eps, NEGATIVE_SLOPE))
+        return residual_pool(x, shortcut, norm3.weight, norm3.bias, norm4.weight, norm4.bias, norm3.eps, NEGATIVE_SLOPE)
 
 
-def _conv_norm(inputs: int, outputs: int, size: int, statistics: Statistics) -> tuple[nn.Module, nn.Module]:
-    convolution = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
+def _conv_norm(
+    in_channels: int, out_channels: int, kernel_size: int, statistics: Statistics
+) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="leaky_relu")
-    return convolution, BatchNorm(outputs, statistics)
+    return convolution, BatchNorm(out_channels, statistics)

@@ -1,4 +1,4 @@
-"""Refuse networks that would not fit into memory, before any memory is allocated."""
+"""Reject networks that would not fit into memory, before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.overrides import TorchFunctionMode
 
 from metabridge.errors import InputError
 
-VALUES = 2**30  # 4 GiB in float32
-TENSORS = 2**14
+MAX_VALUES = 2**30  # 4 GiB in float32
+MAX_TENSORS = 2**14
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _INITIALIZERS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_})
 
 
 class SizeLimit(TorchFunctionMode):
-    """Context in which an `InputError` is raised when too many tensors, or too many values in them, are created.
+    """Context manager that raises an `InputError` when too many tensors, or too many values in them, are created.
 
-    It counts all tensors that are created from a shape: weights of layers and example inputs. Inside the context,
-    layers on the meta device, where tensors need no memory, skip their initialization, for which PyTorch would import
-    slow modules.
+    It counts the tensors that are created from a shape, such as weights of layers and example inputs. On the meta
+    device, where tensors need no memory, layers skip their initialization inside the context, because PyTorch would
+    import modules for it that load slowly.
 
     Args:
-        values: Largest number of values in all tensors.
-        tensors: Largest number of tensors.
+        values: Maximum number of values in all tensors together.
+        tensors: Maximum number of tensors.
 
     >>> with SizeLimit(values=100):
     ...     torch.nn.Linear(10, 10**9)
@@ -35,7 +35,7 @@ class SizeLimit(TorchFunctionMode):
     metabridge.errors.InputError: the network has more than 100 values in its tensors, which is too large to build.
     """
 
-    def __init__(self, values: int = VALUES, tensors: int = TENSORS) -> None:
+    def __init__(self, values: int = MAX_VALUES, tensors: int = MAX_TENSORS) -> None:
         super().__init__()
         self._limits = {"values in its tensors": values, "tensors": tensors}
         self._counts = dict.fromkeys(self._limits, 0)
@@ -43,7 +43,7 @@ class SizeLimit(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Count the tensors of the call, and run it if they are within the limits."""
+        """Count the tensor that the call creates, if any, and run the call if the counts are within the limits."""
         if func in _INITIALIZERS and args[0].is_meta:
             return args[0]
         if func in _FACTORIES and args:
@@ -53,7 +53,8 @@ class SizeLimit(TorchFunctionMode):
                 self._count("tensors", 1)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, unit: str, count: int) -> None:
-        self._counts[unit] += count
-        if self._counts[unit] > self._limits[unit]:
-            raise InputError(f"the network has more than {self._limits[unit]} {unit}, which is too large to build.")
+    def _count(self, quantity: str, count: int) -> None:
+        self._counts[quantity] += count
+        if self._counts[quantity] > self._limits[quantity]:
+            limit = self._limits[quantity]
+            raise InputError(f"the network has more than {limit} {quantity}, which is too large to build.")

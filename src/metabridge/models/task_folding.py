@@ -1,10 +1,10 @@
 """Convolutions and max poolings of many tasks at once under `vmap`, with different weights for each task.
 
-The tasks are folded into the channels, as in `BatchNorm`: a convolution gets one group per task, and a pooling stays
-the same. Maps thus keep one layout in all layers, forward and in both backward passes, whereas PyTorch's rules for
-`vmap` copy them in every layer. On a GPU maps are channels-last. Groups with few channels, such as the colors of an
-image, are padded with zeros to the size that tensor cores need, because a GPU would otherwise process the tasks one by
-one.
+The tasks are folded into the channels, as in `BatchNorm`: a convolution gets one group per task, and max pooling does
+not change. Feature maps thus keep one layout in all layers, in the forward pass and in the first and second backward
+pass, whereas PyTorch's rules for `vmap` copy them in every layer. On a GPU the maps are channels-last. Groups with few
+channels, such as the colors of an image, are padded with zero channels to the size that tensor cores need, because a
+GPU would otherwise process the tasks one by one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ POOL_2X2 = (2, 2), (2, 2), (0, 0), (1, 1), False  # kernel size, stride, padding
 
 
 class Folding(TorchFunctionMode):
-    """Context in which convolutions and max poolings of batches of images use the functions of this module."""
+    """Context manager that replaces convolutions and max poolings of batches of images by those of this module."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the replacement of `func`, or `func`."""
+        """Call the replacement of `func` if there is one, and `func` otherwise."""
         kwargs = kwargs or {}
         is_batch = len(args) > 0 and isinstance(args[0], Tensor) and args[0].ndim == 4
         if func is torch.conv2d and is_batch:
@@ -38,19 +38,19 @@ class Folding(TorchFunctionMode):
 
 
 def is_faster(x: Tensor) -> bool:
-    """Return whether folding is faster than PyTorch's rules for `vmap`, which is the case on a GPU only."""
+    """Return whether folding is faster than PyTorch's rules for `vmap`, which is true only on a GPU."""
     return x.is_cuda
 
 
 def fold(info: Any, dim: int | None, value: Tensor, axis: int) -> Tensor:
-    """Fold the task axis `dim` into the axis `axis`; if `dim` is None, repeat the value for every task first."""
+    """Fold the task axis `dim` of a tensor into `axis`; if `dim` is None, first repeat the tensor for every task."""
     if dim is None:
         value, dim = value.expand(info.batch_size, *value.shape), 0
     return value.movedim(dim, axis).flatten(axis, axis + 1)
 
 
 def unfold(info: Any, value: Tensor, axis: int) -> Tensor:
-    """Undo `fold`: return the value with a separate task axis at `axis`."""
+    """Undo `fold`: return the tensor with a separate task axis at `axis`."""
     return value.unflatten(axis, (info.batch_size, -1))  # type: ignore[no-any-return]
 
 
@@ -80,15 +80,19 @@ def _max_pool2d(
 ) -> Tensor:
     size = _pair(kernel_size)
     window = size, _pair(stride or size), _pair(padding), _pair(dilation), ceil_mode
-    return _Pooling.apply(x, window)[0]  # type: ignore[no-any-return]
+    return _MaxPool.apply(x, window)[0]  # type: ignore[no-any-return]
 
 
 def _pair(value: Any) -> tuple[int, int]:
+    """Return the values of an option for height and width."""
     return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
 
 
 class _Convolution(torch.autograd.Function):
-    """y = x ∗ w. Its derivatives `_InputGrad` and `_WeightGrad` have convolutions and each other as derivatives."""
+    """The convolution y = x ∗ w.
+
+    Its gradients are `_InputGrad` and `_WeightGrad`, whose gradients are again one of these three functions.
+    """
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, settings: ConvSettings, groups: int) -> Tensor:
@@ -102,27 +106,28 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        first, second = ctx.needs_input_grad[:2]
-        x_grad = _InputGrad.apply(g, weight, x.shape[2:], *ctx.settings) if first else None
-        w_grad = _WeightGrad.apply(x, g, weight.shape[2:], *ctx.settings) if second else None
+        needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
+        x_grad = _InputGrad.apply(g, weight, x.shape[2:], *ctx.settings) if needs_x_grad else None
+        w_grad = _WeightGrad.apply(x, g, weight.shape[2:], *ctx.settings) if needs_w_grad else None
         return x_grad, w_grad, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, int]:
         x, weight = fold(info, dims[0], x, 1), fold(info, dims[1], weight, 0)
-        return unfold(info, _Convolution.apply(x, weight, *rest[:-1], rest[-1] * info.batch_size), 1), 1
+        *settings, groups = options
+        return unfold(info, _Convolution.apply(x, weight, *settings, groups * info.batch_size), 1), 1
 
 
 class _InputGrad(torch.autograd.Function):
-    """The gradient of x, of the given size, for the gradient g of y = x ∗ w."""
+    """The gradient with respect to x, of height and width `size`, for the gradient g with respect to y = x ∗ w."""
 
     @staticmethod
     def forward(g: Tensor, weight: Tensor, size: tuple[int, int], settings: ConvSettings, groups: int) -> Tensor:
-        smallest = (
+        smallest_sides = (
             (out - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1
             for out, kernel, stride, padding, dilation in zip(g.shape[2:], weight.shape[2:], *settings)
         )
-        output_padding = tuple(side - least for side, least in zip(size, smallest))
+        output_padding = tuple(side - smallest for side, smallest in zip(size, smallest_sides))
         return _convolve(_channels_last(g), _channels_last(weight), settings, groups, output_padding)
 
     @staticmethod
@@ -133,19 +138,20 @@ class _InputGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         g, weight = ctx.saved_tensors
-        first, second = ctx.needs_input_grad[:2]
-        g_grad = _Convolution.apply(u, weight, *ctx.settings) if first else None
-        w_grad = _WeightGrad.apply(u, g, weight.shape[2:], *ctx.settings) if second else None
+        needs_g_grad, needs_w_grad = ctx.needs_input_grad[:2]
+        g_grad = _Convolution.apply(u, weight, *ctx.settings) if needs_g_grad else None
+        w_grad = _WeightGrad.apply(u, g, weight.shape[2:], *ctx.settings) if needs_w_grad else None
         return g_grad, w_grad, None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], g: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, dims: tuple[Any, ...], g: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, int]:
         g, weight = fold(info, dims[0], g, 1), fold(info, dims[1], weight, 0)
-        return unfold(info, _InputGrad.apply(g, weight, *rest[:-1], rest[-1] * info.batch_size), 1), 1
+        *settings, groups = options
+        return unfold(info, _InputGrad.apply(g, weight, *settings, groups * info.batch_size), 1), 1
 
 
 class _WeightGrad(torch.autograd.Function):
-    """The gradient of w, of the given size, for the gradient g of y = x ∗ w."""
+    """The gradient with respect to w, of height and width `size`, for the gradient g with respect to y = x ∗ w."""
 
     @staticmethod
     def forward(x: Tensor, g: Tensor, size: tuple[int, int], settings: ConvSettings, groups: int) -> Tensor:
@@ -165,37 +171,39 @@ class _WeightGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         x, g = ctx.saved_tensors
-        first, second = ctx.needs_input_grad[:2]
-        x_grad = _InputGrad.apply(g, v, x.shape[2:], *ctx.settings) if first else None
-        g_grad = _Convolution.apply(x, v, *ctx.settings) if second else None
+        needs_x_grad, needs_g_grad = ctx.needs_input_grad[:2]
+        x_grad = _InputGrad.apply(g, v, x.shape[2:], *ctx.settings) if needs_x_grad else None
+        g_grad = _Convolution.apply(x, v, *ctx.settings) if needs_g_grad else None
         return x_grad, g_grad, None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, g: Tensor, *options: Any) -> tuple[Tensor, int]:
         x, g = fold(info, dims[0], x, 1), fold(info, dims[1], g, 1)
-        return unfold(info, _WeightGrad.apply(x, g, *rest[:-1], rest[-1] * info.batch_size), 0), 0
+        *settings, groups = options
+        return unfold(info, _WeightGrad.apply(x, g, *settings, groups * info.batch_size), 0), 0
 
 
 def _convolve(
     x: Tensor, weight: Tensor, settings: ConvSettings, groups: int, output_padding: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Return the convolution, or the transposed convolution if `output_padding` is given."""
+    """Return the convolution, or the transposed convolution if `output_padding` is not None."""
     return torch.ops.aten.convolution(  # type: ignore[no-any-return]
         x, weight, None, *settings, output_padding is not None, output_padding or (0, 0), groups
     )
 
 
 def _channels_last(value: Tensor) -> Tensor:
-    """Return the value, in the channels-last format on a GPU."""
+    """Return the tensor in channels-last format if it is on a GPU, and unchanged otherwise."""
     return value.contiguous(memory_format=torch.channels_last) if value.is_cuda else value
 
 
 def _padding_channels(value: Tensor, channels: int, groups: int) -> int:
-    """Return the number of zero channels to add to every group."""
+    """Return the number of zero channels that must be added to each group of `channels` channels."""
     return -channels % (16 // value.element_size()) if value.is_cuda and groups > 1 else 0
 
 
 def _pad_channels(x: Tensor, groups: int) -> Tensor:
+    """Add zero channels to each group of x, and return it in the format of `_channels_last`."""
     n, channels, *size = x.shape
     channels //= groups
     padding = _padding_channels(x, channels, groups)
@@ -207,11 +215,12 @@ def _pad_channels(x: Tensor, groups: int) -> Tensor:
 
 
 def _pad_weight(weight: Tensor, groups: int) -> Tensor:
+    """Add zero input channels to the weight, as `_pad_channels` does to x."""
     return _channels_last(F.pad(weight, (0, 0, 0, 0, 0, _padding_channels(weight, weight.shape[1], groups))))
 
 
-class _Pooling(torch.autograd.Function):
-    """The maximum of each window, and its index."""
+class _MaxPool(torch.autograd.Function):
+    """The maximum of each window, and the index of its pixel."""
 
     @staticmethod
     def forward(x: Tensor, window: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -231,18 +240,18 @@ class _Pooling(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, indices = ctx.saved_tensors
-        return _Unpool.apply(g, indices, x, ctx.window), None
+        return _MaxUnpool.apply(g, indices, x, ctx.window), None
 
     @staticmethod
     def vmap(
         info: Any, dims: tuple[Any, ...], x: Tensor, window: tuple[Any, ...]
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        y, indices = _Pooling.apply(fold(info, dims[0], x, 1), window)
+        y, indices = _MaxPool.apply(fold(info, dims[0], x, 1), window)
         return (unfold(info, y, 1), unfold(info, indices, 1)), (1, 1)
 
 
-class _Unpool(torch.autograd.Function):
-    """Maps of the shape of x with the values at the indices of the maxima and zeros elsewhere."""
+class _MaxUnpool(torch.autograd.Function):
+    """Maps of the same shape as x, with `values` at the indices of the maxima and zeros elsewhere."""
 
     @staticmethod
     def forward(values: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
@@ -266,11 +275,11 @@ class _Unpool(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _vmap_maps(_Unpool.apply, info, dims, *inputs)
+        return _vmap_maps(_MaxUnpool.apply, info, dims, *inputs)
 
 
 class _Gather(torch.autograd.Function):
-    """The values of maps at the indices of the maxima: the transpose of `_Unpool`."""
+    """The values of maps at the indices of the maxima; the transpose of `_MaxUnpool`."""
 
     @staticmethod
     def forward(u: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
@@ -278,7 +287,7 @@ class _Gather(torch.autograd.Function):
             from metabridge.models.fused_tasks import gather_2x2
 
             return gather_2x2(u, indices)
-        # in the memory order, so that gather makes no copy
+        # in the order of the memory layout, so that flatten makes no copy
         order = (0, 2, 3, 1) if u.is_contiguous(memory_format=torch.channels_last) else (0, 1, 2, 3)
         axis = order.index(2)
         u, indices = (value.permute(order) for value in (u, indices))
@@ -293,7 +302,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         indices, x = ctx.saved_tensors
-        return _Unpool.apply(g, indices, x, ctx.window), None, None, None
+        return _MaxUnpool.apply(g, indices, x, ctx.window), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -301,6 +310,6 @@ class _Gather(torch.autograd.Function):
 
 
 def _vmap_maps(function: Callable[..., Tensor], info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-    """Apply a function of maps and a window to the maps of all tasks."""
+    """Apply a function of some maps and a window to the folded maps of all tasks."""
     *maps, window = inputs
     return unfold(info, function(*(fold(info, dim, value, 1) for dim, value in zip(dims, maps)), window), 1), 1

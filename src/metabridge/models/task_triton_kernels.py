@@ -29,7 +29,7 @@ if AVAILABLE:
 def norm_double_sums(
     g, x, u, mean, r, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Sum g, u, g·n, u·n and g·u over a chunk of rows, where n is the normalized x."""
+    """Sum g, u, g·n, u·n and g·u over a chunk of rows."""
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_rows(rows, chunk)
     base = start.to(tl.int64) * c
@@ -62,7 +62,7 @@ def norm_double_sums(
 def norm_double_backward(
     g, x, u, mean, r, weight, v, s, total, gg, gx, gw, rows, c, share, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """Compute the gradients of g, x and the weight as `batch_norm._double_backward` does, in one pass."""
+    """Compute gg, gx and gw, the gradients of g, x and the weight, by the formulas of `batch_norm._double_backward`."""
     below, _ = tile_position(c, BC)
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
@@ -88,7 +88,10 @@ def norm_double_backward(
 
 @jit
 def max_pool_2x2(x, y, choice, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the maximum of each 2×2 window and its position; of equal values the first, and NaN before all others."""
+    """Store the maximum of each 2×2 window and its position.
+
+    Of equal values, the first is the maximum. NaN is larger than all numbers.
+    """
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
     inside = window < windows
@@ -107,7 +110,7 @@ def max_pool_2x2(x, y, choice, windows, height, width, c, BR: tl.constexpr, BC: 
 
 @jit
 def max_unpool_2x2(values, choice, x, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store each window's value at its chosen pixel, and 0 elsewhere, also in pixels that an odd size cuts off."""
+    """Store the value of each window at its chosen pixel, and 0 at all other pixels, including pixels in no window."""
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
     i, j, whole, pooled, corner = covering_window(window, windows, height, width)
@@ -122,7 +125,7 @@ def max_unpool_2x2(values, choice, x, windows, height, width, c, BR: tl.constexp
 
 @jit
 def gather_2x2(u, choice, values, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the value of u at each window's chosen pixel."""
+    """Store the value of u at the chosen pixel of each window."""
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
     inside = window < windows

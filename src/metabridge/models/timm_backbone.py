@@ -1,4 +1,4 @@
-"""Backbones from the timm library. Their model names start with `timm:`."""
+"""Backbones from the timm library, which are selected by model names that start with `timm:`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 from metabridge.errors import InputError
 from metabridge.models.batch_norm import Statistics
-from metabridge.models.network import Network, records_recipe, seeded
+from metabridge.models.network import Network, seeded, stores_build_arguments
 
 
-@records_recipe
+@stores_build_arguments
 def timm(
     name: str,
     channels: int = 3,
@@ -22,13 +22,13 @@ def timm(
 ) -> Network:
     """Build an image model of timm with a new linear head.
 
-    It needs the optional dependency timm: `pip install 'metabridge[timm]'`.
+    This needs the optional dependency timm: `pip install 'metabridge[timm]'`.
 
     Args:
         name: Name of the model in timm, such as "resnet18".
-        channels: Channels of the images.
+        channels: Number of channels of the images.
         size: Height and width of the images in pixels.
-        outputs: Outputs of the head.
+        outputs: Number of outputs of the head.
         pretrained: Whether to download pretrained weights.
         statistics: Statistics of the batch norms, see `BatchNorm`.
         seed: Seed of the initial weights.
@@ -37,7 +37,7 @@ def timm(
         The network.
 
     Raises:
-        InputError: If timm is not installed, has no such model, or the model does not accept such images.
+        InputError: If timm is not installed or has no such model, or if the model does not accept images of this shape.
 
     >>> timm("resnet18").head  # doctest: +SKIP
     Linear(in_features=512, out_features=5, bias=True)
@@ -54,7 +54,7 @@ def timm(
         raise InputError(f"model is 'timm:{name}', but timm has no model {name!r}. See timm.list_models().")
     with seeded(seed):
         features = create_model(name, pretrained=pretrained, in_chans=channels, num_classes=0)
-    # two images, because some models in training cannot normalize a single one
+    # two images, because batch norms in training mode cannot normalize a single 1×1 map
     example = torch.zeros(2, channels, size, size)
     try:
         return Network.around(features, example, outputs, statistics=statistics, seed=seed)

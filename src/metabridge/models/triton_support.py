@@ -1,4 +1,4 @@
-"""Decide whether the Triton kernels can be used. Triton is optional and slow to import, so it is imported late."""
+"""Decide whether to use the Triton kernels. Triton is optional and slow to import, so it is imported only if needed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from torch import Tensor
 
 from metabridge.autodiff import inside_transform
 
-CHANNELS = 16  # the number of channels of a map must be a multiple of this
+CHANNEL_MULTIPLE = 16  # the kernels support maps whose number of channels is a multiple of this
 
 
 def can_fuse(x: Tensor, channels: int) -> bool:
-    """Return whether to use `fused_layers`: for gradients in low precision on a GPU, outside transforms."""
-    low = x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled() and not inside_transform()
-    return low and not torch.compiler.is_compiling() and _device_supported(x, channels)
+    """Return whether to use `fused_layers`, which compute gradients in low precision on a GPU, outside transforms."""
+    low_precision = x.dtype in (torch.bfloat16, torch.float16)
+    needs_grad = torch.is_grad_enabled() and not inside_transform() and not torch.compiler.is_compiling()
+    return low_precision and needs_grad and _device_supported(x, channels)
 
 
 def can_fuse_tasks(x: Tensor) -> bool:
-    """Return whether to use `fused_tasks` for a map of many tasks."""
-    supported = x.dtype in (torch.bfloat16, torch.float32) and x.ndim == 4
-    return supported and _device_supported(x, x.shape[1])
+    """Return whether to use `fused_tasks` for feature maps of many tasks."""
+    supported_map = x.dtype in (torch.bfloat16, torch.float32) and x.ndim == 4
+    return supported_map and _device_supported(x, x.shape[1])
 
 
 def _device_supported(x: Tensor, channels: int) -> bool:
-    if not x.is_cuda or channels % CHANNELS or x.get_device() != torch.cuda.current_device():
+    if not x.is_cuda or channels % CHANNEL_MULTIPLE or x.get_device() != torch.cuda.current_device():
         return False
     from metabridge.models import fused_triton_kernels
 

@@ -1,6 +1,6 @@
 """Tile sizes and launch grids of the Triton kernels, and the statistics and sums that several layers need.
 
-Maps are channels-last, and a kernel sees a map as a matrix (points × height × width, channels).
+Feature maps are channels-last. A kernel sees n maps as a matrix of shape (n · height · width, channels).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from metabridge.models import fused_triton_kernels as kernels
 
-# The fastest of the sizes that were tried on an H200, which has 132 multiprocessors.
+# The fastest of the values that were tried on an H200, which has 132 multiprocessors.
 TILE = 2048  # elements of a tile
-WINDOW_TILE = 1024  # elements of a tile of windows
-STAGES = 4  # tiles that a sum over rows loads in advance
-PROGRAMS = 528  # programs that share a sum over all rows
+WINDOW_TILE = 1024  # elements of a tile whose rows are windows
+STAGES = 4  # pipeline stages of a loop that sums over rows
+PROGRAMS = 528  # programs between which a sum over all rows is divided
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -23,28 +23,28 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def empty_map(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized channels-last map."""
+    """Return an uninitialized tensor in channels-last format."""
     return torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
 
 
 def matrix_shape(x: Tensor) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a map."""
+    """Return the numbers of rows and columns of the matrix as which a kernel sees x."""
     return x.numel() // x.shape[1], x.shape[1]
 
 
 def tile_shape(channels: int, elements: int = TILE) -> dict[str, int]:
-    """Return the numbers of rows and columns of a tile; the columns divide the channels, so that all tiles are full."""
+    """Return the numbers of rows (BR) and columns (BC) of a tile; BC divides the number of channels."""
     columns = min(64, channels & -channels)
     return {"BR": elements // columns, "BC": columns}
 
 
 def launch_grid(rows: int, channels: int, tile: dict[str, int]) -> tuple[int]:
-    """Return the grid of a kernel with one program per tile."""
+    """Return the launch grid of a kernel with one program per tile."""
     return (ceil_div(rows, tile["BR"]) * (channels // tile["BC"]),)
 
 
 def row_chunks(rows: int, channels: int, programs: int = PROGRAMS) -> tuple[int, int]:
-    """Return the number of rows that one program sums, and the number of such chunks."""
+    """Return the number of rows in a chunk, which one program sums, and the number of chunks."""
     tile = tile_shape(channels)
     target = max(1, programs // (channels // tile["BC"]))
     chunk = ceil_div(ceil_div(rows, target), tile["BR"]) * tile["BR"]
@@ -52,7 +52,7 @@ def row_chunks(rows: int, channels: int, programs: int = PROGRAMS) -> tuple[int,
 
 
 def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return mean, 1/deviation, weight and bias of every channel as the four rows that kernels call `norm`."""
+    """Return the matrix that the kernels call `norm`: mean, 1/√(variance + eps), weight and bias of every channel."""
     rows, c = matrix_shape(x)
     tile, chunk, count = tile_shape(c), *row_chunks(rows, c)
     partial = x.new_empty(2, count, c, dtype=torch.float32)
@@ -65,7 +65,7 @@ def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def sum_parts(partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sum over the chunks; return the sums in float32 and in `dtype`, that of the parameters they are gradients of."""
+    """Sum `partial` (sums, chunks, channels) over the chunks, and return the result in float32 and in `dtype`."""
     sums, count, c = partial.shape
     total, rounded = partial.new_empty(sums, c), partial.new_empty(sums, c, dtype=dtype)
     kernels.sum_parts[c // 8, sums](partial, total, rounded, count, c, PARTS=next_power_of_two(count), BC=8)
@@ -73,7 +73,7 @@ def sum_parts(partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """Return the quotient, rounded up."""
+    """Return `number` / `divisor`, rounded up."""
     return -(-number // divisor)
 
 

@@ -1,4 +1,4 @@
-"""Wide networks in the NTK parameterisation. The infinite-width kernels predict their training."""
+"""Wide networks in the NTK parameterization, whose training the infinite-width kernels predict."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from metabridge.errors import InputError, check_count, check_not_negative, check_positive
 from metabridge.models.mlp import activation_layer
-from metabridge.models.network import Network, records_recipe, seeded
+from metabridge.models.network import Network, seeded, stores_build_arguments
 
 
-@records_recipe
+@stores_build_arguments
 def wide(
     inputs: int,
     outputs: int = 1,
@@ -25,19 +25,20 @@ def wide(
     bias_variance: float = 0.0,
     seed: int = 0,
 ) -> Network:
-    """Build a fully connected network in the NTK parameterisation (Wang et al. 2021, app. A.3).
+    """Build a fully connected network in the NTK parameterization (Wang et al. 2021, app. A.3).
 
-    A layer with n inputs computes σ_w/√n · Wx + σ_b · b, and all weights are initially standard normal. The scale of
-    the last layer is part of the features, so that their inner products give the NNGP kernel. The head has no bias.
+    A layer with n inputs computes σ_w/√n · Wx + σ_b · b. All weights and biases are initially standard normal. The
+    factor σ_w/√n of the last layer is part of the features, so that inner products of features estimate the NNGP
+    kernel. The head has no bias.
 
     Args:
-        inputs: Values per point.
-        outputs: Outputs of the head.
-        width: Units per hidden layer.
+        inputs: Number of values of a flattened input.
+        outputs: Number of outputs of the head.
+        width: Number of units per hidden layer.
         depth: Number of layers with weights, including the head.
         activation: Activation function after every hidden layer.
-        weight_variance: σ_w².
-        bias_variance: σ_b².
+        weight_variance: σ_w² of the formula above.
+        bias_variance: σ_b² of the formula above. If it is 0, the layers have no biases.
         seed: Seed of the initial weights.
 
     Returns:
@@ -57,31 +58,36 @@ def wide(
     check_not_negative("bias_variance", bias_variance)
     layers: list[nn.Module] = [nn.Flatten()]
     with seeded(seed):
-        for layer in range(depth - 1):
-            layers += [_Scaled(inputs if layer == 0 else width, width, weight_variance, bias_variance)]
-            layers += [activation_layer(activation)]
+        in_features = inputs
+        for _ in range(depth - 1):
+            layers += [_NtkLinear(in_features, width, weight_variance, bias_variance), activation_layer(activation)]
+            in_features = width
         head = nn.Linear(width, outputs, bias=False)
         nn.init.normal_(head.weight)
-        return Network(nn.Sequential(*layers, _Multiply(math.sqrt(weight_variance / width))), head)
+        return Network(nn.Sequential(*layers, _Scale(math.sqrt(weight_variance / width))), head)
 
 
-class _Scaled(nn.Module):
-    """A linear layer that scales its inputs, so that its empirical kernel needs no explicit gradients."""
+class _NtkLinear(nn.Module):
+    """A linear layer in the NTK parameterization.
 
-    def __init__(self, inputs: int, outputs: int, weight_variance: float, bias_variance: float) -> None:
+    It scales the inputs of an `nn.Linear` instead of the weight, because the empirical kernel of an `nn.Linear` needs
+    no explicit gradients.
+    """
+
+    def __init__(self, in_features: int, out_features: int, weight_variance: float, bias_variance: float) -> None:
         super().__init__()
-        self.scale, self.shift = math.sqrt(weight_variance / inputs), math.sqrt(bias_variance)
+        self.scale, self.bias_scale = math.sqrt(weight_variance / in_features), math.sqrt(bias_variance)
         device = torch.get_default_device()
-        self.linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device)
+        self.linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=False, device=device)
         nn.init.normal_(self.linear.weight)
-        self.bias = nn.Parameter(torch.randn(outputs)) if bias_variance else None
+        self.bias = nn.Parameter(torch.randn(out_features)) if bias_variance else None
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(self.scale * x)
-        return y if self.bias is None else y + self.shift * self.bias
+        return y if self.bias is None else y + self.bias_scale * self.bias
 
 
-class _Multiply(nn.Module):
+class _Scale(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from metabridge.environments.image_tasks import LabelledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count
 from metabridge.files import FolderLock
-from metabridge.models import ARCHITECTURE
+from metabridge.models import ARCHITECTURE_SUFFIX
 from metabridge.models.architecture import OPERATORS, ActiveOperators, Architecture, random_architecture
 from metabridge.models.cells import mask, supernet
 from metabridge.models.network import Network, with_group_norm
@@ -34,25 +33,25 @@ from metabridge.training.config import ImageTrainingConfig
 from metabridge.training.image_training import network_of
 
 MAX_SEED = 10**12 - 1  # leaves digits for the round and the repeat, see `ProxyEvaluator.__call__`
-FINGERPRINTED_IMAGES = 4096
+MAX_FINGERPRINTED_IMAGES = 4096
 Implementation = Literal["fast", "reference"]
-SearchKernel = Literal["maml", "anil", "ntk", "none", "random"]
-# Fields of `SearchConfig` that logs and records store under their names of version 0.1.0.
+SearchKernel: TypeAlias = Literal[KernelName, "none", "random"]
+# Fields of `SearchConfig` that logs and records store under the names that version 0.1.0 used.
 STORED_KEYS = {"adaptation_time": "time", "region_inputs": "inputs"}
 
 
 class TimeLimitError(Exception):
-    """A search reached its time limit. Running the same search again continues it."""
+    """A search reached its time limit. Run the same search again to continue it."""
 
 
 class SearchResult(NamedTuple):
     """The result of a search.
 
     Args:
-        architecture: The architecture.
-        seconds: Computing time, including that of earlier runs that this one continued.
+        architecture: The best architecture.
+        seconds: Computing time in seconds, including earlier runs if the search was continued.
         evaluated: Number of networks whose proxies were computed.
-        failed: Number of these networks for which a proxy failed. The search log has the reasons.
+        failed: Number of these networks for which a proxy failed. The search log contains the reasons.
 
     >>> architecture = random_architecture(torch.Generator().manual_seed(0))
     >>> SearchResult(architecture, seconds=12.5, evaluated=1533, failed=0).evaluated
@@ -69,23 +68,23 @@ class SearchResult(NamedTuple):
 class SearchConfig:
     """The settings of an architecture search.
 
-    The supernet has the size of the final network and is evaluated at initialization. Both proxies are averaged over
-    `repeats` initializations and batches of tasks. These differ between rounds, and are the same for all candidates
-    of a round.
+    The supernet has as many cells and channels as the final network, and is evaluated at initialization. Both proxies
+    are averaged over `repeats` initializations and batches of tasks. These differ between rounds, and are the same for
+    all candidates of a round.
 
     Args:
         kernel: Kernel whose condition number guides the search together with linear regions: "maml" or "anil"
             (MetaNTK-NAS), or "ntk" (TE-NAS). "none" uses linear regions alone, and "random" draws cells at random
             without evaluating anything.
         cells: Number of cells of the network, at least 3.
-        channels: Number of channels of the first cells.
+        channels: Number of channels of the first cells. Every reduction cell doubles it.
         tasks: Number of tasks for which the kernel is computed.
         ways: Number of classes per task.
         shots: Number of support images per class.
         queries: Number of query images per class.
         repeats: Number of initializations and batches of tasks to average over.
-        adaptation_time: Learning rate times steps of the kernel's adaptation, λτ; infinite for convergence.
-        ridge: Added to the diagonal of the kernel matrices that adaptation inverts.
+        adaptation_time: Adaptation time λτ of the kernel: learning rate times steps, or inf for convergence.
+        ridge: Number added to the diagonal of the kernel matrices that adaptation inverts.
         region_inputs: Number of random 3×3 image patches by which linear regions are counted.
         operators: Operators to choose from.
         seed: Seed of all random numbers.
@@ -123,7 +122,9 @@ class SearchConfig:
         if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
             raise InputError(f"seed is {self.seed!r}, but must be an integer from 0 to {MAX_SEED}.")
         if not self.adaptation_time > 0:
-            raise InputError(f"adaptation_time is {self.adaptation_time}, but must be positive; inf for convergence.")
+            raise InputError(
+                f"adaptation_time is {self.adaptation_time}, but must be positive. Use inf for convergence."
+            )
         self.condition_number  # noqa: B018  (checks ridge)
         if not self.operators:
             raise InputError(f"operators is empty. Choose at least one of {', '.join(OPERATORS)}.")
@@ -131,14 +132,13 @@ class SearchConfig:
 
     @property
     def condition_number(self) -> ConditionNumber | None:
-        """The proxy for the kernel; None for "none" and "random"."""
-        kernels: dict[SearchKernel, KernelName] = {"maml": "maml", "anil": "anil", "ntk": "ntk"}
-        if self.kernel not in kernels:
+        """The proxy that uses the kernel; None for "none" and "random"."""
+        if self.kernel == "none" or self.kernel == "random":
             return None
-        return ConditionNumber(kernels[self.kernel], self.adaptation_time, self.ridge)
+        return ConditionNumber(self.kernel, self.adaptation_time, self.ridge)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the settings as JSON data, with the keys by which logs and records store them."""
+        """Return the settings as JSON data, with the keys that logs and records use."""
         stored = {STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}
         return {**stored, "time": str(self.adaptation_time)}  # JSON has no infinity
 
@@ -164,7 +164,7 @@ def search(
     minutes: float | None = None,
     progress: bool = True,
 ) -> SearchResult:
-    """Search an architecture for few-shot learning on the training classes of a data set, without any training.
+    """Search for a few-shot learning architecture on the training classes of a data set, without any training.
 
     Args:
         images: Data set with a "train" split.
@@ -172,20 +172,20 @@ def search(
             (MetaNTK-NAS), or "ntk" (TE-NAS). "none" uses linear regions alone, and "random" draws cells at random
             without evaluating anything.
         cells: Number of cells of the network, at least 3.
-        channels: Number of channels of the first cells.
+        channels: Number of channels of the first cells. Every reduction cell doubles it.
         tasks: Number of tasks for which the kernel is computed.
         ways: Number of classes per task.
         shots: Number of support images per class.
         queries: Number of query images per class.
         repeats: Number of initializations and batches of tasks to average over.
-        adaptation_time: Learning rate times steps of the kernel's adaptation, λτ; infinite for convergence.
-        ridge: Added to the diagonal of the kernel matrices that adaptation inverts.
+        adaptation_time: Adaptation time λτ of the kernel: learning rate times steps, or inf for convergence.
+        ridge: Number added to the diagonal of the kernel matrices that adaptation inverts.
         region_inputs: Number of random 3×3 image patches by which linear regions are counted.
         operators: Operators to choose from.
         seed: Seed of all random numbers.
-        device: Where to compute, such as "cpu" or "cuda".
-        out: Folder for `search.jsonl`, the log of all scores, and `architecture.json`. If the folder has the log of
-            a search with the same settings and images, that search is continued. It is locked during the search.
+        device: Device to compute on, such as "cpu" or "cuda".
+        out: Folder for `search.jsonl`, the log of all scores, and `architecture.json`. If it contains the log of a
+            search with the same settings and images, that search is continued. It is locked during the search.
         minutes: Time limit in minutes.
         progress: Whether to show a progress bar.
 
@@ -194,7 +194,7 @@ def search(
 
     Raises:
         InputError: If a setting is out of range, the images are too small, or the folder cannot be used.
-        TimeLimitError: If the time limit is reached. The same call with the same `out` then continues the search.
+        TimeLimitError: If the time limit is reached. Repeat the call with the same `out` to continue the search.
 
     >>> from metabridge.datasets import load
     >>> print(search(load("glyphs"), kernel="random", progress=False).architecture)  # doctest: +ELLIPSIS
@@ -228,14 +228,14 @@ def run_search(
     minutes: float | None = None,
     progress: bool = True,
 ) -> SearchResult:
-    """Run `search` with settings in a `SearchConfig`.
+    """Run `search` with the settings of a `SearchConfig`.
 
     Args:
         images: Data set with a "train" split.
         config: Settings of the search.
-        device: Where to compute.
-        out: Folder of the search.
-        implementation: "fast" shares computations between candidates; "reference" runs each of them by itself.
+        device: Device to compute on.
+        out: Folder of the search; see `search`.
+        implementation: "fast" shares computations between candidates; "reference" runs each candidate separately.
         minutes: Time limit in minutes.
         progress: Whether to show a progress bar.
 
@@ -253,23 +253,23 @@ def run_search(
     deadline = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     evaluator = ProxyEvaluator(config, images.to(device), device, implementation)
     if out is None:
-        return _run(evaluator, SearchLog(), deadline, progress)
+        return _run_with_log(evaluator, SearchLog(), deadline, progress)
     with FolderLock(out) as lock:
         data = {"data": images.load_arguments, "images": _fingerprint(images, evaluator.environment.image_indices)}
         search_log = SearchLog(lock.folder / "search.jsonl", {**config.to_dict(), **data}, lock)
-        result = _run(evaluator, search_log, deadline, progress)
+        result = _run_with_log(evaluator, search_log, deadline, progress)
         result.architecture.save(lock.folder / "architecture.json")
     return result
 
 
-def _run(evaluator: ProxyEvaluator, search_log: SearchLog, deadline: float, progress: bool) -> SearchResult:
+def _run_with_log(evaluator: ProxyEvaluator, search_log: SearchLog, deadline: float, progress: bool) -> SearchResult:
     try:
         architecture = _find_architecture(evaluator, search_log, deadline, progress)
     finally:
         search_log.add_time()
-    candidates = search_log.scores.values()
-    failed = sum(any(score is not None and score.failure for score in scores) for scores in candidates)
-    return SearchResult(architecture, search_log.seconds, len(candidates), failed)
+    all_scores = search_log.scores.values()
+    failed = sum(any(score is not None and score.failure for score in scores) for scores in all_scores)
+    return SearchResult(architecture, search_log.seconds, len(all_scores), failed)
 
 
 def _find_architecture(
@@ -294,25 +294,26 @@ def _find_architecture(
         return prune(full, score_until_deadline, repeats=config.repeats, search_log=search_log)
 
 
-def _fingerprint(images: LabelledImages, rows: Tensor) -> str:
-    """Return the number of images in some rows and a checksum of their labels and pixels, or of a subset of them.
+def _fingerprint(images: LabelledImages, indices: Tensor) -> str:
+    """Return the number of indices, and a checksum of the images and labels at these indices or at some of them.
 
-    Search logs store it, so it must not change.
+    Search logs store this text, so it must not change.
     """
-    subset = rows[:: math.ceil(len(rows) / FINGERPRINTED_IMAGES)]
-    parts = (values[subset.to(values.device)].cpu().numpy().tobytes() for values in (images.images, images.labels))
-    checksum = functools.reduce(lambda value, part: zlib.crc32(part, value), parts, 0)
-    return f"{len(rows)} images, checksum {checksum:08x}"
+    subset = indices[:: math.ceil(len(indices) / MAX_FINGERPRINTED_IMAGES)]
+    checksum = 0
+    for values in (images.images, images.labels):
+        checksum = zlib.crc32(values[subset.to(values.device)].cpu().numpy().tobytes(), checksum)
+    return f"{len(indices)} images, checksum {checksum:08x}"
 
 
 class ProxyEvaluator:
-    """Computes the proxies of a search's candidates; the `score_candidates` function of `prune`.
+    """Computes the proxies of the candidates of a search, as the argument `score_candidates` of `prune`.
 
     Args:
         config: Settings of the search.
         images: Data set on `device`.
-        device: Where to compute.
-        implementation: "fast" shares computations between candidates; "reference" runs each of them by itself.
+        device: Device to compute on.
+        implementation: "fast" shares computations between candidates; "reference" runs each candidate separately.
 
     Raises:
         InputError: If the images are too small, there are too few classes, or the supernet is too large.
@@ -340,7 +341,7 @@ class ProxyEvaluator:
     def __call__(
         self, round_index: int, repeat: int, active: ActiveOperators, removals: Sequence[Removal]
     ) -> Iterator[tuple[Removal, CandidateScores]]:
-        """Yield each removal with the scores of the network without it; order may differ from that of `removals`.
+        """Yield each removal with the scores of the network without it, in any order.
 
         Weights, tasks and patches depend on the round and the repeat, but not on the removal.
         """
@@ -377,9 +378,11 @@ class ProxyEvaluator:
         if proxy is None:
             return lambda removals: ((removal, None) for removal in removals)
         if self.implementation == "fast":
-            kernels, shape = CandidateKernels(net, active, all_images(tasks)), (len(tasks), tasks.query_x.shape[1])
+            kernels = CandidateKernels(net, active, all_images(tasks))
+            queries = tasks.query_x.shape[1]
             return lambda removals: (
-                (removal, proxy.from_matrices(matrices, *shape)) for removal, matrices in kernels.matrices(removals)
+                (removal, proxy.from_matrices(matrices, len(tasks), queries))
+                for removal, matrices in kernels.matrices(removals)
             )
 
         def reference(removals: Sequence[Removal]) -> Iterator[tuple[Removal, ProxyScore]]:
@@ -391,23 +394,23 @@ class ProxyEvaluator:
         return reference
 
     def _patches(self, generator: torch.Generator) -> Tensor:
-        """Return random patches of one channel of random training images (region_inputs, 1, 3, 3)."""
+        """Return random patches (region_inputs, 1, 3, 3), each from a random channel of a random training image."""
         images, count = self.images.images, self.config.region_inputs
-        rows = self.environment.image_indices
-        sizes = (len(rows), images.shape[1], *(side - PATCH_SIZE + 1 for side in images.shape[2:]))
-        image, channel, top, left = (torch.randint(size, (count, 1, 1), generator=generator) for size in sizes)
-        steps = torch.arange(PATCH_SIZE)
-        indices = (rows[image], channel, top + steps[:, None], left + steps)
+        image_indices = self.environment.image_indices
+        limits = (len(image_indices), images.shape[1], *(side - PATCH_SIZE + 1 for side in images.shape[2:]))
+        image, channel, top, left = (torch.randint(limit, (count, 1, 1), generator=generator) for limit in limits)
+        offsets = torch.arange(PATCH_SIZE)
+        indices = (image_indices[image], channel, top + offsets[:, None], left + offsets)
         patches = images[tuple(index.to(images.device) for index in indices)]
         return (patches.float() / 255).unsqueeze(1).to(self.device)
 
 
 class RepeatedScore(NamedTuple):
-    """A proxy of a model for several initializations.
+    """The score of a model by one proxy, for several initializations.
 
     Args:
         mean: The mean over the initializations.
-        repeats: The score for each of them.
+        repeats: The score for each initialization.
 
     >>> RepeatedScore(ProxyScore(3.0), (ProxyScore(2.0), ProxyScore(4.0))).mean.value
     3.0
@@ -422,20 +425,21 @@ def score_model(
 ) -> RepeatedScore:
     """Compute the proxy of an untrained model: the condition number of a kernel, or its number of linear regions.
 
-    An architecture is scored as in a search. For other models, linear regions are counted by whole images. In most
-    models every image has its own region, which says nothing about the model and is reported as a failure.
+    An architecture is scored as in a search. For other models, the inputs for counting linear regions are whole images
+    instead of patches. In most models every image is in a different region, which says nothing about the model and is
+    reported as a failure.
 
     Args:
         model: Path of an `architecture.json`, or a model name that `metabridge.models.build` takes.
         images: Data set with a "train" split.
         config: Settings: `kernel` selects the proxy, with "none" for linear regions.
-        device: Where to compute.
+        device: Device to compute on.
 
     Returns:
         The proxy for each of `config.repeats` initializations, and the mean.
 
     Raises:
-        InputError: If there is no such model, or the images do not suit the settings.
+        InputError: If there is no such model, or the settings do not suit the images.
 
     >>> from metabridge.datasets import load
     >>> score_model("conv4", load("glyphs"), SearchConfig("none", repeats=1, region_inputs=50)).mean.failure
@@ -443,12 +447,12 @@ def score_model(
     """
     config = config or SearchConfig()
     evaluator = ProxyEvaluator(config, images.to(device), device)
-    repeats = []
+    scores: list[ProxyScore | None] = []
     for repeat in range(config.repeats):
-        if model.endswith(ARCHITECTURE):
+        if model.endswith(ARCHITECTURE_SUFFIX):
             active = Architecture.load(model).active_operators
-            ((_, scores),) = evaluator(0, repeat, active, [None])
-            repeats.append(scores.regions if config.condition_number is None else scores.condition)
+            ((_, proxies),) = evaluator(0, repeat, active, [None])
+            scores.append(proxies.regions if config.condition_number is None else proxies.condition)
             continue
         seed = config.seed * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
@@ -456,13 +460,13 @@ def score_model(
         training = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)
         net = with_group_norm(network_of(training, images)).to(device).eval()
         if config.condition_number is not None:
-            repeats.append(config.condition_number(net, tasks))
+            scores.append(config.condition_number(net, tasks))
         else:
-            rows = evaluator.environment.image_indices
-            sample = rows[torch.randperm(len(rows), generator=generator)[: config.region_inputs]]
-            score = count_linear_regions(net, images.float_images(sample).to(device))
-            if score.value == len(sample):
-                score = ProxyScore(score.value, f"each of {len(sample)} images has its own region")
-            repeats.append(score)
-    scored = tuple(score for score in repeats if score is not None)
-    return RepeatedScore(mean_score(scored), scored)
+            indices = evaluator.environment.image_indices
+            indices = indices[torch.randperm(len(indices), generator=generator)[: config.region_inputs]]
+            score = count_linear_regions(net, images.float_images(indices).to(device))
+            if score.value == len(indices):
+                score = ProxyScore(score.value, f"each of {len(indices)} images has its own region")
+            scores.append(score)
+    repeats = tuple(score for score in scores if score is not None)
+    return RepeatedScore(mean_score(repeats), repeats)

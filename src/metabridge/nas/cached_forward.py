@@ -1,10 +1,10 @@
 """Forward passes through a stack of cells that reuse the layers computed in earlier passes.
 
-The candidates of a search round are one supernet, each without one operator. Everything that does not depend on this
-operator has the same value in the supernet and in the candidate. A `ForwardCache` therefore stores the result of
-every layer for every input tensor, and a layer that receives the same tensor again is not run again.
+Each candidate of a search round is the supernet without one operator. Layers that do not depend on this operator have
+the same results in the supernet and in the candidate. A `ForwardCache` therefore stores the result of every layer for
+every input tensor, and a layer that receives the same tensor again is not run again.
 
-Operators on edges from the same source also share their first step: one ReLU, and one pooling of each kind.
+Operators on edges from the same source also share their first step: one ReLU, or one pooling of each kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metabridge.models.cells import Cells
 
 
 class LayerResult(Protocol):
-    """The result of running some layers: their output, and anything else that the caller's runner records."""
+    """The result of running some layers: their output, and anything else that the runner records."""
 
     @property
     def output(self) -> Tensor:
@@ -31,14 +31,14 @@ class LayerResult(Protocol):
 
 S = TypeVar("S", bound=LayerResult)
 R = TypeVar("R")
-LayerRunner = Callable[[Tensor], S]
-FirstStep = tuple[int, LayerRunner[S]]  # the source in a cell, and the first layer that operators apply to it
+LayerRunner = Callable[[Tensor], S]  # runs some layers on their input
+FirstStep = tuple[int, LayerRunner[S]]  # a source in a cell, and the first layer of operators that read it
 
 
 class ForwardCache:
-    """Results of functions by their input tensors. Tensors are compared by identity, not by value.
+    """Cache of function results by input tensors. Tensors are compared by identity, not by value.
 
-    With a `parent`, results that are stored there are used too, but new ones are not added to it.
+    Results in `parent` are used too, but new results are not added to it.
     """
 
     def __init__(self, parent: ForwardCache | None = None) -> None:
@@ -61,9 +61,9 @@ class ForwardCache:
 class CellTrace(Generic[S]):
     """The layer results of one cell, in order of computation.
 
-    - `preprocessing`: for each of the two inputs, the ReLU and the layers after it
-    - `first_steps`: the first step of each kind from each source, shared by the operators
-    - `operators`: for each node, the rest of every operator on its edges, with the first step that it follows
+    - `preprocessing`: for each of the two inputs, the results of the ReLU and of the layers after it
+    - `first_steps`: the results of the first steps, which operators share
+    - `operators`: for each node and each operator on its edges, the first step and the result of the remaining layers
     """
 
     preprocessing: list[tuple[S, S]]
@@ -80,7 +80,7 @@ class CellTrace(Generic[S]):
 
 @dataclass(frozen=True)
 class ForwardTrace(Generic[S]):
-    """The layer results of a whole forward pass: the stem, the cells, and the layers before the global pooling."""
+    """The layer results of a forward pass: the stem, the cells, and the layers between them and the global pooling."""
 
     stem: S
     cells: list[CellTrace[S]]
@@ -95,82 +95,87 @@ class ForwardTrace(Generic[S]):
 
 
 class CachedForward(Generic[S]):
-    """Runs a stack of cells layer by layer, taking results from a `ForwardCache` where it has them.
+    """Runs a stack of cells layer by layer, and takes results that a `ForwardCache` has from there.
 
-    `runner` turns a sequence of modules into a function from their input to a `LayerResult`. The ReLU at the start of
-    an operator is a separate layer. A `Halving` contains its ReLU, but its input is already rectified. `wrap_operator`
-    can replace the function of the last layers of each operator.
+    `make_runner` turns a sequence of modules into a function from their input to a `LayerResult`. The ReLU at the start
+    of an operator is a separate layer. Only `Halving` applies its own ReLU, to an input that is already rectified.
+    `wrap_operator` can replace the function that runs the layers of an operator after its first step.
     """
 
     def __init__(
         self,
         stack: Cells,
-        runner: Callable[[Sequence[nn.Module]], LayerRunner[S]],
-        wrap_operator: Callable[[EdgeOperator, LayerRunner[S]], LayerRunner[S]] = lambda operator, layer: layer,
+        make_runner: Callable[[Sequence[nn.Module]], LayerRunner[S]],
+        wrap_operator: Callable[[EdgeOperator, LayerRunner[S]], LayerRunner[S]] = lambda operator, runner: runner,
     ) -> None:
-        self._stem, self._end = runner(_layers(stack.stem)), runner(_layers(stack.end))
-        relu = runner([nn.ReLU()])
-        self._cells = [_CachedCell(cell, runner, relu, wrap_operator) for cell in stack.cells]
+        self._stem, self._end = make_runner(_layers(stack.stem)), make_runner(_layers(stack.end))
+        relu = make_runner([nn.ReLU()])
+        self._cells = [_CachedCell(cell, make_runner, relu, wrap_operator) for cell in stack.cells]
 
     def __call__(self, x: Tensor, active: ActiveOperators, cache: ForwardCache) -> ForwardTrace[S]:
         """Run the active operators on `x` and return all layer results."""
         stem = cache(self._stem, x)
-        before = last = stem.output
+        inputs = stem.output, stem.output
         cells = []
         for cell in self._cells:
-            trace, output = cell(before, last, active, cache)
+            trace, output = cell(inputs, active, cache)
             cells.append(trace)
-            before, last = last, output
-        return ForwardTrace(stem, cells, cache(self._end, last))
+            inputs = inputs[1], output
+        return ForwardTrace(stem, cells, cache(self._end, inputs[1]))
 
 
 class _CachedCell(Generic[S]):
     def __init__(
         self,
         cell: Any,
-        runner: Callable[[Sequence[nn.Module]], LayerRunner[S]],
+        make_runner: Callable[[Sequence[nn.Module]], LayerRunner[S]],
         relu: LayerRunner[S],
         wrap_operator: Callable[[EdgeOperator, LayerRunner[S]], LayerRunner[S]],
     ) -> None:
-        self._kind = CELLS[bool(cell.reduction)]
-        self._preprocessing = [(relu, runner(_without_relu(module))) for module in (cell.before, cell.last)]
-        first_layers: dict[tuple[int, type], LayerRunner[S]] = {}
+        self._cell_kind = CELLS[bool(cell.reduction)]
+        self._preprocessing = [(relu, make_runner(_without_relu(module))) for module in (cell.before, cell.last)]
+        shared_first_layers: dict[tuple[int, type], LayerRunner[S]] = {}
         self._operators: list[dict[str, tuple[FirstStep[S], LayerRunner[S]]]] = []
         for edge, operators in enumerate(cell.edges):
             source = EDGES[edge][1]
             self._operators.append({})
             for name, operator in operators.items():
                 layers = _layers(operator)
-                kind = type(layers[0])
-                if issubclass(kind, nn.MaxPool2d | nn.AvgPool2d):
-                    first, rest = first_layers.setdefault((source, kind), runner(layers[:1])), layers[1:]
-                elif kind is nn.Identity:
-                    first, rest = first_layers.setdefault((source, kind), runner([])), layers
+                first_type = type(layers[0])
+                if issubclass(first_type, nn.MaxPool2d | nn.AvgPool2d):
+                    first_layer = shared_first_layers.setdefault((source, first_type), make_runner(layers[:1]))
+                    remaining_layers = layers[1:]
+                elif first_type is nn.Identity:
+                    first_layer = shared_first_layers.setdefault((source, first_type), make_runner([]))
+                    remaining_layers = layers
                 else:
-                    first, rest = relu, _without_relu(operator)
-                last_layers = wrap_operator((self._kind, edge, name), runner(rest))
-                self._operators[edge][name] = (source, first), last_layers
+                    first_layer, remaining_layers = relu, _without_relu(operator)
+                remaining_runner = wrap_operator((self._cell_kind, edge, name), make_runner(remaining_layers))
+                self._operators[edge][name] = (source, first_layer), remaining_runner
 
     def __call__(
-        self, before: Tensor, last: Tensor, active: ActiveOperators, cache: ForwardCache
+        self, inputs: tuple[Tensor, Tensor], active: ActiveOperators, cache: ForwardCache
     ) -> tuple[CellTrace[S], Tensor]:
+        """Return all layer results and the output; `inputs` are the outputs of the two previous cells."""
         trace: CellTrace[S] = CellTrace([], {}, [])
-        states = []
-        for (relu, layer), x in zip(self._preprocessing, (before, last)):
+        source_outputs = []
+        for (relu, remaining_runner), x in zip(self._preprocessing, inputs):
             rectified = cache(relu, x)
-            trace.preprocessing.append((rectified, cache(layer, rectified.output)))
-            states.append(trace.preprocessing[-1][1].output)
+            preprocessed = cache(remaining_runner, rectified.output)
+            trace.preprocessing.append((rectified, preprocessed))
+            source_outputs.append(preprocessed.output)
         for node in range(NODES):
             results = []
             for edge in edges_of(node):
-                for name, (first_step, layer) in self._operators[edge].items():
-                    if name in getattr(active, self._kind)[edge]:
+                for name, (first_step, remaining_runner) in self._operators[edge].items():
+                    if name in getattr(active, self._cell_kind)[edge]:
                         source, first_layer = first_step
-                        first = trace.first_steps.setdefault(first_step, cache(first_layer, states[source]))
-                        results.append((first_step, cache(layer, first.output)))
+                        first_result = cache(first_layer, source_outputs[source])
+                        trace.first_steps[first_step] = first_result
+                        results.append((first_step, cache(remaining_runner, first_result.output)))
             trace.operators.append(results)
-            states.append(cache(_add, *(result.output for _, result in results)))
-        return trace, cache(_concatenate, *states[2:])
+            source_outputs.append(cache(_add, *(result.output for _, result in results)))
+        return trace, cache(_concatenate, *source_outputs[2:])
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
@@ -178,7 +183,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _without_relu(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of a module after its ReLU. A `Halving`, whose ReLU is inside it, stays in one piece."""
+    """Return the layers of a module after its ReLU, or the whole module if it is a `Halving`."""
     return _layers(module)[1:] if isinstance(module, nn.Sequential) else [module]
 
 

@@ -1,11 +1,12 @@
-"""Count the linear regions of a thin supernet without each of some operators (Wang et al. 2022, sec. 5.2).
+"""Count the linear regions of the candidates of a search round in a thin supernet (Wang et al. 2022, sec. 5.2).
 
-The thin supernet has one channel in its first cell, and its inputs are random patches of a few pixels.
+Each candidate is the supernet without one operator. The thin supernet has one channel in its first cell, and its inputs
+are random image patches of a few pixels.
 
-- On a CPU, everything that does not depend on the removed operator is taken from one pass of the whole supernet,
-  including the signs of the ReLU inputs.
-- On a GPU, launching operations as small as these takes longer than running them. Several candidates therefore go
-  through the network in one pass, as copies of the inputs with different masks.
+- On a CPU, candidates are run one by one. Layers that do not depend on the removed operator are run only once, for the
+  whole supernet, and their outputs and signs of ReLU inputs are reused.
+- On a GPU, launching such small operations takes longer than running them. Several candidates are therefore run in one
+  pass. Each has its own copy of the patches, in which the output of the removed operator is masked.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ SIGN_WEIGHTS = -(2**62), 2**62  # lower and upper end of the random integer weig
 CANDIDATES_PER_PASS = 64  # on a GPU
 
 
-class _SignedOutput(NamedTuple):
-    """The output of some layers and a hash of the signs of their ReLU inputs, one number for each network input.
+class _OutputWithSigns(NamedTuple):
+    """The output of some layers, and the weighted sum of the signs of their ReLU inputs for each sample of the batch.
 
-    `present` is true for the copies of the inputs in which the layers take part; None stands for all copies.
+    `sign_sum` is None if the layers have no ReLU. `is_active` tells for which samples the layers are active, with None
+    for all samples.
     """
 
     output: Tensor
-    signs: Tensor | None
-    present: Tensor | None = None
+    sign_sum: Tensor | None
+    is_active: Tensor | None = None
 
 
 class LinearRegionCounter:
-    """Counts the linear regions of a thin supernet that contain at least one of the inputs.
+    """Counts the linear regions that contain at least one of some patches, in a thin supernet and its candidates.
 
     Each sign has a random integer weight of 63 bits, and two activation patterns count as different if the weighted
     sums of their signs differ. The probability that two different patterns have the same sum is 2⁻⁶³.
@@ -53,9 +55,9 @@ class LinearRegionCounter:
 
     Args:
         active: Operators of the supernet.
-        inputs: Patches of one channel (inputs, 1, 3, 3).
+        patches: Image patches of one channel (patches, 1, 3, 3).
         seed: Seed of the network weights and of the sign weights.
-        candidates_per_pass: Candidates that go through the network together; by default 64 on a GPU, 1 on a CPU.
+        candidates_per_pass: Number of candidates that are run in one pass; by default 64 on a GPU and 1 on a CPU.
 
     >>> counter = LinearRegionCounter(ActiveOperators.full(), torch.rand(50, 1, 3, 3), seed=0)
     >>> dict(counter.scores([("normal", 0, "skip")]))
@@ -63,65 +65,76 @@ class LinearRegionCounter:
     """
 
     def __init__(
-        self, active: ActiveOperators, inputs: Tensor, seed: int, candidates_per_pass: int | None = None
+        self, active: ActiveOperators, patches: Tensor, seed: int, candidates_per_pass: int | None = None
     ) -> None:
-        self.active, self._inputs = active, inputs
-        self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if inputs.is_cuda else 1)
-        self._generator = torch.Generator(inputs.device).manual_seed(seed)
-        self._present: dict[EdgeOperator, Tensor] = {}
-        net = thin_supernet(active, seed, len(inputs)).to(inputs.device)
-        self._forward = CachedForward(cast(Cells, net.features), self._runner, self._masked)
+        self.active, self._patches = active, patches
+        self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if patches.is_cuda else 1)
+        self._generator = torch.Generator(patches.device).manual_seed(seed)
+        self._is_active: dict[EdgeOperator, Tensor] = {}
+        net = thin_supernet(active, seed, len(patches)).to(patches.device)
+        self._forward = CachedForward(cast(Cells, net.features), self._make_runner, self._mask_output)
         self._supernet_cache = ForwardCache()
         if self._candidates_per_pass == 1:
-            self._forward(inputs, active, self._supernet_cache)
+            self._forward(patches, active, self._supernet_cache)
 
     def scores(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, ProxyScore]]:
-        """Yield each removal with the number of regions without that operator, or with all operators for None."""
+        """Yield each removal with the number of regions of the supernet without that operator.
+
+        Args:
+            removals: Operators to remove, one for each candidate; None stands for the whole supernet.
+
+        Yields:
+            The removal, and the number of regions or why it could not be counted.
+        """
         for start in range(0, len(removals), self._candidates_per_pass):
             chunk = removals[start : start + self._candidates_per_pass]
-            trace = self._run_one(chunk[0]) if self._candidates_per_pass == 1 else self._run_together(chunk)
+            trace = self._run_one(chunk[0]) if self._candidates_per_pass == 1 else self._run_copies(chunk)
             yield from zip(chunk, _count_regions(trace, len(chunk)))
 
-    def _run_one(self, removal: EdgeOperator | None) -> ForwardTrace[_SignedOutput]:
-        return self._forward(self._inputs, self.active.without(removal), ForwardCache(self._supernet_cache))
+    def _run_one(self, removal: EdgeOperator | None) -> ForwardTrace[_OutputWithSigns]:
+        return self._forward(self._patches, self.active.without(removal), ForwardCache(self._supernet_cache))
 
-    def _run_together(self, removals: Sequence[EdgeOperator | None]) -> ForwardTrace[_SignedOutput]:
-        """Run one copy of the inputs for each removal, with a mask that leaves out its operator."""
+    def _run_copies(self, removals: Sequence[EdgeOperator | None]) -> ForwardTrace[_OutputWithSigns]:
+        """Run one copy of the patches for each removal, with the removed operator masked in its copy."""
         operators = [removal for removal in removals if removal is not None]
-        present = torch.tensor([[removal != operator for removal in removals] for operator in operators])
-        self._present = dict(zip(operators, present.to(self._inputs.device).repeat(1, len(self._inputs))))
-        copies = self._inputs.repeat_interleave(len(removals), 0)  # the copies of one input follow each other
+        is_active = torch.tensor([[removal != operator for removal in removals] for operator in operators])
+        self._is_active = dict(zip(operators, is_active.to(self._patches.device).repeat(1, len(self._patches))))
+        copies = self._patches.repeat_interleave(len(removals), 0)  # the copies of a patch are adjacent
         return self._forward(copies, self.active, ForwardCache())
 
-    def _runner(self, layers: Sequence[nn.Module]) -> LayerRunner[_SignedOutput]:
+    def _make_runner(self, layers: Sequence[nn.Module]) -> LayerRunner[_OutputWithSigns]:
         return functools.partial(self._run_layers, layers)
 
-    def _run_layers(self, layers: Sequence[nn.Module], x: Tensor) -> _SignedOutput:
-        signs = None
+    def _run_layers(self, layers: Sequence[nn.Module], x: Tensor) -> _OutputWithSigns:
+        sign_sum = None
         for layer in layers:
             if isinstance(layer, nn.ReLU):
-                assert signs is None  # no part of a cell has two ReLUs
-                positive = (x > 0).flatten(1)
-                weights = torch.randint(*SIGN_WEIGHTS, positive.shape[1:], generator=self._generator, device=x.device)
-                signs = torch.where(positive, weights, 0).sum(1)
+                assert sign_sum is None, "more than one ReLU in layers that are run together"
+                is_positive = (x > 0).flatten(1)
+                shape = is_positive.shape[1:]
+                weights = torch.randint(*SIGN_WEIGHTS, shape, generator=self._generator, device=x.device)
+                sign_sum = torch.where(is_positive, weights, 0).sum(1)
             x = layer(x)
-        return _SignedOutput(x, signs)
+        return _OutputWithSigns(x, sign_sum)
 
-    def _masked(self, operator: EdgeOperator, layer: LayerRunner[_SignedOutput]) -> LayerRunner[_SignedOutput]:
-        """Return the layer of an operator with an output of zero for the copies that are without the operator."""
+    def _mask_output(
+        self, operator: EdgeOperator, runner: LayerRunner[_OutputWithSigns]
+    ) -> LayerRunner[_OutputWithSigns]:
+        """Return a runner that sets the output of an operator to zero in the copies without the operator."""
 
-        def run(x: Tensor) -> _SignedOutput:
-            result, present = layer(x), self._present.get(operator)
-            if present is None:
+        def run(x: Tensor) -> _OutputWithSigns:
+            result, is_active = runner(x), self._is_active.get(operator)
+            if is_active is None:
                 return result
-            return _SignedOutput(torch.where(present.view(-1, 1, 1, 1), result.output, 0), result.signs, present)
+            masked_output = torch.where(is_active.view(-1, 1, 1, 1), result.output, 0)
+            return _OutputWithSigns(masked_output, result.sign_sum, is_active)
 
         return run
 
 
-def _count_regions(trace: ForwardTrace[_SignedOutput], copies: int) -> list[ProxyScore]:
-    """Return the number of different sign sums for each of the copies of the inputs."""
-    sums = _sum_signs(trace).view(-1, copies).sort(0).values
+def _count_regions(trace: ForwardTrace[_OutputWithSigns], copies: int) -> list[ProxyScore]:
+    """Return the number of different sign sums in each copy of the patches."""
+    sums = _total_sign_sums(trace).view(-1, copies).sort(0).values
     counts = 1 + (sums.diff(dim=0) != 0).sum(0)
     finite = trace.end.output.isfinite().flatten(1).all(1).view(-1, copies).all(0)
     return [
@@ -130,36 +143,40 @@ def _count_regions(trace: ForwardTrace[_SignedOutput], copies: int) -> list[Prox
     ]
 
 
-def _sum_signs(trace: ForwardTrace[_SignedOutput]) -> Tensor:
-    """Add up the signs of a pass, each ReLU once, and only for the copies in which it takes part."""
-    results = {id(result): (result.signs, result.present) for result in trace.results}
+def _total_sign_sums(trace: ForwardTrace[_OutputWithSigns]) -> Tensor:
+    """Return the sum over all ReLUs of their sign sums, where a ReLU counts only for samples for which it is active."""
+    results = {id(result): (result.sign_sum, result.is_active) for result in trace.results}
     for cell in trace.cells:
-        readers: dict[FirstStep[_SignedOutput], list[_SignedOutput]] = {}
+        consumers: dict[FirstStep[_OutputWithSigns], list[_OutputWithSigns]] = {}
         for first_step, result in itertools.chain(*cell.operators):
-            readers.setdefault(first_step, []).append(result)
-        for first_step, (reader, *others) in readers.items():
-            if not others:  # without its only reader, the ReLU is not part of the network
-                first = cell.first_steps[first_step]
-                results[id(first)] = first.signs, reader.present
+            consumers.setdefault(first_step, []).append(result)
+        for first_step, results_of_consumers in consumers.items():
+            if len(results_of_consumers) == 1:  # if its only consumer is removed, a ReLU is not part of the network
+                first_result = cell.first_steps[first_step]
+                results[id(first_result)] = first_result.sign_sum, results_of_consumers[0].is_active
     return torch.stack(
-        [signs if present is None else signs * present for signs, present in results.values() if signs is not None]
+        [
+            sign_sum if is_active is None else sign_sum * is_active
+            for sign_sum, is_active in results.values()
+            if sign_sum is not None
+        ]
     ).sum(0)
 
 
-def thin_supernet(active: ActiveOperators, seed: int, inputs: int) -> Network:
-    """Return the supernet in which regions are counted: three cells, one channel in the first.
+def thin_supernet(active: ActiveOperators, seed: int, patch_count: int) -> Network:
+    """Return the supernet in which regions are counted: three cells, with one channel in the first.
 
-    It takes any number of copies of `inputs` patches, the copies of one patch following each other. Batch norm
-    normalizes every copy over its own `inputs` patches.
+    A batch may have several copies of `patch_count` patches, with the copies of each patch adjacent. Batch norm
+    normalizes each copy separately.
     """
     net = supernet(active, cells=3, channels=1, image_channels=1, size=PATCH_SIZE, norm="batch", seed=seed)
     replace_layers(net, nn.Conv2d, _MatrixConvolution)
-    replace_layers(net, BatchNorm, lambda layer: _BatchNormPerCopy(layer, inputs))
+    replace_layers(net, BatchNorm, lambda layer: _BatchNormPerCopy(layer, patch_count))
     return net.requires_grad_(False)
 
 
 class _MatrixConvolution(nn.Module):
-    """A convolution of maps of few pixels as one matrix product, which is much faster for many small maps."""
+    """A convolution that is computed as one matrix product, which is much faster for many small feature maps."""
 
     def __init__(self, layer: nn.Conv2d) -> None:
         super().__init__()
@@ -167,19 +184,19 @@ class _MatrixConvolution(nn.Module):
         self.matrix: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.matrix is None:  # computed from the first input, as all inputs have the same size
+        if self.matrix is None:  # computed at the first call, as all inputs have the same height and width
             unit_maps = torch.eye(x[0].numel(), device=x.device).view(-1, *x.shape[1:])
             self.matrix = self.layer(unit_maps)
         return (x.flatten(1) @ self.matrix.flatten(1)).view(len(x), *self.matrix.shape[1:])
 
 
 class _BatchNormPerCopy(nn.Module):
-    """A batch norm with separate statistics for each copy of the inputs."""
+    """A batch norm with separate statistics for each copy of the patches."""
 
-    def __init__(self, layer: BatchNorm, inputs: int) -> None:
+    def __init__(self, layer: BatchNorm, patch_count: int) -> None:
         super().__init__()
-        self.eps, self.inputs = layer.eps, inputs
+        self.eps, self.patch_count = layer.eps, patch_count
 
     def forward(self, x: Tensor) -> Tensor:
-        copies_as_channels = x.reshape(self.inputs, -1, *x.shape[2:])
+        copies_as_channels = x.reshape(self.patch_count, -1, *x.shape[2:])
         return F.batch_norm(copies_as_channels, None, None, training=True, eps=self.eps).view_as(x)

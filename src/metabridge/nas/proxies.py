@@ -26,7 +26,7 @@ _ADAPTED_PART: dict[KernelName, Adapts] = {"maml": "all", "anil": "head"}
 NOT_FINITE = "the network's outputs are NaN or infinite"
 _KERNEL_NOT_FINITE = "the kernel has values that are NaN or infinite"
 _INPUT_ENTRIES_PER_PASS = 2**21
-_BREAK_AT_ZERO, _BREAK_AT_BOTH_LIMITS = (  # piecewise linear operations, by the points where their slope changes
+_BREAK_AT_ZERO, _BREAK_AT_BOTH_LIMITS = (  # piecewise linear operations, by where their slope changes
     {getattr(torch.ops.aten, name).default for name in names}
     for names in (("relu", "relu_", "leaky_relu", "leaky_relu_", "_prelu_kernel"), ("hardtanh", "hardtanh_"))
 )
@@ -38,7 +38,7 @@ class ProxyScore:
 
     Args:
         value: The value; NaN or infinite only if the proxy failed.
-        failure: Why the proxy failed, or None if it did not. A value that is NaN or infinite always has a reason.
+        failure: Why the proxy failed, or None if it did not. If the value is NaN or infinite, it is never None.
 
     >>> ProxyScore(2.0)
     ProxyScore(value=2.0, failure=None)
@@ -73,7 +73,7 @@ def mean_score(scores: Sequence[ProxyScore]) -> ProxyScore:
 
 
 class KernelMatrices(NamedTuple):
-    """The NTK Θ at the images of all tasks in the order of `all_images`, and the NNGP K where it is needed."""
+    """The NTK matrix Θ of the images of all tasks in the order of `all_images`, and the NNGP matrix K or None."""
 
     ntk: Tensor
     nngp: Tensor | None
@@ -89,7 +89,7 @@ class ConditionNumber:
         kernel: "maml" or "anil" for the MetaNTK between the queries of all tasks (Wang et al. 2022, eq. 106 and 112),
             "ntk" for the NTK of all images as in TE-NAS.
         time: Adaptation time λτ of the MetaNTK, learning rate times steps; infinite for adaptation to convergence.
-        ridge: Added to the diagonal of the kernel matrices that the MetaNTK inverts.
+        ridge: Number added to the diagonal of the kernel matrices that the MetaNTK inverts.
 
     Raises:
         InputError: If an argument is out of range.
@@ -115,7 +115,7 @@ class ConditionNumber:
             raise InputError(f"ridge is {self.ridge}, but must be 0 or a positive number.")
 
     def __call__(self, net: nn.Module, tasks: Episodes) -> ProxyScore:
-        """Return the condition number for some tasks.
+        """Return the condition number on some tasks.
 
         Args:
             net: Any module that maps a batch of images to a batch of output vectors.
@@ -132,15 +132,23 @@ class ConditionNumber:
         return self.from_matrices(self.kernel_matrices(net, x), len(tasks), tasks.query_x.shape[1])
 
     def kernel_matrices(self, net: nn.Module, x: Tensor) -> KernelMatrices:
-        """Return the kernel matrices of `net` at images `x`, as far as the condition number needs them."""
+        """Return the kernel matrices that the condition number is computed from.
+
+        Args:
+            net: Any module that maps a batch of images to a batch of output vectors.
+            x: Images, (n, ...).
+
+        Returns:
+            The NTK matrix, and for "anil" the NNGP matrix too.
+        """
         kernel = EmpiricalKernel(net, outputs="sum")
         return KernelMatrices(kernel.ntk(x), kernel.nngp(x) if self.kernel == "anil" else None)
 
     def from_matrices(self, matrices: KernelMatrices, tasks: int, queries: int) -> ProxyScore:
         """Return the condition number from kernel matrices that are already computed.
 
-        The remaining computation is small and done in double precision. Whether the smallest eigenvalue is lost in
-        rounding depends on the precision that the matrices were computed in.
+        The condition number is computed in double precision. Whether its smallest eigenvalue counts as lost in rounding
+        depends on the precision of `matrices`.
 
         Args:
             matrices: Kernel matrices at the images of all tasks, in the order of `all_images`.
@@ -159,7 +167,7 @@ class ConditionNumber:
             return condition_number_score(kernel.theta, eps)
         try:
             return self._meta_ntk(kernel, torch.arange(len(kernel.theta)).view(tasks, -1), queries, eps)
-        except InputError as error:  # support points that the kernel cannot distinguish
+        except InputError as error:  # two support images have the same kernel values
             return ProxyScore(math.inf, str(error))
 
     def _meta_ntk(self, kernel: _PrecomputedKernel, indices: Tensor, queries: int, eps: float) -> ProxyScore:
@@ -169,15 +177,15 @@ class ConditionNumber:
         """
         query_support = indices[:, :queries], indices[:, queries:]
         operator = residual_operator(kernel, *query_support, _ADAPTED_PART[self.kernel], self.time, self.ridge, eps)
-        matrix = sandwich(operator, kernel.theta, operator)
-        theta_norm, phi_norm = (float(torch.linalg.matrix_norm(values, 2)) for values in (kernel.theta, matrix))
+        phi = sandwich(operator, kernel.theta, operator)
+        theta_norm, phi_norm = (float(torch.linalg.matrix_norm(matrix, 2)) for matrix in (kernel.theta, phi))
         error = eps * theta_norm * float(torch.linalg.matrix_norm(operator, 2).max()) ** 2
-        return condition_number_score(matrix, error / phi_norm if phi_norm else math.inf)
+        return condition_number_score(phi, error / phi_norm if phi_norm else math.inf)
 
 
 @dataclass(frozen=True, eq=False)
 class _PrecomputedKernel:
-    """A kernel that is known at some points. Its arguments are indices of these points."""
+    """A kernel whose matrices at some images are already computed. Its arguments are indices of these images."""
 
     theta: Tensor
     k: Tensor | None
@@ -198,7 +206,7 @@ def _to_double(matrix: Tensor) -> Tensor:
 
 
 def all_images(tasks: Episodes) -> Tensor:
-    """Return the images of all tasks in one batch, task by task, the queries of a task before its support.
+    """Return the images of all tasks in one batch, task by task, each task with its queries before its support set.
 
     Args:
         tasks: Tasks with support and query images.
@@ -214,11 +222,11 @@ def all_images(tasks: Episodes) -> Tensor:
 
 
 def condition_number_score(matrix: Tensor, eps: float) -> ProxyScore:
-    """Return σ_max/σ_min of a positive semi-definite matrix, or a failure if rounding may have changed σ_min.
+    """Return σ_max/σ_min of a positive semi-definite matrix, or a failure if σ_min may be a rounding error.
 
     Args:
         matrix: A positive semi-definite matrix (n, n).
-        eps: Error of the entries relative to the largest eigenvalue.
+        eps: Error of the entries, divided by the largest eigenvalue.
 
     Returns:
         The condition number, or why it failed.
@@ -240,8 +248,8 @@ def condition_number_score(matrix: Tensor, eps: float) -> ProxyScore:
 def count_linear_regions(net: nn.Module, inputs: Tensor) -> ProxyScore:
     """Count the linear regions of `net` that contain at least one of the inputs (Wang et al. 2022, eq. 15).
 
-    A region is a pattern of ReLUs being on or off. LeakyReLU and PReLU count like ReLU; ReLU6 and Hardtanh count with
-    both of the points where their slope changes.
+    Two inputs are in the same region if every ReLU has the same sign at both. LeakyReLU and PReLU count like ReLU. For
+    ReLU6 and Hardtanh, both values at which their slope changes count.
 
     Args:
         net: A network without batch norms that depend on the batch.
@@ -257,11 +265,11 @@ def count_linear_regions(net: nn.Module, inputs: Tensor) -> ProxyScore:
     ProxyScore(value=1.0, failure=None)
     """
     if not len(inputs):
-        raise InputError("inputs is empty, but regions are counted by the inputs in them. Give at least one input.")
+        raise InputError("inputs is empty. Give at least one input.")
     for name, layer in net.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
             raise InputError(
-                f"batch norm {name!r} normalizes over the batch, so the region of an input depends on the others. "
+                f"batch norm {name!r} normalizes over the batch, so the region of an input depends on other inputs. "
                 "Use net.eval(), or metabridge.models.with_group_norm(net)."
             )
     patterns: set[bytes] = set()
@@ -281,14 +289,19 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _breakpoints(func: Callable[..., Any], args: Sequence[float]) -> Sequence[float]:
-    """Return where the slope of an operation with these arguments changes; nothing if it is not piecewise linear."""
+    """Return where the slope of a piecewise linear operation changes, and () for any other operation.
+
+    `args` are the arguments of the operation after its input.
+    """
     if func in _BREAK_AT_ZERO:
         return (0.0,)
-    return (*args, *(-1.0, 1.0)[len(args) :]) if func in _BREAK_AT_BOTH_LIMITS else ()
+    if func in _BREAK_AT_BOTH_LIMITS:
+        return (*args, *(-1.0, 1.0)[len(args) :])  # the default limits of hardtanh are −1 and 1
+    return ()
 
 
 class _ActivationPatterns(TorchDispatchMode):
-    """Records on which side of each breakpoint the inputs of all piecewise linear operations are."""
+    """Records whether the inputs of piecewise linear operations are above each breakpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,12 +310,12 @@ class _ActivationPatterns(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.patterns += [(args[0] > point).flatten(1) for point in _breakpoints(func, args[1:])]
+        self.patterns += [(args[0] > threshold).flatten(1) for threshold in _breakpoints(func, args[1:])]
         return func(*args, **(kwargs or {}))
 
 
 def _pack_rows(patterns: list[Tensor]) -> Iterator[bytes]:
-    """Yield the pattern of each input, eight signs per byte."""
+    """Yield the pattern of each input, with eight signs in each byte."""
     bits = torch.cat(patterns, 1)
     bits = nn.functional.pad(bits, (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8))
     weights = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)

@@ -30,7 +30,7 @@ class CandidateScores(NamedTuple):
     regions: ProxyScore | None
 
 
-# (round, repeat, active operators, removals) -> (removal, its scores), in any order
+# (round, repeat, active operators, removals) -> pairs of a removal and its scores, in any order
 ScoreCandidates = Callable[[int, int, ActiveOperators, Sequence[Removal]], Iterable[tuple[Removal, CandidateScores]]]
 ScoresByRemoval = Mapping[Removal, Sequence[CandidateScores]]  # one entry per repeat
 
@@ -40,24 +40,24 @@ def prune(
 ) -> Architecture:
     """Remove the least important operator of every edge, round by round, until each edge has one.
 
-    Among equally important operators the first is removed. A last round scores the network without each of the
-    remaining edges, and every node keeps its two most important edges.
+    Among equally important operators the first is removed. The last round scores the network without each of the
+    remaining operators, and every node keeps its two most important edges.
 
     Args:
         active: Operators to start from.
-        score_candidates: Function of the round, the repeat, the active operators and the removals that yields each
-            removal with its scores.
+        score_candidates: Function that takes the round, the repeat, the active operators and the removals, and yields
+            each removal with its scores.
         repeats: Number of initializations and batches of tasks that scores are averaged over.
-        search_log: Log of scores; those that it already has are not computed again.
+        search_log: Log of scores. Scores that it already contains are not computed again.
 
     Returns:
-        The architecture that is left.
+        The remaining architecture.
 
     >>> best = {"conv_3x3", "skip"}
     >>> def score_candidates(round_index, repeat, active, removals):
-    ...     for removal in removals:  # every operator that is not among the best makes the kernel worse
-    ...         bad = sum(operator not in best for _, _, operator in active.without(removal))
-    ...         yield removal, CandidateScores(ProxyScore(1.0 + bad), None)
+    ...     for removal in removals:  # every operator that is not among the best makes the score worse
+    ...         worse = sum(operator not in best for _, _, operator in active.without(removal))
+    ...         yield removal, CandidateScores(ProxyScore(1.0 + worse), None)
     >>> architecture = prune(ActiveOperators.full(), score_candidates, repeats=1)
     >>> {operator for _, _, operator in architecture.active_operators}
     {'conv_3x3'}
@@ -81,41 +81,45 @@ def prune(
 
 
 def count_evaluations(active: ActiveOperators, repeats: int) -> int:
-    """Return how many networks a search evaluates.
+    """Return the number of networks that a search evaluates.
 
     >>> count_evaluations(ActiveOperators.full(), repeats=3)
     1533
     """
     counts = [len(group) for group in _group_by_edge(list(active))]
-    rounds = [sum(count - removed for count in counts if count - removed > 1) + 1 for removed in range(max(counts) - 1)]
-    return repeats * (sum(rounds) + len(counts) + 1)
+    networks_per_round = [
+        1 + sum(count - removed for count in counts if count - removed > 1) for removed in range(max(counts) - 1)
+    ]
+    networks_in_last_round = 1 + len(counts)
+    return repeats * (sum(networks_per_round) + networks_in_last_round)
 
 
 def removable_operators(active: ActiveOperators) -> list[EdgeOperator]:
-    """Return the operators on edges that have more than one."""
+    """Return all operators on edges that have more than one operator."""
     return [operator for group in _group_by_edge(list(active)) if len(group) > 1 for operator in group]
 
 
 def importance_ranks(scores: ScoresByRemoval) -> dict[EdgeOperator, int]:
-    """Return the rank sum of every operator (Wang et al. 2022, algorithm 1, lines 8-10); the lowest is removed first.
+    """Return the sum of two ranks for every operator (Wang et al. 2022, algorithm 1, lines 8-10).
 
-    Operators are ranked by ΔC, the highest first, as the kernel is better conditioned without them, and by ΔR, the
-    lowest first, as there are more regions without them. Both are relative to the network with all operators and
-    averaged over the repeats. Equal values share a rank, and a failed proxy ranks after all others.
+    The operator with the lowest sum is the least important. ΔC and ΔR are the relative decreases of the condition
+    number and of the number of linear regions if the operator is removed. The operator with the highest ΔC, without
+    which the kernel is best conditioned, has rank 0 by ΔC. The operator with the lowest ΔR, without which there are the
+    most regions, has rank 0 by ΔR. Equal values share a rank, and operators with a failed proxy have the last rank.
     """
     operators = [removal for removal in scores if removal is not None]
     ranks = dict.fromkeys(operators, 0)
     for proxy, sign in (("condition", 1), ("regions", -1)):
-        changes = {operator: _relative_change(scores, operator, proxy) for operator in operators}
-        values = sorted({-sign * change.value for change in changes.values() if change.failure is None})
+        decreases = {operator: _relative_decrease(scores, operator, proxy) for operator in operators}
+        values = sorted({-sign * decrease.value for decrease in decreases.values() if decrease.failure is None})
         rank_of = {value: rank for rank, value in enumerate(values)}
-        for operator, change in changes.items():
-            ranks[operator] += rank_of[-sign * change.value] if change.failure is None else len(values)
+        for operator, decrease in decreases.items():
+            ranks[operator] += rank_of[-sign * decrease.value] if decrease.failure is None else len(values)
     return ranks
 
 
-def _relative_change(scores: ScoresByRemoval, operator: EdgeOperator, proxy: str) -> ProxyScore:
-    """Return the mean over repeats of (full − reduced)/full, for the networks with all operators and without one."""
+def _relative_decrease(scores: ScoresByRemoval, operator: EdgeOperator, proxy: str) -> ProxyScore:
+    """Return the mean over repeats of (full − reduced)/full, where `reduced` is the value without the operator."""
     reduced_scores = [getattr(candidate, proxy) for candidate in scores[operator]]
     if reduced_scores[0] is None:
         return ProxyScore(0.0)
@@ -126,7 +130,7 @@ def _relative_change(scores: ScoresByRemoval, operator: EdgeOperator, proxy: str
 
 
 def _full_network_value(scores: ScoresByRemoval, repeat: int, proxy: str) -> float:
-    """Return the value for the network with all operators, or if it failed the median of the values that did not."""
+    """Return the value of the network with all operators, or the median of all other values if its proxy failed."""
     by_removal: dict[Removal, ProxyScore] = {
         removal: getattr(candidates[repeat], proxy) for removal, candidates in scores.items()
     }
@@ -148,7 +152,7 @@ def _importance(
     repeats: int,
     search_log: SearchLog,
 ) -> dict[EdgeOperator, int]:
-    """Compute the scores that the log does not have yet, and rank the operators."""
+    """Compute the scores that the log does not contain yet, and return the ranks of the operators."""
     removals: list[Removal] = [None, *operators]
     for repeat in range(repeats):
         missing = [removal for removal in removals if (round_index, repeat, removal) not in search_log.scores]
@@ -166,14 +170,19 @@ def _importance(
 class SearchLog:
     """All scores of a search, written to a file one by one so that a stopped search can be continued.
 
-    The first line of the file has the settings of the search, and continuing with other settings is refused. Every
-    line has a checksum. What follows a damaged line, or one that was cut off, is computed again.
+    The first line of the file contains the settings of the search. Opening the file with other settings raises an
+    error. Every line has a checksum. A damaged or truncated line and all lines after it are dropped and computed again.
 
-    The keys of the lines are those of version 0.1.0: `round`, `repeat`, `cell`, `edge` and `operator` with
-    `condition`, `regions`, `condition_trouble` and `regions_trouble`; `round` with `gone`; `seconds`; `settings`.
+    Lines have the keys of version 0.1.0. There are four kinds of lines:
+
+    - `settings`
+    - `round`, `repeat`, `cell`, `edge` and `operator`, with the scores `condition` and `regions` and their failures
+      `condition_trouble` and `regions_trouble`
+    - `round` and `gone`, the operators that the round removed
+    - `seconds`
 
     Args:
-        file: The log; None keeps scores in memory only.
+        file: Path of the log; None keeps the scores in memory only.
         settings: Settings of the search, as JSON data.
         lock: Lock of the file's folder, checked before every write.
 
@@ -205,14 +214,14 @@ class SearchLog:
         self.on_score(round_index, len(self.scores))
 
     def add_round(self, round_index: int, removed: Sequence[EdgeOperator]) -> None:
-        """Add the operators that a round removed, unless the log has this round."""
+        """Add the operators that a round removed, unless the log already contains them."""
         if round_index not in self._finished_rounds:
             self._finished_rounds.add(round_index)
             self._write({"round": round_index, "gone": removed})
             self.add_time()
 
     def add_time(self) -> None:
-        """Add the seconds since the last call; called every round, so a killed search loses at most one round's."""
+        """Add the time since the last call. A killed search loses the time of one round at most."""
         now = time.perf_counter()
         seconds, self._last_time = now - self._last_time, now
         self.seconds += seconds
@@ -220,20 +229,20 @@ class SearchLog:
 
     def _open(self, file: Path, settings: dict[str, Any]) -> None:
         lines = self._read(file) if file.exists() else []
-        if not any("round" in line for line in lines):  # a log without scores is started again
+        if not any("round" in line for line in lines):  # a log without scores is overwritten
             lines, self.seconds = [], 0.0
-        logged = lines[0]["settings"] if lines else settings
-        if logged != settings:
-            names = {**logged, **settings}
-            name = next((name for name in names if logged.get(name) != settings.get(name)), "other settings")
+        logged_settings = lines[0]["settings"] if lines else settings
+        if logged_settings != settings:
+            names = {**logged_settings, **settings}
+            name = next((name for name in names if logged_settings.get(name) != settings.get(name)), "other settings")
             raise InputError(
-                f"{file} is the log of a search with {name}={logged.get(name)!r}, not {settings.get(name)!r}. "
+                f"{file} is the log of a search with {name}={logged_settings.get(name)!r}, not {settings.get(name)!r}. "
                 "Use another folder, or remove the file."
             )
         write_atomically(file, "".join(map(_with_checksum, lines or [{"settings": settings}])).encode(), follow=False)
 
     def _read(self, file: Path) -> list[dict[str, Any]]:
-        """Read the lines of a log up to the first that is damaged or cut off."""
+        """Read the lines of a log up to the first that is damaged or truncated."""
         try:
             texts = read_regular_file(file).splitlines()
         except OSError as error:
@@ -242,9 +251,12 @@ class SearchLog:
         for number, text in enumerate(texts, 1):
             try:
                 line = _without_checksum(json.loads(text))
-                self._load_line(line) if lines else line["settings"].keys()
+                if lines:
+                    self._load_line(line)
+                else:
+                    line["settings"].keys()  # raises an error unless this is the settings line
             except PARSING_ERRORS as error:
-                if not lines:  # the first line is written in one piece, so this is another file
+                if not lines:  # the first line is written atomically, so a bad first line means another kind of file
                     raise InputError(f"{file} is not a search log. Use another folder, or remove the file.") from error
                 if number < len(texts):
                     log.warning("Line %d of %s is damaged: computing it and everything after it again.", number, file)
@@ -272,8 +284,8 @@ class SearchLog:
                 stream.write(_with_checksum(line))
         except OSError as error:
             raise InputError(
-                f"{self.file} cannot be written ({error.strerror}). Free some space and repeat the same search: it "
-                "continues where it stopped."
+                f"{self.file} cannot be written ({error.strerror}). Free some disk space and run the same search again "
+                "to continue it."
             ) from error
 
 
@@ -283,7 +295,7 @@ def _with_checksum(line: Mapping[str, Any]) -> str:
 
 
 def _without_checksum(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line without its checksum; raise ValueError if it does not match. The oldest logs have none."""
+    """Return a line without its checksum, or raise ValueError if it does not match. Old logs have no checksums."""
     checksum = line.pop(CHECKSUM, None)
     if checksum is not None and checksum != zlib.crc32(json.dumps(line).encode()):
         raise ValueError("the checksum does not match")

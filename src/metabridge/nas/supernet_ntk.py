@@ -1,11 +1,12 @@
-"""Exact NTK and NNGP matrices of a supernet without each of some operators, without building the candidates.
+"""Exact NTK and NNGP matrices of the candidates of a search round, each of which is the supernet without one operator.
 
-- Θ = Σ_l J_l J_lᵀ over the layers l. Each layer adds its term as soon as the backward pass reaches it, for all images
-  at once, so gradients are never stored. The backward pass is written by hand, with the fastest operations that each
-  device has for it.
-- On a CPU, everything that does not depend on the removed operator is taken from one forward pass of the supernet.
-- On a GPU, several candidates go through the network in one pass, as copies of the images with different masks.
-  Images do not influence each other, and masked entries have no gradient.
+- Θ = Σ_l J_l J_lᵀ over the layers l. Each layer adds its term when the backward pass reaches it, for all images at
+  once, so the gradients of the whole network are never stored. The backward pass is written by hand with the fastest
+  operations of each device.
+- On a CPU, candidates are run one by one. The results of layers that do not depend on the removed operator are taken
+  from one forward pass of the supernet.
+- On a GPU, several candidates are run in one pass. Each has its own copy of the images, in which the output of the
+  removed operator is masked. Images do not influence each other, and masked entries have no gradient.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from metabridge.nas.cached_forward import CachedForward, CellTrace, FirstStep, F
 from metabridge.nas.proxies import KernelMatrices
 
 CANDIDATES_PER_PASS = 8  # on a GPU
-GRADIENT_ENTRIES_PER_PRODUCT = 2**18  # entries of one sample's gradient that a GPU multiplies in one product
-PRODUCT_PARTS = 64  # parts that such a product is cut into, as a few small products of long rows do not fill a GPU
+GRADIENT_ENTRIES_PER_PRODUCT = 2**18  # length of the rows of one matrix product on a GPU: gradient entries per sample
+PRODUCT_PARTS = 64  # the rows are cut into so many parts, since products of a few long rows do not use a GPU fully
 
 
 class _GramSum:
     """The sum of J_l J_lᵀ over layers, separately for each group of samples: (groups, samples, samples).
 
-    Gradients are collected until they have `entries_per_product` entries per sample, and then multiplied together.
+    Gradients are collected until there are `entries_per_product` entries per sample, and then multiplied in one
+    product. `total` is the initial sum, which is changed in place.
     """
 
     def __init__(self, total: Tensor, entries_per_product: int) -> None:
@@ -43,13 +45,13 @@ class _GramSum:
         self._pending: list[Tensor] = []
 
     def add(self, gradients: Tensor) -> None:
-        """Add the term of a layer, from its gradients for every sample (groups · samples, ...)."""
+        """Add the term of a layer with these gradients for every sample (groups · samples, ...)."""
         rows = gradients.reshape(*self._total.shape[:2], -1)
         if self._entries_per_product == 1:
             self._total.baddbmm_(rows, rows.mT)
             return
         self._pending.append(rows)
-        if sum(rows.shape[2] for rows in self._pending) >= self._entries_per_product:
+        if sum(pending.shape[2] for pending in self._pending) >= self._entries_per_product:
             self._multiply_pending()
 
     def total(self) -> Tensor:
@@ -59,7 +61,7 @@ class _GramSum:
         return self._total
 
     def _multiply_pending(self) -> None:
-        padding = -sum(rows.shape[2] for rows in self._pending) % PRODUCT_PARTS
+        padding = -sum(pending.shape[2] for pending in self._pending) % PRODUCT_PARTS
         rows = torch.cat([*self._pending, self._total.new_zeros(*self._total.shape[:2], padding)], 2)
         self._pending.clear()
         parts = rows.unflatten(2, (PRODUCT_PARTS, -1)).transpose(1, 2).contiguous()
@@ -69,7 +71,8 @@ class _GramSum:
 class _Differentiable(NamedTuple):
     """The output of some layers and their backward pass.
 
-    `backward(grad, theta)` maps the gradient at the output to that at the input, and adds the layers' terms to Θ.
+    `backward(grad, theta)` returns the gradient at the input for the gradient `grad` at the output, and adds the terms
+    of the layers to Θ.
     """
 
     output: Tensor
@@ -80,16 +83,16 @@ Layer = LayerRunner[_Differentiable]
 
 
 class CandidateKernels:
-    """Computes the kernel matrices of a supernet without each of some operators, for gradients of the summed outputs.
+    """Computes the kernel matrices of the candidates of a search round, from gradients of the summed outputs.
 
     On a CPU, several threads may call `matrices` of one object at the same time.
 
     Args:
         net: Supernet with group norm.
-        active: Its active operators.
+        active: Operators of the supernet that are active.
         x: Images (images, channels, height, width).
-        candidates_per_pass: Candidates that go through the network together; by default 8 on a GPU, fewer if memory
-            does not suffice, and 1 on a CPU.
+        candidates_per_pass: Number of candidates that are run in one pass; by default 8 on a GPU and 1 on a CPU. It is
+            halved whenever memory does not suffice.
 
     Raises:
         InputError: If `net` is not a supernet with these operators, or has batch norm.
@@ -111,7 +114,7 @@ class CandidateKernels:
         self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if x.is_cuda else 1)
         self._one_by_one = self._candidates_per_pass == 1
         self._masks: dict[EdgeOperator, Tensor] = {}
-        self._forward = CachedForward(cast(Cells, net.features), _runner, self._masked)
+        self._forward = CachedForward(cast(Cells, net.features), _make_runner, self._mask_output)
         self._supernet_cache = ForwardCache()
         if self._one_by_one:
             with torch.no_grad():
@@ -119,18 +122,25 @@ class CandidateKernels:
 
     @torch.no_grad()
     def matrices(self, removals: Sequence[EdgeOperator | None]) -> Iterator[tuple[EdgeOperator | None, KernelMatrices]]:
-        """Yield each removal with Θ and K, on the CPU, without that operator, or with all operators for None."""
+        """Yield each removal with the kernel matrices of the supernet without that operator.
+
+        Args:
+            removals: Operators to remove, one for each candidate; None stands for the whole supernet.
+
+        Yields:
+            The removal, and Θ and K in CPU memory.
+        """
         start = 0
         while start < len(removals):
             chunk = removals[start : start + self._candidates_per_pass]
             try:
-                results = self._run_one(chunk[0]) if self._one_by_one else self._run_together(chunk)
+                kernels = self._run_one(chunk[0]) if self._one_by_one else self._run_copies(chunk)
             except torch.OutOfMemoryError:
                 if len(chunk) == 1:
                     raise
                 self._candidates_per_pass = len(chunk) // 2
                 continue
-            ntk, nngp = (matrices.cpu() for matrices in results)
+            ntk, nngp = (matrices.cpu() for matrices in kernels)
             for index, removal in enumerate(chunk):
                 yield removal, KernelMatrices(ntk[index], nngp[index])
             start += len(chunk)
@@ -139,51 +149,51 @@ class CandidateKernels:
         active = self.active.without(removal)
         return self._backward(self._x[None], self._forward(self._x, active, ForwardCache(self._supernet_cache)))
 
-    def _run_together(self, removals: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
-        """Run one copy of the images for each removal, with a mask that leaves out its operator."""
+    def _run_copies(self, removals: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
+        """Run one copy of the images for each removal, with the removed operator masked in its copy."""
         copies = self._x.expand(len(removals), *self._x.shape).contiguous()
         operators = [removal for removal in removals if removal is not None]
-        removed = torch.tensor([[removal == operator for removal in removals] for operator in operators])
-        removed = removed.to(self._x.device)
-        self._masks = dict(zip(operators, removed.repeat_interleave(len(self._x), -1)[..., None, None, None]))
+        is_removed = torch.tensor([[removal == operator for removal in removals] for operator in operators])
+        is_removed = is_removed.to(self._x.device)
+        self._masks = dict(zip(operators, is_removed.repeat_interleave(len(self._x), -1)[..., None, None, None]))
         return self._backward(copies, self._forward(copies.flatten(0, 1), self.active, ForwardCache()))
 
     def _backward(self, x: Tensor, trace: ForwardTrace[_Differentiable]) -> tuple[Tensor, Tensor]:
         """Return Θ and K of each copy of the images by a backward pass from the summed outputs."""
-        entries = 1 if self._one_by_one else GRADIENT_ENTRIES_PER_PRODUCT
-        theta = _GramSum(x.new_zeros(len(x), x.shape[1], x.shape[1]), entries)
+        entries_per_product = 1 if self._one_by_one else GRADIENT_ENTRIES_PER_PRODUCT
+        theta = _GramSum(x.new_zeros(len(x), x.shape[1], x.shape[1]), entries_per_product)
         maps = trace.end.output
         grad = (self._head.weight.sum(0) / maps[0, 0].numel()).view(-1, 1, 1).expand_as(maps)
-        grads: dict[int, Tensor] = {}  # at the outputs of the cells by index, and of the stem at index -1
+        grads: dict[int, Tensor] = {}  # at the outputs of the cells, by their indices, and of the stem, by index -1
         _accumulate(grads, len(trace.cells) - 1, trace.end.backward(grad, theta))
         for index in reversed(range(len(trace.cells))):
-            before, last = _cell_backward(trace.cells[index], grads.pop(index), theta)
-            _accumulate(grads, max(index - 2, -1), before)
-            _accumulate(grads, index - 1, last)
+            source_grads = _cell_backward(trace.cells[index], grads.pop(index), theta)
+            _accumulate(grads, max(index - 2, -1), source_grads[0])
+            _accumulate(grads, index - 1, source_grads[1])
         trace.stem.backward(grads[-1], theta)
         features = maps.mean((-2, -1)).unflatten(0, x.shape[:2])
         nngp = self._head.out_features * (features @ features.mT + (self._head.bias is not None))
         return theta.total() + nngp, nngp
 
-    def _masked(self, operator: EdgeOperator, layer: Layer) -> Layer:
-        """Return the layer of an operator with an output of zero for the copies that are without the operator."""
+    def _mask_output(self, operator: EdgeOperator, layer: Layer) -> Layer:
+        """Return a layer that sets the output of an operator to zero in the copies without the operator."""
         if self._one_by_one:
             return layer
 
         def run(x: Tensor) -> _Differentiable:
             y, backward = layer(x)
-            removed = self._masks.get(operator)
-            if removed is None:
+            is_removed = self._masks.get(operator)
+            if is_removed is None:
                 return _Differentiable(y, backward)
             return _Differentiable(
-                y.masked_fill(removed, 0), lambda grad, theta: backward(grad.masked_fill(removed, 0), theta)
+                y.masked_fill(is_removed, 0), lambda grad, theta: backward(grad.masked_fill(is_removed, 0), theta)
             )
 
         return run
 
 
 def _accumulate(grads: dict[Any, Tensor], key: object, grad: Tensor) -> None:
-    """Store a gradient, or add it in place to the one stored under the key, which nothing else uses."""
+    """Add a gradient to the stored gradient of the key in place, or store it. Nothing else may use stored gradients."""
     if key in grads:
         grads[key].add_(grad)
     else:
@@ -191,24 +201,29 @@ def _accumulate(grads: dict[Any, Tensor], key: object, grad: Tensor) -> None:
 
 
 def _cell_backward(trace: CellTrace[_Differentiable], grad: Tensor, theta: _GramSum) -> list[Tensor]:
-    """Return the gradients at the two inputs of a cell."""
+    """Return the gradients at the two inputs of a cell, which are its sources 0 and 1."""
     first_grads: dict[FirstStep[_Differentiable], Tensor] = {}
     input_grads = []
     node_grads = grad.chunk(len(trace.operators), 1)
-    for state in reversed(range(2 + len(node_grads))):
-        terms = [trace.first_steps[step].backward(first_grads[step], theta) for step in first_grads if step[0] == state]
-        if state >= 2:
-            total = functools.reduce(torch.add, terms, node_grads[state - 2]).contiguous()
-            for first_step, result in trace.operators[state - 2]:
+    for source in reversed(range(2 + len(node_grads))):
+        terms = [
+            trace.first_steps[first_step].backward(first_grads[first_step], theta)
+            for first_step in first_grads
+            if first_step[0] == source
+        ]
+        if source >= 2:
+            node = source - 2
+            total = functools.reduce(torch.add, terms, node_grads[node]).contiguous()
+            for first_step, result in trace.operators[node]:
                 _accumulate(first_grads, first_step, result.backward(total, theta))
         else:
-            relu, rest = trace.preprocessing[state]
-            total = functools.reduce(torch.add, terms) if terms else torch.zeros_like(rest.output)
-            input_grads.append(relu.backward(rest.backward(total, theta), theta))
+            relu, preprocessed = trace.preprocessing[source]
+            total = functools.reduce(torch.add, terms) if terms else torch.zeros_like(preprocessed.output)
+            input_grads.append(relu.backward(preprocessed.backward(total, theta), theta))
     return input_grads[::-1]
 
 
-def _runner(modules: Sequence[nn.Module]) -> Layer:
+def _make_runner(modules: Sequence[nn.Module]) -> Layer:
     return _chain([_layer(module) for module in modules])
 
 
@@ -232,6 +247,7 @@ def _chain(layers: Sequence[Layer]) -> Layer:
 
 
 def _layer(module: Any) -> Layer:
+    """Return the differentiable version of a module of a supernet."""
     if isinstance(module, nn.Conv2d):
         return _convolution(module)
     if isinstance(module, nn.GroupNorm):
@@ -272,19 +288,19 @@ def _max_pool(stride: int, x: Tensor) -> _Differentiable:
 
 
 def _average_pool(stride: int, x: Tensor) -> _Differentiable:
-    """Average pooling as a convolution, which is faster, divided by the number of pixels inside the image."""
+    """Compute average pooling as a convolution, which is faster, divided by the number of pixels inside the image."""
     channels, geometry = x.shape[1], ((stride, stride), (1, 1), (1, 1))
     box = x.new_ones(channels, 1, 3, 3)
-    counts = _convolve(x.new_ones(1, 1, *x.shape[2:]), box[:1], geometry, 1)
+    pixel_counts = _convolve(x.new_ones(1, 1, *x.shape[2:]), box[:1], geometry, 1)
 
     def backward(grad: Tensor, theta: _GramSum) -> Tensor:
-        return _convolution_backward(grad / counts, x, box, geometry, channels, (True, False, False))[0]
+        return _convolution_backward(grad / pixel_counts, x, box, geometry, channels, (True, False, False))[0]
 
-    return _Differentiable(_convolve(x, box, geometry, channels) / counts, backward)
+    return _Differentiable(_convolve(x, box, geometry, channels) / pixel_counts, backward)
 
 
 def _halving(module: Any) -> Layer:
-    """Return a `Halving` of rectified maps: half of its channels from the even pixels, half from the odd ones."""
+    """Return a `Halving` whose input is already rectified."""
     halves = [
         _chain([functools.partial(_every_second_pixel, start), functools.partial(_pointwise_convolution, layer)])
         for start, layer in enumerate((module.even, module.odd))
@@ -305,7 +321,7 @@ def _halving(module: Any) -> Layer:
 
 
 def _every_second_pixel(start: int, x: Tensor) -> _Differentiable:
-    """Take the pixels in rows and columns `start`, `start` + 2, …; with `start` 1, odd sides are padded with a zero."""
+    """Return the pixels in rows and columns `start`, `start` + 2, …, where an odd side is padded if `start` is 1."""
     height, width = x.shape[-2:]
     padded = F.pad(x, (0, width % 2, 0, height % 2)) if start else x
 
@@ -344,12 +360,12 @@ def _spatial_convolution(layer: nn.Conv2d) -> Layer:
     """Return a convolution with an odd kernel size, either dense or depthwise."""
     geometry = layer.stride, layer.padding, layer.dilation
     weight, groups = layer.weight, layer.groups
-    flipped = (weight if groups > 1 else weight.transpose(0, 1)).flip(2, 3).contiguous().detach()
+    flipped_weight = (weight if groups > 1 else weight.transpose(0, 1)).flip(2, 3).contiguous().detach()
 
     def weight_gradients(grad: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the weight for every sample."""
-        flat_grad, flat_x = (side.view(1, -1, *side.shape[2:]) for side in (grad, x))  # samples as channels
-        if layer.dilation == (2, 2) and not x.is_cuda:  # depthwise: on a CPU a forward convolution is faster
+        flat_grad, flat_x = (maps.view(1, -1, *maps.shape[2:]) for maps in (grad, x))  # samples as channels
+        if layer.dilation == (2, 2) and not x.is_cuda:  # depthwise; on a CPU, a forward convolution is faster
             dilation_as_stride = (2, 2), (2, 2), (1, 1)  # entries of the weight are two pixels apart
             return _convolve(flat_x, flat_grad.transpose(0, 1), dilation_as_stride, flat_x.shape[1])
         if groups == 1 and x.is_cuda:
@@ -361,8 +377,8 @@ def _spatial_convolution(layer: nn.Conv2d) -> Layer:
         def backward(grad: Tensor, theta: _GramSum) -> Tensor:
             grad = grad.contiguous()
             theta.add(weight_gradients(grad, x))
-            if layer.stride == (1, 1):  # the input gradient is then a convolution too, and that is faster
-                return _convolve(grad, flipped, geometry, groups)
+            if layer.stride == (1, 1):  # the input gradient is a convolution too, which is faster to compute directly
+                return _convolve(grad, flipped_weight, geometry, groups)
             return _convolution_backward(grad, x, weight, geometry, groups, (True, False, False))[0]
 
         return _Differentiable(_convolve(x, weight, geometry, groups), backward)
@@ -390,7 +406,10 @@ def _convolution_backward(
 
 
 def _group_norm(layer: nn.GroupNorm) -> Layer:
-    """Return a group norm that treats all samples as groups of one sample, to get parameter gradients per sample."""
+    """Return a group norm that computes parameter gradients per sample.
+
+    The channels of all samples are treated as the channels of one sample.
+    """
 
     @functools.cache
     def repeated_parameters(samples: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from metabridge.report.method_table import taxonomy_row
 from metabridge.report.results import Result
 from metabridge.training import Run, Score
 
-EXAMPLES = 4  # test tasks in the pictures of each method
+SHOWN_TASKS = 4  # number of test tasks in the picture of each method
 X_AXES: tuple[Literal["iterations", "seconds"], ...] = ("iterations", "seconds")
 
 
@@ -34,55 +34,55 @@ def write(
         folder: Folder for the files.
         result: The result of the comparison.
         runs: The trained model of each method.
-        scores: The scores of each method, by what was tested.
-        test_tasks: The tasks to show examples of.
+        scores: The scores of each method, by the kind of test, such as "test tasks" or "untrained".
+        test_tasks: The test tasks, some of which are shown.
 
     Returns:
         The path of `index.html`.
     """
     folder = make_folder(folder)
-    examples = test_tasks.sample(EXAMPLES, torch.Generator().manual_seed(result.seed))
+    shown_tasks = test_tasks.sample(SHOWN_TASKS, torch.Generator().manual_seed(result.seed))
     curves = [
         Picture.draw(
             f"learning-curves-{x}",
-            f"Validation accuracy of each method against {x} of training.",
+            f"Validation accuracy of each method as a function of the {x} of training.",
             partial(figures.learning_curves, runs, x),
         )
         for x in X_AXES
     ]
     accuracies = Picture.draw(
-        "accuracies", "Accuracies of each method with their intervals.", partial(figures.accuracies, scores)
+        "accuracies", "Accuracies of each method with 95 % intervals.", partial(figures.accuracies, scores)
     )
-    answers = {
+    predictions = {
         name: Picture.draw(
             f"tasks-{name}",
-            f"Test tasks with the right and wrong answers of {name}.",
-            lambda theme, run=run: task_pictures.picture(run, examples, theme=theme),  # type: ignore[misc]
+            f"Test tasks with the correct and wrong predictions of {name}.",
+            lambda theme, run=run: task_pictures.picture(run, shown_tasks, theme=theme),  # type: ignore[misc]
         )
         for name, run in runs.items()
     }
-    for picture in (*curves, accuracies, *answers.values()):
+    for picture in (*curves, accuracies, *predictions.values()):
         write_atomically(folder / f"{picture.name}.png", picture.light)
     html = render(
         "demo.html.jinja",
         result=result,
         tasks=test_tasks,
-        task_counts={kind: score.tasks for kind, score in next(iter(scores.values())).items()},
-        lines=[_line(name, run, scores[name]) for name, run in runs.items()],
+        task_counts={test: score.tasks for test, score in next(iter(scores.values())).items()},
+        rows=[_table_row(name, run, scores[name]) for name, run in runs.items()],
         curves=curves,
         accuracies=accuracies,
-        answers=answers,
+        predictions=predictions,
     )
     return write_atomically(folder / "index.html", html)
 
 
-def _line(name: str, run: Run, scores: Mapping[str, Score]) -> dict[str, str]:
-    """Return the cells of a method's line in the table, by heading."""
-    description = taxonomy_row(run.method)
+def _table_row(name: str, run: Run, scores: Mapping[str, Score]) -> dict[str, str]:
+    """Return the cells of a method in the table, by column heading."""
+    taxonomy = taxonomy_row(run.method)
     return {
         "method": name,
-        **{kind: str(score).removesuffix(" %") for kind, score in scores.items()},
+        **{test: str(score).removesuffix(" %") for test, score in scores.items()},
         "training": f"{run.seconds:.0f} s",
         "iterations": f"{run.curve[-1].iteration}",
-        **{heading: description[heading] for heading in ("adapts", "inner solve", "outer gradient")},
+        **{heading: taxonomy[heading] for heading in ("adapts", "inner solve", "outer gradient")},
     }

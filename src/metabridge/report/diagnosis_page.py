@@ -13,8 +13,8 @@ from metabridge.files import make_folder, write_atomically
 from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.html_pages import Picture, render
 
-NOT_ADAPTING = ("rfs", "nal", "mtl")  # methods that do not adapt in training
-COST_OFFSET = 1.08  # factor between the drawn costs of methods with almost the same cost
+WITHOUT_ADAPTATION = ("rfs", "nal", "mtl")  # methods that do not adapt in training
+COST_OFFSET = 1.08  # factor that separates the points of methods with similar costs
 GROUP_COLORS = dict(zip(("hard", "easy"), (COLORS[1], COLORS[0])))
 
 
@@ -26,25 +26,25 @@ def write(diagnosis: Diagnosis, folder: str | Path) -> Path:
         Picture.draw("map", "Solutions of the tasks in two dimensions.", lambda theme: solution_map(diagnosis, theme)),
         Picture.draw("gain", "Predicted gain of each method against its cost.", lambda theme: gains(diagnosis, theme)),
     ]
-    text = f"{diagnosis.to_json()}\n".encode(errors="backslashreplace")
-    by_name = {picture.name: picture for picture in pictures}
-    html = render("diagnosis.html.jinja", diagnosis=diagnosis, pictures=by_name)
+    json_file = f"{diagnosis.to_json()}\n".encode(errors="backslashreplace")
+    pictures_by_name = {picture.name: picture for picture in pictures}
+    html = render("diagnosis.html.jinja", diagnosis=diagnosis, pictures=pictures_by_name)
     for picture in pictures:
         write_atomically(folder / f"{picture.name}.png", picture.light)
-    write_atomically(folder / "diagnosis.json", text)
+    write_atomically(folder / "diagnosis.json", json_file)
     return write_atomically(folder / "index.html", html)
 
 
 def rate_histogram(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
     """Draw a histogram of the tasks' convergence rates, with one color per group."""
-    logs = np.log10(diagnosis.rates)
-    edges = np.linspace(logs.min(), logs.max() + 1e-9, 25)
+    log_rates = np.log10(diagnosis.rates)
+    log_edges = np.linspace(log_rates.min(), log_rates.max() + 1e-9, 25)
     with theme.context():
         figure = Figure(figsize=(5.2, 3.6), layout="constrained")
         axes = figure.subplots()
-        rates = [10 ** logs[np.array(diagnosis.is_hard) == (group.name == "hard")] for group in diagnosis.groups]
+        rates = [10 ** log_rates[np.array(diagnosis.is_hard) == (group.name == "hard")] for group in diagnosis.groups]
         labels = [f"{group.tasks} {group.name} tasks" for group in diagnosis.groups]
-        axes.hist(rates, (10**edges).tolist(), stacked=True, color=list(GROUP_COLORS.values()), label=labels)
+        axes.hist(rates, (10**log_edges).tolist(), stacked=True, color=list(GROUP_COLORS.values()), label=labels)
         axes.set(xscale="log", xlabel="rate of gradient descent (harder to the left)", ylabel="tasks")
         plain_numbers(axes.xaxis)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -55,25 +55,28 @@ def rate_histogram(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
 
 def solution_map(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
     """Draw the solution of each task, with the line between the groups' centers as the horizontal axis."""
-    points = np.array(diagnosis.solution_map)
+    solutions = np.array(diagnosis.solution_map)
     with theme.context():
         figure = Figure(figsize=(5.2, 4.4), layout="constrained")
         axes = figure.subplots()
         for group, marker in zip(diagnosis.groups, MARKERS):
-            members = points[np.array(diagnosis.is_hard) == (group.name == "hard")]
+            group_solutions = solutions[np.array(diagnosis.is_hard) == (group.name == "hard")]
             color = GROUP_COLORS[group.name]
-            axes.plot(*members.T, marker, markersize=4, alpha=0.6, label=f"{group.name} tasks", color=color)
-            x, y = members.mean(0)
+            axes.plot(*group_solutions.T, marker, markersize=4, alpha=0.6, label=f"{group.name} tasks", color=color)
+            x, y = group_solutions.mean(0)
             label = f"center of the {group.name} tasks"
             axes.plot(x, y, "P", markeredgecolor=theme.ink, markersize=12, label=label, color=color)
-        axes.set(xlabel="along the line between the centers", ylabel="across it")
+        axes.set(xlabel="along the line between the centers", ylabel="perpendicular to this line")
         axes.set_aspect("equal", adjustable="datalim")
         figure.legend(loc="outside upper center", ncols=2)
     return figure
 
 
 def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
-    """Draw the share of the loss that each method saves against its cost, and kernel predictions if there are any."""
+    """Draw the fraction of the loss that each method saves, as a function of its cost.
+
+    If the diagnosis has kernel predictions, draw them in a second panel.
+    """
     drawn_costs: dict[str, float] = {}
     for cost in diagnosis.costs:
         similar = sum(abs(other / cost.training_gradients - 1) < 0.3 for other in drawn_costs.values())
@@ -85,26 +88,26 @@ def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         figure = Figure(figsize=(5.2 + 4.0 * bool(predictions), 3.8), layout="constrained")
         formula_axes, *kernel_axes = figure.subplots(1, 1 + bool(predictions), squeeze=False)[0]
         for name, (color, marker) in styles.items():
-            low, value, high = (0, 0, 0) if name in NOT_ADAPTING else (saved.low, saved.value, saved.high)
+            low, value, high = (0, 0, 0) if name in WITHOUT_ADAPTATION else (saved.low, saved.value, saved.high)
             margins = [[100 * (value - low)], [100 * (high - value)]]
-            label = f"{name.upper()}{' (plain)' if name in NOT_ADAPTING else ''}"
+            label = f"{name.upper()}{' (plain pre-training)' if name in WITHOUT_ADAPTATION else ''}"
             formula_axes.errorbar(
                 drawn_costs[name], 100 * value, margins, fmt=marker, color=color, capsize=3, label=label
             )
         bottom, top = formula_axes.get_ylim()
         formula_axes.set(ylim=(min(bottom, -5), max(top, 5)), ylabel="loss saved compared with plain pre-training, %")
         for axes in kernel_axes:
-            alone = predictions["support alone"]
-            low, high = alone.mean - alone.ci95, alone.mean + alone.ci95
-            axes.axhspan(low, high, color=theme.line, label="regression on the support alone")
+            baseline = predictions["support alone"]
+            low, high = baseline.mean - baseline.ci95, baseline.mean + baseline.ci95
+            axes.axhspan(low, high, color=theme.line, label="regression on the support set only")
             for name, (color, marker) in styles.items():
                 if name in predictions:
                     mean, margin = predictions[name].mean, predictions[name].ci95
                     axes.errorbar(drawn_costs[name], mean, margin, fmt=marker, color=color, capsize=3)
-            axes.set(ylabel=f"{alone.metric} by kernels of infinitely wide networks")
+            axes.set(ylabel=f"{baseline.metric} of kernels of infinitely wide networks")
         for axes in (formula_axes, *kernel_axes):
             axes.set(xscale="log", xlim=(0.8, 2 * max(drawn_costs.values())))
-            axes.set_xlabel("gradients per training task\n(similar costs are drawn apart)")
+            axes.set_xlabel("gradients per training task\n(points with similar costs are shifted)")
             plain_numbers(axes.xaxis)
         figure.legend(loc="outside upper center", ncols=5)
     return figure

@@ -23,16 +23,16 @@ from metabridge.files import write_atomically
 from metabridge.training.evaluation import Score
 from metabridge.training.trainer import Run
 
-LINES = ("-", "--", ":")
+LINE_STYLES = ("-", "--", ":")
 MARKERS = ("o", "x", "v", "^", "s")
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as a PNG file with a palette of 256 colors, which has a third of the size."""
-    drawn, packed = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=150)
-    Image.open(drawn).convert("RGB").quantize(256).save(packed, "PNG", optimize=True)
-    return packed.getvalue()
+    """Return the figure as a PNG file, reduced to 256 colors, which makes it about three times smaller."""
+    full_color, reduced = io.BytesIO(), io.BytesIO()
+    figure.savefig(full_color, format="png", dpi=150)
+    Image.open(full_color).convert("RGB").quantize(256).save(reduced, "PNG", optimize=True)
+    return reduced.getvalue()
 
 
 def save(figure: Figure, file: Path) -> None:
@@ -47,39 +47,41 @@ def plain_numbers(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def learning_curves(runs: Mapping[str, Run], along: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:
-    """Draw validation accuracies with their 95 % intervals against iterations or seconds of training."""
+def learning_curves(runs: Mapping[str, Run], x_axis: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:
+    """Draw validation accuracies with their 95 % intervals as functions of iterations or seconds of training."""
     with theme.context():
         figure = Figure(figsize=(4.8, 4), layout="constrained")
         axes = figure.subplots()
-        for (name, run), (line, color) in zip(runs.items(), itertools.cycle(itertools.product(LINES, COLORS))):
+        for (name, run), (line_style, color) in zip(
+            runs.items(), itertools.cycle(itertools.product(LINE_STYLES, COLORS))
+        ):
             points = [point for point in run.curve if point.score is not None]
-            xs = [point.iteration if along == "iterations" else point.seconds for point in points]
+            xs = [point.iteration if x_axis == "iterations" else point.seconds for point in points]
             means, margins = _percent([point.score for point in points if point.score is not None])
             axes.fill_between(xs, means - margins, means + margins, color=color, alpha=0.15, linewidth=0)
-            axes.plot(xs, means, line, color=color, label=name, linewidth=1.8)
+            axes.plot(xs, means, line_style, color=color, label=name, linewidth=1.8)
         axes.set(ylabel="validation accuracy, %", ylim=(None, min(100.0, axes.get_ylim()[1])))
-        axes.set_xlabel("iterations" if along == "iterations" else "seconds of training")
+        axes.set_xlabel("iterations" if x_axis == "iterations" else "seconds of training")
         figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2)
     return figure
 
 
 def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) -> Figure:
-    """Draw accuracies with their 95 % intervals, with a line for each method and a marker for each kind of score."""
+    """Draw accuracies with their 95 % intervals, one row per method and one marker per kind of test."""
     with theme.context():
         figure = Figure(figsize=(5.6, 1.6 + 0.6 * len(scores)), layout="constrained")
         axes = figure.subplots()
-        kinds = list(next(iter(scores.values())))
-        for index, (kind, marker, color) in enumerate(zip(kinds, MARKERS, COLORS)):
-            shift = 0.16 * (index - (len(kinds) - 1) / 2)  # so that intervals do not cover each other
-            means, margins = _percent([by_kind[kind] for by_kind in scores.values()])
+        tests = list(next(iter(scores.values())))
+        for index, (test, marker, color) in enumerate(zip(tests, MARKERS, COLORS)):
+            shift = 0.16 * (index - (len(tests) - 1) / 2)  # so that intervals do not cover each other
+            means, margins = _percent([scores_by_test[test] for scores_by_test in scores.values()])
             axes.errorbar(
                 means,
                 np.arange(len(means)) + shift,
                 xerr=margins,
                 fmt=marker,
                 color=color,
-                label=kind,
+                label=test,
                 markersize=6,
                 capsize=2,
             )
@@ -92,5 +94,5 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
 
 
 def _percent(scores: Sequence[Score]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the means and the half-widths of their intervals, in percent."""
+    """Return the means and the half-widths of their 95 % intervals, in percent."""
     return 100 * np.array([score.mean for score in scores]), 100 * np.array([score.ci95 for score in scores])

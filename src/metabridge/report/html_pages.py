@@ -1,4 +1,4 @@
-"""HTML pages in a single file, which contains the pictures and loads nothing."""
+"""HTML pages that are single files: they contain their pictures and load nothing else."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Picture:
     """A figure as PNG files for the light and the dark theme.
 
     Args:
-        name: Name of the file, without `.png`.
-        alt: Text for readers who do not see the picture.
-        light: The file for the light theme.
-        dark: The file for the dark theme.
+        name: File name without `.png`.
+        alt: Alternative text for readers who cannot see the picture.
+        light: Content of the PNG file for the light theme.
+        dark: Content of the PNG file for the dark theme.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Picture:
 
     @classmethod
     def draw(cls, name: str, alt: str, figure: Callable[[Theme], Figure]) -> Picture:
-        """Draw a figure with both themes."""
+        """Return the picture of a figure that is drawn with both themes."""
         return cls(name, alt, figures.png(figure(LIGHT)), figures.png(figure(DARK)))
 
     @property
     def html(self) -> Markup:
-        """An element that contains both files and shows the one for the reader's color scheme."""
+        """The `<picture>` element, which contains both files and shows the one for the browser's color scheme."""
         light, dark = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in (self.light, self.dark))
         return Markup(
             '<picture><source srcset="{}" media="(prefers-color-scheme: dark)"><img src="{}" alt="{}"></picture>'
@@ -45,7 +45,7 @@ class Picture:
 
 
 def render(template: str, **values: object) -> bytes:
-    """Render a template of this package as an HTML page."""
+    """Return the HTML page of a template of this package, encoded in UTF-8."""
     templates = Environment(
         loader=PackageLoader("metabridge", "report"),
         autoescape=True,

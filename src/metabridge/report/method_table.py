@@ -1,4 +1,4 @@
-"""The table of methods that `metabridge methods` and the docs print."""
+"""Rows of the table of methods in the docs and in the output of `metabridge methods`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from metabridge.learners.method import Method
 
 
 def taxonomy_row(method: Method) -> dict[str, str]:
-    """Return the cells of a method in the table of the taxonomy, by column.
+    """Return the cells of a method in the table of methods, by column heading.
 
     >>> from metabridge.learners.method import PRESETS
     >>> taxonomy_row(PRESETS["anil"])["inner solve"]
     'gradient descent: steps 5, lr 0.1'
     >>> taxonomy_row(PRESETS["mtl"])["inner solve"]
-    'none; at test, logistic regression: penalty 0.33'
+    'none; at test time, logistic regression: penalty 0.33'
     """
     inner = "none" if method.inner is None else method.inner.summary()
     return {
         "adapts": method.adapts,
-        "inner solve": inner if method.test is None else f"{inner}; at test, {method.test.summary()}",
+        "inner solve": inner if method.test is None else f"{inner}; at test time, {method.test.summary()}",
         "outer gradient": method.outer,
         "training head": method.training_head,
         "split": "yes" if method.split else "no",

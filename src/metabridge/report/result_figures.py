@@ -1,4 +1,4 @@
-"""Figures of the results of experiments, and the parts that several of them share."""
+"""Figures of results of experiments, and plotting functions that several experiments share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from metabridge.intervals import mean_interval
 from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.results import Result, Row
-from metabridge.theory.power_law import Points, PowerLaw
+from metabridge.theory.power_law import PowerLaw, ValuesBySize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ X = TypeVar("X", int, float)
 
 
 def published_and_ours(result: Result, theme: Theme = LIGHT) -> Figure:
-    """Draw our numbers and the published ones, one line for each row with the metric of the first row."""
+    """Draw our numbers and the published ones for all rows that have the metric of the first row."""
     figure = compared_rows([row for row in result.rows if row.metric == result.rows[0].metric], theme)
     if result.scale == "quick":
         figure.suptitle("quick scale: far less data and training than published", fontsize=10)
@@ -33,24 +33,24 @@ def published_and_ours(result: Result, theme: Theme = LIGHT) -> Figure:
 
 
 def compared_rows(rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
-    """Draw our numbers with their 95 % intervals and the published ones, one line for each row."""
+    """Draw our numbers with their 95 % intervals and the published ones, one line of the figure per row."""
     with theme.context():
         figure = Figure(figsize=(6.4, 1.4 + 0.36 * len(rows)), layout="constrained")
         axes = figure.subplots()
-        heights = np.arange(len(rows))
-        published = [(row.published, height) for row, height in zip(rows, heights) if row.published is not None]
+        positions = np.arange(len(rows))
+        published = [(row.published, position) for row, position in zip(rows, positions) if row.published is not None]
         if published:
             axes.plot(*zip(*published), "D", color=COLORS[1], label="published")
         axes.errorbar(
             [row.ours for row in rows],
-            heights,
+            positions,
             xerr=[row.ci95 or 0 for row in rows],
             fmt="o",
             color=COLORS[0],
             label="ours, with 95 % intervals",
             capsize=2,
         )
-        axes.set_yticks(heights, [row.name for row in rows])
+        axes.set_yticks(positions, [row.name for row in rows])
         axes.invert_yaxis()
         axes.set(xlabel=rows[0].metric.replace(" %", ", %"))
         figure.legend(loc="outside upper center", ncols=2)
@@ -84,11 +84,11 @@ def plot_means(axes: Axes, curves: Mapping[str, Mapping[X, Sequence[float]]]) ->
 
 
 def plot_power(axes: Axes, points: Mapping[int, Sequence[float]], exponent: int) -> None:
-    """Plot L^exponent in gray, scaled to pass through the first mean of a curve over depths L."""
+    """Plot L^exponent in gray, scaled to equal the mean of the values at the first depth L."""
     depths = list(points)
-    start = mean_interval(points[depths[0]])[0]
-    line = [start * (depth / depths[0]) ** exponent for depth in depths]
-    axes.plot(depths, line, "--" if exponent == -1 else ":", color="gray", label=f"proportional to $L^{{{exponent}}}$")
+    first_mean = mean_interval(points[depths[0]])[0]
+    power = [first_mean * (depth / depths[0]) ** exponent for depth in depths]
+    axes.plot(depths, power, "--" if exponent == -1 else ":", color="gray", label=f"proportional to $L^{{{exponent}}}$")
 
 
 def depth_axes(axes: Axes, depths: Sequence[int]) -> None:
@@ -100,13 +100,13 @@ def depth_axes(axes: Axes, depths: Sequence[int]) -> None:
 
 
 def legends_below(panels: Iterable[Axes]) -> None:
-    """Put a legend below each panel."""
+    """Draw a legend below each panel."""
     for axes in panels:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def subplots(title: str, rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
-    """Return a figure with a title, and its panels as `Figure.subplots` gives them."""
+    """Return a figure with a title, and its panels as returned by `Figure.subplots`."""
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(rows, columns, **options)
@@ -115,21 +115,21 @@ def subplots(title: str, rows: int, columns: int, size: tuple[float, float], **o
 def draw_means(
     axes: Axes, runs: Mapping[float, Tensor], color: str, label: str, marker: str = "o", markersize: float = 4
 ) -> None:
-    """Draw means over runs with their 95 % intervals, by position on the x axis."""
+    """Draw means over runs with their 95 % intervals; `runs` maps each x to the values of all runs."""
     means, margins = zip(*(mean_interval(values.tolist()) for values in runs.values()))
     axes.errorbar(list(runs), means, margins, fmt=marker, color=color, label=label, markersize=markersize, capsize=2)
 
 
-def draw_power_laws(axes: Axes, points_by_label: Mapping[str, Points]) -> None:
-    """Draw values against the width on logarithmic axes, with fitted power laws and their exponents."""
+def draw_power_laws(axes: Axes, points_by_label: Mapping[str, ValuesBySize]) -> None:
+    """Draw values as functions of the width on logarithmic axes, with fitted power laws and their exponents."""
     for (label, points), color, marker in zip(points_by_label.items(), COLORS, MARKERS):
         law, widths = PowerLaw.fit(points), list(points)
         xs, ys = zip(*((width, value) for width, values in points.items() for value in values))
         axes.plot(xs, ys, marker, color=color, markersize=4, alpha=0.6)
         fitted = [law(width) for width in widths]
         axes.plot(widths, fitted, color=color, label=f"{label}, exponent {format_exponent(law)}")
-    guide = [fitted[0] * (width / widths[0]) ** -0.5 for width in widths]
-    axes.plot(widths, guide, "--", color="gray", label="in proportion to width$^{-1/2}$")
+    inverse_root = [fitted[0] * (width / widths[0]) ** -0.5 for width in widths]
+    axes.plot(widths, inverse_root, "--", color="gray", label="proportional to width$^{-1/2}$")
     axes.set(xscale="log", yscale="log", xlabel="width")
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -143,11 +143,11 @@ def format_exponent(law: PowerLaw) -> str:
 
 
 def draw_contours(axes: Axes, losses: NDArray[np.float64], extent: float) -> None:
-    """Draw a positive function on the square from −extent to extent as contours at equal ratios, with a color bar.
+    """Draw non-negative losses on the square [−extent, extent]² as contours at equal ratios, with a color bar.
 
     The first axis of `losses` is the horizontal one.
     """
-    low = max(losses.min(), 1e-4 * losses.max())  # a loss that reaches 0 has no logarithm
+    low = max(losses.min(), 1e-4 * losses.max())  # 0 has no logarithm
     levels = np.geomspace(low * (1 - 1e-9), losses.max() * (1 + 1e-9), 16)
     axis, values = np.linspace(-extent, extent, len(losses)), losses.T.clip(low)
     filled = axes.contourf(axis, axis, values, levels, cmap="viridis", norm=LogNorm(levels[0], levels[-1]))

@@ -1,4 +1,4 @@
-"""Results of experiments: our numbers next to the published ones, and how they were computed."""
+"""Results of experiments: our numbers, the published ones, and how ours were computed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Row:
     """One of our numbers and, if there is one, the published number.
 
     Args:
-        name: What was measured, unique among the rows with the same metric.
+        name: The measured setting, unique among the rows with the same metric.
         metric: The quantity and its unit.
         published: The published number.
         ours: Our number.
         ci95: Half-width of the 95 % confidence interval of `ours`.
-        agrees: Whether `ours` agrees with `published` or with a claim; None if there is nothing to agree with.
-        note: How `ours` was measured, and when it agrees.
+        agrees: Whether `ours` agrees with `published` or with a published claim; None if it was not compared.
+        note: How `ours` was measured, and the condition for `agrees`.
 
     Raises:
         InputError: If a number is not finite.
@@ -65,7 +65,7 @@ class Row:
         agrees: bool | None = None,
         note: str = "",
     ) -> Row:
-        """Return the row of a mean over runs, with its 95 % interval if there are several.
+        """Return the row of the mean over runs, with its 95 % interval if there are several runs.
 
         >>> Row.mean("MAML, 1-shot", "accuracy %", [48.0, 49.0]).ours
         48.5
@@ -88,7 +88,7 @@ class Machine:
 
     @classmethod
     def current(cls, device: TorchDevice | str) -> Machine:
-        """Describe this machine, with `device` as the one that computes."""
+        """Return the description of this machine and its software, for computations on `device`."""
         import torch
 
         name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _processor()
@@ -97,7 +97,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    """The rows of one experiment and what is needed to compute them again.
+    """The rows of one experiment, and the settings and the environment that computed them.
 
     The field names are the keys of `results/*.json`.
     """
@@ -117,7 +117,7 @@ class Result:
 
     @classmethod
     def read(cls, path: str | Path) -> Result:
-        """Return the result in a file that `write` made.
+        """Return the result in a file that was written by `write`.
 
         Raises:
             InputError: If the file cannot be read or is not a result.
@@ -140,7 +140,7 @@ class Result:
 
 def _processor() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_cpu_model()}, {cores} cores"
+    return f"{_cpu_model()}, {cores} core{'' if cores == 1 else 's'}"
 
 
 def _cpu_model() -> str:
@@ -163,6 +163,6 @@ def _commit() -> str | None:
             return None
         return process.stdout.strip() if process.returncode == 0 else None
 
-    # An installed copy may lie inside the checkout of another project, whose commit says nothing about it.
+    # An installed copy may be inside the checkout of another project, whose commit does not describe this package.
     tracked = git("ls-files", str(folder.parent / "__init__.py"))
     return git("rev-parse", "--short", "HEAD") if tracked else None

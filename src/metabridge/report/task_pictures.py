@@ -13,22 +13,22 @@ from metabridge.episodes import Episodes
 from metabridge.report.figures import LIGHT, Theme
 from metabridge.training.evaluation import Model, score_tasks
 
-RIGHT, WRONG = "#2a9d4a", "#e0352b"
+CORRECT, WRONG = "#2a9d4a", "#e0352b"  # colors of frames
 FRAME, GAP, TITLE = 3, 6, 18  # pixels around an image, between images, and for the title of a task
-COLUMNS = 2  # tasks side by side
+COLUMNS = 2  # number of tasks side by side
 PIXELS_PER_INCH = 84
 
 
 def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = LIGHT) -> Figure:
-    """Draw each task with one column per class: its first support image above its first queries.
+    """Draw each task with one column per class: its first support image, and below it its first query images.
 
-    A query's frame shows whether the prediction is right. The small image below is the support image of the predicted
-    class.
+    The color of a query's frame shows whether the prediction is correct. The small image below a query is the support
+    image of the predicted class.
 
     Args:
         model: The model that predicts.
         episodes: The tasks.
-        shown: Number of queries per class.
+        shown: Number of query images per class.
         theme: Colors of the figure.
     """
     with torch.no_grad():
@@ -42,26 +42,27 @@ def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = 
         figure = Figure(figsize=(canvas.shape[1] / PIXELS_PER_INCH, canvas.shape[0] / PIXELS_PER_INCH))
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
-        right = score_tasks(outputs, episodes).tolist()
+        accuracies = score_tasks(outputs, episodes).tolist()
         for task, ((top, left), block) in enumerate(zip(corners, blocks)):
             canvas[top : top + height, left : left + width] = block
-            axes.text(left, top + TITLE - 6, f"task {task + 1}: {100 * right[task]:.0f} % right", fontsize=8)
+            axes.text(left, top + TITLE - 6, f"task {task + 1}: {100 * accuracies[task]:.0f} % correct", fontsize=8)
         axes.imshow(canvas, interpolation="nearest")
     return figure
 
 
 def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArray[np.float64]:
-    """Return the images of one task, (height, width, 3), with space for the title and margins."""
-    labels, truth = task.support_y[0], task.query_y[0]
+    """Return the picture of one task, (height, width, 3), with space for the title and margins."""
+    support_labels, query_labels = task.support_y[0], task.query_y[0]
     queries = _dark_on_light(task.query_x[0])
-    support = [_dark_on_light(task.support_x[0, labels == label])[0] for label in range(int(labels.max()) + 1)]
+    classes = range(int(support_labels.max()) + 1)
+    support = [_dark_on_light(task.support_x[0, support_labels == label])[0] for label in classes]
     columns = []
     for label, example in enumerate(support):
         cells = [_framed(example, theme.line, theme), _blank(GAP, example.shape[1] + 2 * FRAME + GAP, theme.paper)]
-        for index in (truth == label).nonzero().flatten()[:shown].tolist():
-            guess = int(predicted[index])
-            cells.append(_framed(queries[index], RIGHT if guess == label else WRONG, theme))
-            cells.append(_small(support[guess], theme))
+        for index in (query_labels == label).nonzero().flatten()[:shown].tolist():
+            predicted_label = int(predicted[index])
+            cells.append(_framed(queries[index], CORRECT if predicted_label == label else WRONG, theme))
+            cells.append(_half_size(support[predicted_label], theme))
         columns.append(np.concatenate(cells))
     images = np.concatenate(columns, axis=1)
     block = _blank(images.shape[0] + TITLE + GAP, images.shape[1] + 3 * GAP, theme.paper)
@@ -70,9 +71,9 @@ def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArr
 
 
 def _dark_on_light(images: Tensor) -> NDArray[np.float64]:
-    """Return images (n, channels, h, w) as (n, h, w, 3); those with one channel are inverted, so that ink is dark."""
-    rows = images.double().clamp(0, 1).permute(0, 2, 3, 1)
-    return (1 - rows.expand(-1, -1, -1, 3) if rows.shape[-1] == 1 else rows).numpy()
+    """Return images (n, channels, h, w) as (n, h, w, 3). Images with one channel are inverted, so that ink is dark."""
+    channels_last = images.double().clamp(0, 1).permute(0, 2, 3, 1)
+    return (1 - channels_last.expand(-1, -1, -1, 3) if channels_last.shape[-1] == 1 else channels_last).numpy()
 
 
 def _blank(height: int, width: int, color: str) -> NDArray[np.float64]:
@@ -88,10 +89,10 @@ def _framed(image: NDArray[np.float64], color: str, theme: Theme) -> NDArray[np.
     return cell
 
 
-def _small(image: NDArray[np.float64], theme: Theme) -> NDArray[np.float64]:
+def _half_size(image: NDArray[np.float64], theme: Theme) -> NDArray[np.float64]:
     """Return an image at half its size, centered in a cell as wide as a framed image."""
     height, width = image.shape[0] // 2, image.shape[1] // 2
-    # The mean of 2×2 pixels keeps thin strokes, which every second pixel would lose.
+    # Averaging blocks of 2×2 pixels keeps thin strokes; taking every second pixel would lose them.
     halved = image[: 2 * height, : 2 * width].reshape(height, 2, width, 2, 3).mean((1, 3))
     cell = _blank(height + 2 * GAP, image.shape[1] + 2 * FRAME + GAP, theme.paper)
     left = (cell.shape[1] - GAP - width) // 2

@@ -1,7 +1,7 @@
 """Inner solvers: how a method adapts to the support set of one task.
 
-All modules of this package are imported, and each solver registers itself in `Solver.registry`. A new solver is a new
-module; `metabridge.solvers` exports its class without further changes.
+Importing this package imports all of its modules, and each solver class registers itself in `Solver.registry`. A new
+solver needs only a new module: `metabridge.solvers` then exports its class.
 """
 
 from metabridge.registry import import_modules
@@ -26,5 +26,5 @@ __all__ = [
 ]
 
 import_modules(__name__, __path__)
-globals().update({kind.__name__: kind for kind in Solver.registry.values()})
-__all__ += [kind.__name__ for kind in Solver.registry.values() if kind.__name__ not in __all__]
+globals().update({cls.__name__: cls for cls in Solver.registry.values()})
+__all__ += [cls.__name__ for cls in Solver.registry.values() if cls.__name__ not in __all__]

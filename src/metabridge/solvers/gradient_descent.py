@@ -20,8 +20,8 @@ class GradientDescent(IterativeSolver):
 
     Args:
         steps: The number of steps.
-        lr: The step size, or step sizes by prefix of parameter names, of which the longest match counts:
-            `{"features": 0.01, "head": 0.1}`.
+        lr: The step size, or step sizes by prefix of the parameter names, such as `{"features": 0.01, "head": 0.1}`, of
+            which the longest matching prefix applies.
         rates: "fixed" keeps the step sizes. "per-tensor" and "per-element" (Meta-SGD) meta-learn them, starting from
             `lr`, as the parameters `rates.NAME`.
 
@@ -51,27 +51,31 @@ class GradientDescent(IterativeSolver):
             raise InputError(f"rates is {self.rates!r}, but must be 'fixed', 'per-tensor' or 'per-element'.")
 
     def solver_params(self, adapted: Params) -> Params:
-        """Return the initial step sizes, if they are meta-learned."""
+        """Return the initial step sizes if they are meta-learned; see `Solver.solver_params`."""
         if self.rates == "fixed":
             return {}
         return {
-            f"rates.{name}": torch.full_like(value if self.rates == "per-element" else value.sum(), self._rate(name))
+            f"rates.{name}": torch.full_like(
+                value if self.rates == "per-element" else value.sum(), self._initial_rate(name)
+            )
             for name, value in adapted.items()
         }
 
     def step(self, problem: Problem, params: Params, start: Params, solver_params: Params, *, exact: bool) -> Params:
-        """Return the parameters after one step (Wang et al. 2021, eq. 4)."""
+        """Return the parameters after one step (Wang et al. 2021, eq. 4); see `IterativeSolver.step`."""
         grad = problem.grad(params, exact=exact)
         rates = {} if self.rates == "fixed" else solver_params
-        return {name: params[name] - rates.get(f"rates.{name}", self._rate(name)) * grad[name] for name in params}
+        return {
+            name: params[name] - rates.get(f"rates.{name}", self._initial_rate(name)) * grad[name] for name in params
+        }
 
-    def _rate(self, name: str) -> float:
+    def _initial_rate(self, name: str) -> float:
         if not isinstance(self.lr, Mapping):
             return self.lr
         matches = [prefix for prefix in self.lr if name == prefix or name.startswith(prefix + ".")]
         if not matches:
             raise InputError(
-                f"lr names {', '.join(map(repr, self.lr))}, but none of them covers the parameter {name!r}. "
-                "Add a prefix of it."
+                f"lr has the prefixes {', '.join(map(repr, self.lr))}, but none of them matches the parameter "
+                f"{name!r}. Add a prefix of its name."
             )
         return self.lr[max(matches, key=len)]

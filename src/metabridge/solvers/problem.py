@@ -16,11 +16,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def task_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy for class labels, or ½ mean ‖prediction − target‖² for values.
+    """Return the cross-entropy for class labels, or ½ mean ‖prediction − target‖² for real-valued targets
+    (regression).
 
     Args:
-        prediction: The outputs, (points, outputs).
-        target: Class labels, int64 (points,), or values, (points, outputs).
+        prediction: The outputs, (examples, outputs).
+        target: Class labels, int64 (examples,), or real values, (examples, outputs).
 
     Returns:
         The loss, a scalar tensor.
@@ -39,7 +40,7 @@ class Problem:
     """The inner problem of one task: fit `apply(params, x)` to `y` under `loss`.
 
     Args:
-        apply: The function of parameters and inputs that is fitted.
+        apply: The model, a function of its parameters and inputs.
         loss: The loss of predictions and targets.
         x: The support inputs, or their features.
         y: The support targets.
@@ -56,23 +57,45 @@ class Problem:
     y: Tensor
 
     def support_loss(self, params: Params) -> Tensor:
-        """Return the support loss ℓ(params)."""
+        """Return the support loss ℓ(params).
+
+        Args:
+            params: The parameters of `apply`.
+
+        Returns:
+            The loss, a scalar tensor.
+        """
         return self.loss(self.apply(params, self.x), self.y)
 
     def detached(self) -> Problem:
-        """Return the same problem with its inputs as constants."""
+        """Return the same problem with detached inputs."""
         return Problem(self.apply, self.loss, self.x.detach(), self.y)
 
     def grad(self, params: Params, *, exact: bool) -> Params:
-        """Return the gradient of the support loss, as a constant unless `exact`."""
+        """Return the gradient of the support loss.
+
+        Args:
+            params: The parameters at which the gradient is taken.
+            exact: Whether the gradient can be differentiated; if false, it is a constant.
+
+        Returns:
+            The gradient by parameter name.
+        """
         problem = self
         if not exact:
             problem, params = self.detached(), {name: value.detach() for name, value in params.items()}
         return grad(problem.support_loss, params)
 
     def one_hot_targets(self, outputs: int) -> Tensor:
-        """Return class labels one-hot in the dtype of `x`; return values as they are."""
+        """Return one-hot class labels in the dtype of `x`, or real-valued targets unchanged.
+
+        Args:
+            outputs: The number of outputs, one for each class.
+
+        Returns:
+            The targets, (examples, outputs).
+        """
         if self.y.is_floating_point():
             return self.y
-        # F.one_hot reads the labels, which neither vmap nor a CUDA graph allows
+        # F.one_hot reads the values of the labels, which neither vmap nor a CUDA graph allows.
         return (self.y[:, None] == torch.arange(outputs, device=self.y.device)).to(self.x.dtype)

@@ -10,20 +10,20 @@ import torch
 from metabridge.errors import check_count, check_not_negative, check_positive
 from metabridge.models.network import Params
 from metabridge.solvers.problem import Problem
-from metabridge.solvers.solver import IterativeSolver, check_steps
+from metabridge.solvers.solver import IterativeSolver, ProximalSystem, check_steps
 
 
 @dataclass(frozen=True)
 class Proximal(IterativeSolver):
     """Minimize ℓ(θ') + (λ/2)‖θ' − θ‖² by gradient descent, as in iMAML (Wang et al. 2021, table 1).
 
-    The outer gradient "implicit" holds at the minimum: choose enough `steps` to reach it, and enough `cg_steps`.
+    The outer gradient "implicit" is correct only at the minimum: use enough `steps` to reach it, and enough `cg_steps`.
 
     Args:
-        strength: The weight λ of the distance to the initial parameters θ.
+        strength: The weight λ of the squared distance to the initial parameters θ.
         steps: The number of gradient steps.
         lr: The step size.
-        tolerance: A task stops moving once the norm of its gradient is at most this.
+        tolerance: A task's parameters stay unchanged once the norm of their gradient is at most this.
         cg_steps: The number of conjugate-gradient steps for the linear system of the implicit gradient.
 
     Raises:
@@ -56,11 +56,16 @@ class Proximal(IterativeSolver):
 
     @property
     def displacement_weight(self) -> float:
-        """λ, since λ(θ − θ') is the gradient of the Moreau envelope."""
+        """The weight λ, since λ(θ − θ') is the gradient of the Moreau envelope."""
         return self.strength
 
+    @property
+    def implicit_system(self) -> ProximalSystem:
+        """The linear system of the optimality condition ∇ℓ(θ') + λ(θ' − θ) = 0."""
+        return ProximalSystem(self.strength, self.cg_steps)
+
     def step(self, problem: Problem, params: Params, start: Params, solver_params: Params, *, exact: bool) -> Params:
-        """Return the parameters after one gradient step on the proximal objective, unless it is solved."""
+        """Return the parameters after one gradient step on the proximal objective; see `IterativeSolver.step`."""
         grad = problem.grad(params, exact=exact)
         grad = {name: grad[name] + self.strength * (params[name] - start[name]) for name in params}
         if self.tolerance > 0:

@@ -19,12 +19,12 @@ from metabridge.solvers.solver import Solver
 class RidgeSolver(Solver):
     """Ridge regression on the support features in closed form, as in R2D2 (Wang et al. 2021, table 2).
 
-    Labels are fitted one-hot. The penalty and the scale of the outputs are meta-learned in logarithms, as
+    Class labels are one-hot encoded. The logarithms of `penalty` and `scale` are meta-learned, as the parameters
     `solver.log_penalty` and `solver.log_scale`.
 
     Args:
         penalty: The initial penalty λ of ‖XWᵀ − Y‖² + λ‖W‖².
-        scale: The initial factor of the outputs, if targets are labels.
+        scale: The initial factor by which the outputs are multiplied if targets are class labels.
 
     Raises:
         InputError: If `penalty` or `scale` is not positive.
@@ -38,7 +38,7 @@ class RidgeSolver(Solver):
     label: ClassVar[str] = "ridge regression"
     stored_name: ClassVar[str] = "Ridge"
     outer_rules: ClassVar[tuple[str, ...]] = ("exact", "first-order")
-    closed_form: ClassVar[bool] = True
+    solves_exactly: ClassVar[bool] = True
 
     penalty: float = 1.0
     scale: float = 5.0
@@ -48,18 +48,18 @@ class RidgeSolver(Solver):
         check_positive("scale", self.scale)
 
     def solver_params(self, adapted: Params) -> Params:
-        """Return the initial logarithms of penalty and scale."""
-        weight_sum = adapted["head.weight"].sum()
+        """Return the initial logarithms of penalty and scale; see `Solver.solver_params`."""
+        scalar = adapted["head.weight"].sum()
         return {
-            "solver.log_penalty": torch.full_like(weight_sum, math.log(self.penalty)),
-            "solver.log_scale": torch.full_like(weight_sum, math.log(self.scale)),
+            "solver.log_penalty": torch.full_like(scalar, math.log(self.penalty)),
+            "solver.log_scale": torch.full_like(scalar, math.log(self.scale)),
         }
 
     def solve(self, problem: Problem, start: Params, solver_params: Params, *, exact: bool) -> Params:
-        """Return W = argmin ‖XWᵀ − Y‖² + λ‖W‖² as the weight of the head; see `Solver.solve`."""
+        """Return the head with the weight argmin_W ‖XWᵀ − Y‖² + λ‖W‖², scaled for class labels; see `Solver.solve`."""
         problem = problem if exact else problem.detached()
         targets = problem.one_hot_targets(start["head.weight"].shape[0])
         penalty, scale = solver_params["solver.log_penalty"].exp(), solver_params["solver.log_scale"].exp()
-        # in float64, since with similar points and a small learned penalty the system is nearly singular
+        # In float64, since the system is nearly singular if inputs are similar and the learned penalty is small.
         weight = ridge_weight(problem.x.double(), targets.double(), penalty.double()).to(problem.x.dtype)
         return {"head.weight": weight if problem.y.is_floating_point() else scale * weight}

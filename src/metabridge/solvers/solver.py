@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from metabridge.errors import InputError
 from metabridge.models.network import Params
@@ -13,15 +13,27 @@ from metabridge.solvers.problem import Problem
 Rates = Literal["fixed", "per-tensor", "per-element"]
 
 
+class ProximalSystem(NamedTuple):
+    """The linear system (I + H/λ)v = g of the implicit gradient at a proximal minimum, with H the Hessian of the loss.
+
+    Args:
+        strength: The weight λ of ½‖θ' − θ‖² in the proximal objective.
+        cg_steps: The number of conjugate-gradient steps that solve the system.
+    """
+
+    strength: float
+    cg_steps: int
+
+
 class Solver(Registered, ABC, root=True):
     """Base class of inner solvers: how a method adapts to the support set of one task.
 
-    A solver is a frozen dataclass in a module of this package. It sees one task; engines put it under a loop, a thread
-    or `vmap`. All its fields need defaults.
+    A solver is a frozen dataclass in a module of this package, and all its fields need defaults. It solves the problem
+    of one task; engines apply it to many tasks by a loop, threads or `vmap`.
 
     Attributes:
-        outer_rules: The outer gradients that the solver admits, names of `OUTER_RULES`.
-        closed_form: Whether it solves for a linear head in closed form, without an initial head.
+        outer_rules: The names in `OUTER_RULES` of the outer gradients that the solver admits.
+        solves_exactly: Whether it computes the optimal linear head without an initial head or a step size.
         needs_labels: Whether targets must be class labels.
         rates: Whether step sizes are "fixed", or meta-learned "per-tensor" or "per-element".
 
@@ -33,14 +45,22 @@ class Solver(Registered, ABC, root=True):
     registry: ClassVar[dict[str, type[Solver]]] = {}
     required: ClassVar[tuple[str, ...]] = ("name", "label", "outer_rules")
     outer_rules: ClassVar[tuple[str, ...]]
-    closed_form: ClassVar[bool] = False
+    solves_exactly: ClassVar[bool] = False
     needs_labels: ClassVar[bool] = False
     rates: Rates = "fixed"
 
     @property
     def displacement_weight(self) -> float:
-        """The factor of θ − θ' in the outer gradient "displacement"."""
+        """The factor of θ − θ' in the outer gradient "displacement", with initial parameters θ and adapted ones θ'."""
         return 1.0
+
+    @property
+    def implicit_system(self) -> ProximalSystem | None:
+        """The linear system of the outer gradient "implicit", or None if differentiating `solve` solves it already.
+
+        A solver that admits "implicit" must define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define implicit_system to admit 'implicit'.")
 
     def solver_params(self, adapted: Params) -> Params:
         """Return the initial values of the parameters that the outer loop learns for this solver.
@@ -49,7 +69,7 @@ class Solver(Registered, ABC, root=True):
             adapted: The parameters that the inner loop adapts, by name.
 
         Returns:
-            Tensors by name; names start with "rates." or "solver.".
+            Tensors by name. The names start with "rates." or "solver.".
         """
         return {}
 
@@ -60,9 +80,12 @@ class Solver(Registered, ABC, root=True):
         Args:
             problem: The inner problem of one task.
             start: The initial parameters.
-            solver_params: The solver's learned parameters, named as `solver_params` returns them.
+            solver_params: The solver's learned parameters, with the names that the method `solver_params` returns.
             exact: Whether the result can be differentiated through the solve. If false, gradients of the support loss
-                count as constants, so that the outer gradient is of first order.
+                are constants, and the outer gradient is of first order.
+
+        Returns:
+            The adapted parameters by name.
         """
 
 
@@ -91,10 +114,21 @@ class IterativeSolver(Solver, root=True):
 
     @abstractmethod
     def step(self, problem: Problem, params: Params, start: Params, solver_params: Params, *, exact: bool) -> Params:
-        """Return `params` after one step; `start` holds the initial parameters."""
+        """Return the parameters after one step.
+
+        Args:
+            problem: The inner problem of one task.
+            params: The current parameters.
+            start: The initial parameters.
+            solver_params: The solver's learned parameters, as in `solve`.
+            exact: Whether the step can be differentiated, as in `solve`.
+
+        Returns:
+            The new parameters by name.
+        """
 
 
 def check_steps(steps: Any) -> None:
-    """Raise an InputError if a number of steps is not a whole number of at least 0."""
+    """Raise an InputError unless `steps` is a non-negative integer."""
     if not isinstance(steps, int) or steps < 0:
         raise InputError(f"steps is {steps!r}, but must be a whole number, 0 or more.")

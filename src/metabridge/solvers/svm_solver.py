@@ -15,21 +15,21 @@ from metabridge.models.network import Params
 from metabridge.solvers.problem import Problem
 from metabridge.solvers.solver import Solver
 
-# Weight of ‖step‖², relative to Q, that keeps the factors of a singular Q positive. Derivatives need more of it than
-# solutions, since no later iteration corrects them.
+# Proximal term added to the diagonal, relative to the largest diagonal entry of Q, so that the Cholesky factorization
+# of a singular Q succeeds. It is larger than in `solve_qp`, since no later iteration corrects errors of a derivative.
 _DERIVATIVE_PROXIMAL = 1e-10
 
 
 @dataclass(frozen=True)
 class SVMSolver(Solver):
-    """The multi-class SVM of Crammer and Singer in closed form, as in MetaOptNet (Wang et al. 2021, table 2).
+    """The multi-class SVM of Crammer and Singer, a quadratic program, as in MetaOptNet (Wang et al. 2021, table 2).
 
-    The outer gradient differentiates the optimality conditions of the dual problem. The scale of the outputs is
-    meta-learned in logarithms, as `solver.log_scale`.
+    The program is solved to optimality, and the outer gradient differentiates the optimality conditions of its dual.
+    The logarithm of `scale` is meta-learned, as the parameter `solver.log_scale`.
 
     Args:
         C: The weight of the hinge losses.
-        scale: The initial factor of the outputs.
+        scale: The initial factor by which the outputs are multiplied.
 
     Raises:
         InputError: If `C` or `scale` is not positive.
@@ -43,7 +43,7 @@ class SVMSolver(Solver):
     label: ClassVar[str] = "Crammer-Singer SVM"
     stored_name: ClassVar[str] = "SupportVectors"
     outer_rules: ClassVar[tuple[str, ...]] = ("implicit", "first-order")
-    closed_form: ClassVar[bool] = True
+    solves_exactly: ClassVar[bool] = True
     needs_labels: ClassVar[bool] = True
 
     C: float = 0.1
@@ -53,12 +53,17 @@ class SVMSolver(Solver):
         check_positive("C", self.C)
         check_positive("scale", self.scale)
 
+    @property
+    def implicit_system(self) -> None:
+        """None, since differentiating `solve` differentiates the optimality conditions."""
+        return
+
     def solver_params(self, adapted: Params) -> Params:
-        """Return the initial logarithm of the scale."""
+        """Return the initial logarithm of the scale; see `Solver.solver_params`."""
         return {"solver.log_scale": torch.full_like(adapted["head.weight"].sum(), math.log(self.scale))}
 
     def solve(self, problem: Problem, start: Params, solver_params: Params, *, exact: bool) -> Params:
-        """Return the weight of the SVM as that of the head; see `Solver.solve`."""
+        """Return the head with the weight of the SVM, multiplied by the learned scale; see `Solver.solve`."""
         problem = problem if exact else problem.detached()
         weight = crammer_singer(problem.x, problem.y, start["head.weight"].shape[0], self.C)
         return {"head.weight": solver_params["solver.log_scale"].exp() * weight}
@@ -70,13 +75,14 @@ def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> 
     It minimizes ½ Σ_k ‖w_k‖² + C Σ_n max_k(w_kᵀφ_n + 1[k ≠ y_n] − w_{y_n}ᵀφ_n), without bias, by its dual:
     min ½ Σ_k ‖Σ_n α_nk φ_n‖² − Σ_n α_{n,y_n} with α_nk ≤ C·1[k = y_n] and Σ_k α_nk = 0; w_k = Σ_n α_nk φ_n.
 
-    The weight is differentiable in the features, once, by the implicit function theorem: a change dQ moves α by
-    −P dQ α, where P solves the KKT system reduced to Σ_k α_nk = 0.
+    The weight can be differentiated once with respect to the features, by the implicit function theorem: if the Gram
+    matrix K of the features changes by dK, α_k changes by −v_k, the solution of (K + D_k)v_k − ν = dK α_k and
+    Σ_k v_k = 0, where the diagonal matrix D_k contains the multiplier of each bound divided by its slack.
 
     Args:
-        features: The points φ, (..., n, d).
-        labels: The class y of each point, (..., n).
-        outputs: The number of classes.
+        features: The features φ, (..., n, d).
+        labels: The class labels y, (..., n).
+        outputs: The number of outputs, one for each class.
         C: The weight of the hinge losses.
 
     >>> import torch
@@ -84,21 +90,23 @@ def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> 
     tensor([[ 0.1000, -0.1000],
             [-0.1000,  0.1000]])
     """
-    points = features.double()
-    constant_points = points.detach()
-    truth = (labels[..., None, :] == torch.arange(outputs, device=labels.device)[:, None]).double()
-    gram = (constant_points @ constant_points.mT)[..., None, :, :]
-    # Every bound is 0 or C. Without the bound C, α would be about 1 / spread: the smaller of the two is its unit.
-    spread = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    unit = C / (C * spread).clamp_min(1)
-    Q, top = unit[..., None] * gram, C / unit * truth
-    A = torch.eye(points.shape[-2], dtype=points.dtype, device=points.device).expand(*truth.shape, -1)
-    zeros = torch.zeros_like(truth[..., 0, :])
-    solution = solve_qp(Q, truth, A, zeros, torch.full_like(truth, -torch.inf), top)
+    x = features.double()
+    constant_x = x.detach()
+    one_hot_labels = (labels[..., None, :] == torch.arange(outputs, device=labels.device)[:, None]).double()
+    gram = (constant_x @ constant_x.mT)[..., None, :, :]
+    # Measure α in units in which it is of order 1: α is at most C, and about 1 / mean_square if C is large.
+    mean_square = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    alpha_unit = C / (C * mean_square).clamp_min(1)
+    Q, upper_bound = alpha_unit[..., None] * gram, C / alpha_unit * one_hot_labels
+    A = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand(*one_hot_labels.shape, -1)
+    zeros = torch.zeros_like(one_hot_labels[..., 0, :])
+    lower_bound = torch.full_like(one_hot_labels, -torch.inf)
+    solution = solve_qp(Q, one_hot_labels, A, zeros, lower_bound, upper_bound)
     proximal = _DERIVATIVE_PROXIMAL * Q.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
-    stiffness = solution.upper / solution.slack[..., 1, :, :] + proximal
-    system = KKTFactors.factor(Q + torch.diag_embed(stiffness), A)
+    diagonal = solution.upper / solution.slack[..., 1, :, :] + proximal
+    system = KKTFactors.factor(Q + torch.diag_embed(diagonal), A)
 
-    image = unit * (points @ (points.mT @ solution.alpha.mT)).mT  # Qα
-    change, _ = system.solve(image - image.detach(), torch.zeros_like(solution.dual))  # 0, but with a derivative
-    return (unit * (solution.alpha - change) @ points).to(features.dtype)
+    Q_alpha = alpha_unit * (x @ (x.mT @ solution.alpha.mT)).mT
+    right_side = Q_alpha - Q_alpha.detach()  # its value is 0, and its derivative is dQ α
+    alpha_shift, _ = system.solve(right_side, torch.zeros_like(solution.dual))
+    return (alpha_unit * (solution.alpha - alpha_shift) @ x).to(features.dtype)

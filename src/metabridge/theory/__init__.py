@@ -1,5 +1,5 @@
-"""Closed forms of what learners converge to, and of their risks, in the symbols of the papers."""
+"""Closed forms of what learners converge to and of their risks, with simulations, in the symbols of the papers."""
 
-from metabridge.theory import adaptation, anil, finite_tasks, landscape, teachers
+from metabridge.theory import adaptation, anil, finite_tasks, landscape, linear_sgd, loss_surface, power_law, teachers
 
-__all__ = ["adaptation", "anil", "finite_tasks", "landscape", "teachers"]
+__all__ = ["adaptation", "anil", "finite_tasks", "landscape", "linear_sgd", "loss_surface", "power_law", "teachers"]

@@ -1,6 +1,7 @@
 """Estimates of a new task by a linear network x ↦ ⟨Bw, x⟩, and their risks (Yüksel et al. 2023, §3.1, §5, app. F).
 
-Risks are ½E‖θ̂ − θ‖² over tasks, points x ~ N(0, I) and noise, which is the loss minus the noise's ½σ².
+A task has the parameters θ. The risk of an estimate θ̂ is ½E‖θ̂ − θ‖², the expectation over tasks, points x ~ N(0, I) and
+noise. It is the expected loss without ½σ², the part due to noise.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def one_step_estimate(B: Tensor, w: Tensor, x: Tensor, y: Tensor, alpha: float) 
 def ridge_estimate(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
     """Return θ̂ = Bŵ where ŵ minimizes ‖XBw − y‖² + penalty‖w‖².
 
-    With B = I it is the single-task baseline, with the true representation B* the oracle (Yüksel et al. 2023, §5).
+    B = I gives the single-task baseline, and the true representation B* the oracle (Yüksel et al. 2023, §5).
 
     Args:
         B: Representation, (d, k').
@@ -68,9 +69,8 @@ def ridge_estimate(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
 def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points: float) -> Tensor:
     """Return the exact risk of `one_step_estimate`.
 
-    With `points` = m_in it is the objective of ANIL (Yüksel et al. 2023, eq. 1).
-    With P = BBᵀ and E = E[eeᵀ] of e = Bw − θ it is
-    ½(tr E − 2α tr PE + α²(1 + 1/m) tr P²E + (α²/m) tr P² (tr E + σ²)).
+    If `points` is m_in, it is the objective of ANIL (Yüksel et al. 2023, eq. 1). With P = BBᵀ, the error e = Bw − θ and
+    C = E[eeᵀ], it is ½(tr C − 2α tr PC + α²(1 + 1/m) tr P²C + (α²/m) tr P² (tr C + σ²)).
 
     Args:
         B: Representation, (..., d, k').
@@ -88,19 +88,19 @@ def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points
         0.25
     """
     P = B @ B.mT
-    _, errors = tasks.errors((B @ w[..., None])[..., 0])
-    squared, inverse_m = P @ P, 1 / points
-    total = _trace(errors)
-    spread = (1 + inverse_m) * (squared * errors).sum((-2, -1)) + inverse_m * _trace(squared) * (total + tasks.noise)
-    return (total - 2 * alpha * (P * errors).sum((-2, -1)) + alpha**2 * spread) / 2
+    _, C = tasks.errors((B @ w[..., None])[..., 0])
+    P_squared, inverse_m, trace = P @ P, 1 / points, _trace(C)
+    quadratic = (1 + inverse_m) * (P_squared * C).sum((-2, -1)) + inverse_m * _trace(P_squared) * (trace + tasks.noise)
+    return (trace - 2 * alpha * (P * C).sum((-2, -1)) + alpha**2 * quadratic) / 2
 
 
 def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
     """Return the minimum of `one_step_risk` over all B, w and α, which the limit of theorem 1 attains.
 
-    The risk is convex in P = BBᵀ, with its minimum at P = (1/α)((1 + 1/m)E + (tr E + σ²)/m I)⁻¹E: the sum of
-    ½(e − e²/((1 + 1/m)e + (tr E + σ²)/m)) over the eigenvalues e of E. It decreases with E, which is smallest at
-    Bw = E[θ]. Yüksel et al. 2023, app. F, show the same.
+    With C as in `one_step_risk`, the risk is convex in P = BBᵀ. It is minimal at
+    P = (1/α)((1 + 1/m)C + (tr C + σ²)/m I)⁻¹C, where it is the sum of ½(c − c²/((1 + 1/m)c + (tr C + σ²)/m)) over the
+    eigenvalues c of C. This sum is smallest if C is smallest, which is at Bw = E[θ], where C is the covariance of θ.
+    Yüksel et al. 2023, app. F, have the same result.
 
     Args:
         tasks: Moments of the tasks.
@@ -115,23 +115,24 @@ def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
         0.375
     """
     covariance = tasks.second - tasks.mean[..., :, None] * tasks.mean[..., None, :]
-    values: Tensor = torch.linalg.eigvalsh(covariance).clamp_min(0)
+    eigenvalues: Tensor = torch.linalg.eigvalsh(covariance).clamp_min(0)
     inverse_m = 1 / points
-    scale = inverse_m * (values.sum(-1, keepdim=True) + tasks.noise)
-    explained = torch.where(values > 0, values**2 / ((1 + inverse_m) * values + scale), 0.0)
-    return (values - explained).sum(-1) / 2
+    shift = inverse_m * (eigenvalues.sum(-1, keepdim=True) + tasks.noise)
+    explained = torch.where(eigenvalues > 0, eigenvalues**2 / ((1 + inverse_m) * eigenvalues + shift), 0.0)
+    return (eigenvalues - explained).sum(-1) / 2
 
 
 def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> Tensor:
-    """Return the risk of `ridge_estimate` for each penalty, exact over tasks and noise, and averaged over designs.
+    """Return the risk of `ridge_estimate` for each penalty.
 
-    With XBBᵀXᵀ = QΛQᵀ, D = (Λ + penalty)⁻¹, A = BBᵀXᵀQ and E[θθᵀ] = LLᵀ, the estimate is ADQᵀ(Xθ + z) and its mean
-    squared error ‖ADQᵀXL − L‖² + σ²‖AD‖². This is a quadratic function of D, so more penalties cost little.
+    The risk is the exact expectation over tasks and noise, averaged over the given designs X. With XBBᵀXᵀ = QΛQᵀ,
+    D = (Λ + penalty)⁻¹, A = BBᵀXᵀQ and E[θθᵀ] = LLᵀ, the estimate is ADQᵀ(Xθ + z) and its mean squared error is
+    ‖ADQᵀXL − L‖² + σ²‖AD‖². This is a quadratic function of D, so additional penalties cost little.
 
     Args:
         B: Representation, (d, k').
         tasks: Moments of the tasks.
-        x: Designs, the points of some tasks, (designs, points, d).
+        x: Design matrices X, (designs, points, d).
         penalties: The penalties, (penalties).
 
     Returns:
@@ -150,25 +151,25 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
     for penalty in penalties.tolist():
         check_positive("penalty", penalty)
     P = B @ B.mT
-    values, vectors = torch.linalg.eigh(x @ P @ x.mT)
-    A = P @ x.mT @ vectors
-    rotated = vectors.mT @ x
-    linear = ((rotated @ tasks.second) * A.mT).sum(-1)
-    overlap = A.mT @ A
-    square = overlap * (rotated @ tasks.second @ rotated.mT)
-    square = square + tasks.noise * torch.diag_embed(overlap.diagonal(dim1=-2, dim2=-1))
-    weights = 1 / (values.clamp_min(0) + penalties[:, None, None])
-    errors = (weights * (square @ weights[..., None])[..., 0] - 2 * weights * linear).sum(-1)
-    risks: Tensor = (errors.mean(1) + _trace(tasks.second)) / 2
+    eigenvalues, Q = torch.linalg.eigh(x @ P @ x.mT)
+    A = P @ x.mT @ Q
+    rotated_x = Q.mT @ x
+    linear = ((rotated_x @ tasks.second) * A.mT).sum(-1)
+    gram = A.mT @ A
+    quadratic = gram * (rotated_x @ tasks.second @ rotated_x.mT)
+    quadratic = quadratic + tasks.noise * torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+    D = 1 / (eigenvalues.clamp_min(0) + penalties[:, None, None])
+    variable_part = (D * (quadratic @ D[..., None])[..., 0] - 2 * D * linear).sum(-1)
+    risks: Tensor = (variable_part.mean(1) + _trace(tasks.second)) / 2
     return risks
 
 
 def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSettings, points: int) -> Tensor:
     """Return the bound on ‖θ̂ − θ‖ after one step at the limit of theorem 1 (Yüksel et al. 2023, prop. 1).
 
-    Up to a universal constant, which is left out, the bound for a task with ‖w*‖ is
+    Up to a universal constant, which is left out, the bound for a task with solution w* is
     (1 + σ̄²/λ_min(Σ*))/m_in ‖w*‖ + (‖w*‖ + σ)√(k/m_test) with σ̄² = tr Σ* + σ². It holds with probability at least
-    1 − 4e^{−k/2}, which is vacuous for k < 3.
+    1 − 4e^{−k/2}, which is not positive for k < 3.
 
     Args:
         norm: ‖w*‖ of the tasks.
@@ -190,11 +191,11 @@ def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSe
     rank = covariance.shape[-1]
     if points < rank:
         raise InputError(
-            f"points is {points}, but proposition 1 needs at least as many as dimensions, {rank}. "
-            f"Use points={rank} or more."
+            f"points is {points}, but proposition 1 needs at least one point per dimension of the representation, "
+            f"{rank}. Use points={rank} or more."
         )
-    values = torch.linalg.eigvalsh(covariance)
-    bias: Tensor = (1 + (values.sum() + noise) / values[0]) / settings.m_in
+    eigenvalues = torch.linalg.eigvalsh(covariance)
+    bias: Tensor = (1 + (eigenvalues.sum() + noise) / eigenvalues[0]) / settings.m_in
     return bias * norm + (norm + math.sqrt(noise)) * math.sqrt(rank / points)
 
 

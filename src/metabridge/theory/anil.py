@@ -1,7 +1,7 @@
 """First-order ANIL of a linear network x ↦ ⟨Bw, x⟩ in the limit of many tasks (Yüksel et al. 2023, §2.2, §3).
 
 Tasks are y = ⟨θ, x⟩ + z with x ~ N(0, I_d) and z of variance σ². In the limit they enter only through the moments of θ.
-Every function accepts leading axes, so that several runs are computed together: B is (..., d, k') and w (..., k').
+Functions of B (..., d, k') and w (..., k') accept leading axes, to compute several runs at once.
 """
 
 from __future__ import annotations
@@ -63,18 +63,25 @@ class TaskMoments(NamedTuple):
     noise: float
 
     @classmethod
-    def from_environment(cls, world: SharedRepresentation) -> TaskMoments:
-        """Return the moments of an environment, over infinitely many tasks."""
-        mean = torch.zeros(world.rank, dtype=torch.float64)
-        if world.mean is not None:
-            mean += torch.tensor(world.mean, dtype=torch.float64)
-        second = torch.diag(torch.tensor(world.variances, dtype=torch.float64)) + torch.outer(mean, mean)
-        basis = world.representation
-        return cls(basis @ mean, basis @ second @ basis.mT, world.noise)
+    def from_environment(cls, environment: SharedRepresentation) -> TaskMoments:
+        """Return the moments of the distribution of an environment's tasks.
+
+        Args:
+            environment: The environment.
+
+        Returns:
+            The moments, in float64.
+        """
+        mean = torch.zeros(environment.rank, dtype=torch.float64)
+        if environment.mean is not None:
+            mean += torch.tensor(environment.mean, dtype=torch.float64)
+        second = torch.diag(torch.tensor(environment.variances, dtype=torch.float64)) + torch.outer(mean, mean)
+        basis = environment.representation
+        return cls(basis @ mean, basis @ second @ basis.mT, environment.noise)
 
     @classmethod
     def from_tasks(cls, theta: Tensor, noise: float) -> TaskMoments:
-        """Return the moments of given tasks.
+        """Return the moments of a finite set of tasks.
 
         Args:
             theta: Parameters θ of the tasks, (..., tasks, d).
@@ -86,14 +93,28 @@ class TaskMoments(NamedTuple):
         theta = theta.double()
         return cls(theta.mean(-2), theta.mT @ theta / theta.shape[-2], noise)
 
-    def errors(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E[e] and E[eeᵀ] of the errors e = u − θ of an estimate u, (..., d)."""
-        mean = u - self.mean
-        cross = _outer(u, self.mean)
-        return mean, _outer(u, u) - cross - cross.mT + self.second
+    def errors(self, estimate: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the moments of the error e = estimate − θ.
+
+        Args:
+            estimate: An estimate of θ, the same for all tasks, (..., d).
+
+        Returns:
+            E[e], (..., d), and E[eeᵀ], (..., d, d).
+        """
+        mean = estimate - self.mean
+        cross = _outer(estimate, self.mean)
+        return mean, _outer(estimate, estimate) - cross - cross.mT + self.second
 
     def to(self, device: torch.device | str) -> TaskMoments:
-        """Move the moments to a device."""
+        """Return the moments on a device.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The moments.
+        """
         return TaskMoments(self.mean.to(device), self.second.to(device), self.noise)
 
 
@@ -111,7 +132,7 @@ def stack_moments(moments: list[TaskMoments]) -> TaskMoments:
         >>> stack_moments([moments, moments]).mean.shape
         torch.Size([2, 3])
     """
-    mean, second = (torch.stack(part) for part in zip(*((run.mean, run.second) for run in moments)))
+    mean, second = (torch.stack(tensors) for tensors in zip(*((run.mean, run.second) for run in moments)))
     return TaskMoments(mean, second, moments[0].noise)
 
 
@@ -125,7 +146,7 @@ def initial_parameters(dimension: int, width: int, alpha: float, generator: torc
         generator: Random generator.
 
     Returns:
-        B₀ in a random direction with B₀ᵀB₀ = I/4α, and w₀ on the sphere of squared radius αk'/100.
+        B₀ with random orthogonal columns and B₀ᵀB₀ = I/(4α), and w₀ in a random direction with ‖w₀‖² = αk'/100.
 
     Raises:
         InputError: If the hidden layer is wider than the inputs.
@@ -149,8 +170,9 @@ def initial_parameters(dimension: int, width: int, alpha: float, generator: torc
 def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, settings: AnilSettings) -> tuple[Tensor, Tensor]:
     """Return E[wᵢ] and E[wᵢwᵢᵀ] of the heads after the inner step (Yüksel et al. 2023, eq. 7, lemma 15).
 
-    The expectations are over tasks and their points. wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m, for which
-    E[S] = I and E[S A S] = A + (A + tr(A) I)/m. Unlike the published formula, this one holds for tasks of any mean.
+    The expectations are over tasks and their points. wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m. For a
+    symmetric matrix A, E[SAS] = A + (A + tr(A) I)/m. Unlike the published formula, the result is not limited to E[θ] =
+    0.
 
     Args:
         B: Representation, (..., d, k').
@@ -168,18 +190,18 @@ def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, settings: Ani
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
     alpha, inverse_m = settings.alpha, 1 / settings.m_in
-    mean, square = tasks.errors(_matvec(B, w))
-    step = alpha * _matvec(B.mT, mean)
-    scale = inverse_m * (_trace(square) + tasks.noise)
-    spread = alpha**2 * (B.mT @ ((1 + inverse_m) * square @ B + scale[..., None, None] * B))
-    cross = _outer(w, step)
-    return w - step, _outer(w, w) - cross - cross.mT + spread
+    error_mean, error_second = tasks.errors(_matvec(B, w))
+    step_mean = alpha * _matvec(B.mT, error_mean)
+    isotropic = inverse_m * (_trace(error_second) + tasks.noise)
+    step_second = alpha**2 * (B.mT @ ((1 + inverse_m) * error_second @ B + isotropic[..., None, None] * B))
+    cross = _outer(w, step_mean)
+    return w - step_mean, _outer(w, w) - cross - cross.mT + step_second
 
 
 def population_step(B: Tensor, w: Tensor, tasks: TaskMoments, settings: AnilSettings) -> tuple[Tensor, Tensor]:
     """Take one outer step of first-order ANIL on infinitely many tasks (Yüksel et al. 2023, eq. 5–7).
 
-    With m_in = ∞ and the moments of given tasks, this is a step on these tasks with infinitely many points each.
+    With m_in = ∞ and `TaskMoments.from_tasks`, it is a step on these finitely many tasks, with infinitely many points.
 
     Args:
         B: Representation, (..., d, k').
@@ -191,18 +213,18 @@ def population_step(B: Tensor, w: Tensor, tasks: TaskMoments, settings: AnilSett
         B and w after the step.
 
     Example:
-        >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0))
+        >>> environment = SharedRepresentation(dimension=8, variances=(1.0, 2.0))
         >>> B, w = initial_parameters(8, 8, 0.025, torch.Generator().manual_seed(0))
-        >>> B, w = population_step(B, w, TaskMoments.from_environment(world), AnilSettings())
+        >>> B, w = population_step(B, w, TaskMoments.from_environment(environment), AnilSettings())
         >>> B.shape, w.shape
         (torch.Size([8, 8]), torch.Size([8]))
     """
-    head, heads = adapted_head_moments(B, w, tasks, settings)
+    head_mean, head_second = adapted_head_moments(B, w, tasks, settings)
     # E[θwᵢᵀ] = E[θ](w − αBᵀBw)ᵀ + αE[θθᵀ]B
-    shrunk = w - settings.alpha * _matvec(B.mT, _matvec(B, w))
-    theta_heads = _outer(tasks.mean, shrunk) + settings.alpha * tasks.second @ B
-    w_grad = _matvec(B.mT, _matvec(B, head) - tasks.mean)
-    return B - settings.beta * (B @ heads - theta_heads), w - settings.beta * w_grad
+    shrunk_w = w - settings.alpha * _matvec(B.mT, _matvec(B, w))
+    theta_head = _outer(tasks.mean, shrunk_w) + settings.alpha * tasks.second @ B
+    w_grad = _matvec(B.mT, _matvec(B, head_mean) - tasks.mean)
+    return B - settings.beta * (B @ head_second - theta_head), w - settings.beta * w_grad
 
 
 def limiting_gram(covariance: Tensor, noise: float, settings: AnilSettings) -> Tensor:
@@ -228,10 +250,10 @@ def limiting_gram(covariance: Tensor, noise: float, settings: AnilSettings) -> T
     """
     check_convergence(covariance, settings)
     inverse_m = 1 / settings.m_in
-    scale = inverse_m * (_trace(covariance) + noise)
+    shift = inverse_m * (_trace(covariance) + noise)
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    solved: Tensor = torch.linalg.solve((1 + inverse_m) * covariance + scale[..., None, None] * eye, covariance)
-    return solved / settings.alpha
+    scaled_limit: Tensor = torch.linalg.solve((1 + inverse_m) * covariance + shift[..., None, None] * eye, covariance)
+    return scaled_limit / settings.alpha
 
 
 def check_convergence(covariance: Tensor, settings: AnilSettings, width: int | None = None) -> None:
@@ -242,7 +264,7 @@ def check_convergence(covariance: Tensor, settings: AnilSettings, width: int | N
     Args:
         covariance: Covariance Σ* of the tasks, (..., k, k).
         settings: Settings of ANIL.
-        width: Width k' of the hidden layer, if it is to be checked as well.
+        width: Width k' of the hidden layer; None to leave it unchecked.
 
     Raises:
         InputError: If Σ* is singular, the layer is too narrow, or a step size is too large.
@@ -250,46 +272,46 @@ def check_convergence(covariance: Tensor, settings: AnilSettings, width: int | N
     Example:
         >>> check_convergence(torch.eye(2), AnilSettings(), width=2)
     """
-    values = torch.linalg.eigvalsh(covariance)
-    low, high = float(values.amin()), float(values.amax())
-    if low <= 1e-12 * high or high <= 0:
+    eigenvalues = torch.linalg.eigvalsh(covariance)
+    smallest, largest = float(eigenvalues.amin()), float(eigenvalues.amax())
+    if smallest <= 1e-12 * largest or largest <= 0:
         raise InputError(
-            f"covariance has the eigenvalue {low:.3g}, but theorem 1 needs tasks that differ in every direction "
-            "of the representation. Remove the directions in which they do not."
+            f"covariance has the eigenvalue {smallest:.3g}, but theorem 1 needs tasks that differ in every direction "
+            "of the representation. Remove the directions in which they are the same."
         )
     rank = covariance.shape[-1]
     if width is not None and width < rank:
         raise InputError(
-            f"width is {width}, but the representation has {rank} dimensions, too many for a narrower layer. "
+            f"width is {width}, but the representation has {rank} dimensions, and the layer must not be narrower. "
             f"Use width={rank} or more."
         )
     if settings.beta > settings.alpha:
         raise InputError(
-            f"beta is {settings.beta}, but theorem 1 needs it to be no larger than alpha, which is {settings.alpha}. "
+            f"beta is {settings.beta}, but theorem 1 needs a beta of at most alpha, which is {settings.alpha}. "
             f"Use beta={settings.alpha} or less."
         )
-    if settings.alpha * settings.beta * high >= 1:
-        product = settings.alpha * settings.beta * high
+    product = settings.alpha * settings.beta * largest
+    if product >= 1:
         raise InputError(
-            f"alpha · beta · the largest eigenvalue of Σ* is {product:.3g}, but the limit is stable "
-            " only below 1. Use a smaller alpha or beta."
+            f"alpha · beta · (largest eigenvalue of Σ*) is {product:.3g}, but the limit is stable only below 1. "
+            "Use a smaller alpha or beta."
         )
 
 
 def unlearning_bound(start: float, steps: Tensor, total: float, settings: AnilSettings) -> Tensor:
     """Return a bound on the largest squared singular value of B*⊥ᵀB in training (Yüksel et al. 2023, app. H).
 
-    The bound is 1/(1/start + ct) with c = βα²σ̄²/m. Since E[wᵢwᵢᵀ] is at least (α²σ̄²/m) BᵀB, a step maps s² to at most
-    s²(1 − cs²), as long as βE[wᵢwᵢᵀ] is below I. With m = ∞ nothing is unlearned.
+    The bound is 1/(1/start + ct) with c = βα²σ̄²/m. Since E[wᵢwᵢᵀ] is at least (α²σ̄²/m) BᵀB, a step maps a squared
+    singular value s² to at most s²(1 − cs²), as long as βE[wᵢwᵢᵀ] is below I. With m = ∞ the bound is constant.
 
     Args:
-        start: The squared singular value before training.
-        steps: Numbers of steps t.
+        start: The largest squared singular value before training.
+        steps: Numbers of steps t, in any shape.
         total: σ̄² = tr Σ* + σ².
         settings: Settings of ANIL.
 
     Returns:
-        The bound after every number of steps.
+        The bound after each number of steps, in the shape of `steps`.
 
     Example:
         >>> unlearning_bound(10.0, torch.tensor([0, 1000]), 8.0, AnilSettings(alpha=0.1, beta=0.1, m_in=20))
@@ -299,7 +321,7 @@ def unlearning_bound(start: float, steps: Tensor, total: float, settings: AnilSe
 
 
 class Spectrum(NamedTuple):
-    """Squared singular values of a representation along and orthogonally to the true one (Yüksel et al. 2023, §5).
+    """Squared singular values of a representation in the true subspace and orthogonal to it (Yüksel et al. 2023, §5).
 
     Args:
         smallest: Smallest squared singular value of B*ᵀB, the part to be learned.
@@ -326,7 +348,7 @@ def spectrum(B: Tensor, basis: Tensor) -> Spectrum:
         basis: The true representation B*, (..., d, k), with orthonormal columns.
 
     Returns:
-        Squared singular values of B along and orthogonally to B*.
+        Squared singular values of B in the column space of B* and orthogonal to it.
 
     Example:
         >>> float(spectrum(2 * torch.eye(3), torch.eye(3)[:, :1]).orthogonal_mean)
@@ -334,10 +356,12 @@ def spectrum(B: Tensor, basis: Tensor) -> Spectrum:
     """
     inside = basis.mT @ B
     outside = B - basis @ inside
-    learned = torch.linalg.eigvalsh(inside @ inside.mT)
-    orthogonal = torch.linalg.eigvalsh(outside @ outside.mT)
+    inside_squared = torch.linalg.eigvalsh(inside @ inside.mT)
+    outside_gram = outside @ outside.mT
+    outside_squared = torch.linalg.eigvalsh(outside_gram)
     directions = min(B.shape[-2] - basis.shape[-1], B.shape[-1])
-    return Spectrum(learned[..., 0], learned[..., -1], _trace(outside @ outside.mT) / directions, orthogonal[..., -1])
+    orthogonal_mean = _trace(outside_gram) / directions
+    return Spectrum(inside_squared[..., 0], inside_squared[..., -1], orthogonal_mean, outside_squared[..., -1])
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""First-order ANIL, MAML and Burer–Monteiro of a linear network on finitely many tasks.
+"""First-order ANIL, first-order MAML and Burer–Monteiro factorization of linear networks on finitely many tasks.
 
-The methods are those of Yüksel et al. 2023, eq. 2–4 and 12. The gradients of x ↦ ⟨Bw, x⟩ are written out, so that a
-step is a few batched products over all tasks of all runs, each of which reads the points once. Second moments XᵀX
-are not computed, since they have more entries than X.
+They are defined in Yüksel et al. 2023, eq. 2–4 and 12. The gradients of x ↦ ⟨Bw, x⟩ are written out by hand, so a step
+is a few batched products over all tasks of all runs. Second moments XᵀX are not computed, since they have more entries
+than X if a task has fewer points than dimensions.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ NetParams = tuple[Tensor, Tensor]  # B (runs, d, k') and w (runs, k')
 
 
 class TaskPoints(NamedTuple):
-    """Points and targets of the inner and of the outer loop, for all tasks of several runs.
+    """Points and targets of the inner loop and of the outer loop, for all tasks of several runs.
 
     Args:
         x_in: Points of the inner loop, (runs, tasks, points, d).
         y_in: Targets of the inner loop, (runs, tasks, points).
-        x_out: Points of the outer loop.
-        y_out: Targets of the outer loop.
+        x_out: Points of the outer loop, with the same axes.
+        y_out: Targets of the outer loop, with the same axes.
 
     Example:
         >>> from metabridge.environments import SharedRepresentation
-        >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0), shots=6, pool=30)
-        >>> TaskPoints.from_episodes([world.tasks]).x_in.shape
+        >>> environment = SharedRepresentation(dimension=8, variances=(1.0, 2.0), shots=6, pool=30)
+        >>> TaskPoints.from_episodes([environment.tasks]).x_in.shape
         torch.Size([1, 30, 6, 8])
     """
 
@@ -48,21 +48,29 @@ class TaskPoints(NamedTuple):
         """Stack the tasks of several runs.
 
         Args:
-            runs: The tasks of each run.
+            runs: The tasks of each run, with the same number of tasks and points.
 
         Returns:
-            Their points; support sets are those of the inner loop, queries those of the outer loop.
+            The points: support sets for the inner loop, query sets for the outer loop.
 
         Raises:
-            InputError: If targets have more than one value.
+            InputError: If a target has more than one output.
         """
         if any(run.support_y.shape[-1] != 1 for run in runs):
-            raise InputError("targets have several values, but this linear network has one output. Use one value.")
-        x_in, y_in, x_out, y_out = (torch.stack(part) for part in zip(*(run.tensors()[:4] for run in runs)))
+            raise InputError("targets have several outputs, but this linear network has only one. Use one output.")
+        x_in, y_in, x_out, y_out = (torch.stack(tensors) for tensors in zip(*(run.tensors()[:4] for run in runs)))
         return cls(x_in, y_in[..., 0], x_out, y_out[..., 0])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TaskPoints:
-        """Move the points to a device and convert them to a dtype."""
+        """Return the points on a device and in a dtype.
+
+        Args:
+            device: The device.
+            dtype: The dtype.
+
+        Returns:
+            The points as contiguous tensors.
+        """
         return TaskPoints(*(tensor.to(device, dtype).contiguous() for tensor in self))
 
 
@@ -71,14 +79,14 @@ def first_order_step(
 ) -> NetParams:
     """Take one outer step of first-order ANIL or MAML on all tasks (Yüksel et al. 2023, eq. 2, 3).
 
-    With g the gradient of a task's loss with respect to θ = Bw, the inner step is wᵢ = w − αBᵀg, and Bᵢ = B − αgwᵀ for
-    MAML.
+    With the gradient g of a task's loss with respect to θ = Bw, the inner step is wᵢ = w − αBᵀg, and for MAML also
+    Bᵢ = B − αgwᵀ.
 
     Args:
         B: Representations, (runs, d, k').
         w: Heads, (runs, k').
         points: Points of the tasks.
-        settings: Step sizes; `m_in` is not used.
+        settings: Step sizes α and β. `m_in` is ignored, as `points` determines the number of points.
         adapts: "head" for ANIL, "all" for MAML.
 
     Returns:
@@ -86,23 +94,24 @@ def first_order_step(
 
     Example:
         >>> from metabridge.environments import SharedRepresentation
-        >>> world = SharedRepresentation(dimension=8, variances=(1.0, 2.0), shots=6, pool=30)
-        >>> points = TaskPoints.from_episodes([world.tasks])
+        >>> environment = SharedRepresentation(dimension=8, variances=(1.0, 2.0), shots=6, pool=30)
+        >>> points = TaskPoints.from_episodes([environment.tasks])
         >>> B, w = first_order_step(torch.zeros(1, 8, 4), torch.zeros(1, 4), points, AnilSettings())
         >>> B.shape, w.shape
         (torch.Size([1, 8, 4]), torch.Size([1, 4]))
     """
     alpha = settings.alpha
     runs, tasks, _, dimension = points.x_in.shape
-    u = B @ w[..., None]
-    errors = (points.x_in.flatten(1, 2) @ u).view_as(points.y_in) - points.y_in
-    inner_grads = _mean_products(errors, points.x_in)
+    theta = B @ w[..., None]
+    predictions = (points.x_in.flatten(1, 2) @ theta).view_as(points.y_in)
+    inner_grads = _mean_products(predictions - points.y_in, points.x_in)
     heads = w[:, None] - alpha * (inner_grads @ B)
-    theta = heads @ B.mT
+    adapted_theta = heads @ B.mT
     if adapts == "all":
-        theta = theta - alpha * inner_grads * (heads @ w[..., None])
-    errors = torch.bmm(points.x_out.flatten(0, 1), theta.view(runs * tasks, dimension, 1)).view_as(points.y_out)
-    outer_grads = _mean_products(errors - points.y_out, points.x_out)
+        adapted_theta = adapted_theta - alpha * inner_grads * (heads @ w[..., None])
+    adapted_theta = adapted_theta.view(runs * tasks, dimension, 1)
+    predictions = torch.bmm(points.x_out.flatten(0, 1), adapted_theta).view_as(points.y_out)
+    outer_grads = _mean_products(predictions - points.y_out, points.x_out)
     w_grad = (outer_grads.mean(1)[:, None] @ B)[:, 0]
     if adapts == "all":
         w_grad = w_grad - alpha * w * (inner_grads * outer_grads).sum(-1).mean(-1, keepdim=True)
@@ -110,7 +119,7 @@ def first_order_step(
 
 
 def _mean_products(errors: Tensor, x: Tensor) -> Tensor:
-    """Return Xᵀ(errors)/m of every task, (runs, tasks, d)."""
+    """Return Xᵀe/m of every task for its errors e, (runs, tasks, d)."""
     sums = torch.bmm(errors.flatten(0, 1)[:, None], x.flatten(0, 1))
     return sums.view(*x.shape[:2], x.shape[-1]) / x.shape[2]
 
@@ -139,11 +148,11 @@ def factorization_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 class RepeatedStep:
-    """A step that is taken many times; on a GPU it is captured as a CUDA graph and replayed.
+    """A step that is taken many times. On a GPU it is captured as a CUDA graph and replayed.
 
     Args:
-        step: Function that returns B and w after a step.
-        start: B and w at the start.
+        step: Function that maps B and w to their values after a step.
+        start: Initial B and w.
 
     Example:
         >>> halving = RepeatedStep(lambda B, w: (B / 2, w / 2), (torch.ones(1, 1, 1), torch.ones(1, 1)))
@@ -158,7 +167,11 @@ class RepeatedStep:
         self._graph: CapturedGraph[None] | None = None
 
     def advance(self, steps: int) -> None:
-        """Take a number of steps and wait for their end."""
+        """Take a number of steps, and wait until the GPU has finished them.
+
+        Args:
+            steps: Number of steps.
+        """
         if steps and self._graph is None and self.params[0].is_cuda:
             self._graph = self._capture()
         for _ in range(steps):
@@ -174,8 +187,8 @@ class RepeatedStep:
             param.copy_(value)
 
     def _capture(self) -> CapturedGraph[None]:
-        originals = [tensor.clone() for tensor in self.params]
-        graph = CapturedGraph(self._step_in_place)
-        for param, value in zip(self.params, originals):
+        params_before = [param.clone() for param in self.params]
+        graph = CapturedGraph(self._step_in_place)  # capturing changes the parameters
+        for param, value in zip(self.params, params_before):
             param.copy_(value)
         return graph

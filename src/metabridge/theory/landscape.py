@@ -1,7 +1,7 @@
 """Closed forms for MAML and non-adaptive learning (NAL) on linear regression (Collins et al. 2022, §3, app. A and D).
 
-A task of a `Landscape` has inputs x ~ N(0, Σ) and targets y = ⟨w*, x⟩ + z, z ~ N(0, σ²). At test the initialization w
-takes one step of size α on m samples of the task,
+A task of a `Landscape` has inputs x ~ N(0, Σ) and targets y = ⟨w*, x⟩ + z, z ~ N(0, σ²). At test time, the
+initialization w takes one step of size α on m samples (X̂, ŷ) of the task,
 
     w' = w − (α/m) X̂ᵀ(X̂w − ŷ),   F_m(w) = E ½(⟨w', x⟩ − y)²   (Collins et al. 2022, eq. 1).
 
@@ -32,7 +32,7 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | N
     Args:
         Sigma: Covariances Σ, (..., d, d).
         alpha: Step size α.
-        s: Number of samples; infinite for a step on the population.
+        s: Number of samples; infinite for a step on the expected loss.
         fourth: E[xxᵀΣxxᵀ], (..., d, d). The default is tr(Σ²)Σ + 2Σ³, which holds for normal inputs.
 
     Returns:
@@ -59,7 +59,7 @@ def nal_solution(landscape: Landscape) -> Tensor:
     """Return w*_NAL = E[Σ]⁻¹E[Σw*], to which training without adaptation converges (Collins et al. 2022, eq. 5).
 
     Args:
-        landscape: The tasks.
+        landscape: Distribution of the tasks.
 
     Returns:
         w*_NAL, (d).
@@ -75,7 +75,7 @@ def maml_solution(landscape: Landscape, alpha: float, n2: float, *, fourth: Tens
     """Return w*_MAML = E[Q^{(n₂)}]⁻¹E[Q^{(n₂)}w*], to which MAML converges (Collins et al. 2022, eq. 5).
 
     Args:
-        landscape: The tasks.
+        landscape: Distribution of the tasks.
         alpha: Step size α.
         n2: Number n₂ of samples of the inner step; may be infinite.
         fourth: E[xxᵀΣxxᵀ] of each group, (groups, d, d). The default is that of normal inputs.
@@ -100,7 +100,7 @@ def solution(name: SolutionName, landscape: Landscape, alpha: float, n2: float) 
 
     Args:
         name: "nal" or "maml".
-        landscape: The tasks.
+        landscape: Distribution of the tasks.
         alpha: Step size α of MAML.
         n2: Number n₂ of samples of MAML's inner step; may be infinite.
 
@@ -123,10 +123,10 @@ def risk_above_floor(
     """Return 𝓔_m(w) = ½ E‖w − w*‖² in the norm of Q^{(m)} (Collins et al. 2022, eq. 6, 7).
 
     Args:
-        landscape: The tasks.
+        landscape: Distribution of the tasks.
         w: Initializations, (..., d).
         alpha: Step size α.
-        m: Number of samples of the step at test; may be infinite.
+        m: Number of samples of the test-time step; may be infinite.
         fourth: E[xxᵀΣxxᵀ] of each group, (groups, d, d). The default is that of normal inputs.
 
     Returns:
@@ -142,29 +142,29 @@ def risk_above_floor(
     """
     _check_alpha(landscape, alpha)
     _check_samples("m", m)
-    tasks = landscape.distribution
+    distribution = landscape.distribution
     if not w.ndim or w.shape[-1] != landscape.dimension:
         raise InputError(
-            f"w is {describe(w)}, but tasks are in {landscape.dimension} dimensions. "
+            f"w is {describe(w)}, but the tasks have {landscape.dimension} dimensions. "
             f"Use a last dimension of {landscape.dimension}."
         )
     # Within a group, E‖w − w*‖²_Q = ‖w − center‖²_Q + tr(Q·spread).
-    Q = adapted_covariance(tasks.covariance, alpha, m, fourth)
-    gap = w.double()[..., None, :] - tasks.center
+    Q = adapted_covariance(distribution.covariance, alpha, m, fourth)
+    gap = w.double()[..., None, :] - distribution.center
     from_center = torch.einsum("...gi,gij,...gj->...g", gap, Q, gap)
-    spread = torch.einsum("gij,gji->g", Q, tasks.spread)
-    return (from_center + spread) @ tasks.probability / 2
+    from_spread = torch.einsum("gij,gji->g", Q, distribution.spread)
+    return (from_center + from_spread) @ distribution.probability / 2
 
 
 def noise_floor(landscape: Landscape, alpha: float, m: float) -> float:
     """Return ½E[σ² + (α²/m)σ² tr(Σ²)], the part of F_m due to noise.
 
-    Collins et al. 2022, eq. 16, have it without the factor ½, a misprint.
+    Eq. 16 of Collins et al. 2022 lacks the factor ½, which is a misprint.
 
     Args:
-        landscape: The tasks.
+        landscape: Distribution of the tasks.
         alpha: Step size α.
-        m: Number of samples of the step at test; may be infinite.
+        m: Number of samples of the test-time step; may be infinite.
 
     Returns:
         The floor.
@@ -178,21 +178,21 @@ def noise_floor(landscape: Landscape, alpha: float, m: float) -> float:
     """
     _check_alpha(landscape, alpha)
     _check_samples("m", m)
-    tasks = landscape.distribution
-    through_step = alpha**2 / m * tasks.covariance.square().sum((-2, -1))
-    return float(tasks.probability @ (tasks.noise * (1 + through_step))) / 2
+    distribution = landscape.distribution
+    step_share = alpha**2 / m * distribution.covariance.square().sum((-2, -1))  # noise that the step adds, over σ²
+    return float(distribution.probability @ (distribution.noise * (1 + step_share))) / 2
 
 
 def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
-    """Return the step size α with the smallest F_m at the solution for this α and n₂ = m.
+    """Return the step size α for which the solution with this α and n₂ = m has the smallest F_m.
 
-    The minimum on a grid of stable steps is refined between its neighbors, since MAML may have several minima, one near
-    the inverse of each group's curvature.
+    MAML may have several local minima, one near the inverse of each group's curvature. The search therefore starts with
+    a grid of stable step sizes, and refines the best of them between its neighbors.
 
     Args:
         name: "nal" or "maml".
-        landscape: The tasks.
-        m: Number of samples of the inner step and of the step at test; may be infinite.
+        landscape: Distribution of the tasks.
+        m: Number of samples of the inner step and of the test-time step; may be infinite.
 
     Returns:
         The step size.
@@ -210,7 +210,7 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
     def loss(alpha: float) -> float:
         try:
             w = solution(name, landscape, alpha, m)
-        except InputError:  # not unique, as the step solves all tasks in some direction: use a smaller step
+        except InputError:  # the solution is not unique for this alpha: take that of a slightly smaller one
             w = solution(name, landscape, (1 - 1e-4) * alpha, m)
         return float(risk_above_floor(landscape, w, alpha, m)) + noise_floor(landscape, alpha, m)
 
@@ -221,10 +221,10 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
 
 
 def empirical_nal(episodes: Episodes) -> Tensor:
-    """Return w_NAL = (Σ_i X_iᵀX_i)⁻¹ Σ_i X_iᵀy_i over all points of given tasks (Collins et al. 2022, eq. 41).
+    """Return w_NAL = (Σ_i X_iᵀX_i)⁻¹ Σ_i X_iᵀy_i over all points of some tasks (Collins et al. 2022, eq. 41).
 
     Args:
-        episodes: The tasks; support and query points are used alike.
+        episodes: The tasks. Both support and query points are used.
 
     Returns:
         w_NAL, (d).
@@ -238,19 +238,19 @@ def empirical_nal(episodes: Episodes) -> Tensor:
         >>> empirical_nal(tasks.sample(1000, torch.Generator().manual_seed(0))).shape
         torch.Size([2])
     """
-    whole = _as_regression(episodes).without_split()
-    x, y = whole.support_x, whole.support_y
+    unsplit = _as_regression(episodes).without_split()
+    x, y = unsplit.support_x, unsplit.support_y
     return _solve_normal_equations((x.mT @ x).sum(0), (x.mT @ y).sum(0))
 
 
 def empirical_maml(episodes: Episodes, alpha: float) -> Tensor:
-    """Return w_MAML = (Σ Q̂)⁻¹ Σ P̂ X_outᵀ(y_out − (α/n₂)X_out X_inᵀy_in) of given tasks (Collins et al. 2022, eq. 43).
+    """Return w_MAML = (Σ Q̂)⁻¹ Σ P̂ X_outᵀ(y_out − (α/n₂)X_out X_inᵀy_in) of some tasks (Collins et al. 2022, eq. 43).
 
     P̂ = I − (α/n₂)X_inᵀX_in and Q̂ = P̂ X_outᵀX_out P̂. With y = Xw* + z this is the published equation.
 
     Args:
-        episodes: The episodes, of which several may be of one task. Support sets are the n₂ inner samples, query sets
-            the n₁ outer ones.
+        episodes: The episodes; several may belong to the same task. Support sets are the n₂ inner samples, query sets
+            the n₁ outer samples.
         alpha: Step size α.
 
     Returns:
@@ -292,7 +292,7 @@ class Risks(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The risk of NAL over that of MAML; infinite if only MAML's is 0, and 1 if both are."""
+        """The risk of NAL divided by the risk of MAML; infinite if only the latter is 0, and 1 if both are 0."""
         if self.maml == 0:
             return 1.0 if self.nal == 0 else math.inf
         return self.nal / self.maml
@@ -304,7 +304,7 @@ def task_weights(world: HardEasy, alpha: float, m: float) -> tuple[float, float]
     a = ρ(1 − αρ)² + ((d + 1)/m)α²ρ³.
 
     Args:
-        world: The tasks.
+        world: The distribution of hard and easy tasks.
         alpha: Step size α.
         m: Number of samples of the inner step; may be infinite.
 
@@ -330,14 +330,14 @@ def task_weights(world: HardEasy, alpha: float, m: float) -> tuple[float, float]
 def hard_easy_risks(world: HardEasy, alpha: float, m: float) -> Risks:
     """Return the risks of NAL and MAML with n₂ = m on hard and easy tasks (Collins et al. 2022, cor. 1, eq. 10, 11).
 
-    With terms collected:
+    After collecting terms,
     𝓔(NAL)  = (d/4)[a_H r_H + a_E r_E + R²(a_H ρ_E² + a_E ρ_H²)/(ρ_E + ρ_H)²] and
     𝓔(MAML) = (d/4)[a_H r_H + a_E r_E + R² a_E a_H/(a_E + a_H)].
 
     Args:
-        world: The tasks.
+        world: The distribution of hard and easy tasks.
         alpha: Step size α.
-        m: Number of samples of the inner step and of the step at test; may be infinite.
+        m: Number of samples of the inner step and of the test-time step; may be infinite.
 
     Returns:
         Both risks.
@@ -352,10 +352,11 @@ def hard_easy_risks(world: HardEasy, alpha: float, m: float) -> Risks:
     """
     a_H, a_E = task_weights(world, alpha, m)
     rho_H, rho_E = world.rho_hard, world.rho_easy
-    spread = a_H * world.r_hard + a_E * world.r_easy
-    nal = (a_H * rho_E**2 + a_E * rho_H**2) / (rho_E + rho_H) ** 2
-    maml = a_E * a_H / (a_E + a_H) if a_E + a_H else 0.0  # both are 0 if the step solves all tasks
-    return Risks(*(world.dimension / 4 * (spread + world.R**2 * share) for share in (nal, maml)))
+    within_groups = a_H * world.r_hard + a_E * world.r_easy
+    nal_factor = (a_H * rho_E**2 + a_E * rho_H**2) / (rho_E + rho_H) ** 2
+    maml_factor = a_E * a_H / (a_E + a_H) if a_E + a_H else 0.0  # both are 0 if the step solves all tasks
+    nal, maml = (world.dimension / 4 * (within_groups + world.R**2 * factor) for factor in (nal_factor, maml_factor))
+    return Risks(nal, maml)
 
 
 def asymptotic_ratio(world: HardEasy) -> float:
@@ -364,7 +365,7 @@ def asymptotic_ratio(world: HardEasy) -> float:
     It holds for α = 1/ρ_E, 0 < ρ_H ≪ ρ_E and m ≫ d.
 
     Args:
-        world: The tasks.
+        world: The distribution of hard and easy tasks.
 
     Returns:
         The ratio; infinite if r_H is 0.
@@ -377,32 +378,32 @@ def asymptotic_ratio(world: HardEasy) -> float:
 
 
 def _weighted_center(landscape: Landscape, weights: Tensor) -> Tensor:
-    """Return E[W]⁻¹E[Ww*] for a weight matrix W of each group, of which w* is independent within the group."""
-    tasks = landscape.distribution
-    matrix = torch.einsum("g,gij->ij", tasks.probability, weights)
-    target = torch.einsum("g,gij,gj->i", tasks.probability, weights, tasks.center)
-    solved, singular = torch.linalg.solve_ex(matrix, target)
+    """Return E[W]⁻¹E[Ww*], where every group of tasks has its weight matrix W in `weights` (groups, d, d)."""
+    distribution = landscape.distribution
+    matrix = torch.einsum("g,gij->ij", distribution.probability, weights)
+    target = torch.einsum("g,gij,gj->i", distribution.probability, weights, distribution.center)
+    center, singular = torch.linalg.solve_ex(matrix, target)
     if singular:
         raise InputError(
-            "a step on infinitely many samples solves every task in some direction, for any initialization, so the "
+            "a step on infinitely many samples solves every task along some direction from any initialization, so the "
             "solution is not unique. Use another alpha, or a finite number of samples."
         )
-    return solved  # type: ignore[no-any-return]
+    return center  # type: ignore[no-any-return]
 
 
 def _as_regression(episodes: Episodes) -> Episodes:
-    """Convert tasks to float64; raise InputError unless they are regression with one value per point."""
+    """Convert tasks to float64. Raise an InputError unless they are regression tasks with one output."""
     if episodes.is_classification or episodes.support_y.shape[-1] != 1 or episodes.support_x.ndim != 3:
         raise InputError(
             f"support_x is {describe(episodes.support_x)} and support_y {describe(episodes.support_y)}, but linear "
-            "regression needs points (tasks, points, d) and one value for each, (tasks, points, 1)."
+            "regression needs inputs (tasks, points, d) and targets (tasks, points, 1)."
         )
     return episodes.to(dtype=torch.float64)
 
 
 def _solve_normal_equations(matrix: Tensor, target: Tensor) -> Tensor:
-    values = torch.linalg.eigvalsh(matrix)
-    if values[0] <= 1e-12 * values[-1]:
+    eigenvalues = torch.linalg.eigvalsh(matrix)
+    if eigenvalues[0] <= 1e-12 * eigenvalues[-1]:
         raise InputError(
             f"the points of all tasks do not span their {len(matrix)} dimensions, so the solution is not unique. "
             "Use more tasks, or more points per task."
@@ -418,8 +419,8 @@ def _check_alpha(landscape: Landscape, alpha: float) -> None:
     largest = _largest_alpha(landscape)
     if not 0 <= alpha < largest:
         raise InputError(
-            f"alpha is {alpha}, but steps of {largest:.4g} or more diverge on the steepest of these tasks. "
-            f"Use alpha from 0 to below {largest:.4g}, twice the inverse of its largest curvature."
+            f"alpha is {alpha}, but steps of {largest:.4g} or more diverge on the tasks with the largest curvature. "
+            f"Use an alpha from 0 to below {largest:.4g}, twice the inverse of this curvature."
         )
 
 

@@ -14,18 +14,26 @@ from metabridge.models.network import Params
 from metabridge.solvers import GradientDescent, Problem, task_loss
 
 EXTENT = 2.0  # surfaces cover −2 to 2 along both axes
-SEARCH_POINTS = 25  # grid points per axis; the search for a minimum starts from the one with the lowest loss
+SEARCH_POINTS = 25  # points per axis of the grid on which the search for a minimum starts
 PRECISION = 1e-4  # of the position of a minimum
 
 
 @dataclass(frozen=True, eq=False)
 class LossSurface:
-    """The mean loss on fixed episodes as a function of the student's neuron.
+    """The mean query loss on fixed episodes as a function of the student's neuron.
 
     Args:
         activation: Activation of student and teachers.
         episodes: The episodes.
-        lr: Size of one gradient step on the support set before the query loss; None evaluates without adaptation.
+        lr: Step size of one gradient step on the support set before the query loss; None for no adaptation.
+
+    Example:
+        >>> from metabridge.environments import TeacherTasks
+        >>> from metabridge.environments.teacher_networks import FixedNeurons
+        >>> environment = TeacherTasks(FixedNeurons(torch.tensor([[[1.0, 0.0]]])), "relu", shots=5, queries=5)
+        >>> surface = LossSurface("relu", environment.sample(3, torch.Generator().manual_seed(0)))
+        >>> surface(torch.tensor([1.0, 0.0])).item()
+        0.0
     """
 
     activation: Activation
@@ -33,45 +41,63 @@ class LossSurface:
     lr: float | None = None
 
     def __call__(self, neurons: Tensor) -> Tensor:
-        """Return the loss of each neuron, (..., 2) → (...)."""
+        """Return the loss of each neuron.
+
+        Args:
+            neurons: Neurons of the student, (..., 2).
+
+        Returns:
+            The losses, (...).
+        """
 
         def apply(params: Params, x: Tensor) -> Tensor:
             return neuron_sum(self.activation, params["neurons"], x)
 
-        def loss(neuron: Tensor, *task: Tensor) -> Tensor:
+        def loss(neuron: Tensor, support_x: Tensor, support_y: Tensor, query_x: Tensor, query_y: Tensor) -> Tensor:
             student = {"neurons": neuron[None]}
             if self.lr is not None:
-                problem = Problem(apply, task_loss, task[0], task[1])
+                problem = Problem(apply, task_loss, support_x, support_y)
                 student = GradientDescent(steps=1, lr=self.lr).solve(problem, student, {}, exact=False)
-            return task_loss(apply(student, task[2]), task[3])
+            return task_loss(apply(student, query_x), query_y)
 
         losses = vmap(vmap(loss, (None, 0, 0, 0, 0)), (0, None, None, None, None), chunk_size=32)
         return losses(neurons.reshape(-1, 2), *self.episodes.tensors()).mean(1).reshape(neurons.shape[:-1])
 
     def minimum(self) -> Tensor:
-        """Return the neuron with the lowest loss, by a pattern search from the lowest point of a grid.
+        """Return the neuron with the lowest loss, by a pattern search from the best point of a grid.
 
-        The search uses values only: with ReLU the loss after a step jumps where an input crosses the kink.
+        The search does not use gradients: with ReLU, the loss after a step is discontinuous in the neuron, because
+        inputs cross the kink.
+
+        Returns:
+            The neuron, (2).
         """
-        grid, offsets = plane(SEARCH_POINTS).reshape(-1, 2), plane(5).reshape(-1, 2) / EXTENT
+        grid, offsets = neuron_grid(SEARCH_POINTS).reshape(-1, 2), neuron_grid(5).reshape(-1, 2) / EXTENT
         step = 2 * EXTENT / (SEARCH_POINTS - 1)
-        values = self(grid)
-        best, lowest = grid[values.argmin()], values.min()
+        losses = self(grid)
+        best, best_loss = grid[losses.argmin()], losses.min()
         while step > PRECISION:
             candidates = best + step * offsets
-            values = self(candidates)
-            if values.min() < lowest:
-                best, lowest = candidates[values.argmin()], values.min()
+            losses = self(candidates)
+            if losses.min() < best_loss:
+                best, best_loss = candidates[losses.argmin()], losses.min()
             else:
                 step /= 2
         return best
 
 
-def plane(points: int) -> Tensor:
-    """Return a square grid of neurons, (points, points, 2), with the first coordinate along the first axis.
+def neuron_grid(points_per_axis: int) -> Tensor:
+    """Return a square grid of neurons from −2 to 2 along both axes.
 
-    >>> plane(3)[2, 0]
-    tensor([ 2., -2.], dtype=torch.float64)
+    Args:
+        points_per_axis: Number of points along each axis.
+
+    Returns:
+        The neurons, (points_per_axis, points_per_axis, 2). The first coordinate varies along the first axis.
+
+    Example:
+        >>> neuron_grid(3)[2, 0]
+        tensor([ 2., -2.], dtype=torch.float64)
     """
-    axis = torch.linspace(-EXTENT, EXTENT, points, dtype=torch.float64)
-    return torch.cartesian_prod(axis, axis).reshape(points, points, 2)
+    axis = torch.linspace(-EXTENT, EXTENT, points_per_axis, dtype=torch.float64)
+    return torch.cartesian_prod(axis, axis).reshape(points_per_axis, points_per_axis, 2)

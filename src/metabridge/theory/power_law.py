@@ -1,4 +1,4 @@
-"""Power laws through measured values."""
+"""Power laws fitted to measured values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from dataclasses import dataclass
 
 from metabridge.intervals import t_quantile
 
-Points = Mapping[int, Sequence[float]]  # the values of several runs by size: width, depth or number of tasks
+ValuesBySize = Mapping[int, Sequence[float]]  # the values of several runs for each width, depth or number of tasks
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """value ≈ factor · size^exponent.
+    """The power law value ≈ factor · size^exponent.
 
     Args:
         factor: The value at size 1.
         exponent: The exponent of the size.
-        ci95: Half-width of the exponent's 95 % interval.
+        ci95: Half-width of the 95 % confidence interval of the exponent.
+
+    Example:
+        >>> PowerLaw(factor=3.0, exponent=-0.5, ci95=0.0)(4)
+        1.5
     """
 
     factor: float
@@ -26,24 +30,25 @@ class PowerLaw:
     ci95: float
 
     @classmethod
-    def fit(cls, points: Points) -> PowerLaw:
-        """Fit a line to the logarithms by least squares.
+    def fit(cls, values_by_size: ValuesBySize) -> PowerLaw:
+        """Fit a power law by least squares on the logarithms of sizes and values.
 
         Args:
-            points: The values of several runs by size.
+            values_by_size: The values of several runs for each size.
 
         Returns:
-            The power law; its interval is over runs.
+            The power law. Its confidence interval treats all values as independent.
 
-        >>> PowerLaw.fit({4: [1.0, 1.1], 16: [0.5, 0.55], 64: [0.25, 0.275]})
-        PowerLaw(factor=2.0..., exponent=-0.5..., ci95=0.058...)
+        Example:
+            >>> PowerLaw.fit({4: [1.0, 1.1], 16: [0.5, 0.55], 64: [0.25, 0.275]})
+            PowerLaw(factor=2.0..., exponent=-0.5..., ci95=0.058...)
         """
         from scipy import stats
 
-        pairs = [(math.log(size), math.log(value)) for size, values in points.items() for value in values]
-        line = stats.linregress(*zip(*pairs))
-        margin = t_quantile(len(pairs) - 2) * float(line.stderr)
-        return cls(math.exp(line.intercept), float(line.slope), margin)
+        pairs = [(math.log(size), math.log(value)) for size, values in values_by_size.items() for value in values]
+        regression = stats.linregress(*zip(*pairs))
+        margin = t_quantile(len(pairs) - 2) * float(regression.stderr)
+        return cls(math.exp(regression.intercept), float(regression.slope), margin)
 
     def __call__(self, size: float) -> float:
         """Return the value at a size."""

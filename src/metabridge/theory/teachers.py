@@ -1,6 +1,6 @@
 """Teachers with one hidden layer: population losses, and the tasks that MAML prefers (Collins et al. 2022, theorem 1).
 
-W are the neurons of a student and V those of a teacher, both (M, d), in double precision.
+W are the neurons of the student and V the neurons of a teacher, both (M, d), in double precision.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from metabridge.environments.teacher_networks import Activation, neuron_sum
 from metabridge.errors import InputError
 
 QUADRATURE_NODES = 48  # along each axis
-GRADIENT_TOLERANCE = 1e-9  # a point is stationary if all elements of the gradient are smaller
-SAME_POINT_DISTANCE = 1e-5  # stationary points nearer than this count as one
-MAX_NORM = 10.0  # beyond this sigmoid and tanh are so flat that every point seems stationary
+GRADIENT_TOLERANCE = 1e-9  # a point is stationary if all elements of the gradient are smaller in absolute value
+SAME_POINT_DISTANCE = 1e-5  # stationary points that are closer to each other count as one
+MAX_NORM = 10.0  # farther from the origin, sigmoid and tanh are so flat that every point seems stationary
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,12 @@ class TeacherTask:
     covariance: float = 1.0
 
     def loss(self, W: Tensor) -> Tensor:
-        """Return the population loss f(W) = ½E(h_W(x) − h_V(x))², with the sums h of `neuron_sum`.
+        """Return the population loss f(W) = ½E(h_W(x) − h_V(x))², where h is `neuron_sum`.
 
-        ReLU has a closed form, which it needs: a finite set of inputs loses its second derivative. The others use
-        Gauss–Hermite quadrature, for inputs of at most 3 dimensions. Its gradients are accurate to half a percent for
-        tanh up to √ρ‖w‖ = 1.5 and for sigmoid up to 3; it does not resolve steeper neurons.
+        For ReLU it is computed in closed form, since a sum over finitely many inputs would have a wrong second
+        derivative. For other activations it is computed by Gauss–Hermite quadrature, for inputs of at most 3
+        dimensions. The gradients of the quadrature are accurate to half a percent for neurons w with √ρ‖w‖ up to 1.5
+        (tanh) or 3 (sigmoid); steeper neurons are not resolved.
 
         Args:
             W: Neurons of the student, (M, d).
@@ -71,11 +72,18 @@ class TeacherTask:
             )
         points, weights = map(torch.from_numpy, _normal_points(W.shape[-1]))
         x = math.sqrt(self.covariance) * points
-        gap = neuron_sum(self.activation, W, x) - neuron_sum(self.activation, self.neurons, x)
-        return (weights @ gap.square().squeeze(-1)) / 2
+        errors = neuron_sum(self.activation, W, x) - neuron_sum(self.activation, self.neurons, x)
+        return (weights @ errors.square().squeeze(-1)) / 2
 
     def gradient(self, W: Tensor) -> Tensor:
-        """Return ∇f(W), (M, d)."""
+        """Return the gradient ∇f(W) of the population loss.
+
+        Args:
+            W: Neurons of the student, (M, d).
+
+        Returns:
+            The gradient, (M, d).
+        """
         return grad(self.loss, W)
 
     def curvatures(self, W: Tensor) -> Tensor:
@@ -102,18 +110,26 @@ class TeacherTask:
         return values
 
     def adapt(self, W: Tensor, alpha: float) -> Tensor:
-        """Return W − α∇f(W), one step of gradient descent with infinitely many samples."""
+        """Take one step of gradient descent with infinitely many samples.
+
+        Args:
+            W: Neurons of the student, (M, d).
+            alpha: Step size α.
+
+        Returns:
+            W − α∇f(W), (M, d).
+        """
         return W - alpha * self.gradient(W)
 
 
 def nal_loss(tasks: Sequence[TeacherTask]) -> Callable[[Tensor], Tensor]:
-    """Return the loss of NAL, W ↦ E_i f_i(W) (Collins et al. 2022, eq. 3).
+    """Return the loss of non-adaptive learning (NAL), W ↦ E_i f_i(W) (Collins et al. 2022, eq. 3).
 
     Args:
         tasks: The tasks.
 
     Returns:
-        Function of the student's neurons.
+        Function that maps the student's neurons to the loss.
 
     Example:
         >>> neurons = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
@@ -131,7 +147,7 @@ def maml_loss(tasks: Sequence[TeacherTask], alpha: float) -> Callable[[Tensor], 
         alpha: Step size α.
 
     Returns:
-        Function of the student's neurons.
+        Function that maps the student's neurons to the loss.
 
     Example:
         >>> neurons = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
@@ -142,13 +158,13 @@ def maml_loss(tasks: Sequence[TeacherTask], alpha: float) -> Callable[[Tensor], 
 
 
 def stationary_points(loss: Callable[[Tensor], Tensor], starts: Iterable[Tensor]) -> list[Tensor]:
-    """Return the distinct stationary points that a root finder for ∇loss reaches from the starts.
+    """Return the distinct stationary points that a root finder for ∇loss reaches from some starting points.
 
     Points farther from the origin than `MAX_NORM` are left out.
 
     Args:
         loss: A function of the neurons.
-        starts: Points from which to search.
+        starts: Starting points of the search.
 
     Returns:
         The stationary points, at most one for each start.
@@ -212,9 +228,9 @@ class HardTaskPreference:
         def norm(task: TeacherTask, W: Tensor) -> float:
             return float(task.gradient(W).norm())
 
-        extremes = [(float(values[0]), float(values[-1])) for values in (hard.curvatures(W), easy.curvatures(W))]
+        curvatures = [(float(values[0]), float(values[-1])) for values in (hard.curvatures(W), easy.curvatures(W))]
         adapted_ratio = norm(hard, hard.adapt(W, alpha)) / norm(easy, easy.adapt(W, alpha))
-        return cls(alpha, norm(hard, W) / norm(easy, W), adapted_ratio, *extremes)
+        return cls(alpha, norm(hard, W) / norm(easy, W), adapted_ratio, *curvatures)
 
     @property
     def applies(self) -> bool:
@@ -223,12 +239,12 @@ class HardTaskPreference:
 
     @property
     def adapted_bound(self) -> float:
-        """(1 − αβ₂)/(1 − αL₁), a bound on the ratio after adaptation (Collins et al. 2022, eq. 33)."""
+        """(1 − αβ₂)/(1 − αL₁), the bound on `adapted_ratio` (Collins et al. 2022, eq. 33)."""
         return (1 - self.alpha * self.easy[0]) / (1 - self.alpha * self.hard[1])
 
     @property
     def bound(self) -> float:
-        """((1 − αβ₂)/(1 − αL₁))², a bound on the ratio up to O(α²) (Collins et al. 2022, eq. 36)."""
+        """((1 − αβ₂)/(1 − αL₁))², the bound on `ratio` up to O(α²) (Collins et al. 2022, eq. 36)."""
         return self.adapted_bound**2
 
     @property
@@ -240,17 +256,17 @@ class HardTaskPreference:
 def _relu_products(W: Tensor, V: Tensor) -> Tensor:
     """Return E[max(⟨w, x⟩, 0)·max(⟨v, x⟩, 0)] for every pair of neurons and x ~ N(0, I).
 
-    It is (|w||v| sin θ + (π − θ)⟨w, v⟩)/2π with the angle θ between w and v.
+    With the angle θ between w and v, it is (‖w‖‖v‖ sin θ + (π − θ)⟨w, v⟩)/2π.
     """
     inner = W @ V.mT
     area = W.square().sum(-1)[:, None] * V.square().sum(-1) - inner.square()
-    positive = area > 0  # for parallel neurons the root has no derivative, and the product does not need one
+    positive = area > 0  # if not, the neurons are parallel, and the square root has no finite derivative
     area = torch.where(positive, torch.where(positive, area, 1.0).sqrt(), 0.0)
     return (area + (math.pi - torch.atan2(area, inner)) * inner) / (2 * math.pi)
 
 
 def _relu_square(W: Tensor) -> Tensor:
-    """Return E[h_W(x)²] for x ~ N(0, I)."""
+    """Return E[h_W(x)²] for x ~ N(0, I), where h_W is the sum of the ReLU neurons W."""
     off_diagonal = 1 - torch.eye(len(W), dtype=W.dtype)
     return W.square().sum() / 2 + (off_diagonal * _relu_products(W, W)).sum()
 
@@ -263,5 +279,5 @@ def _normal_points(dimension: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     def product(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.stack(np.meshgrid(*[values] * dimension, indexing="ij"), -1).reshape(-1, dimension)
 
-    masses = product(weights).prod(-1)
-    return product(nodes), masses / masses.sum()
+    product_weights = product(weights).prod(-1)
+    return product(nodes), product_weights / product_weights.sum()

@@ -1,7 +1,7 @@
 """Training and evaluation of methods on tasks.
 
-`metabridge.training.config` can be imported without PyTorch, which the help of the command line needs; everything else
-is imported on first use.
+Everything is imported on first use, since it needs PyTorch; `metabridge.training.config` does not, so the help of the
+command line imports only that.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # An AttributeError for a submodule lets Python import it alone, instead of everything.
+        # for a submodule, raise an AttributeError, so that Python imports only the submodule
         if (name.startswith("__") and name != "__all__") or find_spec(f"{__name__}.{name}"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module("metabridge.training.exports"), name)

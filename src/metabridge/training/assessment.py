@@ -1,4 +1,4 @@
-"""A closer look at a classifier: its accuracy on each class, and the calibration of its probabilities."""
+"""Assessment of a classifier: its accuracy on each class, and the calibration of its probabilities."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from metabridge.training.evaluation import (
     score_tasks,
 )
 
-BINS = 10
+BINS = 10  # of the confidence, for calibration
 
 
 @dataclass(frozen=True, eq=False)
 class Assessment:
-    """The accuracy of a classifier over tasks, its accuracy on each class, and its calibration.
+    """Mean accuracy of a classifier over tasks, its accuracy on each class, and its calibration.
 
     Args:
-        score: Accuracy over all tasks.
-        classes: Accuracy on the queries of each class, over all tasks with this class.
-        calibration: For each bin of confidence the mean confidence, the accuracy and the share of the queries.
+        score: Mean accuracy over all tasks.
+        classes: Accuracy on the queries of each class, over all tasks with this class, by the name of the class.
+        calibration: For each non-empty bin of confidence, the mean confidence, the accuracy and the fraction of queries
+            in the bin.
     """
 
     score: Score
@@ -44,8 +45,8 @@ class Assessment:
 
     @property
     def calibration_error(self) -> float:
-        """The expected calibration error, Σ_bins share · |confidence − accuracy|."""
-        return sum(share * abs(confidence - accuracy) for confidence, accuracy, share in self.calibration)
+        """The expected calibration error, Σ_bins fraction · |confidence − accuracy|."""
+        return sum(fraction * abs(confidence - accuracy) for confidence, accuracy, fraction in self.calibration)
 
 
 def assess(
@@ -57,23 +58,23 @@ def assess(
     augmentation: TestTimeAugmentation = UNCHANGED,
     progress: bool = False,
 ) -> Assessment:
-    """Evaluate a classifier as `evaluate` does, on the same tasks, with accuracies of classes and calibration.
+    """Evaluate a classifier on the same tasks as `evaluate`, with its accuracy on each class and its calibration.
 
-    A query whose outputs are not finite counts as wrong. It has no confidence, so calibration leaves it out.
+    A query whose outputs are not finite counts as wrong; it is left out of the calibration.
 
     Args:
         model: Trained model, or a kernel predictor.
-        environment: Tasks over labelled images.
+        environment: Tasks of labelled images.
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
-        augmentation: Changes of the images at test time.
+        augmentation: Changes to the images at test time.
         progress: Whether to show a progress bar.
 
     Returns:
         The assessment.
 
     Raises:
-        InputError: If the tasks are not over labelled images, or adaptation diverges on all of them.
+        InputError: If the tasks are not tasks of labelled images, or adaptation diverges on all of them.
 
     >>> from metabridge.datasets import load
     >>> from metabridge.learners import method, parameters
@@ -85,39 +86,44 @@ def assess(
     (False, True)
     """
     if not isinstance(environment, ImageTasks):
-        raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks over labelled images.")
+        raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks of labelled images.")
     values, has_diverged = [], []
     correct_queries, queries = torch.zeros(2, environment.classes, dtype=torch.float64)
-    bins = torch.zeros(BINS, 3, dtype=torch.float64)  # sums of confidence and accuracy, number of queries
+    bins = torch.zeros(BINS, 3, dtype=torch.float64)  # sum of confidences, correct queries, all queries
     for outputs, episodes in predictions(
         model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=progress
     ):
         values.append(score_tasks(outputs, episodes))
         has_diverged.append(diverged(outputs))
         assert episodes.classes is not None
-        hits = correct(outputs, episodes).double()
-        _add_at(correct_queries, episodes.classes.gather(1, episodes.query_y), hits)
-        _add_at(queries, episodes.classes.gather(1, episodes.query_y), torch.ones_like(hits))
+        is_correct = correct(outputs, episodes).double()
+        class_indices = episodes.classes.gather(1, episodes.query_y)
+        _add_at(correct_queries, class_indices, is_correct)
+        _add_at(queries, class_indices, torch.ones_like(is_correct))
         finite = outputs.isfinite().all(-1)
         confidence = outputs[finite].softmax(-1).amax(-1).double()
         bin_index = (confidence * BINS).long().clamp_max(BINS - 1)
-        for column, weights in enumerate((confidence, hits[finite], torch.ones_like(confidence))):
+        for column, weights in enumerate((confidence, is_correct[finite], torch.ones_like(confidence))):
             _add_at(bins[:, column], bin_index, weights)
     score = Score.of(torch.cat(values), diverged=int(torch.cat(has_diverged).sum()))
     if score.diverged == tasks:
         raise InputError(
-            f"adaptation diverged on all {tasks} tasks: outputs are NaN or infinite. Adapt with a lower rate or fewer "
-            "steps, or train again with a lower learning rate."
+            f"adaptation diverged on all {tasks} tasks: outputs are NaN or infinite. Adapt with a lower learning rate "
+            "or fewer steps, or train again with a lower learning rate."
         )
     names = environment.class_names
     present = queries.nonzero().squeeze(1).tolist()
     return Assessment(
         score,
         {names[index]: float(correct_queries[index] / queries[index]) for index in present},
-        tuple((float(c / n), float(a / n), float(n / bins[:, 2].sum())) for c, a, n in bins if n > 0),
+        tuple(
+            (float(confidence_sum / count), float(hits / count), float(count / bins[:, 2].sum()))
+            for confidence_sum, hits, count in bins
+            if count > 0
+        ),
     )
 
 
 def _add_at(totals: Tensor, indices: Tensor, weights: Tensor) -> None:
-    """Add weights to the totals at these indices."""
+    """Add each weight to the total at its index, in place."""
     totals.index_add_(0, indices.flatten().cpu(), weights.flatten().cpu())

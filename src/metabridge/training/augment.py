@@ -12,25 +12,26 @@ from torch.nn import functional as F
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 
-LUMA = (0.299, 0.587, 0.114)  # perceived brightness of red, green and blue (ITU-R BT.601)
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in perceived brightness (ITU-R BT.601)
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Padded random crop, color jitter and horizontal flip, drawn for each image (Wang et al. 2021, section 5.2).
+    """Random padded crop, color jitter and horizontal flip of each image (Wang et al. 2021, section 5.2).
 
-    Color jitter changes brightness, contrast and saturation in random order. Each replaces an image x by
-    clamp(f·x + (1 − f)·o), where f is uniform in [1 − jitter, 1 + jitter], and o is black, the mean gray value of the
-    image, or the image in gray.
+    Color jitter changes brightness, contrast and saturation in random order. Each change replaces an image x by
+    clamp(f·x + (1 − f)·o), where f is uniform in [1 − jitter, 1 + jitter], and o is black (brightness), the mean gray
+    value of the image (contrast) or the image in gray (saturation).
 
     Args:
-        padding: Number of zeros added on each side before an area of the original size is cut out.
+        padding: Number of zero pixels added on each side before a crop of the original size.
         jitter: Strength of the color jitter, from 0 to 1.
-        flip: Whether to mirror half of the images.
-        scale: Smallest and largest share of the area. If given, a rectangle with such a share and an aspect ratio
-            between 3/4 and 4/3 is cut out and resized to the original size, instead of the padded crop.
-        growth: A size in pixels and a share of training. If given, images are shrunk to that size for that first share
-            of training, which makes these steps cheaper.
+        flip: Whether to mirror each image with probability 1/2.
+        scale: Smallest and largest fraction of the image area. If set, a random rectangle whose area is in this range
+            and whose aspect ratio is between 3/4 and 4/3 is resized to the original size; this replaces the padded
+            crop.
+        growth: A size in pixels and a fraction of training. If set, images are resized to this size during that first
+            fraction of training; with a smaller size, these steps are cheaper.
 
     Raises:
         InputError: If an argument is out of range.
@@ -53,22 +54,22 @@ class Augment:
             raise InputError(f"jitter is {self.jitter}, but must be between 0 and 1. Use jitter=0.4.")
         if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise InputError(
-                f"scale is {self.scale}, but must be two shares of the area in ascending order, such as (0.3, 1.0)."
+                f"scale is {self.scale}, but must be two fractions of the area in ascending order, such as (0.3, 1.0)."
             )
         if self.growth is not None and not (self.growth[0] > 0 and 0 <= self.growth[1] <= 1):
             raise InputError(
-                f"growth is {self.growth}, but must be a size in pixels and a share of training, such as (60, 0.5)."
+                f"growth is {self.growth}, but must be a size in pixels and a fraction of training, such as (60, 0.5)."
             )
 
     @classmethod
     def for_size(cls, size: int) -> Augment:
-        """Return the usual changes for photographs of a size: padding 8 from 64 pixels on, and 4 below.
+        """Return the default augmentation of photographs of a size: padding 8 for 64 pixels or more, otherwise 4.
 
         Args:
-            size: Side of the images in pixels.
+            size: Height and width of the images in pixels.
 
         Returns:
-            The changes.
+            The augmentation.
         """
         return cls(padding=8 if size >= 64 else 4)
 
@@ -78,7 +79,7 @@ class Augment:
         Args:
             images: Images (n, channels, height, width) with values from 0 to 1.
             generator: Random generator on the device of the images.
-            size: Side of the copies in pixels. None for the size of the images.
+            size: Height and width of the copies in pixels. None for those of the images.
 
         Returns:
             The changed copies.
@@ -93,12 +94,12 @@ class Augment:
         return self._color_jitter(images, generator) if self.jitter else images
 
     def episodes(self, episodes: Episodes, generator: torch.Generator, progress: float = 1.0) -> Episodes:
-        """Return tasks with each image changed at random.
+        """Return tasks with random changes to each image.
 
         Args:
             episodes: Tasks of images.
             generator: Random generator on the device of the images.
-            progress: Fraction of training that is done, which `growth` depends on.
+            progress: Fraction of training that is done, which decides the size of the images if `growth` is set.
 
         Returns:
             The changed tasks.
@@ -107,38 +108,38 @@ class Augment:
         return episodes.map_inputs(lambda x: self(x.flatten(0, 1), generator, size).unflatten(0, x.shape[:2]))
 
     def shrunk(self, episodes: Episodes, progress: float) -> Episodes:
-        """Return tasks with each image resized to the size that `growth` demands.
+        """Return tasks with each image resized to the size that `growth` prescribes.
 
         Args:
             episodes: Tasks of images.
             progress: Fraction of training that is done.
 
         Returns:
-            The tasks, unchanged if images have their full size now.
+            The tasks, unchanged if images have their full size at this point of training.
         """
         size = self.size_at(progress)
         if size is None:
             return episodes
 
         def shrink(x: Tensor) -> Tensor:
-            small: Tensor = F.interpolate(x.flatten(0, 1), size, mode="bilinear", antialias=True)
-            return small.unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
+            resized: Tensor = F.interpolate(x.flatten(0, 1), size, mode="bilinear", antialias=True)
+            return resized.unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
 
         return episodes.map_inputs(shrink)
 
     def size_at(self, progress: float) -> int | None:
-        """Return the side of the images in pixels at some point of training.
+        """Return the height and width of the images in pixels at some point of training.
 
         Args:
             progress: Fraction of training that is done.
 
         Returns:
-            The side, or None for the full size.
+            The height and width, or None for the full size.
         """
         return self.growth[0] if self.growth is not None and progress < self.growth[1] else None
 
     def _random_shifts(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Return padded random crops, half of them mirrored."""
+        """Return random crops of the padded images, mirrored with probability 1/2 if `flip` is set."""
         n, _, height, width = images.shape
         device = images.device
         down, right = torch.randint(2 * self.padding + 1, (2, n, 1), generator=generator, device=device)
@@ -147,25 +148,25 @@ class Augment:
             mirrored = torch.rand(n, 1, generator=generator, device=device) < 0.5
             columns = torch.where(mirrored, width - 1 - columns, columns)
         padded = F.pad(images, [self.padding] * 4)
-        image = torch.arange(n, device=device)[:, None, None]
+        indices = torch.arange(n, device=device)[:, None, None]
         # indexing puts the channels last, the layout in which convolutions are fastest
-        return padded[image, :, (rows + down)[:, :, None], (columns + right)[:, None, :]].movedim(-1, 1)
+        return padded[indices, :, (rows + down)[:, :, None], (columns + right)[:, None, :]].movedim(-1, 1)
 
     def _random_rectangles(
         self, images: Tensor, scale: tuple[float, float], shape: tuple[int, ...], generator: torch.Generator
     ) -> Tensor:
-        """Return random rectangles resized to `shape`, half of them mirrored."""
+        """Return random rectangles resized to `shape`, mirrored with probability 1/2 if `flip` is set."""
         n, channels = images.shape[:2]
-        area, ratio, down, right, side = torch.rand(5, n, generator=generator, device=images.device)
+        area, ratio, down, right, flip = torch.rand(5, n, generator=generator, device=images.device)
         area = scale[0] + (scale[1] - scale[0]) * area
         root = torch.exp((ratio - 0.5) * math.log(4 / 3))  # square root of the aspect ratio
         root = root.clamp(area.sqrt(), area.rsqrt())  # a large rectangle fits only if it is nearly square
         width, height = area.sqrt() * root, area.sqrt() / root
         zero = torch.zeros_like(width)
-        mirrored = torch.where(side < 0.5, -width, width) if self.flip else width
-        across = torch.stack([mirrored, zero, (1 - width) * (2 * right - 1)], -1)
-        along = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
-        grid = F.affine_grid(torch.stack([across, along], 1), [n, channels, *shape], align_corners=False)
+        mirrored = torch.where(flip < 0.5, -width, width) if self.flip else width
+        x_row = torch.stack([mirrored, zero, (1 - width) * (2 * right - 1)], -1)
+        y_row = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
+        grid = F.affine_grid(torch.stack([x_row, y_row], 1), [n, channels, *shape], align_corners=False)
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
     def _color_jitter(self, images: Tensor, generator: torch.Generator) -> Tensor:
@@ -175,8 +176,8 @@ class Augment:
         order = draws[0].argsort(0)  # 0 brightness, 1 contrast, 2 saturation
         factors = 1 + self.jitter * (2 * draws[1] - 1)
         luma = torch.tensor(LUMA if channels == 3 else (1 / channels,) * channels, device=images.device)
-        for kind, factor in zip(order, factors):
+        for change, factor in zip(order, factors):
             gray = (images * luma.view(-1, 1, 1)).sum(1, keepdim=True)
-            other = torch.where(kind == 2, gray, torch.where(kind == 1, gray.mean((-2, -1), keepdim=True), 0))
-            images = torch.lerp(other.expand_as(images), images, factor).clamp(0, 1)
+            reference = torch.where(change == 2, gray, torch.where(change == 1, gray.mean((-2, -1), keepdim=True), 0))
+            images = torch.lerp(reference.expand_as(images), images, factor).clamp(0, 1)
         return images

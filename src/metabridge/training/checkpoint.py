@@ -1,11 +1,11 @@
-"""Runs on disk. Settings are JSON and tensors are safetensors, so that reading a run never runs code.
+"""Saved runs. Settings are JSON and tensors are safetensors, so reading a run never executes code.
 
-The folder of a run holds
+The folder of a run contains
 - `settings.json`: model, method, tasks and training options, and which parameters are frozen, if any;
 - `weights.safetensors`: the best weights so far, parameters and buffers;
-- `state.safetensors`: everything that training needs to continue as if it had never stopped;
-- `metrics.jsonl`: one line per point of the learning curve, and `curves.png`, its picture.
-Each file is written whole or not at all, by the process that holds the folder's lock. Files of tensors have a checksum.
+- `state.safetensors`: everything that is needed to continue training with the same results as without interruption;
+- `metrics.jsonl`: one line per point of the learning curve, and `curves.png`, its plot.
+Files are replaced atomically, by the process that has locked the folder. The safetensors files have a checksum.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from metabridge.learners.method import Method, balance
 from metabridge.models import BUILDERS, FORMER_NAMES, Network, Params, build
 from metabridge.models.size_limit import SizeLimit
 from metabridge.solvers import Solver, task_loss
-from metabridge.training.config import former_names_replaced, plain_number
+from metabridge.training.config import plain_number, replace_former_names
 
 # Sections of settings.json, and whether each may be null.
 SECTIONS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}
 FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # of a run, besides its settings
-VERSION = 2  # of settings.json; increase it when a reader of the old form would misread the new one
+VERSION = 2  # format of settings.json; increase it if older versions of metabridge would misread a new format
 
-CHECKSUM = "crc32"  # of the whole file, with eight zeros in its place
+CHECKSUM = "crc32"  # metadata key; the checksum of the whole file, computed with _NO_CHECKSUM as its value
 _NO_CHECKSUM = "00000000"
 
 
@@ -45,44 +45,44 @@ class RunFolder:
 
     path: Path
 
-    def resumable(self) -> dict[str, Any] | None:
+    def resumable_settings(self) -> dict[str, Any] | None:
         """Return the settings of the run in this folder if it can be continued, otherwise None."""
         settings = self.settings() if (self.path / "settings.json").exists() else None
         present = [name for name in FILES if (self.path / name).exists()]
         if settings is None and present:
-            raise InputError(f"{self.path} holds a {present[0]}, but no settings.json of a run. Name another folder.")
-        return settings if "state.safetensors" in present else None  # without a state nothing was trained
+            raise InputError(f"{self.path} contains {present[0]}, but no settings.json of a run. Name another folder.")
+        return settings if "state.safetensors" in present else None  # without a state, there is nothing to continue
 
-    def check(self, settings: Mapping[str, Any]) -> bool:
-        """Raise an `InputError` if the folder holds a run whose settings differ in more than the number of iterations.
+    def check_settings(self, settings: Mapping[str, Any]) -> bool:
+        """Raise an `InputError` if the folder contains a run with other settings, except the number of iterations.
 
         Returns:
             Whether the number of iterations differs.
         """
-        stored, settings = self.resumable(), plain(settings)
-        difference = None if stored is None else _difference(_without_length(stored), _without_length(settings))
+        stored, settings = self.resumable_settings(), json_round_trip(settings)
+        difference = None if stored is None else _difference(_without_iterations(stored), _without_iterations(settings))
         if difference:
             raise InputError(
-                f"{self.path} holds a run with other settings ({difference}). "
-                "Name another folder, or give the same settings to continue that run."
+                f"{self.path} contains a run with other settings ({difference}). "
+                "Name another folder, or use the same settings to continue that run."
             )
         return stored is not None and stored != settings
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings.json."""
-        write_atomically(self.path / "settings.json", json_bytes(plain(settings), indent=2), follow=False)
+        write_atomically(self.path / "settings.json", json_bytes(json_round_trip(settings), indent=2), follow=False)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the run, in the form of this version."""
+        """Return the settings of the run, converted to the format of this version."""
         file = self.path / "settings.json"
         if not self.path.is_dir():
-            raise InputError(f"there is no run at {self.path}. Name the folder that was given to train as --out.")
+            raise InputError(f"there is no run at {self.path}. Name the folder that training wrote (--out).")
         try:
             content = read_regular_file(file)
         except OSError as error:
             raise InputError(
                 f"{self.path} is not a run: {file.name} cannot be read ({error.strerror}). "
-                "Name the folder that was given to train as --out."
+                "Name the folder that training wrote (--out)."
             ) from error
         try:
             settings = json.loads(content)
@@ -94,7 +94,7 @@ class RunFolder:
             )
         if settings["version"] not in (1, VERSION):
             raise InputError(
-                f"{self.path} was written in form {settings['version']}, but this version of metabridge reads form "
+                f"{self.path} was written in format {settings['version']}, but this version of metabridge reads format "
                 f"{VERSION}. Train again, or use the version that wrote it."
             )
         for section, may_be_null in SECTIONS.items():
@@ -102,15 +102,17 @@ class RunFolder:
                 raise InputError(f"{file} is damaged: the {section} is missing. Restore it from a copy.")
             if not (isinstance(settings[section], dict) or (may_be_null and settings[section] is None)):
                 raise damaged(file, f"its {section} is {settings[section]!r}")
-        return settings if settings["version"] == VERSION else from_version_1(settings)
+        return settings if settings["version"] == VERSION else upgrade_from_version_1(settings)
 
     def write(self, name: str, tensors: Mapping[str, Tensor], notes: Mapping[str, object]) -> None:
-        """Write tensors with JSON notes as `name`.safetensors."""
+        """Write tensors, and JSON notes in the metadata, to `name`.safetensors."""
         from safetensors.torch import save
 
         contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        header, values = _split(save(contiguous, {"metabridge": json.dumps(notes), CHECKSUM: _NO_CHECKSUM}))
-        header = header.replace(_mark(_NO_CHECKSUM), _mark(_checksum(header, values, _NO_CHECKSUM)), 1)
+        header, values = _split_header(save(contiguous, {"metabridge": json.dumps(notes), CHECKSUM: _NO_CHECKSUM}))
+        header = header.replace(
+            _checksum_entry(_NO_CHECKSUM), _checksum_entry(_checksum(header, values, _NO_CHECKSUM)), 1
+        )
         write_atomically(self.path / f"{name}.safetensors", b"".join((header, values)), follow=False)
 
     def read(self, name: str) -> tuple[Params, dict[str, Any]] | None:
@@ -125,53 +127,53 @@ class RunFolder:
             return None
         except OSError as error:
             raise InputError(
-                f"{file} cannot be read ({error.strerror}). Check who may read it, or name another folder."
+                f"{file} cannot be read ({error.strerror}). Check its permissions, or name another folder."
             ) from error
         try:
-            header, values = _split(content)
+            header, values = _split_header(content)
             metadata = json.loads(header[8:])["__metadata__"]
             has_checksum = set(metadata) != {"metabridge"}  # early files of version 0.1.0 have none
             if has_checksum and _checksum(header, values, metadata[CHECKSUM]) != metadata[CHECKSUM]:
                 raise InputError("its checksum is wrong")
             notes = json.loads(metadata["metabridge"])
             if not isinstance(notes, dict):
-                raise InputError("its notes are not those of a run")
+                raise InputError("its metadata was not written by metabridge")
             return load(content), notes
         except (SafetensorError, *PARSING_ERRORS) as error:
             raise InputError(
                 f"{file} is damaged or not of a run ({error}). Delete it, or restore it from a copy."
             ) from error
 
-    def write_metrics(self, lines: list[dict[str, object]]) -> None:
+    def write_metrics(self, points: list[dict[str, object]]) -> None:
         """Write the learning curve, one line per point."""
-        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        text = "".join(f"{json.dumps(point)}\n" for point in points)
         write_atomically(self.path / "metrics.jsonl", text.encode(), follow=False)
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they are read back: with the version, and tuples as lists."""
+def json_round_trip(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as they would be read from settings.json: with the version, and tuples as lists."""
     return json.loads(json.dumps({"version": VERSION} | dict(settings)))  # type: ignore[no-any-return]
 
 
-def from_version_1(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in today's form that version 0.1.0 wrote in form 1.
+def upgrade_from_version_1(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in format 1, which version 0.1.0 wrote, converted to today's format.
 
-    The model and the method have the same form in both, so that the fingerprint in old weights is still right.
+    The model and the method are the same in both formats, so the fingerprint in old weights stays valid.
     """
     unchanged = {"version": VERSION, "model": settings["model"], "method": settings["method"]}
     renamed = {name: _with_new_spelling(value) for name, value in settings.items()}
-    return renamed | unchanged | {"training": former_names_replaced(settings["training"])}
+    return renamed | unchanged | {"training": replace_former_names(settings["training"])}
 
 
 def _with_new_spelling(value: Any) -> Any:
-    """Return a setting of version 0.1.0 with the spelling that the names of fields have today."""
+    """Return a setting of version 0.1.0 with the names of fields in today's spelling."""
     if isinstance(value, dict):
         return {name.replace("centre", "center"): _with_new_spelling(item) for name, item in value.items()}
     return [_with_new_spelling(item) for item in value] if isinstance(value, list) else value
 
 
 def fingerprint(settings: Mapping[str, Any]) -> int:
-    """Return a checksum of the model and the method, to detect weights of other settings."""
+    """Return a checksum of the model and the method, to detect weights that were trained with other settings."""
     return zlib.crc32(json.dumps([settings["model"], settings["method"]], sort_keys=True).encode())
 
 
@@ -195,8 +197,8 @@ def write_method(method: Method) -> dict[str, object]:
         role: None if (solver := getattr(method, role)) is None else _plain_options(solver.to_dict())
         for role in ("inner", "test")
     }
-    plain = {"adapts": method.adapts, "outer": method.outer, "head": method.training_head, "split": method.split}
-    return {**plain, **solvers, "regulariser": None if method.regularizer is None else "balance"}
+    choices = {"adapts": method.adapts, "outer": method.outer, "head": method.training_head, "split": method.split}
+    return {**choices, **solvers, "regulariser": None if method.regularizer is None else "balance"}
 
 
 def read_method(data: Mapping[str, Any]) -> Method:
@@ -207,7 +209,7 @@ def read_method(data: Mapping[str, Any]) -> Method:
     True
     """
     data = dict(data)
-    # the keys of version 0.1.0
+    # the format has the key names of version 0.1.0
     data["training_head"], regularized = data.pop("head"), data.pop("regulariser")
     if data["inner"] is not None:
         data["inner"] = Solver.from_dict(data["inner"])
@@ -218,16 +220,18 @@ def read_method(data: Mapping[str, Any]) -> Method:
 
 
 def read_network(settings: Mapping[str, Any], net: Network | None, stored: Params) -> Network:
-    """Return the network of a run: `net`, or a new one of about the size of the `stored` tensors."""
+    """Return the network of a run: `net`, or if it is None, a new one, which may not be much larger than `stored`."""
     if net is None:
         recipe = dict(settings["model"])
-        # anything else, such as a path, is refused: a run stores the architecture itself
+        # reject anything else, such as a path: a run stores the architecture itself
         if FORMER_NAMES.get(recipe["model"], recipe["model"]) not in BUILDERS:
             raise ValueError(f"its model is {recipe['model']!r}")
         if recipe.get("pretrained"):
-            recipe["pretrained"] = False  # the weights are those of the run: nothing to download
+            recipe["pretrained"] = False  # its weights are in the run, so nothing needs to be downloaded
         values = sum(value.numel() for value in stored.values())
-        with SizeLimit(values=4 * values + 2**24, tensors=4 * len(stored) + 2**10):  # building takes some more
+        with SizeLimit(
+            values=4 * values + 2**24, tensors=4 * len(stored) + 2**10
+        ):  # building may need more than the result
             net = build(**recipe)
     frozen = settings.get("frozen", ())
     for name, weight in net.named_parameters():
@@ -253,8 +257,8 @@ def check_match(expected: Mapping[str, Tensor], stored: Params, folder: Path) ->
             )
 
 
-def fill(net: Network, params: Params, buffers: Params) -> None:
-    """Write parameters and buffers into a network."""
+def copy_into(net: Network, params: Params, buffers: Params) -> None:
+    """Copy parameters and buffers into a network."""
     with torch.no_grad():
         for name, weight in net.named_parameters():
             weight.copy_(params[name])
@@ -262,23 +266,23 @@ def fill(net: Network, params: Params, buffers: Params) -> None:
             buffer.copy_(buffers[name])
 
 
-def merge(**groups: Mapping[str, Tensor]) -> Params:
-    """Join groups of tensors into one dictionary, with the group in front of each name.
+def merge_groups(**groups: Mapping[str, Tensor]) -> Params:
+    """Merge groups of tensors into one dictionary, with the group's name as a prefix of each name.
 
-    >>> sorted(merge(a={"x": torch.ones(1)}, b={"x": torch.ones(1)}))
+    >>> sorted(merge_groups(a={"x": torch.ones(1)}, b={"x": torch.ones(1)}))
     ['a.x', 'b.x']
     """
-    return {f"{group}.{name}": value for group, members in groups.items() for name, value in members.items()}
+    return {f"{group}.{name}": value for group, tensors in groups.items() for name, value in tensors.items()}
 
 
-def part(tensors: Params, group: str) -> Params:
-    """Return one of the groups that `merge` joined."""
+def select_group(tensors: Params, group: str) -> Params:
+    """Return one of the groups that `merge_groups` merged."""
     prefix = f"{group}."
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def describe_environment(environment: object) -> dict[str, object]:
-    """Return a description of a source of tasks: its class, its fields and the source of its images."""
+    """Return the settings of an environment as JSON can store them: its class, fields and source of images."""
     name = getattr(type(environment), "stored_name", type(environment).__name__)
     description: dict[str, object] = {"environment": name}
     if not is_dataclass(environment):
@@ -287,7 +291,9 @@ def describe_environment(environment: object) -> dict[str, object]:
         value = getattr(environment, field.name)
         if field.name == "data":
             description["data"] = getattr(value, "load_arguments", None)
-            description["classes"] = getattr(environment, "classes", None)  # differs from the source if rotated
+            description["classes"] = getattr(
+                environment, "classes", None
+            )  # differs from the data set's if classes are rotated
             description["class_names"] = list(getattr(environment, "class_names", ()))
         else:
             description[field.name] = describe_value(value)
@@ -295,7 +301,7 @@ def describe_environment(environment: object) -> dict[str, object]:
 
 
 def describe_value(value: object) -> object:
-    """Return a setting as JSON can store it; of a tensor its shape and a checksum."""
+    """Return a setting as JSON can store it; for a tensor, its shape and a checksum."""
     value = value if isinstance(value, Tensor) else plain_number(value)
     if isinstance(value, str | int | float | bool | None):
         return value
@@ -307,32 +313,33 @@ def describe_value(value: object) -> object:
 
 
 def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a solver with Python numbers, also in a dictionary with one for each parameter."""
+    """Return the options of a solver with Python numbers, also in options that are dictionaries."""
     return {
         name: _plain_options(value) if isinstance(value, Mapping) else plain_number(value)
         for name, value in options.items()
     }
 
 
-def _split(content: bytes) -> tuple[bytes, memoryview]:
-    """Return the header of a safetensors file, with its length, and the values of the tensors."""
+def _split_header(content: bytes) -> tuple[bytes, memoryview]:
+    """Return the header of a safetensors file, including its 8-byte length, and the values of the tensors."""
     end = 8 + int.from_bytes(content[:8], "little")
     if end > len(content):
         raise InputError("it is truncated")
     return content[:end], memoryview(content)[end:]
 
 
-def _mark(checksum: str) -> bytes:
-    """Return the header's entry for a checksum."""
+def _checksum_entry(checksum: str) -> bytes:
+    """Return the entry of the header that contains a checksum."""
     return f'"{CHECKSUM}":"{checksum}"'.encode()
 
 
 def _checksum(header: bytes, values: memoryview, stored: str) -> str:
-    """Return the checksum of a file whose header holds the `stored` one."""
-    return f"{zlib.crc32(values, zlib.crc32(header.replace(_mark(stored), _mark(_NO_CHECKSUM), 1))):08x}"
+    """Return the checksum of a file whose header contains the checksum `stored`."""
+    blank_header = header.replace(_checksum_entry(stored), _checksum_entry(_NO_CHECKSUM), 1)
+    return f"{zlib.crc32(values, zlib.crc32(blank_header)):08x}"
 
 
-def _without_length(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_iterations(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings without the number of iterations, which may change when a run is continued."""
     return {**settings, "training": {**settings["training"], "iterations": None}}
 

@@ -1,19 +1,19 @@
 """The training options. Each option is one dataclass field with its type, default, check and help text.
 
-The command line options of `metabridge train`, the keyword arguments of `fit`, the settings stored with a run and the
-experiments all derive from these fields, so adding an option means adding a field here. The module does not import
-PyTorch, so that `metabridge train --help` starts fast.
+The command line options of `metabridge train`, the keyword arguments of `fit` and the settings stored with a run are
+derived from these fields, so adding an option means adding a field here. The module does not import PyTorch, so that
+`metabridge train --help` starts fast.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, MISSING, Field, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, get_args
 
 from metabridge.errors import MAX_COUNT, InputError, check_not_negative, check_positive
-from metabridge.schedules import Constant, Cosine, Plateau, Schedule, Step
+from metabridge.schedules import SCHEDULES, Constant, Cosine, Plateau, Schedule, Step
 
 if TYPE_CHECKING:
     from metabridge.models.batch_norm import Statistics
@@ -25,8 +25,8 @@ Config = TypeVar("Config")
 OptimizerName = Literal["adam", "adamw", "radam", "sgd", "muon"]
 Precision = Literal["float32", "bfloat16"]
 
-# Names that version 0.1.0 used for options: in settings.json ("tasks"), in the records of experiments ("batch"), and in
-# the test-time augmentations of those ("turned").
+# Option names of version 0.1.0, and today's. Among others, settings.json has "tasks", records of experiments have
+# "batch", and the test-time augmentations in such records "turned".
 FORMER_NAMES = {
     "tasks": "batch_size",
     "batch": "batch_size",
@@ -37,7 +37,17 @@ FORMER_NAMES = {
 
 
 def _field(config: type, name: str) -> Field[Any]:
-    return next(each for each in fields(config) if each.name == name)
+    return next(candidate for candidate in fields(config) if candidate.name == name)
+
+
+def alternatives(words: Iterable[str]) -> str:
+    """Return words as a list with "or".
+
+    >>> alternatives(["adam", "sgd", "muon"])
+    'adam, sgd or muon'
+    """
+    *others, last = words
+    return f"{', '.join(others)} or {last}"
 
 
 def _default_text(default: object) -> str:
@@ -58,10 +68,10 @@ def option(
 
     Args:
         default: Default value.
-        help: Sentences for `--help` and for the documentation of `fit`, without the default.
-        check: Raises an `InputError` for a wrong value; called with the option's name and the value.
-        flags: Names on the command line, if not `--` and the field's name with hyphens.
-        default_factory: Makes the default value, if it is mutable.
+        help: Text for `--help` and for the docstring of `fit`, without the default.
+        check: Function of the option's name and value that raises an `InputError` for an invalid value.
+        flags: Names on the command line. By default `--` and the field's name with hyphens.
+        default_factory: Function that creates a mutable default value.
 
     Returns:
         The field.
@@ -73,27 +83,27 @@ def option(
 
 
 def inherited_option(base: type, name: str, default: Any = MISSING, **changes: Any) -> Any:
-    """Return the option `name` of `base` with another default, help text or check."""
+    """Return the option `name` of `base` with a changed default, help text or check."""
     original = _field(base, name)
-    inherited = {key: value for key, value in original.metadata.items() if key in ("help", "check", "flags")}
-    return option(original.default if default is MISSING else default, **inherited | changes)
+    metadata = {key: value for key, value in original.metadata.items() if key in ("help", "check", "flags")}
+    return option(original.default if default is MISSING else default, **metadata | changes)
 
 
 def options_of(config: type) -> dict[str, Field[Any]]:
     """Return the options of a configuration class by name."""
-    return {each.name: each for each in fields(config) if "help" in each.metadata}
+    return {entry.name: entry for entry in fields(config) if "help" in entry.metadata}
 
 
-def former_names_replaced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stored options with the names that version 0.1.0 used replaced by today's.
+def replace_former_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stored options with the names of version 0.1.0 replaced by today's.
 
-    >>> former_names_replaced({"lr": 0.1, "batch": 2})
+    >>> replace_former_names({"lr": 0.1, "batch": 2})
     {'lr': 0.1, 'batch_size': 2}
     """
     return {FORMER_NAMES.get(name, name): value for name, value in options.items()}
 
 
-def documented(config: type[Config]) -> type[Config]:
+def document_options(config: type[Config]) -> type[Config]:
     """Replace `{options}` in a class's docstring by the `Args:` entries of its options."""
     if config.__doc__ is not None:
         config.__doc__ = config.__doc__.replace("    {options}", arguments_text(config))
@@ -102,7 +112,7 @@ def documented(config: type[Config]) -> type[Config]:
 
 def arguments_text(config: type) -> str:
     """Return the options as the entries of a docstring's `Args:` section."""
-    return "\n".join(f"        {name}: {help_text(each)}" for name, each in options_of(config).items())
+    return "\n".join(f"        {name}: {help_text(field)}" for name, field in options_of(config).items())
 
 
 def help_text(option: Field[Any]) -> str:
@@ -112,7 +122,7 @@ def help_text(option: Field[Any]) -> str:
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as a Python number, which JSON can store; anything else unchanged."""
+    """Return a number of NumPy or PyTorch as a Python number, which JSON can store; return other values unchanged."""
     if value is None or isinstance(value, int | float | str):
         return value
     try:
@@ -125,21 +135,21 @@ def plain_number(value: Any) -> Any:
 class WholeNumber:
     """Check that an option is a whole number between two bounds, or None if `optional`."""
 
-    least: int
-    most: int = MAX_COUNT
+    minimum: int
+    maximum: int = MAX_COUNT
     optional: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
-        """Raise an `InputError` for any other value."""
+        """Raise an `InputError` if the value is not such a number."""
         if value is None and self.optional:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or value < self.least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < self.minimum:
             raise InputError(
-                f"{name} is {value!r}, but must be a whole number of at least {self.least}. "
-                f"Use {name}={self.least} or more."
+                f"{name} is {value!r}, but must be a whole number of at least {self.minimum}. "
+                f"Use {name}={self.minimum} or more."
             )
-        if value > self.most:
-            raise InputError(f"{name} is {value}, which is too large. Use {name}={self.most} or less.")
+        if value > self.maximum:
+            raise InputError(f"{name} is {value}, which is too large. Use {name}={self.maximum} or less.")
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,7 @@ class Choice:
     words: tuple[str, ...]
 
     def __call__(self, name: str, value: Any) -> None:
-        """Raise an `InputError` for any other value."""
+        """Raise an `InputError` if the value is not one of the words."""
         if value not in self.words:
             raise InputError(f"{name} is {value!r}, but must be one of {', '.join(self.words)}.")
 
@@ -192,7 +202,7 @@ def _check_soft_targets(name: str, value: Any) -> None:
         raise InputError(f"{name} is {value!r}, but must be a SoftTargets() or None.")
 
 
-@documented
+@document_options
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How to train, whatever the network, the method and the tasks.
@@ -210,43 +220,45 @@ class TrainingConfig:
     iterations: int = option(1000, help="Number of training steps.", check=WholeNumber(1))
     batch_size: int = option(4, help="Number of tasks per step.", check=WholeNumber(1))
     optimizer: OptimizerName = option(
-        "adam", help="Optimizer: adam, adamw, radam, sgd or muon.", check=Choice(get_args(OptimizerName))
+        "adam", help=f"Optimizer: {alternatives(get_args(OptimizerName))}.", check=Choice(get_args(OptimizerName))
     )
     lr: float = option(1e-3, help="Learning rate of the optimizer (the outer learning rate).", check=check_positive)
     weight_decay: float = option(0.0, help="Weight decay of the optimizer.", check=check_not_negative)
     schedule: Schedule = option(
-        Constant(), help="Learning rate schedule: constant, step, cosine or plateau.", check=_check_schedule
+        Constant(), help=f"Learning rate schedule: {alternatives(SCHEDULES)}.", check=_check_schedule
     )
     augment: Augment | None = option(
         None, help="Random changes to the training images, an `Augment`; None for no changes.", check=_check_augment
     )
     patience: int | None = option(
         None,
-        help="Stop after more than this number of validations in a row without a new best score. Default: never.",
+        help="Stop when more than this many consecutive validations bring no new best score. Default: never.",
         check=WholeNumber(0, optional=True),
     )
     validate_every: int | None = option(
-        None, help="Steps between validations. Default: a tenth of `iterations`.", check=WholeNumber(1, optional=True)
+        None,
+        help="Number of steps between validations. Default: iterations / 10.",
+        check=WholeNumber(1, optional=True),
     )
     validate_tasks: int = option(
-        100, help="Number of validation tasks, which are the same each time.", check=WholeNumber(2)
+        100, help="Number of tasks per validation; all validations use the same tasks.", check=WholeNumber(2)
     )
     precision: Precision = option(
         "float32",
-        help="Data type in which features are computed: float32 or bfloat16.",
+        help=f"Data type in which features are computed: {alternatives(get_args(Precision))}.",
         check=Choice(get_args(Precision)),
     )
     soft_targets: SoftTargets | None = option(
         None,
-        help="Label smoothing, mixup and distillation for methods that train one classifier (mtl, rfs), as a "
+        help="Label smoothing, mixup and distillation for methods whose head covers all training classes (mtl, rfs), a "
         "`SoftTargets`.",
         check=_check_soft_targets,
         flags=("--smoothing", "--mixup", "--teacher"),
     )
     ema_decay: float | None = option(
         None,
-        help="Decay of a moving average of the weights, such as 0.999; the average is validated and saved. Default: no "
-        "average.",
+        help="Decay of the moving average of the weights, such as 0.999; the average is validated and saved. Default: "
+        "no average.",
         check=_check_decay,
     )
     seed: int = option(
@@ -254,10 +266,10 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, each in options_of(type(self)).items():
+        for name, entry in options_of(type(self)).items():
             object.__setattr__(self, name, plain_number(getattr(self, name)))
-            if each.metadata["check"] is not None:
-                each.metadata["check"](name, getattr(self, name))
+            if entry.metadata["check"] is not None:
+                entry.metadata["check"](name, getattr(self, name))
 
     @property
     def validation_interval(self) -> int:
@@ -270,7 +282,7 @@ class TrainingConfig:
         return asdict(self) | {"schedule": schedule}
 
 
-@documented
+@document_options
 @dataclass(frozen=True)
 class ImageTrainingConfig(TrainingConfig):
     """How to train a method on the classes of an image data set: method, model, tasks and training options.
@@ -298,20 +310,20 @@ class ImageTrainingConfig(TrainingConfig):
     )
     statistics: Statistics = option(
         "batch",
-        help="Statistics of batch norm: batch (of each set of images) or running (fixed after training).",
+        help="Statistics of batch norm: batch (computed from each set of images) or running (fixed after training).",
         check=Choice(("batch", "running")),
     )
     ways: int = option(5, help="Number of classes per task.", check=WholeNumber(2))
     training_ways: int | None = option(
         None,
-        help="Number of classes per training task, for methods with one row of the head per class, such as mtl. "
-        "Default: as `ways`.",
+        help="Number of classes per training task, for methods whose head covers all training classes, such as mtl. "
+        "Default: same as ways.",
         check=WholeNumber(2, optional=True),
     )
-    shots: int = option(1, help="Support images per class in training.", check=WholeNumber(1))
-    queries: int = option(15, help="Query images per class in training.", check=WholeNumber(1))
+    shots: int = option(1, help="Number of support images per class in training tasks.", check=WholeNumber(1))
+    queries: int = option(15, help="Number of query images per class in training tasks.", check=WholeNumber(1))
     batch_size: int = inherited_option(
-        TrainingConfig, "batch_size", help="Number of tasks per step; for rfs the number of images per step."
+        TrainingConfig, "batch_size", help="Number of tasks per step; for rfs, number of images per step."
     )
     iterations: int = inherited_option(TrainingConfig, "iterations", 10_000)
     augment: Augment | bool | None = inherited_option(  # type: ignore[assignment]  # wider than in the base
@@ -324,16 +336,18 @@ class ImageTrainingConfig(TrainingConfig):
         False, help="Add the training classes rotated by 90, 180 and 270 degrees as new classes. Default: no."
     )
     validate_tasks: int = inherited_option(TrainingConfig, "validate_tasks", 200)
-    validate_shots: int = option(1, help="Support images per class in validation.", check=WholeNumber(1))
+    validate_shots: int = option(
+        1, help="Number of support images per class in validation tasks.", check=WholeNumber(1)
+    )
 
 
 def training_options(config: TrainingConfig, **changes: Any) -> TrainingConfig:
-    """Return the options of a configuration that every training has, with some changes."""
+    """Return the `TrainingConfig` options of a configuration, with some changes."""
     return TrainingConfig(**{name: getattr(config, name) for name in options_of(TrainingConfig)} | changes)
 
 
-# How each method is usually trained, where that differs from ImageTrainingConfig. Methods that solve a head on the
-# features predict each query independently, so their batch norm uses running statistics.
+# How methods are usually trained, if not with the defaults of ImageTrainingConfig and a cosine schedule. Methods that
+# solve a head on the features predict each query independently, so their batch norm uses running statistics.
 METHOD_DEFAULTS: dict[str, ImageTrainingConfig] = {
     "r2d2": ImageTrainingConfig("r2d2", statistics="running", queries=10, schedule=Cosine()),
     "metaoptnet": ImageTrainingConfig("metaoptnet", statistics="running", queries=10, schedule=Cosine()),
@@ -355,13 +369,13 @@ METHOD_DEFAULTS: dict[str, ImageTrainingConfig] = {
 
 
 def default_config(method: str) -> ImageTrainingConfig:
-    """Return how a method is usually trained on images.
+    """Return the configuration with which a method is usually trained on images.
 
     Args:
         method: Name of the method.
 
     Returns:
-        The row of `METHOD_DEFAULTS`, or a cosine schedule for methods without one.
+        The entry in `METHOD_DEFAULTS`; for other methods, the defaults of `ImageTrainingConfig` with a cosine schedule.
 
     >>> default_config("rfs").lr, default_config("maml").schedule
     (0.05, Cosine(warmup=0.0))

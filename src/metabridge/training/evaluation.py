@@ -18,27 +18,27 @@ from metabridge.errors import InputError
 from metabridge.intervals import half_width
 from metabridge.learners.adapt import adapts_head_only, predict, predict_from_features
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import check_test_time
-from metabridge.models.batch_norm import normalizes_each_set, running_batch_norms
+from metabridge.learners.parameters import check_channels, check_test_time, network_name
+from metabridge.models.batch_norm import running_batch_norms, uses_batch_statistics
 from metabridge.models.functional_call import shallow_copy
 from metabridge.models.network import Network, Params, apply_features
 from metabridge.progress import track_progress
 from metabridge.training.augment import Augment
 
 Metric = Literal["accuracy", "squared error"]
-# Number of tasks drawn at a time. It is the same for all models and devices, since the tasks of a seed depend on it.
+# Number of tasks drawn at a time. It must not depend on model or device, since it decides which tasks a seed gives.
 BLOCK = 16
 
 
 @dataclass(frozen=True, repr=False)
 class Model:
-    """A network with its method and parameters: all that is needed to adapt and predict.
+    """A network with its method and parameters: everything that is needed to adapt and predict.
 
     Args:
-        method: The method that adapts.
+        method: The method, which adapts to tasks.
         net: The network.
-        params: All trained parameters: the network's, and what the method learns besides.
-        dtype: Data type in which features are computed, if it differs from that of the parameters.
+        params: All trained parameters: the network's and the method's, such as learned step sizes.
+        dtype: Data type in which features are computed. None for the dtype of the parameters.
 
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import mlp
@@ -60,7 +60,7 @@ class Model:
     @property
     def model_name(self) -> str:
         """Name of the function that built the network, or its class if it was built by hand."""
-        return type(self.net).__name__ if self.net.recipe is None else str(self.net.recipe["model"])
+        return network_name(self.net)
 
     def predict(self, episodes: Episodes) -> Tensor:
         """Adapt to the support set of each task and predict its queries, in evaluation mode.
@@ -71,7 +71,7 @@ class Model:
         Returns:
             Outputs (tasks, queries, outputs).
         """
-        return predict(self.method, self._evaluating(), self.params, episodes, dtype=self.dtype)
+        return predict(self.method, self._in_evaluation_mode(), self.params, episodes, dtype=self.dtype)
 
     def features(self, images: Tensor) -> Tensor:
         """Return the features of images, in evaluation mode.
@@ -83,10 +83,10 @@ class Model:
             Features (n, dimension).
         """
         with torch.no_grad():
-            return apply_features(self._evaluating(), self.params, images, self.dtype)
+            return apply_features(self._in_evaluation_mode(), self.params, images, self.dtype)
 
-    def _evaluating(self) -> Network:
-        """Return the network in evaluation mode: a copy that shares its tensors, since other threads may use it."""
+    def _in_evaluation_mode(self) -> Network:
+        """Return the network in evaluation mode: itself, or a copy that shares its tensors, for thread safety."""
         return shallow_copy(self.net).eval() if any(layer.training for layer in self.net.modules()) else self.net
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class Score:
 
     @classmethod
     def of(cls, values: Tensor, metric: Metric = "accuracy", *, diverged: int = 0) -> Score:
-        """Return the mean of one value per task, with Student's interval.
+        """Return the mean of one value per task, with the confidence interval of Student's t-distribution.
 
         Args:
             values: Score of each task (tasks,).
@@ -151,9 +151,9 @@ class Score:
         return self.mean > other.mean if self.metric == "accuracy" else self.mean < other.mean
 
     def minus(self, other: Score) -> Score:
-        """Return the difference to another score on the same tasks, taken task by task.
+        """Return the mean difference to another score on the same tasks, paired by task.
 
-        Its interval is narrower than that of the difference of two means on different tasks.
+        Its interval is usually narrower than for different tasks, since the difficulty of the tasks cancels.
 
         Args:
             other: Score of another model on the same tasks.
@@ -175,7 +175,7 @@ class Score:
         return Score.of(self.values - other.values, self.metric)
 
     def __str__(self) -> str:
-        """Return the mean and the interval, as people read them.
+        """Return the mean and the half-width of the interval; accuracies are in percent.
 
         >>> str(Score.of(torch.tensor([0.0, 1.0, 1.0, 1.0])))
         '75.0 ± 79.6 %'
@@ -192,7 +192,7 @@ class Score:
 
 
 class Predictor(Protocol):
-    """What `evaluate` can evaluate: a trained `Model`, or a kernel predictor."""
+    """The protocol of models that `evaluate` accepts: a trained `Model`, or a kernel predictor."""
 
     @property
     def device(self) -> torch.device:
@@ -213,14 +213,15 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True)
 class TestTimeAugmentation:
-    """How images are changed at test time, for models that solve a head on fixed features.
+    """Changes to images at test time, for models that fit a head on fixed features.
 
     Args:
-        copies: Number of randomly changed copies of each support image to adapt to as well.
-        mirrored: Average the features of each image and its mirror image.
-        rotated: Concatenate the features of the image rotated by 0, 90, 180 and 270 degrees.
-        cropped: Average also over five crops, of the corners and the center, three quarters of the sides long.
-        augment: Random changes of the copies. None for those usual for the image size.
+        copies: Number of randomly changed copies of each support image that are added to the support set.
+        mirrored: Whether to average the features of each image and its mirror image.
+        rotated: Whether to concatenate the features of the image rotated by 0, 90, 180 and 270 degrees.
+        cropped: Whether to average also over five crops (the corners and the center), whose height and width are three
+            quarters of the image's.
+        augment: Random changes to the copies. None for `Augment.for_size` of the images.
 
     Raises:
         InputError: If `copies` is negative.
@@ -235,49 +236,51 @@ class TestTimeAugmentation:
     cropped: bool = False
     augment: Augment | None = None
 
-    __test__ = False  # for pytest: not a test class
+    __test__ = False  # tells pytest that this is not a test class
 
     def __post_init__(self) -> None:
         if self.copies < 0:
             raise InputError(f"copies is {self.copies}, but must be 0 or more. Use copies=0.")
 
     def __str__(self) -> str:
-        parts = {
+        changes = {
             f"{self.copies} copies": self.copies > 0,
             "mirror images": self.mirrored,
             "crops": self.cropped,
             "quarter turns": self.rotated,
         }
-        return ", ".join(name for name, used in parts.items() if used) or "plain images"
+        return ", ".join(name for name, used in changes.items() if used) or "plain images"
 
     def features(self, model: Model, images: Tensor) -> Tensor:
-        """Return the features of images, averaged and concatenated over their changed forms.
+        """Return the features of images, averaged over mirror images and crops and concatenated over rotations.
 
         Args:
             model: The model that computes the features.
             images: Images (n, channels, height, width).
 
         Returns:
-            Features (n, dimension), four times as long if `rotated`.
+            Features (n, dimension); the dimension is four times as large if `rotated` is true.
         """
         views = [images, *_crops(images)] if self.cropped else [images]
         if self.mirrored:
             views += [view.flip(-1) for view in views]
-        turns = range(4 if self.rotated else 1)
-        features = [[model.features(view.rot90(turn, (-2, -1))) for view in views] for turn in turns]
-        return torch.cat([torch.stack(of_turn).mean(0) for of_turn in features], -1)
+        rotated_features = [
+            torch.stack([model.features(view.rot90(quarter_turns, (-2, -1))) for view in views]).mean(0)
+            for quarter_turns in range(4 if self.rotated else 1)
+        ]
+        return torch.cat(rotated_features, -1)
 
 
 UNCHANGED = TestTimeAugmentation()
 
 
 def _crops(images: Tensor) -> list[Tensor]:
-    """Return crops of the corners and the center, three quarters of the sides long, resized to the full size."""
+    """Return crops of the corners and the center with 3/4 of the height and width, resized to the full size."""
     height, width = images.shape[-2:]
-    tall, wide = -(-3 * height // 4), -(-3 * width // 4)
-    below, right = height - tall, width - wide
-    corners = [(0, 0), (0, right), (below, 0), (below, right), (below // 2, right // 2)]
-    crops = [images[..., top : top + tall, left : left + wide] for top, left in corners]
+    crop_height, crop_width = -(-3 * height // 4), -(-3 * width // 4)  # rounded up
+    bottom, right = height - crop_height, width - crop_width
+    offsets = [(0, 0), (0, right), (bottom, 0), (bottom, right), (bottom // 2, right // 2)]
+    crops = [images[..., top : top + crop_height, left : left + crop_width] for top, left in offsets]
     return [F.interpolate(crop, (height, width), mode="bilinear", align_corners=False) for crop in crops]
 
 
@@ -293,14 +296,15 @@ def evaluate(
     """Adapt a model to tasks of an environment and score its predictions of their queries.
 
     With the same seed, all models are evaluated on the same tasks, so their scores can be compared task by task with
-    `Score.minus`. Outputs that are not finite count as wrong, and the score counts the tasks that have any.
+    `Score.minus`. A query whose outputs are not finite counts as wrong; `Score.diverged` is the number of tasks with
+    such queries.
 
     Args:
         model: Trained model, or a kernel predictor.
         environment: Source of the tasks.
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
-        augmentation: Changes of the images at test time.
+        augmentation: Changes to the images at test time.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -336,9 +340,9 @@ def predictions(
     augmentation: TestTimeAugmentation = UNCHANGED,
     progress: bool = False,
 ) -> Iterator[tuple[Tensor, Episodes]]:
-    """Draw tasks in batches, adapt to them, and yield the outputs for their queries with the tasks.
+    """Draw tasks in batches, adapt to them, and yield the outputs for their queries together with the tasks.
 
-    If the features of an image depend on neither the task nor other images, those of each image are computed once.
+    If the features of an image depend on neither the task nor other images, they are computed only once per image.
     """
     if tasks < 2:
         raise InputError(f"tasks is {tasks}, but an interval needs at least 2. Use tasks=2 or more.")
@@ -346,18 +350,20 @@ def predictions(
     if isinstance(model, Model):
         check_finite(model.params, dict(model.net.named_buffers()))
         _check_statistics(model)
-        fixed_features = adapts_head_only(model.method) and not normalizes_each_set(model.net)
+        fixed_features = adapts_head_only(model.method) and not uses_batch_statistics(model.net)
         if fixed_features and isinstance(environment, ImageTasks):
             table = FeatureTable.of(model, environment, augmentation, seed=seed, progress=progress)
             yield from table.predictions(model, environment, tasks, generator)
             return
     if augmentation != UNCHANGED:
         raise InputError(
-            f"augmentation is {augmentation}, but this model's features change with the task. "
-            "Use a method that solves a head, on a network with running statistics."
+            f"augmentation is {augmentation}, but this model's features depend on the task. "
+            "Use a method that adapts only the head, and a network with running statistics."
         )
-    for size in _batches(tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK):  # enough to fill a GPU
-        episodes = _sampled(environment, size, generator, model.device)
+    for size in _batch_sizes(
+        tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK
+    ):  # large batches keep a GPU busy
+        episodes = _sample_in_blocks(environment, size, generator, model.device)
         yield model.predict(episodes), episodes
 
 
@@ -366,13 +372,13 @@ def check_finite(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) ->
 
     >>> check_finite({"head.bias": torch.tensor([1.0, torch.nan])}, {})
     Traceback (most recent call last):
-    metabridge.errors.InputError: the weight 'head.bias' holds NaN or infinite values: training diverged. Train again \
-with a lower learning rate, or use an earlier checkpoint.
+    metabridge.errors.InputError: the weight 'head.bias' contains NaN or infinite values: training diverged. Train \
+again with a lower learning rate, or use an earlier checkpoint.
     """
     for name, value in (*params.items(), *buffers.items()):
         if value.isnan().any() or (name in params and value.isinf().any()):
             raise InputError(
-                f"the weight {name!r} holds NaN or infinite values: training diverged. "
+                f"the weight {name!r} contains NaN or infinite values: training diverged. "
                 "Train again with a lower learning rate, or use an earlier checkpoint."
             )
 
@@ -382,17 +388,17 @@ def _check_statistics(model: Model) -> None:
     layers = running_batch_norms(model.net)
     if any(not layer.mean.any() and (layer.variance == 1).all() for layer in layers):
         raise InputError(
-            "The network's running statistics were never estimated, so evaluation would not normalize. "
+            "The network's running statistics still have their initial values, so it would not normalize its inputs. "
             "Call estimate_statistics(net, batches) with training images first, or use statistics='batch'."
         )
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
-    """The features of all images of a split, computed once, and of changed copies of the images."""
+    """The features of all images of a split, and of randomly changed copies of the images, computed once."""
 
     features: Tensor  # (1 + copies, images, dimension)
-    positions: Tensor  # position in `features` of each image of the data set, -1 for images of other splits
+    positions: Tensor  # for each image of the data set its position in `features`, -1 for images of other splits
 
     @classmethod
     def of(
@@ -404,7 +410,8 @@ class FeatureTable:
         seed: int = 0,
         progress: bool = False,
     ) -> FeatureTable:
-        """Compute the features of the environment's split."""
+        """Compute the features of all images of the environment's split."""
+        check_channels(model.net, environment.data.images.shape[1:])
         rows, device = environment.image_indices, model.device
         positions = torch.full((len(environment.data.images),), -1)
         positions[rows] = torch.arange(len(rows))
@@ -414,41 +421,42 @@ class FeatureTable:
         features: list[list[Tensor]] = [[] for _ in range(1 + augmentation.copies)]
         for chunk in track_progress(chunks, "features", progress):
             images = environment.data.float_images(chunk).to(device)
-            for copy, parts in enumerate(features):
-                parts.append(augmentation.features(model, images if copy == 0 else augment(images, generator)))
-        return cls(torch.stack([torch.cat(parts) for parts in features]), positions.to(device))
+            for copy, chunks_of_copy in enumerate(features):
+                changed = images if copy == 0 else augment(images, generator)
+                chunks_of_copy.append(augmentation.features(model, changed))
+        return cls(torch.stack([torch.cat(chunks_of_copy) for chunks_of_copy in features]), positions.to(device))
 
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
-        """Score models that have these features and different heads, on the same tasks as `evaluate`."""
+        """Return the scores of models with these features and different heads, on the same tasks as `evaluate`."""
         generator = torch.Generator().manual_seed(seed)
         values: list[list[Tensor]] = [[] for _ in models]
         has_diverged: list[list[Tensor]] = [[] for _ in models]
-        for size in _batches(tasks, 32 * BLOCK):
+        for size in _batch_sizes(tasks, 32 * BLOCK):
             episodes = self.episodes(environment, size, generator)
             for index, model in enumerate(models):
                 outputs = predict_from_features(model.method, model.params, episodes)
                 values[index].append(score_tasks(outputs, episodes))
                 has_diverged[index].append(diverged(outputs))
         return [
-            Score.of(torch.cat(of_model), diverged=int(torch.cat(bad).sum()))
-            for of_model, bad in zip(values, has_diverged)
+            Score.of(torch.cat(model_values), diverged=int(torch.cat(model_diverged).sum()))
+            for model_values, model_diverged in zip(values, has_diverged)
         ]
 
     def predictions(
         self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, Episodes]]:
-        """Draw tasks, solve their heads in large batches, and yield the outputs with the tasks."""
-        for size in _batches(tasks, 12 * BLOCK):
+        """Draw tasks, fit their heads in large batches, and yield the outputs together with the tasks."""
+        for size in _batch_sizes(tasks, 12 * BLOCK):
             episodes = self.episodes(environment, size, generator)
             check_test_time(model.method, model.net, model.params, episodes)
             yield predict_from_features(model.method, model.params, episodes), episodes
 
     def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw the tasks that the environment would, with features as inputs; copies are added to the support set."""
-        blocks = [environment.sample_indices(size, generator) for size in _batches(tasks, BLOCK)]
-        drawn = TaskIndices(*(torch.cat(parts) for parts in zip(*blocks)))
-        episodes = drawn.to_episodes(lambda rows: self.features[0, self._positions_of(rows)])
-        copies = [features[self._positions_of(drawn.support.flatten(1))] for features in self.features[1:]]
+        """Draw the same tasks as the environment, with features as inputs; copies are added to the support sets."""
+        blocks = [environment.sample_indices(size, generator) for size in _batch_sizes(tasks, BLOCK)]
+        indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*blocks)))
+        episodes = indices.to_episodes(lambda rows: self.features[0, self._positions_of(rows)])
+        copies = [features[self._positions_of(indices.support.flatten(1))] for features in self.features[1:]]
         return replace(
             episodes,
             support_x=torch.cat([episodes.support_x, *copies], dim=1),
@@ -459,21 +467,23 @@ class FeatureTable:
         return self.positions[copy_to_device(rows, self.positions.device)]
 
 
-def _sampled(environment: Environment, tasks: int, generator: torch.Generator, device: torch.device) -> Episodes:
-    """Draw tasks in blocks, so that a seed gives the same tasks for every batch size."""
-    blocks = [environment.sample(size, generator).to(device) for size in _batches(tasks, BLOCK)]
+def _sample_in_blocks(
+    environment: Environment, tasks: int, generator: torch.Generator, device: torch.device
+) -> Episodes:
+    """Draw tasks in blocks of `BLOCK`, so a seed gives the same tasks for every batch size."""
+    blocks = [environment.sample(size, generator).to(device) for size in _batch_sizes(tasks, BLOCK)]
     return Episodes.concatenate(blocks)
 
 
-def _batches(tasks: int, size: int) -> list[int]:
-    """Return the sizes of batches of at most `size` that hold `tasks` together."""
+def _batch_sizes(tasks: int, size: int) -> list[int]:
+    """Return the sizes of the batches into which `tasks` tasks are split, each at most `size`."""
     return [min(size, tasks - first) for first in range(0, tasks, size)]
 
 
 def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
     """Return each task's accuracy on its queries, or its mean squared error for regression.
 
-    A query whose outputs are not finite is wrong, and the squared error of its task is NaN.
+    A query whose outputs are not finite counts as wrong; for regression, the squared error of its task is NaN.
     """
     if episodes.is_classification:
         return correct(outputs, episodes).double().mean(-1)
@@ -481,10 +491,10 @@ def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
 
 
 def correct(outputs: Tensor, episodes: Episodes) -> Tensor:
-    """Return whether each query is predicted correctly (tasks, queries); not if its outputs are not finite."""
+    """Return whether each query is predicted correctly, (tasks, queries); false if its outputs are not finite."""
     return outputs.isfinite().all(-1) & (outputs.argmax(-1) == episodes.query_y)
 
 
 def diverged(outputs: Tensor) -> Tensor:
-    """Return which tasks (tasks,) have outputs (tasks, queries, outputs) that are not finite."""
+    """Return for each task, (tasks,), whether any of its outputs, (tasks, queries, outputs), is not finite."""
     return ~outputs.isfinite().flatten(1).all(1)

@@ -1,4 +1,4 @@
-"""All that `metabridge.training` offers; imported on first use, since it needs PyTorch."""
+"""The public names of `metabridge.training`; imported on first use, since they need PyTorch."""
 
 from metabridge.training.augment import Augment
 from metabridge.training.config import ImageTrainingConfig, TrainingConfig

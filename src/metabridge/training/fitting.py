@@ -1,4 +1,4 @@
-"""`fit` trains a network from start to end, and `load` reads what it saved."""
+"""`fit` trains a network from start to end, and `load` reads a saved run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, get_args
 
 import torch
 from rich.progress import Progress
@@ -27,14 +27,21 @@ from metabridge.progress import progress_bar
 from metabridge.training.checkpoint import (
     RunFolder,
     check_match,
+    copy_into,
     damaged,
-    fill,
     fingerprint,
-    part,
     read_method,
     read_network,
+    select_group,
 )
-from metabridge.training.config import TrainingConfig, arguments_text, option, options_of, training_options
+from metabridge.training.config import (
+    TrainingConfig,
+    alternatives,
+    arguments_text,
+    option,
+    options_of,
+    training_options,
+)
 from metabridge.training.evaluation import Model
 from metabridge.training.learning_curve import point_from_json
 from metabridge.training.trainer import Run, Trainer
@@ -47,45 +54,43 @@ class FitArguments(TrainingConfig):
     """The keyword arguments of `fit`: all training options, and where and how long to train."""
 
     validate: Environment | None = option(
-        None, help="Source of validation tasks. The run has the weights with the best validation score."
+        None, help="Source of validation tasks. The run has the weights with the best validation score. Default: none."
     )
     teacher: Model | None = option(
         None, help="Trained model whose predictions are part of the targets; see `SoftTargets.distillation`."
     )
     config: TrainingConfig | None = option(
-        None, help="Training options to start from; options given by name replace those in it."
+        None, help="Training options; options that are passed by name take precedence."
     )
-    device: torch.device | str = option("cpu", help="Where to compute.")
-    mode: Mode = option(
-        "auto", help="How meta-gradients are computed: auto, loop, workers, vectorized or captured; see `Engine`."
-    )
+    device: torch.device | str = option("cpu", help="Device to compute on.")
+    mode: Mode = option("auto", help=f"How meta-gradients are computed: {alternatives(get_args(Mode))}; see `Engine`.")
     out: str | Path | None = option(None, help="Folder to save the run in. None to save nothing.")
     minutes: float | None = option(
         None,
-        help="Stop after this number of minutes; call again with the same `out` to continue.",
+        help="Stop after this number of minutes. Call again with the same `out` to continue.",
         check=lambda name, value: None if value is None else check_not_negative(name, value),
     )
     progress: bool = option(True, help="Whether to show a progress bar on standard error.")
     name: str = option("training", help="Label of the progress bar.")
 
 
-def _takes(
+def _accepts(
     arguments: Callable[Options, object],
 ) -> Callable[[Callable[..., Run]], Callable[Concatenate[Network, Method, Environment, Options], Run]]:
-    """Give `fit` the fields of a dataclass as keyword arguments: in its signature, its types and its docstring."""
+    """Add the fields of a dataclass to the signature, the types and the docstring of `fit` as keyword arguments."""
 
     def decorate(function: Callable[..., Run]) -> Callable[Concatenate[Network, Method, Environment, Options], Run]:
         signature = inspect.signature(function)
         keywords = [
             inspect.Parameter(
-                each.name,
+                field.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if each.default is MISSING else each.default,
-                annotation=each.type,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=field.type,
             )
-            for each in options_of(arguments).values()  # type: ignore[arg-type]
+            for field in options_of(arguments).values()  # type: ignore[arg-type]
         ]
-        positional = [each for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        positional = [param for param in signature.parameters.values() if param.kind is param.POSITIONAL_OR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*positional, *keywords])  # type: ignore[attr-defined]
         if function.__doc__ is not None:
             text = arguments_text(arguments)  # type: ignore[arg-type]
@@ -95,17 +100,17 @@ def _takes(
     return decorate
 
 
-@_takes(FitArguments)
+@_accepts(FitArguments)
 def fit(net: Network, method: Method, environment: Environment, **arguments: Any) -> Run:
     """Train a network with a method on the tasks of an environment.
 
     With `validate`, the run has the weights with the best validation score, and all validations use the same tasks.
-    Without it, the run has the last weights. The network ends with the weights of the run.
+    Without it, the run has the last weights. At the end, the network has the weights of the run.
 
-    With `out`, the run is saved in that folder at each validation and at least every minute. Called again with the same
-    settings, `fit` continues where it stopped, and ends in the same weights as if it had not stopped. With more
-    `iterations`, training continues with its schedule stretched to the new length. While it runs, no other training
-    can write to the folder, but the run can be loaded.
+    With `out`, the run is saved in that folder at each validation and at least every minute. If `fit` was interrupted,
+    call it again with the same settings: it continues the run, and ends with the same weights as without interruption.
+    With more `iterations`, training continues with its schedule stretched to the new length. During training, no other
+    process can write to the folder, but the run can be loaded.
 
     Args:
         net: Network to train, in place.
@@ -118,7 +123,7 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
 
     Raises:
         InputError: If an option cannot be used, the method does not fit the network or the tasks, the loss becomes
-            infinite, or `out` holds a run with other settings.
+            infinite, or `out` contains a run with other settings.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -127,17 +132,17 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
     >>> [point.iteration for point in run.curve]
     [1, 2, 3]
     """
-    unknown = arguments.keys() - {each.name for each in fields(FitArguments)}
+    unknown = arguments.keys() - {field.name for field in fields(FitArguments)}
     if unknown:
         raise TypeError(f"fit() got an unexpected keyword argument {min(unknown)!r}")
     args = FitArguments(**arguments)
-    start = args if args.config is None else training_options(args.config)
+    base = args if args.config is None else args.config
     changes = {name: arguments[name] for name in options_of(TrainingConfig) if name in arguments}
     trainer = Trainer(
         net,
         method,
         environment,
-        training_options(start, **changes),
+        training_options(base, **changes),
         validate=args.validate,
         device=args.device,
         mode=args.mode,
@@ -152,8 +157,8 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
 
     Args:
         folder: Folder of the run.
-        device: Where to put the weights.
-        net: The network that was trained, needed only if no function of `metabridge.models` built it.
+        device: Device of the weights.
+        net: The network that was trained; needed only if it was not built by a function of `metabridge.models`.
 
     Returns:
         The run.
@@ -176,7 +181,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
     if weights is None:
         raise InputError(
             f"the run in {folder} has no weights yet: it was stopped before its first validation. "
-            "Give the train command again to continue it."
+            "Run the same training command again to continue it."
         )
     tensors, notes = weights
     if net is None and settings["model"] is None:
@@ -192,9 +197,9 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         raise damaged(
             run_folder.path / "settings.json", "its model or method is not what the weights were trained with"
         )
-    params, buffers = part(tensors, "params"), part(tensors, "buffers")
+    params, buffers = select_group(tensors, "params"), select_group(tensors, "buffers")
     check_match({**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path)
-    fill(net, params, buffers)
+    copy_into(net, params, buffers)
     try:
         latest = notes if state is None else state[1]
         curve, seconds = tuple(point_from_json(point) for point in latest["curve"]), float(latest["seconds"])
@@ -215,10 +220,10 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
 
 
 def run_to_end(trainer: Trainer, name: str, *, minutes: float | None = None, progress: bool = True) -> Run:
-    """Take all steps of a training, or as many as fit into the time, then close it.
+    """Run a trainer until it has finished or the time is over, then close it.
 
     Args:
-        trainer: The training.
+        trainer: The trainer.
         name: Label of the progress bar.
         minutes: Stop after this number of minutes. None for no limit.
         progress: Whether to show a progress bar.
@@ -237,14 +242,14 @@ def run_to_end(trainer: Trainer, name: str, *, minutes: float | None = None, pro
 
 
 class ProgressLine:
-    """The line of one training in a progress bar."""
+    """The progress of one training run in a progress bar."""
 
     def __init__(self, bar: Progress, name: str, trainer: Trainer) -> None:
         self._bar, self._name, self._trainer = bar, name, trainer
         self._task = bar.add_task(name, total=trainer.config.iterations, completed=trainer.iteration, status="")
 
     def update(self, point_added: bool) -> None:
-        """Show the number of steps and the last point; print new points as lines if there is no terminal."""
+        """Show the number of steps and the last point of the curve; without a terminal, print each new point."""
         trainer, bar = self._trainer, self._bar
         bar.update(self._task, completed=trainer.iteration)
         if point_added:
@@ -256,7 +261,7 @@ class ProgressLine:
 
 @contextlib.contextmanager
 def saved_and_closed(trainer: Trainer) -> Iterator[None]:
-    """Save the training and unlock its folder at the end, even after an error."""
+    """Save the run and unlock its folder at the end of the context, even after an error."""
     try:
         yield
     finally:
@@ -268,22 +273,22 @@ def saved_and_closed(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay a first Ctrl-C until the end of the block; a second one interrupts at once."""
+    """Delay the first Ctrl-C until the end of the context; a second one interrupts immediately."""
     default = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
         yield
         return
-    interrupts: list[int] = []
+    delayed_signals: list[int] = []
 
-    def record(number: int, frame: FrameType | None) -> None:
-        if interrupts:
+    def delay(number: int, frame: FrameType | None) -> None:
+        if delayed_signals:
             raise KeyboardInterrupt
-        interrupts.append(number)
+        delayed_signals.append(number)
 
-    signal.signal(signal.SIGINT, record)
+    signal.signal(signal.SIGINT, delay)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, default)
-    if interrupts:
+    if delayed_signals:
         raise KeyboardInterrupt

@@ -8,8 +8,9 @@ from pathlib import Path
 from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import ImageTasks, LabelledImages
 from metabridge.errors import InputError
-from metabridge.learners.method import Method, method
-from metabridge.models import ARCHITECTURE, Network, build
+from metabridge.learners.method import Method
+from metabridge.learners.method import method as create_method
+from metabridge.models import ARCHITECTURE_SUFFIX, Network, build
 from metabridge.training.augment import Augment
 from metabridge.training.config import ImageTrainingConfig, training_options
 from metabridge.training.evaluation import Model
@@ -32,9 +33,9 @@ def train_on_images(
     Args:
         config: Method, model, tasks and training options.
         images: Labelled images with their splits.
-        device: Where to compute.
+        device: Device to compute on.
         out: Folder to save the run in. None to save nothing.
-        minutes: Stop after this number of minutes; the same call continues.
+        minutes: Stop after this number of minutes. Call again with the same arguments to continue.
         progress: Whether to show a progress bar.
         teacher: Trained model whose predictions are part of the targets.
 
@@ -61,60 +62,60 @@ def image_trainer(
     out: str | Path | None = None,
     teacher: Model | None = None,
 ) -> Trainer:
-    """Return a trainer on the training classes that has not taken a step yet; see `train_on_images`.
+    """Return a trainer on the training classes, before its first step; see `train_on_images`.
 
     Args:
         config: Method, model, tasks and training options.
         images: Labelled images with their splits.
-        device: Where to compute.
+        device: Device to compute on.
         out: Folder to save the run in. None to save nothing.
         teacher: Trained model whose predictions are part of the targets.
 
     Returns:
         The trainer.
     """
-    chosen_method = method_of(config)
+    method = method_of(config)
     images = images.to(device)
     if config.rotated_classes:
         images = images.with_rotations(("train",))
-    tasks = training_tasks(config, images)
-    _check_memory(config, images)
+    tasks = training_tasks(config, images, method)
+    _check_memory(config, images, method)
     has_validation = len(images.splits.get("validation", ())) > 1
     validation = validation_tasks(config, images) if has_validation else None
     options = training_options(
         config,
-        batch_size=1 if chosen_method.training_head == "all-rows" else config.batch_size,
+        batch_size=1 if method.training_head == "all-rows" else config.batch_size,
         augment=augmentation_of(config, images),
     )
     net = network_of(config, images)
-    return Trainer(net, chosen_method, tasks, options, validate=validation, device=device, out=out, teacher=teacher)
+    return Trainer(net, method, tasks, options, validate=validation, device=device, out=out, teacher=teacher)
 
 
 def method_of(config: ImageTrainingConfig) -> Method:
     """Return the method of a configuration."""
-    return method(config.method, **config.method_options)
+    return create_method(config.method, **config.method_options)
 
 
 def network_of(config: ImageTrainingConfig, images: LabelledImages) -> Network:
-    """Return the untrained network of a configuration, for images of this size and number of channels."""
+    """Return the untrained network of a configuration, for the size and the number of channels of the images."""
     channels, size = images.images.shape[1], images.images.shape[-1]
-    shape: dict[str, object] = {"inputs": channels * size**2}
+    input_options: dict[str, object] = {"inputs": channels * size**2}
     if config.model != "mlp":
-        channels_option = "image_channels" if config.model.endswith(ARCHITECTURE) else "channels"
-        shape = {channels_option: channels, "size": size, "statistics": config.statistics}
-    return build(config.model, **{**shape, "outputs": config.ways, "seed": config.seed, **config.model_options})
+        channels_option = "image_channels" if config.model.endswith(ARCHITECTURE_SUFFIX) else "channels"
+        input_options = {channels_option: channels, "size": size, "statistics": config.statistics}
+    return build(config.model, **{**input_options, "outputs": config.ways, "seed": config.seed, **config.model_options})
 
 
-def training_tasks(config: ImageTrainingConfig, images: LabelledImages) -> Environment:
-    """Return the tasks to train on, or batches over all classes if the method trains one classifier on them."""
-    if method_of(config).training_head == "all-rows":
+def training_tasks(config: ImageTrainingConfig, images: LabelledImages, method: Method) -> Environment:
+    """Return the tasks to train on, or batches of images if the method trains one classifier over all classes."""
+    if method.training_head == "all-rows":
         return images.batches("train", size=config.batch_size)
     ways = config.training_ways or config.ways
     return images.tasks("train", ways=ways, shots=config.shots, queries=config.queries)
 
 
 def validation_tasks(config: ImageTrainingConfig, images: LabelledImages) -> ImageTasks:
-    """Return validation tasks, with fewer ways and queries if there are fewer classes or images."""
+    """Return validation tasks, with fewer ways or queries if there are too few classes or images."""
     classes = images.splits["validation"]
     fewest_images = int(images.labels.bincount(minlength=len(images.class_names))[classes].min())
     ways, queries = min(config.ways, len(classes)), max(1, min(15, fewest_images - config.validate_shots))
@@ -122,20 +123,20 @@ def validation_tasks(config: ImageTrainingConfig, images: LabelledImages) -> Ima
 
 
 def augmentation_of(config: ImageTrainingConfig, images: LabelledImages) -> Augment | None:
-    """Return the random changes to training images: by default those for color images, and none for gray ones."""
+    """Return the random changes to training images. By default, only color images are changed."""
     if isinstance(config.augment, Augment):
         return config.augment
     enabled = images.images.shape[1] == 3 if config.augment is None else config.augment
     return Augment.for_size(images.images.shape[-1]) if enabled else None
 
 
-def _check_memory(config: ImageTrainingConfig, images: LabelledImages) -> None:
-    """Raise an `InputError` if the images of one step alone need more than the machine's memory."""
+def _check_memory(config: ImageTrainingConfig, images: LabelledImages, method: Method) -> None:
+    """Raise an `InputError` if the images of one step need more memory than the machine has."""
     if not hasattr(os, "sysconf"):
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    task_images = 1 if method_of(config).training_head == "all-rows" else config.ways * (config.shots + config.queries)
-    item_bytes = 4 * images.images[0].numel() * task_images  # in float32
+    item_images = 1 if method.training_head == "all-rows" else config.ways * (config.shots + config.queries)
+    item_bytes = 4 * images.images[0].numel() * item_images  # in float32; an item is an image or a task
     if config.batch_size * item_bytes > memory:
         raise InputError(
             f"batch_size is {config.batch_size}, but the images of such a step take "

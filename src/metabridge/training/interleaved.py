@@ -1,4 +1,4 @@
-"""Several trainings at the same time, a step of each in turn. Experiments use it for small networks on a GPU."""
+"""Concurrent training of several networks, one step of each in turn. Experiments use it for small networks on a GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from metabridge.progress import progress_bar
 from metabridge.training.fitting import ProgressLine, saved_and_closed, uninterrupted
 from metabridge.training.trainer import Run, Trainer
 
-CONCURRENT_TRAININGS = {"cuda": 8}  # by device type; 1 elsewhere
+CONCURRENT_RUNS = {"cuda": 8}  # by device type; 1 on other devices
 
 
-def concurrent_trainings(device: str) -> int:
-    """Return how many small trainings should run at the same time on a device."""
-    return CONCURRENT_TRAININGS.get(torch.device(device).type, 1)
+def concurrent_runs(device: str) -> int:
+    """Return how many small networks to train at the same time on a device."""
+    return CONCURRENT_RUNS.get(torch.device(device).type, 1)
 
 
 def train_interleaved(
@@ -31,20 +31,21 @@ def train_interleaved(
     minutes: float | None = None,
     progress: bool = True,
 ) -> Iterator[tuple[str, Run]]:
-    """Train several networks, up to `at_once` at the same time, by taking a step of each in turn.
+    """Train several networks, up to `at_once` at the same time, by taking one step of each in turn.
 
-    On a GPU each training has its own stream, so small steps, which would leave most of the GPU idle, run concurrently.
-    The result of a training does not depend on the others. The seconds of a run are its share of the total time.
+    On a GPU, each network is trained on its own stream, so small steps, which would leave most of the GPU idle, run
+    concurrently. The results are the same as if the networks were trained one after another; `seconds` of a run counts
+    only the steps of that network.
 
     Args:
-        trainers: For each name a function that creates the trainer; called when the training starts.
-        at_once: Number of trainings at the same time. More than one needs networks without dropout, since all
-            trainings share the global random generators.
-        minutes: Stop all trainings after this number of minutes, and start no more. None for no limit.
+        trainers: For each name, a function that creates the trainer; it is called when training starts.
+        at_once: Number of networks to train at the same time. More than 1 requires networks without dropout, since
+            they would share the global random generators.
+        minutes: Stop all training runs after this number of minutes, and start no more. None for no limit.
         progress: Whether to show progress bars.
 
     Yields:
-        The name and the run of each training, when it ends.
+        The name and the run of each network, when its training ends.
 
     Raises:
         InputError: If `at_once` is not positive, or a network draws random numbers and `at_once` is more than 1.
@@ -59,39 +60,39 @@ def train_interleaved(
     {'a': Run(mlp, 2 iterations, finished), 'b': Run(mlp, 2 iterations, finished)}
     """
     check_count("at_once", at_once)
-    end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
-    waiting, active = deque(trainers.items()), list[_Training]()
+    deadline = math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    waiting, active = deque(trainers.items()), list[_ActiveTrainer]()
     with progress_bar(progress) as bar:
         try:
             while waiting or active:
                 while waiting and len(active) < at_once:
-                    active.append(_Training(*waiting.popleft(), bar, at_once > 1))
-                for training in list(active):
-                    if training.trainer.finished or time.perf_counter() >= end:
-                        run = training.end()
-                        active.remove(training)
-                        yield training.name, run
+                    active.append(_ActiveTrainer(*waiting.popleft(), bar, at_once > 1))
+                for entry in list(active):
+                    if entry.trainer.finished or time.perf_counter() >= deadline:
+                        run = entry.end()
+                        active.remove(entry)
+                        yield entry.name, run
                     else:
-                        training.step()
-                if time.perf_counter() >= end:
+                        entry.step()
+                if time.perf_counter() >= deadline:
                     waiting.clear()
         finally:
-            with contextlib.ExitStack() as stack:  # saves and closes all, even if one fails
-                for training in active:
-                    stack.enter_context(training.saved_and_closed())
+            with contextlib.ExitStack() as stack:  # saves and closes all trainers, even if one raises an error
+                for entry in active:
+                    stack.enter_context(entry.saved_and_closed())
 
 
-class _Training:
-    """One of the trainings, with its progress line, and its stream if there are several on a GPU."""
+class _ActiveTrainer:
+    """A trainer with its progress line and, if several networks are trained on a GPU, its stream."""
 
-    def __init__(self, name: str, make_trainer: Callable[[], Trainer], bar: Progress, concurrent: bool) -> None:
+    def __init__(self, name: str, create_trainer: Callable[[], Trainer], bar: Progress, concurrent: bool) -> None:
         self.name, self._stream = name, None
-        self.trainer = make_trainer()
+        self.trainer = create_trainer()
         if concurrent and self.trainer.draws_global_random_numbers:
             self.trainer.close()
             raise InputError(
-                f"the network of {name} draws random numbers in training (dropout), so it cannot train at the same "
-                "time as others. Use at_once=1."
+                f"the network of {name} draws random numbers in training (dropout), so it cannot be trained at the "
+                "same time as others. Use at_once=1."
             )
         if concurrent and self.trainer.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.trainer.device)
@@ -106,12 +107,12 @@ class _Training:
 
     @contextlib.contextmanager
     def saved_and_closed(self) -> Iterator[None]:
-        """Save and close the training at the end, on its stream."""
+        """Save the run and close the trainer at the end of the context, on the trainer's stream."""
         with torch.cuda.stream(self._stream), saved_and_closed(self.trainer):
             yield
 
     def end(self) -> Run:
-        """Save and close the training, and return its run."""
+        """Save the run, close the trainer, and return the run."""
         with self.saved_and_closed():
             pass
         with torch.cuda.stream(self._stream):

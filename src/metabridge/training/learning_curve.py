@@ -1,4 +1,4 @@
-"""The learning curve of a run: its points, and their form on disk."""
+"""The learning curve of a run: its points, and how they are stored as JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Point:
     """One point of a learning curve.
 
     Args:
-        iteration: Number of training steps done.
-        seconds: Training time so far, without validation.
+        iteration: Number of training steps so far.
+        seconds: Training time so far in seconds, without validation.
         loss: Mean outer loss since the previous point.
-        score: Validation score, if there are validation tasks.
-        best: Whether the score was the best so far.
+        score: Validation score. None without validation tasks.
+        best: Whether the score is the best so far.
 
     >>> print(Point(100, 2.5, loss=0.693, score=None))
     loss 0.693
@@ -41,7 +41,7 @@ class Point:
 
 
 def best_score(curve: Sequence[Point]) -> Score | None:
-    """Return the best validation score of a learning curve, if there was a validation."""
+    """Return the best validation score of a learning curve. None if there was no validation."""
     return next((point.score for point in reversed(curve) if point.best), None)
 
 
@@ -63,12 +63,12 @@ def point_to_json(point: Point) -> dict[str, object]:
 
 
 def point_from_json(stored: dict[str, Any]) -> Point:
-    """Return the point that `point_to_json` stored. Its score has no values of single tasks."""
+    """Return the point that `point_to_json` stored. The scores of single tasks are not stored, so `values` is empty."""
     validation = stored["validation"]
     score = None
     if validation is not None:
-        metric = METRICS[METRICS.index(validation["metric"])]  # a ValueError for any other
-        mean, margin = float(validation["mean"]), float(validation["ci95"])
-        score = Score(mean, margin, operator.index(validation["tasks"]), torch.empty(0), metric)
+        metric = METRICS[METRICS.index(validation["metric"])]  # raises a ValueError if it is unknown
+        mean, ci95 = float(validation["mean"]), float(validation["ci95"])
+        score = Score(mean, ci95, operator.index(validation["tasks"]), torch.empty(0), metric)
     iteration, seconds = operator.index(stored["iteration"]), float(stored["seconds"])
     return Point(iteration, seconds, float(stored["loss"]), score, bool(stored["best"]))

@@ -1,6 +1,6 @@
 """Resumable training of linear networks on tasks with a shared representation (Yüksel et al. 2023, §5).
 
-All runs of one method train side by side.
+The runs of a first-order method are trained in parallel, as one batch; the runs of Burer–Monteiro one after another.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from metabridge.theory.anil import (
 from metabridge.theory.finite_tasks import NetParams, RepeatedStep, TaskPoints, factorization_loss, first_order_step
 from metabridge.training.checkpoint import RunFolder
 
-STEPS_PER_CHECK = 100  # steps between checks of the clock
+STEPS_PER_CHECK = 100  # number of steps between checks of the deadline
 CURVE_POINTS = 60  # approximate number of points of a curve
 
 
 @dataclass(frozen=True)
 class LinearAnilConfig:
-    """How the networks are trained.
+    """The tasks, the networks and the training options of an experiment.
 
-    The defaults are those of Yüksel et al. (2023, §5), with the step sizes and the initialization that their table 1
+    The defaults follow Yüksel et al. (2023, §5), with the step sizes and the initialization that their table 1
     implies.
 
     Args:
@@ -49,17 +49,18 @@ class LinearAnilConfig:
         tasks: Number of training tasks per run.
         steps: Number of outer steps.
         iterations: Number of L-BFGS iterations of Burer–Monteiro factorization.
-        designs: Number of sets of test inputs; as many others choose the penalty of ridge regression.
+        designs: Number of sets of test inputs. Another `designs` sets are used to choose the penalty of ridge
+            regression.
         dimension: Dimension of the inputs.
         width: Width of the network.
         variances: Variances of the tasks along the shared directions.
         mean: Mean of the tasks along the shared directions; zero if None.
         noise: Variance of the label noise.
-        m_in: Number of support points per task.
-        m_out: Number of query points per task.
-        m_test: Numbers of support points of test tasks.
-        alpha: Size of the inner step.
-        beta: Size of the outer step.
+        m_in: Number of support examples per task.
+        m_out: Number of query examples per task.
+        m_test: Numbers of support examples per test task.
+        alpha: Step size of the inner loop.
+        beta: Step size of the outer loop.
     """
 
     runs: int = 10
@@ -79,13 +80,13 @@ class LinearAnilConfig:
     beta: float = 0.025
 
     @property
-    def rates(self) -> AnilSettings:
-        """The step sizes, with `m_in` support points."""
+    def anil_settings(self) -> AnilSettings:
+        """The step sizes and the number of support examples."""
         return AnilSettings(self.alpha, self.beta, self.m_in)
 
     @property
-    def infinite_sample_rates(self) -> AnilSettings:
-        """The step sizes, with infinitely many support points."""
+    def infinite_sample_settings(self) -> AnilSettings:
+        """The step sizes, and an infinite number of support examples."""
         return AnilSettings(self.alpha, self.beta, math.inf)
 
     def environments(self, seed: int) -> list[SharedRepresentation]:
@@ -101,10 +102,10 @@ class LinearAnilConfig:
         """Return Σ*, the covariance of the tasks along the shared directions."""
         return torch.diag(torch.tensor(self.variances, dtype=torch.float64))
 
-    def limit(self, rates: AnilSettings) -> tuple[float, float]:
+    def limiting_eigenvalues(self, settings: AnilSettings) -> tuple[float, float]:
         """Return the smallest and the largest eigenvalue of Λ* (Yüksel et al. 2023, eq. 8)."""
-        values = torch.linalg.eigvalsh(limiting_gram(self.covariance(), self.noise, rates))
-        return float(values[0]), float(values[-1])
+        eigenvalues = torch.linalg.eigvalsh(limiting_gram(self.covariance(), self.noise, settings))
+        return float(eigenvalues[0]), float(eigenvalues[-1])
 
 
 @dataclass
@@ -113,15 +114,15 @@ class RepresentationCurves:
 
     Args:
         steps: The steps at which the networks were measured.
-        values: For each quantity the values of every run at `steps`. The quantities are those of
-            `theory.anil.Spectrum`, and for networks with a shared initial head `start`, ‖Bw − E[θ]‖².
+        values: For each quantity, one list per run with its values at `steps`. The quantities are the fields of
+            `theory.anil.Spectrum` and, for networks with a shared initial head w, "start", which is ‖Bw − E[θ]‖².
     """
 
     steps: list[int] = field(default_factory=list)
     values: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def measure(self, step: int, environments: list[SharedRepresentation], B: Tensor, w: Tensor | None = None) -> None:
-        """Append the measurements of the networks of all runs."""
+        """Measure the networks of all runs, with first layers `B` and initial heads `w`, and append the values."""
         B = B.double().cpu()
         bases = torch.stack([environment.representation for environment in environments])
         measured: dict[str, Tensor] = spectrum(B, bases)._asdict()
@@ -134,7 +135,7 @@ class RepresentationCurves:
                 curve.append(float(f"{value:.6g}"))
 
     def join(self, other: RepresentationCurves) -> RepresentationCurves:
-        """Return the curves of these runs followed by those of others, measured at the same steps."""
+        """Return the curves of the runs in `self`, followed by the runs in `other`, measured at the same steps."""
         values = {quantity: self.values.get(quantity, []) + curves for quantity, curves in other.values.items()}
         return RepresentationCurves(other.steps, values)
 
@@ -146,7 +147,7 @@ class TrainedLinearNets(NamedTuple):
         B: First layers, (runs, d, k'), in float64.
         w: Initial heads, (runs, k'); None for Burer–Monteiro, which has one head per task.
         curves: The measurements during training.
-        seconds: Training time.
+        seconds: Training time in seconds.
     """
 
     B: Tensor
@@ -166,47 +167,48 @@ def train_first_order(
     """Train a first-order method by gradient descent, resuming from the state in `folder`.
 
     Args:
-        method: "fo-anil", "fo-maml", "infinite-tasks" or "infinite-samples".
-        config: How to train.
+        method: "fo-anil", "fo-maml", "infinite-tasks" (the expected step of "fo-anil" over all tasks) or
+            "infinite-samples" ("fo-anil" on the training tasks with infinitely many examples).
+        config: Training options.
         environments: The environment of each run.
-        device: Where to compute.
+        device: Device, such as "cpu".
         folder: Folder of the saved state.
         deadline: Value of `time.perf_counter()` after which training stops.
 
     Returns:
         The trained networks, or None if the deadline passed first.
     """
-    starts = [
+    initial = [
         initial_parameters(
             config.dimension, config.width, config.alpha, torch.Generator().manual_seed(environment.seed)
         )
         for environment in environments
     ]
-    state: NetParams = (torch.stack([B for B, _ in starts]), torch.stack([w for _, w in starts]))
-    done, seconds, curves = 0, 0.0, RepresentationCurves()
+    state: NetParams = (torch.stack([B for B, _ in initial]), torch.stack([w for _, w in initial]))
+    steps_done, seconds, curves = 0, 0.0, RepresentationCurves()
     saved = folder.read("state")
     if saved is not None:
         tensors, metadata = saved
         state = (tensors["B"], tensors["w"])
-        done, seconds = metadata["done"], metadata["seconds"]
+        steps_done, seconds = metadata["done"], metadata["seconds"]
         curves = RepresentationCurves(**metadata["curves"])
     else:
         curves.measure(0, environments, *state)
-    step, dtype = _outer_step(method, config, environments, device)
-    iteration = RepeatedStep(step, (state[0].to(device, dtype), state[1].to(device, dtype)))
+    outer_step, dtype = _outer_step(method, config, environments, device)
+    repeated_step = RepeatedStep(outer_step, (state[0].to(device, dtype), state[1].to(device, dtype)))
     steps_to_measure = measured_steps(config.steps)
-    while done < config.steps and time.perf_counter() < deadline:
-        began = time.perf_counter()
-        next_measured = next(step for step in steps_to_measure if step > done)
-        count = min(STEPS_PER_CHECK, next_measured - done)
-        iteration.advance(count)
-        done += count
-        seconds += time.perf_counter() - began
-        if done == next_measured:
-            curves.measure(done, environments, *iteration.params)
-    B, w = iteration.params
-    folder.write("state", {"B": B, "w": w}, {"done": done, "seconds": seconds, "curves": asdict(curves)})
-    return None if done < config.steps else TrainedLinearNets(B.double().cpu(), w.double().cpu(), curves, seconds)
+    while steps_done < config.steps and time.perf_counter() < deadline:
+        start_time = time.perf_counter()
+        next_measured = next(step for step in steps_to_measure if step > steps_done)
+        count = min(STEPS_PER_CHECK, next_measured - steps_done)
+        repeated_step.advance(count)
+        steps_done += count
+        seconds += time.perf_counter() - start_time
+        if steps_done == next_measured:
+            curves.measure(steps_done, environments, *repeated_step.params)
+    B, w = repeated_step.params
+    folder.write("state", {"B": B, "w": w}, {"done": steps_done, "seconds": seconds, "curves": asdict(curves)})
+    return None if steps_done < config.steps else TrainedLinearNets(B.double().cpu(), w.double().cpu(), curves, seconds)
 
 
 def train_burer_monteiro(
@@ -216,12 +218,14 @@ def train_burer_monteiro(
     folder: RunFolder,
     deadline: float,
 ) -> TrainedLinearNets | None:
-    """Factorize the tasks of one run after another (Yüksel et al. 2023, eq. 12), resuming after the finished runs.
+    """Train Burer–Monteiro factorization, one run after another (Yüksel et al. 2023, eq. 12).
+
+    Finished runs are saved in `folder` and not repeated.
 
     Args:
-        config: How to train.
+        config: Training options.
         environments: The environment of each run.
-        device: Where to compute.
+        device: Device, such as "cpu".
         folder: Folder of the saved state.
         deadline: Value of `time.perf_counter()` after which no further run starts.
 
@@ -235,10 +239,10 @@ def train_burer_monteiro(
         finished, metadata = saved
         seconds, curves = metadata["seconds"], RepresentationCurves(**metadata["curves"])
     while len(finished) < len(environments) and time.perf_counter() < deadline:
-        began, run = time.perf_counter(), len(finished)
+        start_time, run = time.perf_counter(), len(finished)
         finished[str(run)], run_curves = _burer_monteiro(config, environments[run], device)
         curves = curves.join(run_curves)
-        seconds += time.perf_counter() - began
+        seconds += time.perf_counter() - start_time
         folder.write("state", finished, {"seconds": seconds, "curves": asdict(curves)})
     if len(finished) < len(environments):
         return None
@@ -252,53 +256,56 @@ def measured_steps(steps: int) -> list[int]:
     >>> measured_steps(3), measured_steps(1000)[:4], measured_steps(1000)[-3:]
     ([1, 2, 3], [1, 2, 3, 4], [950, 975, 1000])
     """
-    positions = [*np.geomspace(1, steps, CURVE_POINTS // 2), *np.linspace(0, steps, CURVE_POINTS // 2 + 11)[1:]]
-    return sorted({max(1, round(float(position))) for position in positions})
+    # a few more than CURVE_POINTS points, since some of them coincide after rounding
+    log_spaced = np.geomspace(1, steps, CURVE_POINTS // 2)
+    evenly_spaced = np.linspace(0, steps, CURVE_POINTS // 2 + 11)[1:]
+    return sorted({max(1, round(float(position))) for position in [*log_spaced, *evenly_spaced]})
 
 
 def _outer_step(
     method: str, config: LinearAnilConfig, environments: list[SharedRepresentation], device: str
 ) -> tuple[Callable[[Tensor, Tensor], NetParams], torch.dtype]:
-    """Return the outer step of a method for all runs at once, and its dtype."""
+    """Return the outer step of a method for all runs at once, and the dtype of its arguments."""
     if method == "infinite-tasks":
-        moments = [TaskMoments.from_environment(environment) for environment in environments]
-        population = stack_moments(moments).to(device)
-        return partial(population_step, tasks=population, settings=config.rates), torch.float64
+        moments = stack_moments([TaskMoments.from_environment(environment) for environment in environments]).to(device)
+        return partial(population_step, tasks=moments, settings=config.anil_settings), torch.float64
     if method == "infinite-samples":
-        moments = [TaskMoments.from_tasks(run.task_parameters, run.noise) for run in environments]
-        population = stack_moments(moments).to(device)
-        return partial(population_step, tasks=population, settings=config.infinite_sample_rates), torch.float64
+        moments = stack_moments([TaskMoments.from_tasks(run.task_parameters, run.noise) for run in environments])
+        settings = config.infinite_sample_settings
+        return partial(population_step, tasks=moments.to(device), settings=settings), torch.float64
     points = TaskPoints.from_episodes([environment.tasks for environment in environments]).to(device, torch.float32)
     adapts: Literal["head", "all"] = "all" if method == "fo-maml" else "head"
-    return partial(first_order_step, points=points, settings=config.rates, adapts=adapts), torch.float32
+    return partial(first_order_step, points=points, settings=config.anil_settings, adapts=adapts), torch.float32
 
 
 def _burer_monteiro(
     config: LinearAnilConfig, environment: SharedRepresentation, device: str
 ) -> tuple[Tensor, RepresentationCurves]:
-    """Minimize by L-BFGS from B₀ᵀB₀ = I/100 and heads of squared norm k'/100; return B and its curves."""
+    """Minimize by L-BFGS, starting from B₀ᵀB₀ = I/100 and heads of squared norm k'/100; return B and its curves."""
     generator = torch.Generator().manual_seed(environment.seed)
-    B, _ = initial_parameters(environment.dimension, config.width, 25.0, generator)  # I/4α with α = 25
+    alpha = 25.0  # so that B₀ᵀB₀ = I/(4α) = I/100
+    B, _ = initial_parameters(environment.dimension, config.width, alpha, generator)
     heads = torch.randn(config.tasks, config.width, generator=generator, dtype=torch.float64)
     heads *= math.sqrt(0.01 * config.width) / heads.norm(dim=1, keepdim=True)
     tasks = environment.tasks.without_split().to(device, torch.float64)
 
-    def split(flat: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    def unflatten(flat: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+        """Return B and the heads from a vector of all parameters."""
         tensor = torch.tensor(flat)
         return tensor[: B.numel()].view_as(B), tensor[B.numel() :].view_as(heads)
 
     def objective(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        leaves = tuple(part.to(device).requires_grad_() for part in split(flat))
+        leaves = tuple(tensor.to(device).requires_grad_() for tensor in unflatten(flat))
         loss = factorization_loss(leaves[0], leaves[1], tasks.support_x, tasks.support_y[..., 0])
         grads = torch.autograd.grad(loss, leaves)
         return loss.item(), torch.cat([grad.flatten() for grad in grads]).cpu().numpy()
 
     def measure(flat: NDArray[np.float64]) -> None:
-        iteration = next(count)
+        iteration = next(iteration_numbers)
         if iteration in iterations_to_measure:
-            curves.measure(iteration, [environment], split(flat)[0][None])
+            curves.measure(iteration, [environment], unflatten(flat)[0][None])
 
-    curves, count = RepresentationCurves(), itertools.count(1)
+    curves, iteration_numbers = RepresentationCurves(), itertools.count(1)
     iterations_to_measure = measured_steps(config.iterations)
     curves.measure(0, [environment], B[None])
     solution = optimize.minimize(
@@ -309,4 +316,4 @@ def _burer_monteiro(
         callback=measure,
         options={"maxiter": config.iterations, "ftol": 0, "gtol": 0, "maxfun": 20 * config.iterations},
     )
-    return split(solution.x)[0], curves
+    return unflatten(solution.x)[0], curves

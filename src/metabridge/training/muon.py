@@ -12,17 +12,18 @@ from torch.optim import Optimizer
 from metabridge.cuda_graph import CapturedGraph
 from metabridge.errors import check_not_negative, check_positive
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a polynomial that drives the singular values in (0, 1] towards 1
-ITERATIONS = 3
-FILTER_RATE = 0.1  # learning rate of the convolutions, relative to that of SGD
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of a polynomial that moves singular values in (0, 1] towards 1
+ITERATIONS = 3  # of the polynomial
+FILTER_RATE = 0.1  # learning rate of filter banks divided by the learning rate of SGD
 
 
 class Muon(Optimizer):
     """SGD with Nesterov momentum that takes semi-orthogonal steps for the weights of convolutions.
 
-    A filter bank of shape (out, in, height, width) is treated as a matrix with `out` rows. Before each step it is
-    rescaled to norm √out, which does not change the outputs if batch norm follows. Its step has singular values near 1
-    and the learning rate `0.1 * lr`. Depthwise convolutions, linear layers and vectors are trained by plain SGD.
+    The filter bank of a convolution, of shape (out, in, height, width), is treated as a matrix with `out` rows. Before
+    each step it is rescaled to norm √out, which does not change the outputs if batch norm follows. Its step has
+    singular values near 1 and the learning rate `0.1 * lr`. Depthwise convolutions, linear layers and vectors are
+    trained by SGD.
 
     On a GPU the first step runs eagerly and all later steps as one CUDA graph.
 
@@ -55,11 +56,11 @@ class Muon(Optimizer):
             closure: Not used.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        first = not self.state
+        is_first_step = not self.state
         for param in params:
             if param not in self.state:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        if first or params[0].device.type != "cuda":
+        if is_first_step or params[0].device.type != "cuda":
             self.update({param: _grad(param) for param in params}, [group["lr"] for group in self.param_groups])
             return
         if self._capture is None:
@@ -73,7 +74,7 @@ class Muon(Optimizer):
             state_dict: What `state_dict` returned.
         """
         super().load_state_dict(state_dict)
-        self._capture = None  # its tensors are no longer used
+        self._capture = None  # it reads the old tensors
 
     def update(self, grads: dict[Tensor, Tensor], rates: Sequence[float | Tensor]) -> None:
         """Update parameters and momentum in place.
@@ -84,19 +85,20 @@ class Muon(Optimizer):
         """
         for group, rate in zip(self.param_groups, rates):
             banks = [param for param in group["params"] if is_filter_bank(param)]
-            rest = [param for param in group["params"] if not is_filter_bank(param)]
-            if rest:
-                decayed = torch._foreach_add([grads[param] for param in rest], rest, alpha=group["weight_decay"])
-                steps = self._momentum(rest, list(decayed), group["momentum"])
-                torch._foreach_sub_(rest, torch._foreach_mul(steps, rate))
+            sgd_params = [param for param in group["params"] if not is_filter_bank(param)]
+            if sgd_params:
+                sgd_grads = [grads[param] for param in sgd_params]
+                decayed_grads = torch._foreach_add(sgd_grads, sgd_params, alpha=group["weight_decay"])
+                steps = self._nesterov_steps(sgd_params, list(decayed_grads), group["momentum"])
+                torch._foreach_sub_(sgd_params, torch._foreach_mul(steps, rate))
             if banks:
-                steps = self._momentum(banks, [grads[param] for param in banks], group["momentum"])
+                steps = self._nesterov_steps(banks, [grads[param] for param in banks], group["momentum"])
                 norms = torch._foreach_norm(banks)
                 torch._foreach_mul_(banks, [len(bank) ** 0.5 / norm for bank, norm in zip(banks, norms)])
-                torch._foreach_sub_(banks, torch._foreach_mul(orthogonal(steps), rate * FILTER_RATE))
+                torch._foreach_sub_(banks, torch._foreach_mul(orthogonalize(steps), rate * FILTER_RATE))
 
-    def _momentum(self, params: list[Tensor], grads: list[Tensor], decay: float) -> list[Tensor]:
-        """Add the gradients to the momentum, and return Nesterov's step."""
+    def _nesterov_steps(self, params: list[Tensor], grads: list[Tensor], decay: float) -> list[Tensor]:
+        """Add the gradients to the momentum buffers, and return the steps of Nesterov momentum."""
         buffers = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_mul_(buffers, decay)
         torch._foreach_add_(buffers, grads)
@@ -108,34 +110,36 @@ def is_filter_bank(param: Tensor) -> bool:
     return param.ndim == 4 and param.shape[1] > 1
 
 
-def orthogonal(banks: Sequence[Tensor]) -> list[Tensor]:
-    """Return filter banks with singular values near 1. Banks of the same shape are processed as one batch.
+def orthogonalize(banks: Sequence[Tensor]) -> list[Tensor]:
+    """Return filter banks with the same singular vectors and singular values near 1.
+
+    Banks of the same shape are computed as one batch.
 
     >>> bank = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
-    >>> bool((torch.linalg.svdvals(orthogonal([bank])[0].flatten(1)) - 1).abs().max() < 0.5)
+    >>> bool((torch.linalg.svdvals(orthogonalize([bank])[0].flatten(1)) - 1).abs().max() < 0.5)
     True
     """
     result: dict[int, Tensor] = {}
     for shape in {bank.shape: None for bank in banks}:
-        members = [index for index, bank in enumerate(banks) if bank.shape == shape]
-        matrices = torch.stack([banks[index].flatten(1) for index in members])
-        for index, matrix in zip(members, _newton_schulz(matrices)):
+        indices = [index for index, bank in enumerate(banks) if bank.shape == shape]
+        matrices = torch.stack([banks[index].flatten(1) for index in indices])
+        for index, matrix in zip(indices, _newton_schulz(matrices)):
             result[index] = matrix.view(shape)
     return [result[index] for index in range(len(banks))]
 
 
 def _newton_schulz(matrices: Tensor) -> Tensor:
     """Return matrices with the same singular vectors and singular values near 1."""
-    wide = matrices.shape[1] <= matrices.shape[2]
-    x = matrices if wide else matrices.mT
+    is_wide = matrices.shape[1] <= matrices.shape[2]
+    x = matrices if is_wide else matrices.mT
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     if x.device.type == "cuda":
-        x = x.bfloat16()  # precise enough: the result is only nearly orthogonal
+        x = x.bfloat16()  # precise enough, since the result is only approximately orthogonal
     a, b, c = NEWTON_SCHULZ
     for _ in range(ITERATIONS):
-        square = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.mT).to(matrices.dtype)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # ax + (bG + cG²)x
+    return (x if is_wide else x.mT).to(matrices.dtype)
 
 
 def _grad(param: Tensor) -> Tensor:
@@ -153,6 +157,7 @@ class _Capture:
         self._graph = CapturedGraph(lambda: optimizer.update(self.grads, self.rates), warmup=0)
 
     def replay(self) -> None:
+        """Copy gradients and learning rates into the fixed tensors, and run the graph."""
         torch._foreach_copy_(list(self.grads.values()), [_grad(param) for param in self.params])
         for rate, group in zip(self.rates, self.optimizer.param_groups):
             rate.fill_(group["lr"])

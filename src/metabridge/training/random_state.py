@@ -1,4 +1,4 @@
-"""The states of PyTorch's global random generators that belong to one training."""
+"""Separate states of PyTorch's global random generators for a trainer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class GlobalRandomState:
-    """Keep the states of the global random generators for one training, apart from those of the caller.
+    """The states of the global random generators that one trainer uses.
 
-    Layers such as dropout draw from the global generators. Inside `active()` these have the training's states; outside
-    they have the caller's. Only one training at a time can be active, since all threads share the generators.
+    Layers such as dropout draw from the global generators. Inside `active()` the generators have the trainer's states,
+    outside they have the caller's. Only one trainer at a time can be active, since all threads share the generators.
     """
 
     _LOCK = RLock()
@@ -31,7 +31,7 @@ class GlobalRandomState:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Set the global generators to the training's states, and restore the caller's states at the end."""
+        """Set the global generators to the trainer's states, and restore the caller's states at the end."""
         with self._LOCK:
             callers_states = self._swap(self.states)
             try:
@@ -40,8 +40,8 @@ class GlobalRandomState:
                 self.states = self._swap(callers_states)
 
     def _swap(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Set the states of the generators and return those before."""
-        before = {name: generator.get_state() for name, generator in self._generators.items()}
+        """Set the states of the generators and return their previous states."""
+        previous = {name: generator.get_state() for name, generator in self._generators.items()}
         for name, generator in self._generators.items():
             generator.set_state(states[name])
-        return before
+        return previous

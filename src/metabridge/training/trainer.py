@@ -1,4 +1,4 @@
-"""One training, step by step, with everything that is saved and restored."""
+"""`Trainer` trains a network step by step, and saves and restores the training; `Run` is the result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import operator
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from metabridge.models.batch_norm import estimate_statistics, running_batch_norm
 from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, Params, frozen_names
 from metabridge.training import checkpoint
-from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part
+from metabridge.training.checkpoint import RunFolder, check_match, copy_into, damaged, merge_groups, select_group
 from metabridge.training.config import TrainingConfig
 from metabridge.training.evaluation import Model, Score, evaluate
 from metabridge.training.learning_curve import Point, best_score, point_from_json, point_to_json
@@ -43,7 +44,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
     "muon": Muon,
 }
-SAVE_SECONDS = 60.0  # seconds between saves if there is no validation
+SAVE_SECONDS = 60.0  # largest number of seconds between saves
 DROP_RATE_STEPS = 50  # steps between updates of the drop rates
 
 
@@ -54,12 +55,12 @@ class Run(Model):
     Args:
         method: The method that it was trained with.
         net: The network, with the best weights.
-        params: All trained parameters: the network's, and what the method learns besides.
-        dtype: Data type in which features are computed, if it differs from that of the parameters.
+        params: All trained parameters: the network's and the method's, such as learned step sizes.
+        dtype: Data type in which features are computed. None for the dtype of the parameters.
         curve: Points of the learning curve.
         seconds: Training time, without validation.
         settings: Model, method, tasks and training options, as stored in settings.json.
-        finished: Whether training reached its end; if not, training again continues it.
+        finished: Whether training reached its end. If not, call `fit` again with the same `out` to continue.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -79,20 +80,37 @@ class Run(Model):
         """Validation score of the weights, if there was a validation."""
         return best_score(self.curve)
 
+    @property
+    def _iterations(self) -> int:
+        return self.curve[-1].iteration if self.curve else 0
+
+    @property
+    def _state(self) -> str:
+        return "finished" if self.finished else "unfinished"
+
     def __repr__(self) -> str:
-        iterations = self.curve[-1].iteration if self.curve else 0
         score = "" if self.best is None else f", best validation {self.best}"
-        return (
-            f"Run({self.model_name}, {iterations} iterations{score}, {'finished' if self.finished else 'unfinished'})"
-        )
+        return f"Run({self.model_name}, {self._iterations} iterations{score}, {self._state})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the run for notebooks."""
+        best = "none" if self.best is None else str(self.best)
+        values = {
+            "method": repr(self.method),
+            "model": self.model_name,
+            "steps": f"{self._iterations:,} ({self._state})",
+            "best validation score": best,
+            "training time": f"{self.seconds:.3g} s",
+        }
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in values.items())
+        return f"<table><caption>Run</caption>{rows}</table>"
 
 
 class Trainer:
-    """Train a network step by step; `fit` does all steps.
+    """Train a network step by step. `fit` runs a `Trainer` from start to end.
 
-    With `out`, the training is saved in that folder at each validation and at least every minute, and a new `Trainer`
-    with the same settings continues it from there. The folder is locked until `close`, so no other training writes to
-    it.
+    With `out`, the run is saved in that folder at each validation and at least every minute. A new `Trainer` with the
+    same settings continues the saved run. The folder is locked until `close`, so no other process can write to it.
 
     Args:
         net: Network to train, in place.
@@ -100,13 +118,13 @@ class Trainer:
         environment: Source of the training tasks.
         config: Training options.
         validate: Source of the validation tasks, if any.
-        device: Where to compute.
+        device: Device to compute on.
         mode: How the engine computes meta-gradients; see `metabridge.Engine`.
         out: Folder of the run. None to save nothing.
         teacher: Trained model whose predictions are part of the targets; see `SoftTargets.distillation`.
 
     Raises:
-        InputError: If the method does not fit the network or the tasks, or `out` holds a run with other settings.
+        InputError: If the method does not fit the network or the tasks, or `out` contains a run with other settings.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -133,11 +151,11 @@ class Trainer:
             raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
         self.device = as_device(device)
         self._folder = None if out is None else RunFolder(Path(out))
-        if self._folder is not None and config.validate_every is None and (stored := self._folder.resumable()):
+        if self._folder is not None and config.validate_every is None and (stored := self._folder.resumable_settings()):
             config = replace(config, validate_every=stored["training"].get("validate_every"))
         self.method, self.environment, self.validate, self.config = method, environment, validate, config
         self.dtype = torch.bfloat16 if config.precision == "bfloat16" else None
-        # in low precision convolutions are faster with the channels last, and copies between layouts cost time
+        # in low precision, convolutions are faster in channels-last layout, and converting between layouts costs time
         if self.dtype is not None:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.net = net.to(self.device).train()
@@ -156,7 +174,7 @@ class Trainer:
         }
         self._global_random = GlobalRandomState(self.device, config.seed)
         if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # shapes do not change, so searching the fastest convolution pays
+            torch.backends.cudnn.benchmark = True  # shapes do not change, so finding the fastest algorithms pays off
         self.best_weights: tuple[Params, Params] | None = None  # parameters and buffers
         self.curve: list[Point] = []
         self.loss_sum = torch.zeros((), device=self.device)  # since the last point of the curve
@@ -175,15 +193,16 @@ class Trainer:
 
     def _make_optimizer(self) -> Optimizer:
         """Return the optimizer of all parameters that require gradients."""
-        solver = solver_params(self.params)  # without weight decay, which would shrink learned rates
+        solver_names = solver_params(self.params).keys()  # no weight decay, which would shrink learned rates
         trained = {name: value for name, value in self.params.items() if value.requires_grad}
         if not trained:
             raise InputError(
-                "there is nothing to train: all that this method trains has requires_grad=False. Unfreeze some of it."
+                "there is nothing to train: every parameter that this method trains has requires_grad=False. Unfreeze "
+                "some of them."
             )
         groups: list[dict[str, Any]] = [
-            {"params": [value for name, value in trained.items() if name not in solver]},
-            {"params": [value for name, value in trained.items() if name in solver], "weight_decay": 0.0},
+            {"params": [value for name, value in trained.items() if name not in solver_names]},
+            {"params": [value for name, value in trained.items() if name in solver_names], "weight_decay": 0.0},
         ]
         optimizer: Optimizer = OPTIMIZERS[self.config.optimizer](
             [group for group in groups if group["params"]], lr=self.config.lr, weight_decay=self.config.weight_decay
@@ -191,13 +210,13 @@ class Trainer:
         return optimizer
 
     def _start_in(self, folder: RunFolder) -> None:
-        """Restore the run in the folder, if there is one; its settings may differ in the number of iterations."""
-        length_differs = folder.check(self._settings)
+        """Restore the run in the folder, if there is one; its number of iterations may differ from `config`."""
+        iterations_differ = folder.check_settings(self._settings)
         self._restore(folder)
-        if length_differs:
-            self._end_curve()
-            self.save()  # a finished run may now be unfinished, or the other way round
-        if length_differs or folder.resumable() is None:
+        if iterations_differ:
+            self._add_last_point()
+            self.save()  # the run may now be finished or unfinished
+        if iterations_differ or folder.resumable_settings() is None:
             folder.write_settings(self._settings)
 
     @property
@@ -206,12 +225,12 @@ class Trainer:
         return self.iteration >= self.config.iterations or self._out_of_patience()
 
     def _out_of_patience(self) -> bool:
-        """Whether more than `patience` validations in a row gave no new best score."""
+        """Return whether more than `patience` consecutive validations brought no new best score."""
         patience = self.config.patience
         if patience is None or not any(point.best for point in self.curve):
             return False
-        since_best = next(count for count, point in enumerate(reversed(self.curve)) if point.best)
-        return since_best > patience
+        validations_since_best = next(count for count, point in enumerate(reversed(self.curve)) if point.best)
+        return validations_since_best > patience
 
     @property
     def draws_global_random_numbers(self) -> bool:
@@ -220,7 +239,7 @@ class Trainer:
         return self._engine.behavior(self.params, episodes.to(self.device)).random
 
     def step(self) -> bool:
-        """Take one training step, and save the run if it is due.
+        """Take one training step, and save the run if a save is due.
 
         Returns:
             Whether the step added a point to the learning curve.
@@ -242,7 +261,7 @@ class Trainer:
         episodes = self.environment.sample(config.batch_size, self.generators["tasks"]).to(self.device)
         progress = self.iteration / config.iterations
         if config.augment is not None:
-            # a teacher sees the full size
+            # the teacher needs images of full size
             size_progress = progress if self._softener is None else 1.0
             episodes = config.augment.episodes(episodes, self.generators["augment"], size_progress)
         if self._softener is not None:
@@ -253,14 +272,14 @@ class Trainer:
         result.assign(self.params)
         self.optimizer.step()
         if self._average is not None and config.ema_decay is not None:
-            # a smaller decay at first, so that the initial weights are soon forgotten
+            # a smaller decay at first, so that the initial weights lose their influence quickly
             decay = min(config.ema_decay, (1 + self.iteration) / (10 + self.iteration))
             values = [self.params[name].detach() for name in self._average]
             torch._foreach_lerp_(list(self._average.values()), values, 1 - decay)
         self.loss_sum += result.loss
         self.iteration += 1
         validation_due = self.iteration % config.validation_interval == 0 or self.iteration == config.iterations
-        if validation_due or self.device.type == "cpu":  # reading the loss makes a GPU wait
+        if validation_due or self.device.type == "cpu":  # on a GPU, reading the loss waits for the step
             self._check_finite(float(result.loss))
         self.seconds += time.perf_counter() - started
         if validation_due:
@@ -268,7 +287,7 @@ class Trainer:
         return validation_due
 
     def _set_rates(self) -> None:
-        """Set the learning rate, and the drop rates if they are due."""
+        """Set the learning rate and, every `DROP_RATE_STEPS` steps, the drop rates."""
         progress = self.iteration / self.config.iterations
         improved = [point.best for point in self.curve if point.score is not None]
         factor = self.config.schedule.factor(progress, improved)
@@ -278,7 +297,7 @@ class Trainer:
             self._set_drop_rates()
 
     def _set_drop_rates(self) -> None:
-        """Raise the drop rates linearly from 0 to their full values (Wang et al. 2021, section 5.2)."""
+        """Set the drop rates, which rise linearly from 0 to their full values (Wang et al. 2021, section 5.2)."""
         progress = self.iteration // DROP_RATE_STEPS * DROP_RATE_STEPS / self.config.iterations
         for block in self._drops:
             block.rate.fill_(block.full_rate * progress)
@@ -287,21 +306,20 @@ class Trainer:
         if not math.isfinite(loss):
             raise InputError(
                 f"The loss became {loss} at iteration {self.iteration}. Lower lr (now {self.config.lr}) or the inner "
-                f"rate (now {self.method.inner or self.method.test}), or look for values in the inputs that are not "
-                "finite."
+                f"learning rate (now {self.method.inner or self.method.test}), or check that all inputs are finite."
             )
 
-    def _end_curve(self) -> None:
-        """Add the last point to the curve of a run that was shortened to the iterations it has done."""
-        last = self.curve[-1].iteration if self.curve else 0
-        if last < self.iteration == self.config.iterations:
+    def _add_last_point(self) -> None:
+        """Add the last point to the curve of a run whose `iterations` was reduced to the number already done."""
+        last_iteration = self.curve[-1].iteration if self.curve else 0
+        if last_iteration < self.iteration == self.config.iterations:
             with self._global_random.active():
                 self._add_point()
 
     def _add_point(self) -> None:
         """Validate, add a point to the learning curve, and keep the weights if they are the best."""
-        last = self.curve[-1].iteration if self.curve else 0
-        loss = float(self.loss_sum) / (self.iteration - last)
+        last_iteration = self.curve[-1].iteration if self.curve else 0
+        loss = float(self.loss_sum) / (self.iteration - last_iteration)
         self.loss_sum.zero_()
         self._update_network()
         score = None
@@ -309,7 +327,9 @@ class Trainer:
             model = Model(self.method, self.net, self._average or self.params, self.dtype)
             score = evaluate(model, self.validate, tasks=self.config.validate_tasks, seed=self.config.seed)
             if not math.isfinite(score.mean):
-                log.warning("the validation at iteration %d is %s: adaptation diverged.", self.iteration, score.mean)
+                log.warning(
+                    "the validation score at iteration %d is %s: adaptation diverged.", self.iteration, score.mean
+                )
         best = best_score(self.curve)
         improved = score is not None and (best is None or score.beats(best))
         if improved or score is None:
@@ -318,8 +338,8 @@ class Trainer:
         self.curve.append(Point(self.iteration, self.seconds, loss, score, improved))
 
     def _update_network(self) -> None:
-        """Write the weights into the network, and estimate its running statistics with them."""
-        fill(self.net, self._average or self.params, dict(self.net.named_buffers()))
+        """Copy the weights into the network, and estimate its running statistics."""
+        copy_into(self.net, self._average or self.params, dict(self.net.named_buffers()))
         if running_batch_norms(self.net):
             generator = torch.Generator().manual_seed(0)
             count = 8 if self.device.type == "cpu" else 40
@@ -327,7 +347,7 @@ class Trainer:
             estimate_statistics(self.net.features, (batch.support_x.to(self.device).flatten(0, 1) for batch in batches))
 
     def _current_weights(self) -> tuple[Params, Params]:
-        """Return copies of the buffers and of the current parameters, or of their moving average with `ema_decay`."""
+        """Return copies of the parameters (with `ema_decay`, of their moving average) and of the buffers."""
         return _copy(self._average or self.params), _copy(dict(self.net.named_buffers()))
 
     def speed(self) -> str:
@@ -338,13 +358,13 @@ class Trainer:
         return f"{tasks:.3g} tasks/s"
 
     def run(self) -> Run:
-        """Write the best weights so far into the network and return the run.
+        """Copy the best weights so far into the network and return the run.
 
         Returns:
-            The run, with the last weights if there was no validation yet.
+            The run, with the current weights if there was no validation yet.
         """
         params, buffers = self.best_weights or self._current_weights()
-        fill(self.net, params, buffers)
+        copy_into(self.net, params, buffers)
         net, curve = self.net.eval(), tuple(self.curve)
         return Run(self.method, net, params, self.dtype, curve, self.seconds, self._settings, self.finished)
 
@@ -352,12 +372,12 @@ class Trainer:
         """Write the run to its folder, unless a step was interrupted.
 
         Raises:
-            InputError: If the trainer was closed, or the folder cannot be written.
+            InputError: If `close` was called before, or the folder cannot be written.
         """
         if self._folder is not None and not self._in_step:
             if self._lock is None:
                 raise InputError(
-                    f"the training in {self._folder.path} was closed. Make a new Trainer with the same settings "
+                    f"the trainer of {self._folder.path} was closed. Create a new Trainer with the same settings "
                     "to continue it."
                 )
             self._lock.check()
@@ -365,14 +385,14 @@ class Trainer:
         self._last_saved = time.perf_counter()
 
     def close(self) -> None:
-        """Unlock the folder, so that another training can write to it."""
+        """Unlock the folder, so that another process can write to it."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     def _describe(self) -> dict[str, Any]:
-        """Return the settings of the run, as JSON can store them."""
-        fixed = sorted(frozen_names(self.net))
+        """Return the settings of the run as JSON can store them."""
+        frozen = sorted(frozen_names(self.net))
         teacher = None if self._softener is None else self._softener.teacher
         options = self.config.as_dict() | {"validate_every": self.config.validation_interval}
         return {
@@ -380,7 +400,7 @@ class Trainer:
             "tasks": checkpoint.describe_environment(self.environment),
             "validation": None if self.validate is None else checkpoint.describe_environment(self.validate),
             "training": options,
-            **({"frozen": fixed} if fixed else {}),
+            **({"frozen": frozen} if frozen else {}),
             **({} if teacher is None else {"teacher": checkpoint.describe_value(teacher.params["heads.weight"])}),
         }
 
@@ -399,14 +419,14 @@ class Trainer:
         }
         if self.best_weights is not None and self._best_is_unsaved:
             params, buffers = self.best_weights
-            folder.write("weights", merge(params=params, buffers=buffers), notes)
+            folder.write("weights", merge_groups(params=params, buffers=buffers), notes)
         moments = {
             f"{index}.{key}": torch.as_tensor(value)
             for index, state in self.optimizer.state_dict()["state"].items()
             for key, value in state.items()
             if value is not None
         }
-        tensors = merge(
+        tensors = merge_groups(
             params=self.params,
             average=self._average or {},
             buffers=_copy(dict(self.net.named_buffers())),
@@ -435,10 +455,10 @@ class Trainer:
         if weights is None and self.curve:
             raise InputError(
                 f"the run in {folder.path} has lost its best weights: weights.safetensors is missing. "
-                "Restore it from a copy, or name another folder."
+                "Restore the file from a copy, or name another folder."
             )
         if weights is not None:
-            params, buffers = part(weights[0], "params"), part(weights[0], "buffers")
+            params, buffers = select_group(weights[0], "params"), select_group(weights[0], "buffers")
             check_match(self.params, params, folder.path)
             check_match(dict(self.net.named_buffers()), buffers, folder.path)
             self.best_weights = (
@@ -447,11 +467,11 @@ class Trainer:
             )
 
     def _restore_state(self, folder: RunFolder, tensors: Params, notes: dict[str, Any]) -> None:
-        states = part(tensors, "random")
+        states = select_group(tensors, "random")
         if states.keys() != self._random_states().keys():
-            kind = "a GPU" if "cuda" in states else "the CPU"
+            device_type = "a GPU" if "cuda" in states else "the CPU"
             raise InputError(
-                f"the run in {folder.path} was started on {kind}. Continue it there, or name another folder."
+                f"the run in {folder.path} was started on {device_type}. Continue it there, or name another folder."
             )
         self.iteration, self.seconds = operator.index(notes["iteration"]), float(notes["seconds"])
         if self.iteration > self.config.iterations:
@@ -459,23 +479,23 @@ class Trainer:
                 f"the run in {folder.path} has done {self.iteration} iterations, but iterations is "
                 f"{self.config.iterations}. Use iterations={self.iteration} or more, or name another folder."
             )
-        values, stored = dict(self.params), part(tensors, "params")
-        if buffers := part(tensors, "buffers"):  # version 0.1.0 wrote none at first
-            values, stored = values | dict(self.net.named_buffers()), stored | buffers
-        check_match(values, stored, folder.path)
-        averages, stored_averages = self._average or {}, part(tensors, "average")
+        current, stored = dict(self.params), select_group(tensors, "params")
+        if buffers := select_group(tensors, "buffers"):  # early files of version 0.1.0 have none
+            current, stored = current | dict(self.net.named_buffers()), stored | buffers
+        check_match(current, stored, folder.path)
+        averages, stored_averages = self._average or {}, select_group(tensors, "average")
         check_match(averages, stored_averages, folder.path)
         with torch.no_grad():
-            for name, value in values.items():
+            for name, value in current.items():
                 value.copy_(stored[name])
             for name, average in averages.items():
                 average.copy_(stored_averages[name])
-        self._restore_moments(part(tensors, "moments"))
+        self._restore_moments(select_group(tensors, "moments"))
         for name, generator in self.generators.items():
             generator.set_state(states[name])
         self._global_random.states = {name: states[name] for name in self._global_random.states}
         with self._global_random.active():
-            pass  # raises if a state is not valid
+            pass  # entering raises an error if a state is invalid
         self.loss_sum = tensors["loss.total"].to(self.device).reshape(())
         self.curve = [point_from_json(point) for point in notes["curve"]]
         self._set_drop_rates()
@@ -487,9 +507,12 @@ class Trainer:
             index, _, key = name.partition(".")
             moments.setdefault(int(index), {})[key] = value
         trained = [value for group in self.optimizer.param_groups for value in group["params"]]
+        first_keys = next(iter(moments.values()), {}).keys()
         for position, values in moments.items():
-            if values.keys() != next(iter(moments.values())).keys():
-                raise ValueError(f"the optimizer's state of parameter {position} is not like that of the others")
+            if values.keys() != first_keys:
+                raise ValueError(
+                    f"the optimizer's state of parameter {position} has other keys than the state of the first"
+                )
             if any(value.ndim and value.shape != trained[position].shape for value in values.values()):
                 raise ValueError(f"the optimizer's state of parameter {position} has another shape")
         groups = self.optimizer.state_dict()["param_groups"]

@@ -23,16 +23,24 @@ from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder
 from metabridge.heads import FITTED_HEADS, FittedHead, Head, create_head
 from metabridge.learners.adapt import Adapted, adapt
-from metabridge.models.batch_norm import normalizes_each_set
-from metabridge.training.checkpoint import RunFolder, check_match, damaged, fill, merge, part, read_network
+from metabridge.models.batch_norm import uses_batch_statistics
+from metabridge.training.checkpoint import (
+    RunFolder,
+    check_match,
+    copy_into,
+    damaged,
+    merge_groups,
+    read_network,
+    select_group,
+)
 from metabridge.training.evaluation import Model, check_finite
 from metabridge.training.fitting import load
-from metabridge.use.image_input import form_of, image_shape, pixels
+from metabridge.use.image_input import convert_images, image_shape, model_decode_options
 
 VERSION = 1  # file format of saved classifiers
-CHUNK = 256  # images per forward pass, if images do not depend on each other
+CHUNK = 256  # images per forward pass, if each image is predicted independently
 
-TRANSDUCTIVE = (
+BATCH_STATISTICS_WARNING = (
     "this network's batch norms use the statistics of each batch, so the prediction for an image depends on the other "
     "images of the call, and a single image is normalized by its own statistics. Pass all query images of a task "
     "together, or train with statistics='running' to predict each image independently."
@@ -42,16 +50,18 @@ TRANSDUCTIVE = (
 class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A scikit-learn classifier that learns new classes from a few images of each.
 
-    Images are paths, Pillow images or arrays of shape (height, width) or (height, width, channels); arrays hold uint8,
-    or floats from 0 to 1. They are converted to the size and channels of the run as its training images were.
+    Images are paths, Pillow images or arrays of shape (height, width) or (height, width, channels). Arrays are of dtype
+    uint8, or floating point with values from 0 to 1. Images are converted to the size and channels of the run's
+    network, and preprocessed like its training images.
 
     If the network's batch norms use the statistics of each batch (`statistics="batch"`), all images of a call are
     predicted together, with a warning. With running statistics, each image is predicted independently.
 
     Args:
         run: The folder of a run, or the run itself.
-        head: None adapts as the run's method does at test time. The name of a test-time head, such as "logistic" (all
-            are in `mb.heads.Head.registry`), fits that head on the run's features instead, for any number of classes.
+        head: The name of a test-time head, such as "logistic" (all names are in `mb.heads.Head.registry`). The head is
+            fitted on the run's features, for any number of classes. Default: adapt as the run's method does at test
+            time.
         device: The device to compute on, such as "cpu" or "cuda".
 
     Attributes:
@@ -69,7 +79,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     >>> classifier.predict(X[:2]).shape, classifier.predict_proba(X[:2]).shape[1] == len(classifier.classes_)
     ((2,), True)
 
-    A fitted classifier can be saved, and loaded where the run is not available:
+    A fitted classifier can be saved, and loaded without the run:
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -80,7 +90,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     classes_: NDArray[Any]
     adapted_: Adapted
-    form_: DecodeOptions  # size, channels and preprocessing of input images
+    decode_options_: DecodeOptions  # size, channels and preprocessing of input images
 
     def __init__(
         self, run: str | Path | Model | None, *, head: str | None = None, device: torch.device | str = "cpu"
@@ -100,8 +110,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             The classifier itself.
 
         Raises:
-            InputError: There are fewer than two classes, the number of labels differs from that of images, an image
-                cannot be read, or adaptation diverged.
+            InputError: There are fewer than two classes, the numbers of images and labels differ, an image cannot be
+                read, or adaptation diverged.
         """
         model = self._model()
         check_finite(model.params, dict(model.net.named_buffers()))
@@ -110,25 +120,23 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes, labels = np.unique(y_array, return_inverse=True)
         if len(classes) < 2:
             raise InputError(
-                f"y holds {len(classes)} class, but a classifier needs 2 or more. Add images of another class."
+                f"y has {len(classes)} class, but a classifier needs at least 2. Add images of another class."
             )
         if not isinstance(model.method.test, Head):
             _check_outputs(len(classes), len(model.params["head.weight"]))
-        form = form_of(model)
-        images = pixels(X, form)
+        decode_options = model_decode_options(model)
+        images = convert_images(X, decode_options)
         if len(images) != len(labels):
-            raise InputError(
-                f"X holds {len(images)} images, but y holds {len(labels)} labels. Pass one label per image."
-            )
+            raise InputError(f"X has {len(images)} images, but y has {len(labels)} labels. Pass one label per image.")
         x, targets = _inputs(images, model.device), torch.from_numpy(labels).to(model.device)
         adapted = adapt(model.method, model.net, model.params, x, targets)
-        solved = {} if adapted.head is None else {"weight": adapted.head.weight, "bias": adapted.head.bias}
-        if not all(value.isfinite().all() for value in (*adapted.params.values(), *solved.values())):
+        head_tensors = {} if adapted.head is None else {"weight": adapted.head.weight, "bias": adapted.head.bias}
+        if not all(tensor.isfinite().all() for tensor in (*adapted.params.values(), *head_tensors.values())):
             raise InputError(
                 "adaptation to these images diverged: the adapted weights are NaN or infinite. Use head='logistic' "
                 "(--head logistic), or a run trained with a smaller inner learning rate."
             )
-        self.adapted_, self.classes_, self.form_ = adapted, classes, form
+        self.adapted_, self.classes_, self.decode_options_ = adapted, classes, decode_options
         return self
 
     def predict(self, X: Iterable[Any]) -> NDArray[Any]:
@@ -186,7 +194,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         notes = {
             "version": VERSION,
             "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are in this file
-            "form": asdict(self.form_),
+            "form": asdict(self.decode_options_),  # the keys are those of version 0.1.0
             "classes": self.classes_.tolist(),
             "head": None if head is None else {"kind": type(head).__name__, "normalise": head.normalize},
             "arguments": {
@@ -194,17 +202,18 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "head": self.head,
             },
         }
-        solved = {} if head is None else {"weight": head.weight, "bias": head.bias}
+        head_tensors = {} if head is None else {"weight": head.weight, "bias": head.bias}
         params = {name: value for name, value in adapted.params.items() if name.startswith(("features.", "head."))}
         run_folder = RunFolder(make_folder(folder))
-        run_folder.write("adapted", merge(params=params, buffers=dict(adapted.net.named_buffers()), head=solved), notes)
+        buffers = dict(adapted.net.named_buffers())
+        run_folder.write("adapted", merge_groups(params=params, buffers=buffers, head=head_tensors), notes)
         return run_folder.path / "adapted.safetensors"
 
     @classmethod
     def load(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
         """Load a classifier that `save` wrote.
 
-        It predicts without the run. Only fitting it again needs the run, at the path it had.
+        The classifier predicts without the run. Fitting it again needs the run, at the same path as before.
 
         Args:
             folder: The folder that was passed to `save`.
@@ -214,13 +223,14 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             The fitted classifier.
 
         Raises:
-            InputError: The folder holds no saved classifier, or the file is damaged.
+            InputError: The folder contains no saved classifier, or the file is damaged.
         """
         run_folder, device = RunFolder(Path(folder)), as_device(device)
         stored = run_folder.read("adapted")
         if stored is None:
             raise InputError(
-                f"{folder} holds no adapted model. Create one with metabridge adapt --save or FewShotClassifier.save."
+                f"{folder} contains no adapted model. Create one with metabridge adapt --save or "
+                "FewShotClassifier.save."
             )
         tensors, notes = stored
         if notes.get("version") != VERSION:
@@ -228,26 +238,26 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"the adapted model in {folder} has file format {notes.get('version')}, but this version of metabridge "
                 f"reads format {VERSION}. Adapt again, or use the version that wrote it."
             )
-        params, buffers = part(tensors, "params"), part(tensors, "buffers")
+        params, buffers = select_group(tensors, "params"), select_group(tensors, "buffers")
         try:
             net = read_network(notes, None, tensors)
             check_match(
                 {**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path
             )
-            classes, form = _read_classes(notes["classes"]), DecodeOptions(**notes["form"])
-            if image_shape(net) != (form.channels, form.size):
-                raise InputError(f"its network does not take images of {form}")
-            head = _read_head(notes["head"], part(tensors, "head"), params["head.weight"], len(classes))
+            classes, decode_options = _read_classes(notes["classes"]), DecodeOptions(**notes["form"])
+            if image_shape(net) != (decode_options.channels, decode_options.size):
+                raise InputError(f"its network does not take images decoded with {decode_options}")
+            head = _read_head(notes["head"], select_group(tensors, "head"), params["head.weight"], len(classes))
             classifier = cls(**notes["arguments"], device=device)
         except PARSING_ERRORS as error:
             raise damaged(run_folder.path / "adapted.safetensors", str(error).rstrip(".")) from error
-        check_finite(params | part(tensors, "head"), buffers)
-        fill(net, params, buffers)
+        check_finite(params | select_group(tensors, "head"), buffers)
+        copy_into(net, params, buffers)
         params = {name: value.to(device) for name, value in params.items()}
         if head is not None:
             head = head._replace(weight=head.weight.to(device), bias=head.bias.to(device))
         classifier.adapted_ = Adapted(net.to(device).eval(), params, head)
-        classifier.classes_, classifier.form_ = classes, form
+        classifier.classes_, classifier.decode_options_ = classes, decode_options
         return classifier
 
     def _model(self) -> Model:
@@ -267,12 +277,12 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _outputs(self, X: Iterable[Any]) -> Tensor:
         check_is_fitted(self)
-        images, device = pixels(X, self.form_), self.adapted_.params["head.weight"].device
-        together = normalizes_each_set(self.adapted_.net)
-        if together:
-            warnings.warn(TRANSDUCTIVE, stacklevel=3)
-        size = len(images) if together else CHUNK
-        chunks = (images[first : first + size] for first in range(0, len(images), size))
+        images, device = convert_images(X, self.decode_options_), self.adapted_.params["head.weight"].device
+        predict_together = uses_batch_statistics(self.adapted_.net)
+        if predict_together:
+            warnings.warn(BATCH_STATISTICS_WARNING, stacklevel=3)
+        chunk_size = len(images) if predict_together else CHUNK
+        chunks = (images[first : first + chunk_size] for first in range(0, len(images), chunk_size))
         outputs = torch.cat([self.adapted_(_inputs(chunk, device)).cpu() for chunk in chunks])
         if not outputs.isfinite().all():
             raise InputError(
@@ -294,7 +304,7 @@ def _inputs(images: NDArray[np.uint8], device: torch.device) -> Tensor:
 def _check_outputs(classes: int, outputs: int) -> None:
     if classes != outputs:
         raise InputError(
-            f"y holds {classes} classes, but the run was trained for {outputs} and adapts a head of that size. "
+            f"y has {classes} classes, but the run was trained for {outputs} and adapts a head with {outputs} outputs. "
             f"Train with --ways {classes}, or use head='logistic' (--head logistic), which fits a new head for any "
             "number of classes."
         )
@@ -307,16 +317,21 @@ def _read_classes(names: Any) -> NDArray[Any]:
     return classes
 
 
-def _read_head(notes: Any, solved: Mapping[str, Tensor], learned: Tensor, classes: int) -> FittedHead | None:
-    """Return the head that was solved, if one was, and check that it or the `learned` weight is for the classes."""
+def _read_head(notes: Any, tensors: Mapping[str, Tensor], head_weight: Tensor, classes: int) -> FittedHead | None:
+    """Return the fitted test-time head; None if the classifier uses the adapted head, whose weight is `head_weight`.
+
+    Raise `InputError` unless the head in use has the given number of classes.
+    """
     if notes is None:
-        if len(learned) != classes:
-            raise InputError(f"it has {classes} classes, but outputs for {len(learned)}")
+        if len(head_weight) != classes:
+            raise InputError(f"it has {classes} classes, but outputs for {len(head_weight)}")
         return None
-    kind = FITTED_HEADS[notes["kind"]]
-    rows = kind.rows(classes)
-    head = kind(**solved, normalize=bool(notes["normalise"]))
-    shapes = head.weight.shape, head.bias.shape
-    if shapes != ((1, rows, learned.shape[1]), (1, rows)) or not head.weight.dtype == head.bias.dtype == learned.dtype:
-        raise InputError(f"the head of its {classes} classes is of another shape or kind")
+    head_class = FITTED_HEADS[notes["kind"]]
+    rows, features = head_class.rows(classes), head_weight.shape[1]
+    head = head_class(**tensors, normalize=bool(notes["normalise"]))
+    has_shapes = head.weight.shape == (1, rows, features) and head.bias.shape == (1, rows)
+    if not has_shapes or not head.weight.dtype == head.bias.dtype == head_weight.dtype:
+        raise InputError(
+            f"its head has another shape or dtype than a head of {classes} classes and {features} features"
+        )
     return head

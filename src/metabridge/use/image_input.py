@@ -22,65 +22,69 @@ if TYPE_CHECKING:
     from metabridge.training.evaluation import Model
 
 
-def form_of(model: Model) -> DecodeOptions:
-    """Return the size, channels and preprocessing of a model's input images, as in training.
+def model_decode_options(model: Model) -> DecodeOptions:
+    """Return the options for decoding the input images of a model.
+
+    The network determines size and channels. The data set in the model's settings determines cropping and inversion;
+    if it is not in `DATASETS`, the options for folders of images are used.
 
     Args:
         model: The trained model.
 
     Returns:
-        The image format that `pixels` converts to.
+        The options.
 
     >>> from metabridge.learners import method, parameters
     >>> from metabridge.models import mlp
     >>> from metabridge.training import Model
     >>> anil, net = method("anil"), mlp(784, 5)
-    >>> form_of(Model(anil, net, parameters(anil, net)))
+    >>> model_decode_options(Model(anil, net, parameters(anil, net)))
     DecodeOptions(size=28, channels=1, crop=True, invert=False)
     """
     channels, size = image_shape(model.net)
-    trained_on = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
-    dataset = DATASETS.get(str(trained_on.get("name")).partition(":")[0], DATASETS["folder"])
-    return replace(dataset.decode_options, channels=channels, size=size)
+    load_arguments = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
+    reader = DATASETS.get(str(load_arguments.get("name")).partition(":")[0], DATASETS["folder"])
+    return replace(reader.decode_options, channels=channels, size=size)
 
 
 def image_shape(net: Network) -> tuple[int, int]:
     """Return the number of channels and the side length of a network's input images.
 
     Args:
-        net: The network; its recipe must describe an image model, or a fully connected net for square images.
+        net: An image model of `metabridge.models`, or a fully connected network for square images.
 
     Returns:
         The number of channels and the side length in pixels.
 
     Raises:
-        InputError: The recipe does not describe image inputs.
+        InputError: The network's recipe does not determine the image shape.
 
     >>> from metabridge.models import conv4
     >>> image_shape(conv4(1, 28))
     (1, 28)
     """
     recipe: dict[str, Any] = net.recipe or {}
-    for key in ("image_channels", "channels"):  # networks of cells have both; their "channels" counts feature maps
+    for key in ("image_channels", "channels"):  # in recipes with both, "channels" is the number of feature maps
         if key in recipe:
             return recipe[key], recipe["size"]
-    for channels in (1, 3):  # a fully connected net stores only the number of input values
+    for channels in (1, 3):  # the recipe of a fully connected network has only the number of inputs
         size = isqrt(recipe.get("inputs", 0) // channels)
         if size and channels * size**2 == recipe["inputs"]:
             return channels, size
     raise InputError(
-        "the run's network does not record the size of its input images. Use an image model of metabridge.models, "
-        "or call metabridge.adapt with tensors."
+        "the recipe of the network does not contain the size of its input images. Use an image model of "
+        "metabridge.models, or call metabridge.adapt with tensors."
     )
 
 
-def pixels(X: Iterable[Any], form: DecodeOptions) -> NDArray[np.uint8]:
+def convert_images(X: Iterable[Any], decode_options: DecodeOptions) -> NDArray[np.uint8]:
     """Convert images to uint8 of shape (n, channels, size, size).
 
     Args:
         X: Images. Each is the path of a file, a Pillow image, or an array of shape (height, width) or (height, width,
-            channels) that holds uint8, or floats from 0 to 1, which are rounded to 8 bits.
-        form: The size, channels and preprocessing to convert to.
+            channels). Arrays are of dtype uint8, or floating point with values from 0 to 1, which are rounded to 8
+            bits.
+        decode_options: The size, channels and preprocessing of the result.
 
     Returns:
         The converted images.
@@ -88,26 +92,27 @@ def pixels(X: Iterable[Any], form: DecodeOptions) -> NDArray[np.uint8]:
     Raises:
         InputError: `X` is not a list of images, or an image cannot be read; the message names it.
 
-    >>> pixels(np.zeros((5, 40, 30)), DecodeOptions(size=8, channels=3)).shape
+    >>> convert_images(np.zeros((5, 40, 30)), DecodeOptions(size=8, channels=3)).shape
     (5, 3, 8, 8)
     """
     from PIL import Image
 
     if isinstance(X, str | Path | bytes):
-        raise InputError(f"X is {X!r}, but must be a list of images. For a single one use [{X!r}].")
+        raise InputError(f"X is {X!r}, but must be a list of images. For a single image, use [{X!r}].")
     if isinstance(X, np.ndarray) and X.ndim == 3 and X.shape[2] in (3, 4):
         raise InputError(f"X is one array of shape {X.shape}, which looks like a single color image. Use X[None].")
     if isinstance(X, Image.Image):
-        raise InputError("X is a single Pillow image, but must be a list of images. For a single one use [X].")
+        raise InputError("X is a single Pillow image, but must be a list of images. For a single image, use [X].")
     try:
         images = list(X)
     except TypeError:
         raise InputError(
-            f"X is a {type(X).__name__}, but must be a list of images. For a single one use [X]."
+            f"X is a {type(X).__name__}, but must be a list of images. For a single image, use [X]."
         ) from None
     if not images:
-        raise InputError("X holds no images. Give at least one.")
-    results = read([_content(f"X[{index}]", image, form) for index, image in enumerate(images)], form)
+        raise InputError("X is empty. Pass at least one image.")
+    contents = [_image_content(f"X[{index}]", image, decode_options.channels) for index, image in enumerate(images)]
+    results = decode_all(contents, decode_options)
     for index, (image, result) in enumerate(zip(images, results)):
         if isinstance(result, Unreadable):
             name = image if isinstance(image, str | Path) else f"X[{index}]"
@@ -115,48 +120,50 @@ def pixels(X: Iterable[Any], form: DecodeOptions) -> NDArray[np.uint8]:
     return np.stack(results)  # type: ignore[arg-type]
 
 
-def read(contents: Sequence[Content], form: DecodeOptions) -> list[NDArray[np.uint8] | Unreadable]:
-    """Decode images on all cores, in order. The result of an image that cannot be read is an `Unreadable`.
+def decode_all(contents: Sequence[Content], decode_options: DecodeOptions) -> list[NDArray[np.uint8] | Unreadable]:
+    """Decode images in threads and return the results in order; an image that cannot be read gives an `Unreadable`.
 
-    >>> read([b"no image"], DecodeOptions(size=8, channels=3))
+    >>> decode_all([b"no image"], DecodeOptions(size=8, channels=3))
     [Unreadable(reason='it is not an image that Pillow reads')]
     """
     images = [RawImage("", 0, content) for content in contents]
     source = ImageSource("images", (), len(images), lambda: iter(images))
-    return [result for _, result in map_images(source, partial(decode, options=form), "Reading images")]
+    return [result for _, result in map_images(source, partial(decode, options=decode_options), "Reading images")]
 
 
-def _content(name: str, image: Any, form: DecodeOptions) -> Content:
+def _image_content(name: str, image: Any, channels: int) -> Content:
     from PIL import Image
 
     if isinstance(image, str | Path):
         return partial(read_image_file, Path(image))
     if isinstance(image, Image.Image):
         try:
-            return np.asarray(to_8_bit(image, form.channels))
+            return np.asarray(to_8_bit(image, channels))
         except Exception as error:  # decoders raise exceptions of many types for damaged files
             raise InputError(f"{name} cannot be read ({error}). Fix or remove it.") from error
     if isinstance(image, np.ndarray):
-        return _eight_bits(name, image)
+        return _array_to_uint8(name, image)
     raise InputError(
         f"{name} is a {type(image).__name__}, but must be the path of an image, a Pillow image or a NumPy array."
     )
 
 
-def _eight_bits(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:
+def _array_to_uint8(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:
     if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (1, 3, 4)) or 0 in image.shape:
         raise InputError(
-            f"{name} has the shape {image.shape}, but an image is (height, width) or (height, width, channels) "
+            f"{name} has shape {image.shape}, but must have shape (height, width) or (height, width, channels) "
             "with 1, 3 or 4 channels."
         )
     if image.dtype != np.uint8:
         if not np.issubdtype(image.dtype, np.floating):
-            raise InputError(f"{name} holds {image.dtype}, but must be uint8, or floats from 0 to 1.")
-        least, most = image.min(), image.max()
-        if not (least >= 0 and most <= 1):  # also true of NaN
             raise InputError(
-                f"{name} holds values from {least:g} to {most:g}, but floats must be from 0 to 1. "
-                "Scale them, or give uint8 from 0 to 255."
+                f"{name} has dtype {image.dtype}, but must be uint8, or floating point with values from 0 to 1."
+            )
+        minimum, maximum = image.min(), image.max()
+        if not (minimum >= 0 and maximum <= 1):  # written so that NaN is rejected
+            raise InputError(
+                f"{name} has values from {minimum:g} to {maximum:g}, but floating-point values must be from 0 to 1. "
+                "Scale them, or pass uint8 values from 0 to 255."
             )
         image = (255 * image).round().astype(np.uint8)
     return image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image

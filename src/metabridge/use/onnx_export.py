@@ -22,18 +22,18 @@ from metabridge.training.evaluation import Model, check_finite
 from metabridge.use.classifier import FewShotClassifier
 from metabridge.use.image_input import image_shape
 
-TOLERANCE = 1e-4  # largest difference from PyTorch; relative to the largest feature if that exceeds 1
+TOLERANCE = 1e-4  # for the difference from PyTorch, relative to the largest feature if that exceeds 1
 
 
 def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
     """Export the features of a model as an ONNX graph.
 
     The input of the graph is `images`, float32 of shape (n, channels, size, size) with values from 0 to 1; its output
-    is `features`. If onnxruntime is installed, the graph is compared with PyTorch on random images, and it is written
-    only if the features agree to 1e-4 (relative to the largest feature if that exceeds 1).
+    is `features`. If onnxruntime is installed, its features of random images are compared with PyTorch's, and the
+    graph is written only if they differ by at most 1e-4 (relative to the largest feature if that exceeds 1).
 
     If the network's batch norms use the statistics of each batch, so does the graph: the features of an image then
-    depend on the other images of the batch. Needs `pip install 'metabridge[onnx]'`.
+    depend on the other images of the batch. The export needs `pip install 'metabridge[onnx]'`.
 
     Args:
         model: A run, as `mb.load` returns it, or `classifier.adapted_` of a fitted `FewShotClassifier`.
@@ -62,11 +62,11 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
     channels, size = image_shape(model.net)
     features = _features_on_cpu(model)
     generator = torch.Generator().manual_seed(0)
-    example, images = (torch.rand(n, channels, size, size, generator=generator) for n in (2, 5))
-    with _exporter_silenced():
+    example_images, test_images = (torch.rand(n, channels, size, size, generator=generator) for n in (2, 5))
+    with _silent_exporter():
         program = torch.onnx.export(
             features,
-            (example,),
+            (example_images,),
             input_names=["images"],
             output_names=["features"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
@@ -74,27 +74,29 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
             verbose=False,
         )
     assert program is not None
-    content = program.model_proto.SerializeToString()
+    graph = program.model_proto.SerializeToString()
     difference = None
     if find_spec("onnxruntime") is not None:
-        difference, largest = _difference_from_pytorch(content, features, images)
-        if not difference <= TOLERANCE * max(1, largest):
+        difference, largest_feature = _difference_from_pytorch(graph, features, test_images)
+        tolerance = TOLERANCE * max(1, largest_feature)
+        if not difference <= tolerance:
             raise InputError(
-                f"the ONNX graph's features differ from PyTorch's by {difference:.1g}, more than {TOLERANCE:g} of the "
-                f"largest, {largest:.3g}, so {file} is not written. Try another version of onnxruntime or onnxscript."
+                f"the features of the ONNX graph differ from PyTorch's by up to {difference:.1g}, but at most "
+                f"{tolerance:.1g} is allowed, so {file} is not written. Try another version of onnxruntime or "
+                "onnxscript."
             )
     make_parent_folder(Path(file))
-    write_output(file, content)
+    write_output(file, graph)
     return difference
 
 
 def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     """Write the head of a fitted classifier as JSON.
 
-    The scores of features φ are `weight` φ + `bias`; if `normalize` is true, scale φ to length 1 first. With "kind"
-    "linear" there is one score per class of `classes`, and the largest wins. With "kind" "pairwise" there is one score
-    per pair of classes, (0, 1), (0, 2), ..., which is positive if the first class wins; the class with the most wins
-    is predicted.
+    The scores of an image with features φ are `weight` φ + `bias`; if `normalize` is true, scale φ to length 1 first.
+    If "kind" is "linear", there is one score per class, and the class with the largest score is predicted. If "kind" is
+    "pairwise", there is one score per pair of classes, (0, 1), (0, 2), ..., which is positive if the first class wins;
+    the class with the most wins is predicted.
 
     Args:
         classifier: A fitted classifier.
@@ -144,18 +146,18 @@ def _features_on_cpu(model: Model | Adapted) -> nn.Module:
     return net.features
 
 
-def _difference_from_pytorch(content: bytes, features: nn.Module, images: Tensor) -> tuple[float, float]:
-    """Return the largest difference of onnxruntime's features from PyTorch's, and the largest of PyTorch's."""
+def _difference_from_pytorch(graph: bytes, features: nn.Module, images: Tensor) -> tuple[float, float]:
+    """Return the largest absolute difference between features of onnxruntime and PyTorch, and PyTorch's largest."""
     from onnxruntime import InferenceSession
 
-    (exported,) = InferenceSession(content, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
+    (exported,) = InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
     with torch.no_grad():
         expected = features(images)
     return float((torch.from_numpy(exported) - expected).abs().max()), float(expected.abs().max())
 
 
 @contextlib.contextmanager
-def _exporter_silenced() -> Iterator[None]:
+def _silent_exporter() -> Iterator[None]:
     """Silence the exporter's log messages and warnings about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level

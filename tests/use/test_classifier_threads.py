@@ -41,10 +41,10 @@ def test_a_finished_prediction_does_not_change_predictions_in_other_threads(name
 
     results: list[np.ndarray] = []
     with ThreadPoolExecutor(THREADS - 1) as pool:
-        others = [pool.submit(classifier.predict_proba, images) for _ in range(THREADS - 1)]
+        futures = [pool.submit(classifier.predict_proba, images) for _ in range(THREADS - 1)]
         thread = threading.Thread(target=first, name="first")
         thread.start()
         thread.join()
-        results += [other.result() for other in others]
+        results += [future.result() for future in futures]
     for result in results:
         np.testing.assert_array_equal(result, expected)
