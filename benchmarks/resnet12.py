@@ -4,8 +4,9 @@
 
 A step indexes uint8 images on the device, augments them, computes the gradient of the 64-class loss with `Engine`, and
 updates the weights by SGD with momentum. The table also compares the floating-point operations per second of training
-with those of a large bfloat16 matrix product on the same GPU. Training takes 3 × 2 operations per multiplication of a
-forward pass.
+with those of a large bfloat16 matrix product on the same GPU. A training step takes 6 operations per
+multiplication of the forward pass: a multiplication and an addition, for the outputs and for the gradients with respect
+to inputs and weights.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
+from metabridge.environments import LabelledImages
 from metabridge.episodes import Episodes
 from metabridge.learners import OUTER_RULES, Method, method
 from metabridge.models import Network, conv4, mlp
@@ -285,3 +286,17 @@ def relative(value: Tensor, reference: Tensor) -> float:
 
 def flattened(params: dict[str, Tensor]) -> Tensor:
     return torch.cat([params[name].flatten() for name in sorted(params)])
+
+
+def numbered_images(classes: int, per_class: int) -> LabelledImages:
+    """Return images whose two pixels are their class and their index within the class."""
+    labels = torch.arange(classes).repeat_interleave(per_class)
+    indices = torch.arange(per_class).repeat(classes)
+    return LabelledImages(
+        images=torch.stack([labels, indices], dim=-1).to(torch.uint8)[:, None, None, :],
+        labels=labels,
+        class_names=tuple(f"class{index}" for index in range(classes)),
+        superclasses=torch.zeros(classes, dtype=torch.int64),
+        superclass_names=("all",),
+        splits=dict(zip(("train", "validation", "test"), torch.arange(classes).split([64, 16, 20]))),
+    )

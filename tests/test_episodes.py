@@ -29,6 +29,16 @@ def test_without_split_both_sets_contain_all_points():
     assert joint.without_split() is joint
 
 
+def test_a_function_of_the_targets_keeps_the_inputs_and_whether_there_is_a_split():
+    episodes = clusters((2,))
+    for tasks in (episodes, episodes.without_split()):
+        mapped = tasks.map_targets(lambda y: y + 1)
+        assert torch.equal(mapped.support_y, tasks.support_y + 1)
+        assert torch.equal(mapped.query_y, tasks.query_y + 1)
+        assert mapped.support_x is tasks.support_x
+        assert mapped.is_split == tasks.is_split
+
+
 def test_the_representation_is_one_short_line():
     expected = "Episodes(2 classification tasks, 3 support and 3 query examples of shape (4,))"
     assert repr(Episodes(X, Y, X, Y)) == expected

@@ -1,4 +1,4 @@
-"""The public names of `metabridge`, imported on first use."""
+"""The public names of `metabridge`. `metabridge/__init__.py` imports this module when one of them is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -53,9 +53,10 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> Callable[[Any], Any]:
 
 
 def inner_product(values: list[Tensor], cotangents: list[Tensor]) -> Tensor:
-    """Return ⟨values, cotangents⟩. Its gradient is the vector-Jacobian product with the cotangents.
+    """Return ⟨values, cotangents⟩. Its gradient is the vector-Jacobian product of `values` with the cotangents.
 
-    If cotangents are passed to `torch.autograd.grad` instead, it imports SymPy, which is slow.
+    If the cotangents are passed to `torch.autograd.grad` as `grad_outputs` instead, PyTorch imports SymPy, which is
+    slow.
     """
     return torch.stack([(value * cotangent).sum() for value, cotangent in zip(values, cotangents)]).sum()
 
@@ -63,7 +64,10 @@ def inner_product(values: list[Tensor], cotangents: list[Tensor]) -> Tensor:
 def _autograd_vjp(
     function: Callable[..., Any], arguments: tuple[Any, ...], retain_graph: bool
 ) -> tuple[Callable[[Any], Any], Any]:
-    """Return the vector-Jacobian product and the value; `retain_graph` allows several calls of the product."""
+    """Return the vector-Jacobian product and the value of `function` at `arguments`.
+
+    For a scalar value, the product accepts None for the cotangent 1. If `retain_graph` is false, it can be called once.
+    """
     leaves, spec = tree_flatten(arguments)
     # If an argument requires a gradient, an outer derivative is being computed: do not detach the argument from it.
     nested = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)

@@ -19,9 +19,9 @@ class CapturedGraph(Generic[T]):
 
     def __init__(self, compute: Callable[[], T], *, warmup: int = 3) -> None:
         current = torch.cuda.current_stream()
-        # The default stream cannot be captured, so it is replaced by a new one. Any other current stream is captured
-        # itself: the workspace of a matrix product belongs to a stream, so graphs that were captured on different
-        # streams can replay at the same time.
+        # The default stream cannot be captured, so a new one is used instead. Any other current stream is captured
+        # itself, since each stream has one workspace for matrix products: graphs captured on different streams can be
+        # replayed at the same time.
         stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
         # During the warmup, libraries create handles and select algorithms by benchmarks: neither is possible in a
         # capture, and other work on the GPU would distort the benchmarks.

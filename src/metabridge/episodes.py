@@ -108,7 +108,7 @@ class Episodes:
 
     @property
     def is_split(self) -> bool:
-        """Whether query and support sets differ, in inputs or in targets of the same inputs."""
+        """Whether the query sets are other tensors than the support sets, in inputs or in targets."""
         return self.query_x is not self.support_x or self.query_y is not self.support_y
 
     @classmethod
@@ -171,7 +171,7 @@ class Episodes:
         return html_table(repr(self), ("set", "inputs", "targets"), rows)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the distinct tensors, support before query set before classes."""
+        """Return the tensors: support_x and support_y, query_x and query_y if `is_split`, and classes if not None."""
         sets = (self.support_x, self.support_y) + ((self.query_x, self.query_y) if self.is_split else ())
         return sets if self.classes is None else (*sets, self.classes)
 
@@ -186,6 +186,18 @@ class Episodes:
         """
         x = function(self.support_x)
         return replace(self, support_x=x, query_x=function(self.query_x) if self.is_split else x)
+
+    def map_targets(self, function: Callable[[Tensor], Tensor]) -> Episodes:
+        """Return the episodes with `function` applied to the labels or target values of each set.
+
+        Args:
+            function: Maps targets of shape (tasks, examples, ...) to targets with the same first two axes.
+
+        Returns:
+            The episodes.
+        """
+        y = function(self.support_y)
+        return replace(self, support_y=y, query_y=function(self.query_y) if self.is_split else y)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
         """Return the episodes with `function` applied to every tensor.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 
-# The color-blind-safe palette of Okabe and Ito (2008), adjusted for light and dark pages.
+# The color-blind-safe palette of Okabe and Ito (2008). Yellow is left out and black replaced by gray, so that all
+# colors are visible on light and dark pages.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 
 

@@ -65,7 +65,9 @@ def make_parent_folder(file: Path) -> None:
 
 
 def read_regular_file(file: Path) -> bytes:
-    """Return the content of a regular file; raise `OSError` for pipes and devices, which could block or never end.
+    """Return the content of a regular file; raise `OSError` if it is a folder, a pipe or a device.
+
+    Reading a pipe or a device could block or never end.
 
     >>> read_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
@@ -92,11 +94,15 @@ def _check_regular(file: Path, mode: int) -> None:
 def write_atomically(file: Path, content: bytes, *, follow: bool = True) -> Path:
     """Write a file atomically and return its path: other processes read either the old or the new content.
 
-    If `file` is a symbolic link, its target is replaced, not the link. If it is a pipe or a device, such as
-    /dev/stdout, the content is streamed to it. An existing file keeps its mode.
+    If `file` is a symbolic link, its target is replaced, not the link. If it is a pipe, a character device or the file
+    to which standard output is redirected (as /dev/stdout may be), the content is streamed to it instead. An existing
+    file keeps its mode.
 
     If `follow` is false, a link, pipe or device is itself replaced by the new file. Use this in folders that may come
     from untrusted sources, such as the folder of a run: a link there could point to any file.
+
+    Raises:
+        InputError: If the file cannot be written.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -138,8 +144,8 @@ def atomic_writer(file: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file in the folder of `file`, and rename it to `file` when the block ends without an error.
 
     The content is flushed to the disk before the rename, so after a crash the file has its old or its new content. If
-    the block raises an error, the temporary file is removed and `file` does not change. `mode` is the permissions of
-    the new file (default: according to the umask).
+    the block raises an error, the temporary file is removed and `file` does not change. `mode` sets the permissions
+    of the new file (default: according to the umask).
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -216,10 +222,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 class FolderLock:
-    """An exclusive lock on writing to a folder, held by one object of one process until `release` is called.
+    """An exclusive lock on writing to a folder, held by one object of one process.
 
-    The operating system releases the lock of a process that dies, so a lock is never stale. Reading needs no lock.
-    Acquiring the lock also removes temporary files that killed processes left in the folder.
+    It is held until `release` is called, the `with` block ends or the object is deleted. The operating system releases
+    the lock of a process that dies, so a lock is never stale. Reading needs no lock. If the file system does not
+    support locks, a warning is logged and the folder is not locked. Acquiring the lock also removes temporary files
+    that killed processes left in the folder (not on Windows).
+
+    Raises:
+        InputError: If another object has the lock, or the folder cannot be created, written to or locked.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder, FolderLock(folder):
@@ -285,12 +296,12 @@ class FolderLock:
 
     def _raise_in_use(self, descriptor: int) -> NoReturn:
         try:
-            entry = json.loads(os.read(descriptor, 100_000))
-            holder = f"process {entry['pid']} on {entry['host']} since {entry['since']} ({entry['command']!r})"
+            holder = json.loads(os.read(descriptor, 100_000))
+            description = f"process {holder['pid']} on {holder['host']} since {holder['since']} ({holder['command']!r})"
         except (OSError, *PARSING_ERRORS):  # the lock file is still empty
-            holder = "another process"
+            description = "another process"
         raise InputError(
-            f"the folder {self.folder} is in use by {holder}. Wait for it to finish, or choose another folder."
+            f"the folder {self.folder} is in use by {description}. Wait for it to finish, or choose another folder."
         )
 
 
@@ -325,7 +336,7 @@ def _release(descriptor: int, file: Path, pid: int) -> None:
 
 
 def _remove_temporary_files(folder: Path) -> None:
-    """Remove the temporary files that processes left that no longer run."""
+    """Remove the temporary files of processes that no longer run."""
     with contextlib.suppress(OSError):
         for file in list(folder.iterdir()):
             match = _TEMPORARY_NAME.fullmatch(file.name)

@@ -1,4 +1,4 @@
-"""HTML tables, as which notebooks display objects."""
+"""HTML tables for displaying objects in notebooks."""
 
 from __future__ import annotations
 

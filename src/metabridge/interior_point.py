@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Smallest target of the mean complementarity: with smaller ones the Cholesky factors would lose precision.
+# Smallest target of the mean complementarity (slack · multiplier): with smaller ones the Cholesky factors would lose
+# precision.
 _MIN_COMPLEMENTARITY = 1e-13
 # Weight of the proximal term ‖step‖², relative to the largest diagonal entry of Q. It makes the Cholesky factorization
 # of a singular Q possible and does not change the solution.
@@ -19,12 +20,14 @@ _BOUNDARY_FRACTION = 0.995
 class QPSolution(NamedTuple):
     """A minimizer of a quadratic program, its multipliers, and a bound on its error.
 
+    The program has b blocks of n variables and m equalities, see `solve_qp`.
+
     Args:
         alpha: The minimizer, (..., b, n).
         dual: The multipliers of the equalities, (..., m).
         lower: The non-negative multipliers of the lower bounds, (..., b, n).
         upper: The non-negative multipliers of the upper bounds, (..., b, n).
-        slack: The distances of α from its lower and upper bounds, (..., 2, b, n).
+        slack: The distances of α from its lower and its upper bounds, (..., 2, b, n); 1 for infinite bounds.
         gap: Σ slack·multiplier, which is the duality gap if `residual` is 0.
         residual: The largest absolute residual of stationarity and of the equalities.
     """
@@ -77,10 +80,11 @@ def solve_qp(
 ) -> QPSolution:
     """Minimize Σ_k ½ α_kᵀ Q_k α_k − ⟨e, α⟩ subject to Σ_k A_k α_k = r and lo ≤ α ≤ hi, in float64.
 
-    The method is Mehrotra's predictor-corrector. The reduced system is block diagonal, Q_k + diag(multiplier / slack),
-    so b matrices of n×n and one of m×m are factored. Without a `tolerance`, the number of iterations is fixed and no
-    control flow depends on the values of tensors, so the function can be mapped by `torch.func.vmap` and captured in a
-    CUDA graph. Scale the problem so that α is of order 1.
+    α consists of b blocks α_k of n variables, and there are m equalities. The method is Mehrotra's
+    predictor-corrector. The reduced system is block diagonal, Q_k + diag(multiplier / slack), so b matrices of n×n and
+    one of m×m are factored. Without a `tolerance`, the number of iterations is fixed and no control flow depends on the
+    values of tensors, so the function can be mapped by `torch.func.vmap` and captured in a CUDA graph. Scale the
+    problem so that α is of order 1.
 
     Args:
         Q: Positive semi-definite matrices, (..., b, n, n), or (..., 1, n, n) shared by the blocks.
@@ -90,8 +94,8 @@ def solve_qp(
         lo: Lower bounds, (..., b, n); may be infinite.
         hi: Upper bounds above `lo`, (..., b, n); may be infinite.
         iterations: Maximum number of iterations.
-        tolerance: Stop when the mean complementarity and the residuals of every program are at most `tolerance` times
-            the larger of 1 and its largest |α| (default: run all iterations).
+        tolerance: Stop when the mean complementarity (slack · multiplier) and the residuals of every program are at
+            most `tolerance` times the larger of 1 and its largest |α| (default: run all iterations).
 
     >>> import torch
     >>> one = torch.ones(1, 2)
@@ -156,7 +160,10 @@ def solve_qp(
 def _residuals(
     Q: Tensor, e: Tensor, A: Tensor, r: Tensor, alpha: Tensor, dual: Tensor, signed_multiplier: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the residuals of stationarity, Qα − e − Aᵀν − z_lo + z_hi, and of the equalities, Aα − r."""
+    """Return the residuals of stationarity, Qα − e − Aᵀν − z_lo + z_hi, and of the equalities, Aα − r.
+
+    ν is `dual`, and z_lo and z_hi are the multipliers of the lower and upper bounds.
+    """
     gradient = (Q @ alpha[..., None] - A.mT @ dual[..., None, :, None])[..., 0] - e
     return gradient - signed_multiplier.sum(-3), (A @ alpha[..., None])[..., 0].sum(-2) - r
 

@@ -12,9 +12,10 @@ Item = TypeVar("Item")
 
 
 def progress_bar(show: bool) -> Progress:
-    """Return a progress bar with the number of completed steps, the remaining time and the task field `status`.
+    """Return a progress bar with the number of completed steps, the remaining time and a status.
 
-    If `show` is false, it prints nothing.
+    The status is the text in the field `status` of the task, which every `add_task` must set. If `show` is false, the
+    bar prints nothing.
     """
     return Progress(
         TextColumn("{task.description}", markup=False),

@@ -18,7 +18,9 @@ _FIELD_NAMES = {"normalise": "normalize"}  # field names by their keys in files;
 class Registered:
     """A dataclass that is registered by name in its root class.
 
-    A root class is declared with `root=True` and an empty `registry`. Its subclasses set the class attributes below.
+    A root class is declared with `root=True` and sets `registry` to an empty dictionary. Its subclasses set the class
+    attributes in `required`, and optionally `stored_name`. Base classes between a root class and registered classes are
+    also declared with `root=True`.
 
     Attributes:
         name: The name that users type, unique under the root class.
@@ -63,7 +65,8 @@ class Registered:
         """Return the object that `to_dict` converted.
 
         Raises:
-            KeyError: If no registered class has the stored name.
+            KeyError: If `data` has no key "solver", or no registered class has that stored name.
+            TypeError: If another key is not the name of a field.
         """
         options = {_FIELD_NAMES.get(name, name): value for name, value in data.items()}
         return cls.by_stored_name()[options.pop("solver")](**options)
@@ -75,7 +78,7 @@ class Registered:
         return {"solver": self.stored_name} | options
 
     def summary(self) -> str:
-        """Return the label with all numeric fields, and with other fields that differ from their defaults."""
+        """Return the label and all fields, except texts and yes/no options that have their default values."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}  # type: ignore[arg-type]
         settings = [
             f"{name.replace('_', ' ')} {_as_word(value)}"

@@ -15,7 +15,7 @@ def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
     Args:
         features: X, (..., n, d).
         targets: Y, (..., n, k).
-        penalty: A scalar tensor.
+        penalty: A scalar tensor. A penalty below the rounding errors of the matrix is raised to them.
 
     >>> import torch
     >>> ridge_weight(torch.tensor([[1.0]]), torch.tensor([[8.0]]), torch.tensor(3.0))
@@ -36,7 +36,7 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
     Args:
         gram: XXᵀ, (..., n, n).
         targets: Y, (..., n, k).
-        penalty: A scalar tensor.
+        penalty: A scalar tensor. A penalty below the rounding errors of the matrix is raised to them.
 
     >>> import torch
     >>> x, y = torch.tensor([[4.0], [6.0]]), torch.tensor([[0.0], [4.0]])
@@ -47,9 +47,8 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
     target_mean = targets.mean(-2, keepdim=True)
     centered = gram - (column_mean.mT + (column_mean - column_mean.mean(-1, keepdim=True)))
     solution = _solve(centered, targets - target_mean, penalty)
-    solution = solution - solution.mean(
-        -2, keepdim=True
-    )  # remove rounding errors of the sum, which a small penalty amplifies
+    # Remove the rounding errors of the sums, which a small penalty amplifies.
+    solution = solution - solution.mean(-2, keepdim=True)
     return solution.mT, (target_mean - column_mean @ solution)[..., 0, :]
 
 

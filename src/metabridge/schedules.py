@@ -1,7 +1,7 @@
 """Learning rate schedules: how the outer learning rate changes during training.
 
-A schedule has no state. It computes the factor by which the learning rate is multiplied from the completed fraction of
-training and the validations so far, so a resumed run continues with the right learning rate.
+A schedule has no state. Given the completed fraction of training and the validations so far, it computes the factor by
+which the learning rate is multiplied. A resumed run therefore continues with the right learning rate.
 """
 
 from __future__ import annotations

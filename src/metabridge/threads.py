@@ -24,7 +24,8 @@ _POOLS_LOCK = Lock()
 _THREAD_STATE = local()
 
 # With this variable PyTorch requests huge pages for large tensors. They cause fewer page faults, during which threads
-# wait for each other in the kernel. PyTorch reads the variable at its first large allocation, so it is set on import.
+# wait for each other in the operating system. PyTorch reads the variable at its first large allocation, so it is set on
+# import.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -32,8 +33,8 @@ def map_over_threads(function: Callable[..., R], *arguments: Sequence[Any]) -> I
     """Yield `function(*items)` for the items of one or more sequences, in their order, like `map`.
 
     The calls run in worker threads, each with one compute thread, in the caller's gradient mode. Because the order is
-    fixed, a sum of the results does not depend on the number of threads. If there is only one call, it runs in the
-    calling thread, with all compute threads.
+    fixed, a sum of the results does not depend on the number of threads. If there is only one call or one compute
+    thread, everything runs in the calling thread, with all compute threads.
     """
     threads = min(torch.get_num_threads(), *map(len, arguments))
     if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
@@ -57,8 +58,9 @@ def stream_over_threads(
 ) -> Iterator[R]:
     """Split the items among threads, call `function` once per thread with its items, and yield the results.
 
-    Results are yielded as soon as they are computed. If the caller stops early or a call fails, the other threads stop
-    after their current result.
+    The default of `threads` is PyTorch's number of compute threads. Results are yielded as soon as they are computed,
+    in any order. If the caller stops early or a call fails, the other threads stop after
+    their current result.
     """
     threads = min(threads or torch.get_num_threads(), len(items))
     if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
@@ -97,7 +99,9 @@ def stream_over_threads(
 
 
 def thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Return the pool of so many worker threads with one compute thread each. It is created once per process.
+    """Return the pool of `threads` worker threads with one compute thread each.
+
+    A process creates each pool once and then reuses it.
 
     `torch.set_num_threads` sets the number for the calling thread and also the default for threads that start later.
     Every worker therefore calls it once when it starts, and the default is restored when all have started.

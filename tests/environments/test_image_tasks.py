@@ -311,6 +311,15 @@ def test_repr_is_one_short_line(data):
     assert len(repr(Mixture((tasks, tasks), (0.5, 0.5)))) < 300
 
 
+def test_downscaled_images_have_the_means_of_the_pixels_that_they_replace(glyphs):
+    small = glyphs.downscaled(7)
+    expected = glyphs.images[:50].double().unflatten(3, (7, 4)).unflatten(2, (7, 4)).mean((3, 5))
+    assert (small.images[:50] - expected).abs().max() <= 0.5
+    assert len(small.images) == len(glyphs.images)
+    with pytest.raises(InputError, match="size is 29, but must be from 1 to 28"):
+        glyphs.downscaled(29)
+
+
 def test_notebooks_show_a_table_of_the_splits(data):
     html = replace(data, load_arguments={"name": "<folder>"})._repr_html_()
     train, test = (sum(COUNTS[member] for member in SPLITS[split]) for split in ("train", "test"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from metabridge.environments import Environment, HardEasy, Landscape, LinearTasks, LogisticTasks, TaskGroup
+from metabridge.environments.linear_tasks import random_covariance
 from metabridge.errors import InputError
 from metabridge.learners import PRESETS, meta_gradient, method, parameters, predict
 from metabridge.models import mlp
@@ -19,15 +20,15 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def random_covariance(dimension: int, seed: int) -> torch.Tensor:
+def full_covariance(dimension: int, seed: int) -> torch.Tensor:
     root = torch.randn(dimension, dimension, generator=seeded(seed), dtype=torch.float64)
     return root @ root.mT / dimension + 0.1 * torch.eye(dimension, dtype=torch.float64)
 
 
 def random_landscape(dimension: int = 3, noise: float = 0.0) -> Landscape:
     groups = (
-        TaskGroup(random_covariance(dimension, 1), 1.0, random_covariance(dimension, 2), noise, 0.3),
-        TaskGroup(random_covariance(dimension, 3), -2.0, random_covariance(dimension, 4), noise / 2, 0.7),
+        TaskGroup(full_covariance(dimension, 1), 1.0, full_covariance(dimension, 2), noise, 0.3),
+        TaskGroup(full_covariance(dimension, 3), -2.0, full_covariance(dimension, 4), noise / 2, 0.7),
     )
     return Landscape(groups, dimension)
 
@@ -106,7 +107,7 @@ def test_episodes_of_a_task_share_its_solution():
 
 
 def test_labels_are_one_with_the_logistic_probability():
-    landscape = Landscape((TaskGroup(random_covariance(3, 1), torch.tensor([1.0, -2.0, 0.5])),), 3)
+    landscape = Landscape((TaskGroup(full_covariance(3, 1), torch.tensor([1.0, -2.0, 0.5])),), 3)
     episodes = LogisticTasks(landscape, 50, 50).sample(1000, seeded()).without_split()
     probability = (episodes.support_x @ torch.tensor([1.0, -2.0, 0.5])).sigmoid()
     for low in torch.arange(0, 1, 0.2):
@@ -194,3 +195,9 @@ def test_repr_shows_the_shape_of_tensors_and_not_their_values():
     landscape = Landscape((group,), 50)
     assert repr(landscape) == "Landscape(1 groups, dimension=50)"
     assert repr(LinearTasks(landscape)) == f"LinearTasks(landscape={landscape!r}, shots=10, queries=10)"
+
+
+def test_random_covariances_have_eigenvalues_of_mean_1_with_the_given_deviation():
+    eigenvalues = torch.linalg.eigvalsh(random_covariance(400, 0.3, seeded()))
+    assert float(eigenvalues.mean()) == pytest.approx(1)
+    assert float(eigenvalues.log().std()) == pytest.approx(0.3, rel=0.1)

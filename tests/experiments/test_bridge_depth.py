@@ -29,7 +29,7 @@ def outcome():
 def exact_runs(depth: int, factor: float, points: int) -> list[Run]:
     """Return two runs in which every quantity equals its limit."""
     largest, smallest = (factor * limit * depth for limit in ((points + 3) / 4, 3 / 4))
-    return [Run(1 / depth, largest, smallest, largest - 5, smallest - 0.5, depth**-2.0)] * 2
+    return [Run(1 / depth, smallest, largest, smallest - 0.5, largest - 5, depth**-2.0)] * 2
 
 
 def test_eigenvalues_are_divided_by_the_diagonal_of_the_kernel():

@@ -53,10 +53,10 @@ def test_small_and_large_r_h_are_diagnosed_and_ranked(outcome):
 
 def test_rows_give_the_gains_of_training(outcome):
     rows = {row.name: row for row in outcome.result.rows}
+    (case,) = outcome.data.cases
     for setting in R_H:
-        row, gain = rows[f"glyphs, {setting} r_H, trained MAML above NAL on hard tasks"], outcome.data.gains
-        interval = gain["glyphs", 0, setting]
-        assert (row.ours, row.ci95) == pytest.approx((interval.value, interval.value - interval.low))
+        row, gain = rows[f"glyphs, {setting} r_H, trained MAML above NAL on hard tasks"], case.gain(setting)
+        assert (row.ours, row.ci95) == pytest.approx((gain.value, gain.value - gain.low))
 
 
 def test_predicted_orders_are_compared_with_all_trained_networks_of_the_data(outcome):
@@ -81,6 +81,7 @@ def test_an_order_counts_the_pairs_that_are_right():
 def test_the_figure_is_drawn(outcome, tmp_path):
     EXPERIMENT.draw(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    untrained = replace(outcome, data=replace(outcome.data, records={}, orders=()))
+    (case,) = outcome.data.cases
+    untrained = replace(outcome, data=replace(outcome.data, cases=(replace(case, records={}),), orders=()))
     EXPERIMENT.draw(untrained, tmp_path / "untrained.png")
     assert (tmp_path / "untrained.png").read_bytes().startswith(b"\x89PNG")

@@ -19,15 +19,9 @@ from metabridge.experiments.kernel_fewshot import (
     METHODS,
     RIDGES,
     SETTINGS,
-    candidate_learners,
-)
-from metabridge.experiments.kernel_fewshot_data import (
     SIZE,
-    IndexedTasks,
-    KernelTable,
     PoolSize,
-    downscaled,
-    standardized,
+    candidate_learners,
 )
 from metabridge.kernels import Conv, Dense, Flatten, KernelLearner, convolutional_kernel, fully_connected_kernel
 from metabridge.report.results import Result
@@ -46,11 +40,6 @@ CHEAP = {
     "fully connected": KERNELS["fully connected"],
     "conv4": convolutional_kernel([Conv(3, stride=4), Flatten(), Dense()]),
 }
-
-
-@pytest.fixture(scope="module")
-def images(glyphs):
-    return downscaled(glyphs)
 
 
 @pytest.fixture(scope="module")
@@ -112,48 +101,13 @@ def test_a_method_without_training_is_regression_on_the_support(name, kernel_met
         assert torch.allclose(predictions[task], gram(episodes.query_x[task], support) @ weights, atol=1e-8)
 
 
-def test_a_table_has_the_kernel_of_all_images_but_between_validation_and_test(images):
-    pool = TINY.pool(images, "fully connected", 0)
-    table = KernelTable.compute(CHEAP["fully connected"], pool)
-    rows = {split: pool.tasks(split, shots=1, queries=1).image_indices[:, None].double() for split in pool.splits}
-    x = standardized(pool).flatten(1)
-    scale = CHEAP["fully connected"].ntk(x).diagonal().mean()
-    for one, other in (("train", "train"), ("train", "test"), ("validation", "train"), ("test", "test")):
-        points = (x[rows[split][:, 0].long()] for split in (one, other))
-        for looked_up, expected in zip(table.both(rows[one], rows[other]), CHEAP["fully connected"].both(*points)):
-            assert torch.allclose(looked_up, expected / scale)
-    assert table.ntk(rows["validation"], rows["test"]).isnan().all()
-
-
-def test_kernels_and_networks_are_tested_on_the_same_images(images):
+def test_kernels_and_networks_are_tested_on_the_same_images(glyphs):
     sampled = []
     for name in CHEAP:
-        pool = TINY.pool(images, name, 0)
-        tasks = TINY.evaluation_tasks(pool, "test", 1)
+        tasks = TINY.evaluation_tasks(TINY.pool(glyphs, name, 0), "test", 1)
         sampled.append(tasks.sample(5, torch.Generator().manual_seed(1)))
-        indices = IndexedTasks(tasks).sample(5, torch.Generator().manual_seed(1)).query_x[..., 0].long()
-        assert torch.equal(pool.float_images(indices), sampled[-1].query_x)
     assert torch.equal(sampled[0].query_x, sampled[1].query_x)
     assert torch.equal(sampled[0].support_x, sampled[1].support_x)
-
-
-def test_with_an_order_labels_are_ranks_of_the_support_values(images):
-    pool = TINY.pool(images, "conv4", 0)
-    order = torch.randn(len(pool.images), generator=torch.Generator().manual_seed(0))
-    tasks = pool.tasks("test", shots=2, queries=1)
-    ordered = IndexedTasks(tasks, order).sample(8, torch.Generator().manual_seed(1))
-    means = order[ordered.support_x[..., 0].long()].unflatten(1, (5, 2)).mean(-1)
-    assert (means.diff(dim=1) > 0).all()
-    labels = pool.labels[ordered.support_x[..., 0].long()].unflatten(1, (5, 2))
-    queries = pool.labels[ordered.query_x[..., 0].long()]
-    assert torch.equal(labels[..., 0], queries)
-    assert torch.equal(labels[..., 0], labels[..., 1])
-
-
-def test_downscaled_images_have_the_means_of_the_originals(glyphs, images):
-    assert images.images.shape[1:] == (1, SIZE, SIZE)
-    means = [x.images[:50].double().mean((1, 2, 3)) for x in (glyphs, images)]
-    assert torch.allclose(means[0], means[1], atol=1.0, rtol=0.1)
 
 
 def test_every_learner_has_rows_for_its_accuracy_and_its_gain(outcome):

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from metabridge.environments import LabelledImages
+from cases import numbered_images
+from metabridge.environments.image_splits import hold_out_images
 from metabridge.errors import InputError
 from metabridge.experiments import (
     ExperimentOptions,
@@ -20,8 +21,7 @@ from metabridge.experiments import (
     landscape_trainings,
     load_experiment,
 )
-from metabridge.experiments.landscape_table1 import SIMILAR_ALPHABETS, alphabets, hardest, split_alphabets
-from metabridge.experiments.landscape_table2 import hold_out_images
+from metabridge.experiments.landscape_table1 import SIMILAR_ALPHABETS, hardest, split_alphabets
 from metabridge.experiments.landscape_trainings import (
     TASK_KINDS,
     Accuracy,
@@ -245,43 +245,6 @@ def test_an_alphabet_too_small_for_the_ranking_is_easy():
     assert "tiny" in splits["easy train"] + splits["easy test"]
 
 
-def test_alphabets_have_their_classes_of_all_splits(glyphs):
-    members = alphabets(glyphs)
-    assert list(members) == list(glyphs.superclass_names)
-    assert torch.equal(torch.cat(list(members.values())).sort().values, torch.arange(len(glyphs.class_names)))
-    for name, classes in members.items():
-        assert {glyphs.superclass_names[index] for index in glyphs.superclasses[classes].tolist()} == {name}
-
-
-def numbered_images(classes: int, per_class: int) -> LabelledImages:
-    """Return images whose two pixels are their class and their index within the class."""
-    labels = torch.arange(classes).repeat_interleave(per_class)
-    indices = torch.arange(per_class).repeat(classes)
-    return LabelledImages(
-        images=torch.stack([labels, indices], dim=-1).to(torch.uint8)[:, None, None, :],
-        labels=labels,
-        class_names=tuple(f"class{index}" for index in range(classes)),
-        superclasses=torch.zeros(classes, dtype=torch.int64),
-        superclass_names=("all",),
-        splits=dict(zip(("train", "validation", "test"), torch.arange(classes).split([64, 16, 20]))),
-    )
-
-
-@pytest.mark.parametrize(("per_class", "minimum", "held_out"), [(600, 60, 150), (20, 10, 10)])
-def test_images_of_training_classes_are_held_out_and_those_of_test_classes_are_not(per_class, minimum, held_out):
-    images = numbered_images(100, per_class)
-    split = hold_out_images(images, minimum)
-    assert {name: len(classes) for name, classes in split.splits.items()} == {"train": 80, "validation": 80, "test": 20}
-    counts = split.labels.bincount()
-    assert (counts[split.splits["train"]] == per_class - held_out).all()
-    assert (counts[split.splits["validation"]] == held_out).all()
-    assert (counts[split.splits["test"]] == per_class).all()
-    for training_class, new_class in zip(split.splits["train"], split.splits["validation"]):
-        original = images.labels[(split.labels == training_class) | (split.labels == new_class)]
-        assert (original == training_class).all()
-    assert split.class_names[100] == "class0 (held out)"
-
-
 @pytest.fixture
 def planned(monkeypatch) -> dict[str, PlannedTraining]:
     """Collect the trainings that an experiment plans, of which only the ranking gets a record."""
@@ -333,7 +296,7 @@ def test_table_2_is_trained_as_in_the_paper(planned, monkeypatch):
 
 
 def test_records_have_the_keys_of_version_0_1_0(glyphs):
-    plan = two_trainings(glyphs, 3)[0].plan(glyphs)
+    plan = two_trainings(glyphs, 3)[0].record(ExperimentOptions("quick"), "table", glyphs).plan
     keys = ["images", "method", "lr", "iterations", "tasks", "judged", "filters", "steps", "inner_lr", "seed"]
     assert list(plan) == keys
     assert (plan["tasks"], plan["judged"]) == (2, 3)

@@ -9,7 +9,6 @@ import torch
 
 from metabridge import InputError
 from metabridge.experiments import ExperimentOptions, Outcome, load_experiment, nas_ranks, nas_ranks_trainings
-from metabridge.experiments.nas_ranks import correlation
 from metabridge.experiments.nas_ranks_trainings import KERNELS, PROXIES, SETTINGS, RankRecord, ScoredArchitecture, score
 from metabridge.nas import random_architecture, score_model
 from metabridge.training import evaluate
@@ -87,36 +86,19 @@ def test_failed_proxies_rank_last():
 
 
 def test_proxies_are_means_over_repeats_and_accuracies_those_of_test_tasks(glyphs, tmp_path):
-    images, search = small_images(glyphs), replace(SEARCH, cells=3, tasks=2, repeats=2)
+    images = small_images(glyphs)
     config = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
     run = train_on_images(config, images, progress=False)
     architecture = random_architecture(torch.Generator().manual_seed(0))
-    scored = score(ExperimentOptions("quick"), architecture, search, images, run, 20)
+    search = replace(SEARCH, cells=3, tasks=2, repeats=2)
+    settings = replace(SETTINGS["quick"], search=search, test_tasks=20)
+    scored = score(ExperimentOptions("quick"), settings, architecture, run, images)
     file = str(architecture.save(tmp_path / "architecture.json"))
     for proxy, kernel in {**KERNELS, "linear regions": "none"}.items():
         expected = score_model(file, images, replace(search, kernel=kernel)).mean.value
         assert scored.proxies[proxy] == pytest.approx(expected, rel=1e-5)
     validation, test = (evaluate(run, images.tasks(split), tasks=20, seed=0) for split in ("validation", "test"))
     assert scored.accuracy == test.mean != validation.mean
-
-
-@pytest.mark.parametrize("kind", nas_ranks.STATISTICS)
-def test_rank_correlations_depend_only_on_the_order(kind):
-    x = [float(value) for value in range(20)]
-    rising = correlation(kind, x, [value**3 for value in x], resamples=50, seed=0)
-    assert (rising.value, rising.low, rising.high) == pytest.approx((1, 1, 1))
-    falling = correlation(kind, x, [float("-inf") if value == 19 else -value for value in x], resamples=50, seed=0)
-    assert falling.value == pytest.approx(-1)
-    unrelated = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
-    interval = correlation(kind, x, unrelated, resamples=200, seed=0)
-    assert interval.low < 0 < interval.high
-    assert correlation(kind, x, [1.0] * 20, resamples=5, seed=0).value == 0
-
-
-def test_the_interval_of_a_correlation_covers_95_percent():
-    y = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
-    interval = correlation("Spearman", [float(x) for x in range(20)], y, resamples=500, seed=0)
-    assert 0.7 < interval.high - interval.low < 1.2  # about 2 · 1.96/√19 if x and y are independent
 
 
 def test_rows_contain_half_the_width_of_the_interval():

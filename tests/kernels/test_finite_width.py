@@ -14,7 +14,13 @@ import torch
 
 from metabridge import Engine, Episodes, method, parameters
 from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, mtl_kernel, split_kernel
-from metabridge.kernels.finite_width import empirical_meta_ntk, gradient_descent, squared_loss
+from metabridge.kernels.finite_width import (
+    CenteredTraining,
+    LinearConvergence,
+    empirical_meta_ntk,
+    gradient_descent,
+    squared_loss,
+)
 from metabridge.learners.adapt import predict
 from metabridge.models import wide
 
@@ -115,3 +121,36 @@ def test_a_step_of_gradient_descent_moves_the_outputs_as_the_meta_ntk_predicts(e
     assert step.loss == pytest.approx(float(residual.square().sum() / 2))
     length = math.sqrt(sum(float((params[name].detach() - old).square().sum()) for name, old in start.items()))
     assert step.length == pytest.approx(length)
+
+
+def test_gradient_descent_on_a_quadratic_loss_converges_as_its_kernel_predicts():
+    eigenvalues = torch.tensor([0.2, 0.7, 1.5], dtype=torch.float64)
+    convergence = LinearConvergence.of(torch.diag(eigenvalues))
+    residuals = torch.stack([(1 - convergence.lr * eigenvalues) ** step for step in range(200)])
+    losses = residuals.square().sum(1) / 2
+    assert float(losses[-1] / losses[-2]) == pytest.approx(convergence.loss_factor)
+    assert all(later <= convergence.loss_bound_factor * earlier for earlier, later in pairwise(losses))
+    steps = convergence.steps(0.01)
+    slowest = residuals[:, 0]
+    assert slowest[steps] <= 0.01 < slowest[steps - 1]
+
+
+@pytest.mark.parametrize("name", ["mtl", "anil", "maml"])
+def test_centered_training_starts_from_outputs_of_zero_and_fits_the_targets(name, episodes):
+    inner = {} if name == "mtl" else {"steps": 3, "lr": 0.01}
+    options = {} if name == "maml" else {"split": False}
+    training_method = method(name, loss=squared_loss, **inner, **options)
+    test_method = method("maml" if name == "maml" else "anil", steps=3, lr=0.01, loss=squared_loss, **options)
+    net = wide(4, width=64, depth=3).double()
+    training = CenteredTraining(training_method, net, episodes)
+    zero = episodes.map_targets(torch.zeros_like)
+    assert torch.allclose(training.predict(test_method, zero), torch.zeros_like(zero.query_y), atol=1e-12)
+    steps = training.descend(lr=0.01, steps=20) + training.descend(lr=0.01, steps=20)
+    assert len(steps) == 40
+    assert steps[-1].loss < steps[20].loss < steps[0].loss
+
+
+def test_heads_of_all_tasks_start_from_the_values_of_the_network(episodes):
+    net = wide(4, width=16).double()
+    training = CenteredTraining(method("mtl", loss=squared_loss), net, episodes)
+    assert torch.equal(training.params["heads.weight"], net.head.weight.expand(3, -1))

@@ -13,6 +13,7 @@ from metabridge.kernels.kernel_systems import (
     cholesky_solve,
     condition_number,
     conjugate_gradient_solve,
+    extreme_eigenvalues,
 )
 
 
@@ -40,6 +41,10 @@ def test_jitter_is_logged_and_returned(caplog):
 def test_singular_matrix_raises():
     with pytest.raises(InputError, match="a kernel matrix of 2 points is singular"):
         cholesky_solve(torch.tensor([[1.0, 0.0], [0.0, -1.0]], dtype=torch.float64), torch.ones(2, 1).double())
+
+
+def test_extreme_eigenvalues_are_the_smallest_and_the_largest():
+    assert extreme_eigenvalues(positive_definite(20, smallest=-2.0)) == pytest.approx((-2, 3))
 
 
 def test_condition_number_is_the_ratio_of_eigenvalues_and_infinite_below_rounding():

@@ -256,7 +256,7 @@ def test_random_cells_depend_on_the_seed_alone(glyphs: LabelledImages) -> None:
 
 def test_a_search_is_continued_after_its_time_limit(glyphs: LabelledImages, tmp_path: Path) -> None:
     config = small_search("none", operators=("skip", "conv_3x3"))
-    with pytest.raises(TimeLimitError, match="Run the same search again to continue it"):
+    with pytest.raises(TimeLimitError, match="Run the same search with the same `out` again to continue it"):
         run_search(glyphs, config, out=tmp_path, minutes=0, progress=False)
     assert not (tmp_path / "architecture.json").exists()
     result = run_search(glyphs, config, out=tmp_path, progress=False)

@@ -51,6 +51,12 @@ def test_a_row_refuses_a_number_that_is_not_finite(key, value):
         Row("MAML", "error", **{"ours": 1.0, key: value})
 
 
+@pytest.mark.parametrize(("ours", "agrees"), [(-1.9, True), (-2.1, True), (-1.7, False), (2.0, False)])
+def test_a_row_agrees_within_a_relative_tolerance_of_the_published_number(ours, agrees):
+    row = Row("exponent", "of L", ours=ours).compared(-2.0, tolerance=0.1, note="within 10 %")
+    assert (row.published, row.agrees, row.note) == (-2.0, agrees, "within 10 %")
+
+
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch):
     path = RESULT.write(tmp_path)
     before = path.read_bytes()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metabridge.theory.power_law import PowerLaw
+from metabridge.theory.power_law import PowerLaw, last_exponents, last_slopes
 
 
 def test_the_interval_of_a_fitted_exponent_covers_the_true_one():
@@ -21,3 +21,9 @@ def test_the_interval_of_a_fitted_exponent_covers_the_true_one():
 
 def test_an_exact_power_law_is_recovered():
     assert PowerLaw.fit({width: [3 * width**-0.5] for width in (64, 128, 256)})(100) == pytest.approx(0.3)
+
+
+def test_exponents_and_slopes_between_the_last_two_sizes_are_computed_for_every_run():
+    values = {5: [100.0, 100.0], 10: [10.0, 3 * 10**-2.0], 40: [40.0, 3 * 40**-2.0]}
+    assert last_exponents(values) == pytest.approx([1, -2])
+    assert last_slopes(values)[0] == pytest.approx(1)

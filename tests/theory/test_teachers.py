@@ -11,7 +11,14 @@ from torch.func import vmap
 from metabridge.environments import FixedNeurons, TeacherTasks
 from metabridge.environments.teacher_networks import ACTIVATIONS, neuron_sum
 from metabridge.errors import InputError
-from metabridge.theory.teachers import HardTaskPreference, TeacherTask, maml_loss, nal_loss, stationary_points
+from metabridge.theory.teachers import (
+    HardTaskPreference,
+    TeacherTask,
+    lowest_stationary_point,
+    maml_loss,
+    nal_loss,
+    stationary_points,
+)
 
 STUDENT = torch.tensor([[-0.7, 1.1], [0.4, 0.2]], dtype=torch.float64)
 TEACHER = torch.tensor([[1.0, 0.5], [-0.3, -1.2]], dtype=torch.float64)
@@ -143,6 +150,24 @@ def test_distant_plateaus_do_not_count_as_stationary_points():
     far = torch.tensor([[3e4, -2.2e4]], dtype=torch.float64)
     assert torch.func.grad(loss)(far).abs().max() < 1e-9
     assert stationary_points(loss, [far]) == []
+
+
+def test_the_lowest_stationary_point_is_compared_with_the_starting_points():
+    def loss(W: Tensor) -> Tensor:
+        return ((W**2 - 1) ** 2 + W / 2).sum()  # minima near −1 and 1; the one near −1 is lower
+
+    start = torch.tensor([[0.9]], dtype=torch.float64)
+    assert lowest_stationary_point(loss, [start]) == pytest.approx(0.93, abs=0.01)
+    assert lowest_stationary_point(loss, [start, -start]) == pytest.approx(-1.06, abs=0.01)
+    assert lowest_stationary_point(lambda W: W.abs().sum(), [start]) is None  # the minimum is a kink
+
+
+def test_episodes_of_a_task_have_its_inputs_and_targets():
+    task = TeacherTask(TEACHER, "tanh", 0.5)
+    episodes = task.environment(shots=3, queries=2000).sample(2, torch.Generator().manual_seed(0))
+    assert episodes.support_x.shape == (2, 3, 2)
+    assert float(episodes.query_x.var()) == pytest.approx(0.5, rel=0.05)
+    torch.testing.assert_close(episodes.query_y, neuron_sum("tanh", TEACHER, episodes.query_x))
 
 
 def test_loss_supports_vmap_over_students():

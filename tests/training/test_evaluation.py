@@ -12,7 +12,7 @@ from metabridge.heads import create_head
 from metabridge.learners.adapt import predict_from_features
 from metabridge.models import conv4, estimate_statistics, mlp
 from metabridge.training import Augment, Model, TestTimeAugmentation
-from metabridge.training.evaluation import FeatureTable, _sample_in_blocks, predictions, score_tasks
+from metabridge.training.evaluation import FeatureTable, _sample_in_blocks, predictions, score_tasks, select_model
 
 
 def test_the_interval_covers_the_true_mean_in_95_percent_of_the_cases():
@@ -337,3 +337,14 @@ def test_a_mask_with_infinite_values_is_not_a_diverged_weight():
     net.features.mask[0, 0] = math.nan
     with pytest.raises(InputError, match=r"the weight 'features\.mask' contains NaN"):
         evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=2)
+
+
+def test_the_first_model_with_the_best_validation_score_is_selected():
+    maml, net = method("maml"), mlp(1, 1)
+    models = [
+        Model(maml, net, {name: scale * value for name, value in parameters(maml, net).items()})
+        for scale in (30.0, 1.0, 1.0)
+    ]
+    assert select_model(iter(models), Sinusoid(), tasks=4) is models[1]
+    with pytest.raises(InputError, match="models is empty"):
+        select_model([], Sinusoid(), tasks=4)

@@ -47,7 +47,8 @@ def key_values(texts: list[str], flag: str) -> dict[str, Any]:
     return pairs
 
 
-# Functions that convert the values of other options, by the type of the field.
+# Functions that convert what typer reads (text or a list of texts) to the type of the field, by this type. Their
+# arguments are the value and the name of the option.
 READERS: dict[str, Callable[[Any, str], Any]] = {
     "Mapping[str, object]": key_values,
     "Schedule": lambda name, flag: schedule(name),
@@ -57,7 +58,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the `**config` parameter of a command by one option per field of `ImageTrainingConfig`.
 
-    The command receives only the options that the user passed.
+    There is no option for soft targets. The command receives only the options that the user passed.
     """
     general_options = options_of(TrainingConfig)
     options = {name: field for name, field in options_of(ImageTrainingConfig).items() if _type(field) is not None}
@@ -96,6 +97,7 @@ def _annotation(field: Field[Any]) -> Any:
     bounds: dict[str, Any] = {}
     if option_type is int:
         whole = isinstance(check, WholeNumber)
+        # the only integer without a `WholeNumber` check is the seed
         bounds = {"min": check.minimum if whole else 0, "max": check.maximum if whole else MAX_SEED}
     metavar = "KEY=VALUE" if option_type == list[str] else None
     flags = field.metadata["flags"] or ()
@@ -119,6 +121,6 @@ def _help(field: Field[Any]) -> str:
 
 
 def _read(field: Field[Any], value: Any) -> Any:
-    """Return the value of an option as the field takes it."""
+    """Return the value of an option, converted to the type of the field."""
     reader = READERS.get(str(field.type))
     return value if reader is None else reader(value, flag_name(field))

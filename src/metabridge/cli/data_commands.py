@@ -14,18 +14,18 @@ from metabridge.errors import MAX_COUNT
 if TYPE_CHECKING:
     from metabridge.datasets import DatasetReport
 
-data = typer.Typer()
-app.add_typer(data, name="data")
+data_app = typer.Typer()
+app.add_typer(data_app, name="data")
 
 
-@data.callback(invoke_without_command=True)
+@data_app.callback(invoke_without_command=True)
 def show_help(context: typer.Context) -> None:
     """Inspect image data sets on disk."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
-@data.command()
+@data_app.command()
 def check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder or file of the data set.")],
     data: Annotated[
@@ -41,8 +41,9 @@ def check(
     """Read every image of a data set, and report its splits, its problems and whether each split has enough images.
 
     Problems are unreadable images, duplicate images across splits, empty classes, and splits with too few classes or
-    images for the tasks. The exit status is 0 if there are no problems, 1 if there are problems (2 with --strict), and
-    2 if the data set cannot be read at all.
+    images for the tasks. The validation split counts as too small only if it has fewer than two classes. The exit
+    status is 0 if there are no problems, 1 if there are problems (2 with --strict), and 2 if the data set cannot be
+    read at all.
 
     Example: **metabridge data check photographs --ways 5 --shots 1**
     """
@@ -55,7 +56,7 @@ def check(
 
 
 def _print_report(report: DatasetReport, tasks_column: str) -> None:
-    """Print a report. The column with this heading says whether a split allows the tasks."""
+    """Print a report. `tasks_column` is the heading of the column that says whether a split allows the tasks."""
     say(f"{report.data}: {report.description}")
     rows = []
     for split in report.splits:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from metabridge.cli.options import Device, DeviceOption, SeedOption, app, device_name, is_number
+from metabridge.cli.options import Device, DeviceOption, SeedOption, app, device_name, reject_nan
 from metabridge.cli.terminal import print_table, say
 from metabridge.errors import InputError
 from metabridge.experiments import experiment_modules
@@ -79,7 +79,7 @@ def reproduce(
         float | None,
         typer.Option(
             min=0,
-            callback=is_number,
+            callback=reject_nan,
             help="Stop each training run, or all runs that are trained together, after this number of minutes. Run the "
             "same command again to continue. Default: no limit.",
         ),
@@ -140,7 +140,7 @@ def _print_scores(comparison: Comparison) -> None:
     for name, scores in comparison.scores.items():
         accuracies = [str(score).removesuffix(" %") for score in scores.values()]
         rows.append([name, *accuracies, f"{comparison.runs[name].seconds:.0f} s"])
-    columns = ("method", *scores, "training time")
+    columns = ("method", *next(iter(comparison.scores.values())), "training time")
     title = "Accuracy on new alphabets in percent, with 95 % confidence intervals"
     print_table(columns, rows, text=("method",), title=title)
 

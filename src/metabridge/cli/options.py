@@ -29,7 +29,7 @@ MAX_SEED = 2**63 - 1
 MODELS = "conv4, resnet12, mlp, timm:NAME or the path of an architecture.json"  # what --model accepts
 
 
-def is_number(value: float | None) -> float | None:
+def reject_nan(value: float | None) -> float | None:
     """Return an option's value, or raise an error if it is NaN, which typer's check of bounds accepts."""
     if value is not None and math.isnan(value):
         raise typer.BadParameter("nan is not a number.")
@@ -54,7 +54,7 @@ MinutesOption = Annotated[
     float | None,
     typer.Option(
         min=0,
-        callback=is_number,
+        callback=reject_nan,
         help="Stop after this number of minutes. Run the same command again to continue. Default: no limit.",
     ),
 ]

@@ -24,7 +24,7 @@ from metabridge.cli.options import (
     WaysOption,
     app,
     device_name,
-    is_number,
+    reject_nan,
 )
 from metabridge.cli.terminal import print_table, say
 from metabridge.cli.train_commands import DataOption
@@ -64,7 +64,7 @@ AdaptationTimeOption = Annotated[
     float,
     typer.Option(
         min=0,
-        callback=is_number,
+        callback=reject_nan,
         help="Inner-loop time of the maml and anil kernels: learning rate × number of steps; inf: until convergence.",
     ),
 ]
@@ -72,12 +72,21 @@ RidgeOption = Annotated[
     float,
     typer.Option(
         min=0,
-        callback=is_number,
+        callback=reject_nan,
         help="Ridge added to the diagonal of the kernel matrices that the maml and anil kernels invert.",
     ),
 ]
-RegionInputsOption = Annotated[
+PatchesOption = Annotated[
     int, typer.Option(min=2, max=100_000, help="Number of image patches on which linear regions are counted.")
+]
+RegionInputsOption = Annotated[
+    int,
+    typer.Option(
+        min=2,
+        max=100_000,
+        help="Number of inputs on which linear regions are counted: image patches for an architecture.json, whole "
+        "training images (at most all) for other networks.",
+    ),
 ]
 
 
@@ -103,7 +112,7 @@ def search(
     repeats: RepeatsOption = 3,
     adaptation_time: AdaptationTimeOption = math.inf,
     ridge: RidgeOption = 1e-3,
-    region_inputs: RegionInputsOption = 3000,
+    region_inputs: PatchesOption = 3000,
     size: SizeOption = None,
     min_images: MinImagesOption = None,
     operators: Annotated[
@@ -190,14 +199,20 @@ def score(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the scores to this JSON file; - prints only JSON.")
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Also write the scores to this JSON file. If it is `-`, print JSON to standard output instead of the "
+            "table.",
+        ),
     ] = None,
 ) -> None:
     """Print the proxies of an untrained network: condition numbers of its kernels and its number of linear regions.
 
-    Batch norms are replaced by group norms, so that images do not influence each other. Linear regions of an
-    architecture.json are counted as in a search: on image patches, in a network with the same cells but few channels.
-    For other networks they are counted in the network itself, on whole images.
+    Linear regions of an architecture.json are counted as in a search: on image patches, in a network that always has
+    three cells, with one channel in the first. For other networks they are counted in the network itself, on whole
+    images. For the kernels, and for linear regions of other networks, group norms replace batch norms, so that images
+    do not influence each other.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
@@ -226,13 +241,14 @@ def score(
         seed=seed,
     )
     for search_kernel in (*(SearchKernel(name) for name in kernel or ScoreKernel), SearchKernel.none):
-        score = score_model(model, images, replace(config, kernel=search_kernel.value), device=torch_device)
+        repeated_score = score_model(model, images, replace(config, kernel=search_kernel.value), device=torch_device)
         only_regions = search_kernel is SearchKernel.none
         proxy = "linear regions" if only_regions else f"condition number, {search_kernel.upper()}"
-        values = ", ".join(f"{repeat.value:.4g}" for repeat in score.repeats)
-        rows.append([proxy, f"{score.mean.value:.4g}", values, score.mean.failure or ""])
-        json_values = [repeat.value if math.isfinite(repeat.value) else None for repeat in score.repeats]
-        failures = [repeat.failure for repeat in score.repeats]
+        values = ", ".join(f"{repeat.value:.4g}" for repeat in repeated_score.repeats)
+        mean = repeated_score.mean
+        rows.append([proxy, f"{mean.value:.4g}", values, mean.failure or ""])
+        json_values = [repeat.value if math.isfinite(repeat.value) else None for repeat in repeated_score.repeats]
+        failures = [repeat.failure for repeat in repeated_score.repeats]
         report.append({"proxy": proxy, "values": json_values, "failures": failures})
     columns = ("proxy", "mean", "per initialization", "failure")
     if str(json_file) != STDOUT:

@@ -88,7 +88,7 @@ def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
 
 @contextlib.contextmanager
 def terminal_output() -> Iterator[None]:
-    """Escape characters that the terminal's encoding lacks, and print warnings and log messages as notes.
+    """Escape characters that the terminal's encoding lacks, and print warnings and logged errors as notes.
 
     If another program reads standard output and has closed the pipe, exit without a message.
 
@@ -125,7 +125,7 @@ class _NoteHandler(logging.Handler):
 
 @contextlib.contextmanager
 def _log_as_notes() -> Iterator[None]:
-    """Print log messages of the library as notes. Python's default handler would not escape control characters."""
+    """Print logged warnings and errors as notes. Python's default handler would not escape control characters."""
     logger, handler = logging.getLogger("metabridge"), _NoteHandler(logging.WARNING)
     logger.addHandler(handler)
     try:

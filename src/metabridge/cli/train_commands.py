@@ -95,7 +95,6 @@ def train(
     from dataclasses import replace
 
     from metabridge.datasets import load as load_images
-    from metabridge.learners.method import method
     from metabridge.models import builder
     from metabridge.training import load as load_run
     from metabridge.training.config import ImageTrainingConfig, default_config
@@ -104,7 +103,6 @@ def train(
 
     # Check everything that does not depend on the images before they are read.
     defaults = default_config(config.pop("method", ImageTrainingConfig.method))
-    method(defaults.method)
     torch_device = device_name(device)
     options = replace(defaults, **config, soft_targets=_soft_targets(smoothing, mixup, teacher))
     _check_method(options)
@@ -150,7 +148,7 @@ def _check_method(config: ImageTrainingConfig) -> None:
 
 
 def _note_validation(trainer: Trainer, ways: int) -> None:
-    """Print a note if validation is impossible or its tasks have fewer classes than training tasks."""
+    """Print a note if validation is impossible or its tasks have fewer classes than `ways`."""
     if trainer.validate is None:
         note("Fewer than two validation classes: keeping the last weights instead of the best.")
         return
@@ -198,7 +196,9 @@ def evaluate(
     ways: Annotated[
         int | None,
         typer.Option(
-            min=2, max=MAX_COUNT, help="Number of classes per task. Default: as in the training of the first run."
+            min=2,
+            max=MAX_COUNT,
+            help="Number of classes per task. Default: the value of --ways in the training of the first run.",
         ),
     ] = None,
     queries: QueriesOption = 15,
@@ -261,14 +261,20 @@ def evaluate(
     device: DeviceOption = Device.auto,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write all results to this JSON file; - prints only JSON."),
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Also write all results to this JSON file. If it is `-`, print JSON to standard output instead of the "
+            "table.",
+        ),
     ] = None,
 ) -> None:
     """Evaluate trained runs on new tasks, with 95 % confidence intervals.
 
-    Prints the mean accuracy over tasks, the class with the lowest accuracy, and the expected calibration error of the
-    probabilities. All runs are evaluated on the same tasks. With several runs it also prints the mean difference
-    between the accuracy of each run and of the first, with the 95 % confidence interval of the per-task differences.
+    Prints the mean accuracy over tasks, the class with the lowest accuracy, and the expected calibration error if the
+    head predicts probabilities. All runs are evaluated on the same tasks. With several runs it also prints the mean
+    difference between the accuracy of each run and of the first, with the 95 % confidence interval of the per-task
+    differences.
 
     Example: **metabridge evaluate runs/mtl runs/maml --shots 1,5 --tasks 2000**
     """
@@ -288,7 +294,7 @@ def evaluate(
     augmentation = TestTimeAugmentation(copies, mirrored, rotated, cropped)
     torch_device = device_name(device)
     loaded_runs = [load(folder, device=torch_device) for folder in runs]
-    ways = ways or _training_ways(runs[0], loaded_runs[0])
+    ways = ways or _default_ways(runs[0], loaded_runs[0])
     load_arguments = _load_arguments(runs, loaded_runs) if data is None else [None] * len(runs)
     rows: list[list[str]] = []
     report: list[dict[str, object]] = []
@@ -300,7 +306,7 @@ def evaluate(
             _check_new_classes(folder, run, images, split, same_data=data is None)
         environments = {
             count: images.tasks(split, ways=ways, shots=count, queries=queries)
-            for count in sorted(shot_counts, reverse=True)  # the largest first: the first to lack images
+            for count in sorted(shot_counts, reverse=True)  # so that an error names the largest
         }
         for count in shot_counts:
             environment = environments[count]
@@ -338,8 +344,8 @@ def _has_probabilities(run: Run) -> bool:
     return not isinstance(run.method.test, Head) or run.method.test.calibrated
 
 
-def _training_ways(folder: Path, run: Run) -> int:
-    """Return the number of classes per task in training."""
+def _default_ways(folder: Path, run: Run) -> int:
+    """Return the number of outputs of the run's network, which is the value of --ways in training; 5 if unknown."""
     from metabridge.training.checkpoint import damaged
 
     ways = (run.settings["model"] or {}).get("outputs", 5)
@@ -362,14 +368,15 @@ def _load_arguments(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]
     """Return the arguments of `datasets.load` for the training data of each run.
 
     Raises:
-        InputError: If the runs were trained on different data. The size and channels of the images may differ.
+        InputError: If a run does not store these arguments, or the runs were trained on different data. The size and
+            channels of the images may differ.
     """
     load_arguments, data_sets = [], []
     for folder, run in zip(folders, runs):
         stored = _task_setting(folder, run, "data", dict)
         if stored is None:
             raise InputError(f"the settings of the run in {folder} do not name its data. Name a data set with --data.")
-        is_glyphs = stored.get("name") == "glyphs"
+        is_glyphs = stored.get("name") == "glyphs"  # their root is only a cache folder
         load_arguments.append({key: value for key, value in stored.items() if not (is_glyphs and key == "root")})
         data_sets.append({key: value for key, value in stored.items() if key not in ("size", "channels")})
         if data_sets[-1] != data_sets[0]:
@@ -402,7 +409,7 @@ def _images(
 
 
 def _check_new_classes(folder: Path, run: Run, images: LabelledImages, split: str, *, same_data: bool) -> None:
-    """Raise an `InputError` if classes of the split have the same names as training classes."""
+    """Raise an `InputError` if classes of the split, unless it is "train", have the same names as training classes."""
     if split == "train" or split not in images.splits:
         return
     trained_names = _task_setting(folder, run, "class_names", list) or []

@@ -25,7 +25,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a tr
 QueryOption = Annotated[
     Path, typer.Option(metavar="DIR", help="Folder of images to classify; subfolders are included.")
 ]
-OutOption = Annotated[Path, typer.Option(metavar="FILE", help="CSV file of the predictions; - for standard output.")]
+OutOption = Annotated[Path, typer.Option(metavar="FILE", help="CSV file of the predictions. `-` is standard output.")]
 
 
 @app.command()
@@ -88,7 +88,7 @@ def export(
     out: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="File of the ONNX graph; - for standard output, which is not possible with --support."
+            metavar="FILE", help="File of the ONNX graph. `-` is standard output, which is not possible with --support."
         ),
     ] = Path("features.onnx"),
     support: Annotated[
@@ -105,8 +105,8 @@ def export(
     The graph takes any number of images, of shape (n, channels, size, size) with values from 0 to 1. If onnxruntime is
     installed, the graph is compared with PyTorch and written only if they agree.
 
-    With --support, adapts to these classes and writes the head to a JSON file next to the graph: its weight and bias,
-    the names of the classes, and whether features must be L2-normalized first.
+    With --support, adapts to these classes and writes the head to a JSON file next to the graph: its kind, weight and
+    bias, the names of the classes, and whether features must be L2-normalized first.
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
     """

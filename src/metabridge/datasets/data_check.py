@@ -82,7 +82,8 @@ class DatasetReport:
     def fine(self) -> bool:
         """Whether there are no problems and every split allows the requested tasks.
 
-        Validation may use fewer ways and queries, so an obstacle there counts only for fewer than two classes.
+        Validation may use fewer ways and queries, so an obstacle in that split counts only if it has fewer than
+        two classes.
         """
         obstacles = any(split.obstacle for split in self.splits if split.name != "validation" or split.classes < 2)
         return not (self.unreadable or self.duplicates or self.empty_classes or obstacles)
@@ -204,12 +205,12 @@ def check_dataset(
 
 
 def _obstacle(
-    class_sizes: list[int], smallest_class: str, ways: int, shots: int, queries: int, large_classes: int
+    class_sizes: list[int], smallest_class: str, ways: int, shots: int, queries: int, large_class_count: int
 ) -> str:
     """Return why tasks cannot be sampled from a split, and how to change that; an empty string if they can.
 
     `class_sizes` are the numbers of images per class, `smallest_class` is the name of the smallest class, and
-    `large_classes` is the number of classes in the split without classes that have too few images.
+    `large_class_count` is the number of classes that the split has if classes with too few images are omitted.
     """
     if len(class_sizes) < ways:
         if len(class_sizes) == 1:
@@ -218,10 +219,10 @@ def _obstacle(
     needed = shots + queries
     if min(class_sizes) < needed:
         small_classes = sum(size < needed for size in class_sizes)
-        way_out = f"; --min-images {needed} leaves {large_classes} classes" if large_classes >= ways else ""
+        suggestion = f"; --min-images {needed} leaves {large_class_count} classes" if large_class_count >= ways else ""
         classes = "1 class has" if small_classes == 1 else f"{small_classes} classes have"
         return (
             f"{shots}-shot tasks with {queries} queries need {needed} images per class, but {classes} fewer: "
-            f"'{smallest_class}' has {min(class_sizes)}{way_out}"
+            f"'{smallest_class}' has {min(class_sizes)}{suggestion}"
         )
     return ""

@@ -1,12 +1,14 @@
 """Images in folders: a folder per class, optionally in a parent folder per superclass.
 
-A folder that contains images is a class, named by its path. Its superclass is the parent folder: in
-`animals/cat/1.jpg`, the class is `animals/cat` and the superclass `animals`. Images may have any format, size and
-mode. By default the central square of each image is resized to 84 × 84 pixels in RGB.
+A folder that contains images, or no folders, is a class, named by its path. Its superclass is the parent folder, or
+"all" without one: in `animals/cat/1.jpg`, the class is `animals/cat` and the superclass `animals`. Images may have any
+size and mode, and any format in `image_decoding.FORMATS`. By default the central square of each image is resized to
+84 × 84 pixels in RGB.
 
-Folders named train, validation (or val, valid) and test define splits of the classes. Without them, classes are
-split at random, 64 % train, 16 % validation and 20 % test. They are also split at random if two of these folders
-share a class, because few-shot learning is evaluated on classes that are not in the training set.
+If at least two of the folders train, validation (or val, valid) and test exist, they define splits of the classes. A
+single one of them is read as the whole data set. Without splits, classes are split at random, 64 % train, 16 %
+validation and 20 % test. They are also split at random if two of the split folders share a class, because few-shot
+learning is evaluated on classes that are not in the training set.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def matches(root: Path) -> bool:
 
 
 def list_files(root: Path) -> list[Path]:
-    """Return all files and empty folders in the split folders, or in `root` if there are no split folders.
+    """Return the files and empty folders that are not hidden, in the split folders or, without these, in `root`.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:

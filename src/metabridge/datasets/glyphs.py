@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # part of the name of the cache file; increase it when the images are drawn or stored differently
 VARIANTS = 20  # images per character
 SIZE = 28
-MAX_ARRAY_BYTES = 2**26  # per array in the cache file; the images have 11 MB
+MAX_ARRAY_BYTES = 2**26  # per array in the cache file; the images have 18 MB
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile unpacks other methods without a limit
 _FRAME_SIDE = 84  # in pixels, of the square frame in which a shape is drawn before it is deformed
 _SHAPE_SIDE = 60  # in pixels, the longer side of the shape in the frame

@@ -76,7 +76,7 @@ class CachedImages:
         skipped: The name of each unreadable image, with the reason.
         notes: Remarks for the user on how the files were read.
         incomplete: Whether an image was skipped for a reason that may be temporary.
-        duplicates: Groups of images with equal pixels from more than one class; each is given as (image index, name).
+        duplicates: Groups of images with equal pixels from more than one class; each image is given as (index, name).
     """
 
     images: Tensor
@@ -201,13 +201,15 @@ def fingerprint(files: Iterable[Path], root: Path) -> str:
 
 
 def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Callable[[], ImageSource]) -> CachedImages:
-    """Return the images of a data set from the cache; if they are not in it, decode and store them first.
+    """Return the images of a data set from the cache; if its entry is missing or damaged, decode and store them first.
+
+    An entry is also decoded again if an image was skipped for a reason that may be temporary.
 
     Args:
         name: The name of the data set, for the file name and for messages.
         key: The fingerprint of the data set's files.
         options: The options for decoding the images.
-        open_source: Returns the undecoded images. It is called only if they must be decoded.
+        open_source: Function that returns the undecoded images. It is called only if they must be decoded.
 
     >>> import numpy as np
     >>> from metabridge.datasets.image_files import RawImage

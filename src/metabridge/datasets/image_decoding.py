@@ -102,8 +102,9 @@ def open_image(content: Content) -> Image:
 def to_8_bit(image: Image, channels: int) -> Image:
     """Convert an image to 8 bits, gray for one channel and RGB for three, rotated upright by its EXIF tag.
 
-    16-bit values are scaled to 8 bits. Floats are scaled from [0, 1], or from [0, 255] if any value exceeds 1.
-    Transparent images are composited onto white. Raise `ValueError` for values outside these ranges.
+    Integers of 16 or 32 bits are scaled from [0, 65535], and floats from [0, 1], or from [0, 255] if any value exceeds
+    1. Transparent images are composited onto white. Raise `ValueError` for values outside these ranges, and for images
+    with more than `MAX_SIDE` pixels per side.
 
     >>> deep = open_image(np.full((2, 2), 65535, dtype=np.uint16))
     >>> deep.mode, to_8_bit(deep, 1).getpixel((0, 0))
@@ -117,7 +118,7 @@ def to_8_bit(image: Image, channels: int) -> Image:
 
 @contextlib.contextmanager
 def _limit_pixels(pixels: int) -> Iterator[None]:
-    """Wait until this image and those being converted have at most `MAX_PIXELS` pixels, to limit the memory."""
+    """Wait until this image and those being converted have at most `MAX_PIXELS` pixels together, to save memory."""
     with _memory_freed:
         _memory_freed.wait_for(lambda: _pixels_in_use[0] == 0 or _pixels_in_use[0] + pixels <= MAX_PIXELS)
         _pixels_in_use[0] += pixels

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from metabridge.errors import InputError
 
 READABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
-# Pillow reads the last four of these only with plugins or optional libraries.
+# Pillow reads the four formats added here only with plugins or optional libraries.
 IMAGE_SUFFIXES = frozenset({*READABLE_SUFFIXES, ".heic", ".heif", ".avif", ".jxl"})
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 SYSTEM_FOLDERS = frozenset({"__MACOSX", "lost+found", "System Volume Information", "$RECYCLE.BIN"})
@@ -240,8 +240,9 @@ def assign_splits(classes: Sequence[ClassInfo], seed: int = 0) -> tuple[ClassInf
 def merge_image_splits(source: ImageSource) -> ImageSource:
     """Remove splits that are not splits of the classes, so that `assign_splits` can split the classes.
 
-    A single split is treated as the whole data set. Splits that share a class are splits of the images, made for
-    ordinary classification: the images of each class are merged, with a remark in `notes`.
+    A single split is treated as the whole data set, and splits of only some classes are ignored. Splits that share a
+    class are splits of the images, made for ordinary classification: the images of each class are merged, with a remark
+    in `notes`.
 
     >>> classes = (ClassInfo("cat", "", "train"), ClassInfo("cat", "", "test"))
     >>> merge_image_splits(ImageSource("a toy", classes, 0, lambda: iter(()))).classes

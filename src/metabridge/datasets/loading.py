@@ -83,7 +83,7 @@ def load(
         root: The folder or file of the data set, if `name` is a name; for "glyphs", the cache folder.
         size: Width and height of the images in pixels. Default: the usual size of the data set.
         channels: 1 (gray) or 3 (RGB). Default: the usual number for the data set.
-        strict: Raise an error instead of skipping unreadable images.
+        strict: Raise an error instead of skipping unreadable images and classes without a readable image.
         min_images: Omit classes with fewer images from all splits.
         rotations: Add each class of Omniglot rotated by 90°, 180° and 270° as three further classes.
         seed: The seed for splitting classes of folders and parquet files without splits, and for drawing the glyphs.

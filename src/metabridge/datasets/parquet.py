@@ -2,11 +2,11 @@
 
 The files have a column of images (`image` or `img`: the bytes of the image file, either alone or with its path) and
 a column of labels (`label`, `labels` or `fine_label`: numbers or names). The Hugging Face metadata in the schema, if
-present, contain the class names for the numbers. By default, the central square of each image
-is resized to 84 × 84 pixels in RGB.
+present, contain the class names for the numbers. By default, the central square of each image is resized to 84 × 84
+pixels in RGB.
 
-Files with train, validation (or val, valid) or test in their names define splits. A single split, or splits that
-share classes, are merged and the classes are split at random, as for folders of images.
+Files with train, validation (or val, valid) or test in their paths define splits. Classes are split at random, as for
+folders of images, if there are no splits or only one, if splits share a class, or if a file belongs to no split.
 """
 
 from __future__ import annotations

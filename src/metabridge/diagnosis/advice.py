@@ -17,7 +17,7 @@ from metabridge.learners.method import PRESETS, Method
 from metabridge.models.network import Network
 from metabridge.progress import track_progress
 from metabridge.solvers import Solver
-from metabridge.training.evaluation import Score, evaluate
+from metabridge.training.evaluation import Score, evaluate, select_model
 
 MIN_RATIO = 1.25  # smallest ratio of risks for which adaptation in training is recommended
 MIN_SAVING = 0.001  # smallest saved share of the whole loss for which adaptation in training is recommended
@@ -25,7 +25,7 @@ MIN_AGREEMENT = 0.8  # smallest share of resampled sets of tasks that must favor
 NO_GAIN = "no method is expected to beat plain pre-training here"
 KERNEL_METHODS: tuple[kernel_predictors.KernelMethod, ...] = ("mtl", "anil", "maml")
 TRAINING_EXAMPLES, VALIDATION_TASKS, TEST_TASKS = 1600, 40, 100  # for kernel predictions
-RIDGES = (0.01, 1.0, 100.0)  # divided by the mean of the kernel's diagonal
+RIDGES = (0.01, 1.0, 100.0)  # as multiples of the mean of the NTK's diagonal
 MIN_RATE_RATIO = 1.5  # smallest ratio of the rates of easy and hard tasks for which the groups differ clearly
 LARGE_REMAINDER = 0.5  # if a larger share of the explainable loss remains after a step, the features are the problem
 DIFFERENTIATED_STEP_COST = 3  # in gradients: one for the step, and two for a Hessian-vector product
@@ -85,8 +85,8 @@ class Advice:
         method: The recommended method, or None if there is not enough evidence.
         adapts: Whether this method adapts to tasks during training, or None if `method` is None.
         confidence: Share of resampled sets of tasks that favor the same recommendation.
-        reasons: Reasons for the recommendation.
-        problem: Why no method is recommended and what to do about it, or None.
+        reasons: Reasons for and against the recommendation, after all problems but the first.
+        problem: The first problem: why no method is recommended and what to do about it. None without problems.
 
     >>> Advice("maml", adapts=True, confidence=0.95, reasons=()).headline
     'Train with MAML. Resampled tasks agree in 95 % of cases.'
@@ -115,8 +115,8 @@ def predict_with_kernels(
     At test time, support sets are fitted to convergence. The training ridge is chosen from `RIDGES` on validation
     tasks.
     """
-    example = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
-    training = environment.sample(max(2, TRAINING_EXAMPLES // example.shape[1]), torch.Generator().manual_seed(seed))
+    task_x = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
+    training = environment.sample(max(2, TRAINING_EXAMPLES // task_x.shape[1]), torch.Generator().manual_seed(seed))
     prepared = KernelLearner(kernel, "maml").prepare(training, "training task")
     scale = float(kernel.ntk(prepared.support_x[0]).diagonal().mean())
     untrained = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
@@ -124,15 +124,12 @@ def predict_with_kernels(
     predictions = [_kernel_prediction("support alone", baseline, baseline.minus(baseline))]
     for name in track_progress(KERNEL_METHODS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
-        learners = [
+        learners = (
             KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)
             for ridge in RIDGES
-        ]
-        scores = [evaluate(learner, environment, tasks=VALIDATION_TASKS, seed=seed + 1) for learner in learners]
-        best = 0
-        for index, score in enumerate(scores):
-            best = index if score.beats(scores[best]) else best
-        score = evaluate(learners[best], environment, tasks=TEST_TASKS, seed=seed + 2)
+        )
+        learner = select_model(learners, environment, tasks=VALIDATION_TASKS, seed=seed + 1)
+        score = evaluate(learner, environment, tasks=TEST_TASKS, seed=seed + 2)
         predictions.append(_kernel_prediction(name, score, score.minus(baseline)))
     return tuple(predictions)
 
@@ -143,7 +140,7 @@ def _kernel_prediction(name: str, score: Score, difference: Score) -> KernelPred
 
 
 def method_costs(names: tuple[str, ...], net: Network | None, dimension: int) -> tuple[MethodCost, ...]:
-    """Return the cost of each preset, for a network, or for a linear model with `dimension` inputs if it is None."""
+    """Return the cost of each preset, for a network, or for a linear model with `dimension` inputs if `net` is None."""
     net_size, head_size = dimension, dimension
     if net is not None:
         net_size = sum(param.numel() for param in net.parameters())
@@ -195,7 +192,7 @@ def advise(
     ratio = prediction.ratio
     favors_adaptation = (prediction.resampled_ratios >= MIN_RATIO) & (prediction.resampled_savings >= MIN_SAVING)
     adaptive_share = float(favors_adaptation.double().mean())
-    adapts = adaptive_share > 0.5  # if the estimate is uncertain, it may differ from the majority of resamplings
+    adapts = adaptive_share > 0.5  # the majority of resamplings; an uncertain estimate may differ from it
     agreement = adaptive_share if adapts else 1 - adaptive_share
     rate_ratio = rates[1] / rates[0]
     reasons = [

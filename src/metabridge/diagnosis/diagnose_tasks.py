@@ -50,7 +50,7 @@ GROUPINGS: dict[str, str] = {
 }
 TASKS_PER_BATCH = 16
 FEW_TASKS = 50  # with fewer tasks, resampling underestimates the uncertainty
-MAX_DIVERGING_SHARE = 0.05
+MAX_DIVERGING_SHARE = 0.05  # of the tasks; if the step diverges on more, no method is recommended
 STATISTICS_IMAGES = 512  # images for the batch norm statistics of an untrained network
 
 
@@ -101,7 +101,7 @@ class Diagnosis:
         nal: Risk of non-adaptive learning (NAL) above the noise floor, after the step.
         maml: Risk of MAML above the noise floor, after the step.
         ratio: Risk of NAL divided by the risk of MAML.
-        saved: Share of the whole loss that MAML saves.
+        saved: Share of NAL's whole loss, noise included, that MAML saves.
         remaining: Risk of MAML after the step, divided by the risk of NAL before the step.
         kernel_predictions: Scores of methods at infinite width; empty if no kernel was given.
         costs: Costs of the methods that were compared.
@@ -220,9 +220,9 @@ def diagnose(
         kernel: Kernel of an infinitely wide network, to also predict the scores of MTL, ANIL and MAML.
         groups: How hard and easy tasks are separated: by "hardness", by "superclasses" of images, or as the two "parts"
             of a `Mixture`, with the hard part first.
-        tasks: Number of tasks to sample, at least 10.
-        alpha: Step size of adaptation. The default is the inverse of the largest curvature of the groups, or less if
-            that step diverged on a task.
+        tasks: Number of tasks to sample, at least 10. Half of them are hard if `groups` is not "hardness".
+        alpha: Step size of adaptation. The default is the inverse of the largest curvature of the groups, but at most
+            1.9 divided by the largest curvature of a single task.
         seed: Seed of the sampled tasks.
         progress: Whether to show a progress bar.
 
@@ -247,11 +247,11 @@ def diagnose(
         raise InputError(f"tasks is {tasks}, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more.")
     if tasks < FEW_TASKS:
         log.warning("tasks is %d: intervals from fewer than %d tasks are too narrow.", tasks, FEW_TASKS)
-    example_tasks = min(TASKS_PER_BATCH, tasks_per_part)
-    examples = [part.sample(example_tasks, torch.Generator().manual_seed(seed)) for part in parts]
-    space = FeatureSpace.for_tasks(examples, net, features)
+    example_count = min(TASKS_PER_BATCH, tasks_per_part)
+    example_tasks = [part.sample(example_count, torch.Generator().manual_seed(seed)) for part in parts]
+    space = FeatureSpace.for_tasks(example_tasks, net, features)
     moments = _sample_moments(space, parts, tasks_per_part, seed, progress)
-    rates, m = convergence_rates(moments), space.sample_count(examples[0])
+    rates, m = convergence_rates(moments), space.sample_count(example_tasks[0])
     groups_are_known = len(parts) == 2
     is_hard = torch.arange(len(moments)) < tasks_per_part if groups_are_known else find_hard_tasks(moments)
     estimate = LandscapeEstimate(moments, is_hard, m, _hard_share(environment) if groups_are_known else None)

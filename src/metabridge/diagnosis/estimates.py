@@ -1,6 +1,9 @@
 """Estimate the landscape of hard and easy tasks from sampled tasks, and predict risks by closed forms.
 
-The closed forms are those of Collins et al. (2022, sec. 3), in `metabridge.theory.landscape`.
+The closed forms are those of Collins et al. (2022, sec. 3), in `metabridge.theory.landscape`. w* is the solution of a
+task, z are its features and Σ is their covariance. The noise floor is the part of the expected loss that is due to
+noise. 𝓔_m is the excess risk: the expected loss after an adaptation step on m samples, minus the noise floor. F_m is
+𝓔_m plus the noise floor. Q^{(m)} is the matrix of the quadratic form 𝓔_m.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from metabridge.theory.landscape import (
 
 MIN_TASKS_PER_GROUP = 5
 DIVERGENCE_LIMIT = 2  # a step of size α diverges along an eigenvector with eigenvalue λ if αλ is this or more
-MAX_DEFAULT_STEP = 1.9  # limit of αλ_max on single tasks for the default step size α
-MIN_EFFECTIVE_TASKS, MIN_EFFECTIVE_EXAMPLES = 0.1, 0.01  # as shares of a group; less indicates heavy tails
+MAX_DEFAULT_STEP = 1.9  # the default step size α is so short that αλ_max is at most this on every single task
+# Minimum numbers of effective tasks and examples (see `heavy_tails`), as fractions of all in the group.
+MIN_EFFECTIVE_TASKS, MIN_EFFECTIVE_EXAMPLES = 0.1, 0.01
 RESAMPLINGS = 200  # bootstrap samples
 TINY = 1e-300  # lower limit of denominators, so that 0/0 gives 0
 UNBOUNDED = 1e4  # a larger ratio of risks means that the denominator may be zero
@@ -54,6 +58,22 @@ class Interval:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def symmetric(cls, value: float, margin: float) -> Interval:
+        """Return an interval from its center and its half-width.
+
+        Args:
+            value: The estimate.
+            margin: Half-width of the interval.
+
+        Returns:
+            The interval.
+
+        >>> Interval.symmetric(2.0, 0.5)
+        Interval(value=2.0, low=1.5, high=2.5)
+        """
+        return cls(value, value - margin, value + margin)
 
     def __str__(self) -> str:
         value = f"{self.value:#.3g}" if self.value < UNBOUNDED else f"more than {UNBOUNDED:.0f}"
@@ -172,20 +192,21 @@ class LandscapeEstimate:
         return float(torch.linalg.eigvalsh(self.covariances).max())
 
     def stable_step(self) -> float:
-        """Return the inverse of the largest curvature of the groups, or less if that step diverged on a single task."""
+        """Return 1/curvature, but at most `MAX_DEFAULT_STEP` divided by the largest curvature of a single task."""
         return 1 / max(self.curvature, float(largest_curvatures(self.moments).max()) / MAX_DEFAULT_STEP)
 
     def heavy_tails(self) -> tuple[str, ...]:
         """Return the variables whose variance is dominated by a few tasks or examples, such as "targets of hard tasks".
 
-        If a sum has n contributions c, the number of effective contributions is (Σc)²/Σc²: so many equal contributions
-        have the same relative error. It is n/3 for squares of a normal variable, and does not grow with n if the
-        variance is infinite.
+        For a sum of n contributions c, the number of effective contributions is (Σc)²/Σc²: a sum of this number of
+        equal contributions has the same relative error. For squares of a variable, it is n/3 if the variable is normal,
+        and does not grow with n if its variance is infinite.
         """
         squares = _trace(self.moments.covariance), self.moments.target_square
+        fourth_powers = self.moments.fourth_powers.unbind(-1)
         heavy_tailed = []
         for group, tasks in zip(("hard", "easy"), self.group_indices):
-            for name, square, fourth in zip(("inputs", "targets"), squares, self.moments.tails.unbind(-1)):
+            for name, square, fourth in zip(("inputs", "targets"), squares, fourth_powers):
                 squared_mean = square[tasks].mean().square()
                 task_mean_square, example_mean_square = square[tasks].mean(1).square().mean(), fourth[tasks].mean()
                 if (
@@ -199,8 +220,8 @@ class LandscapeEstimate:
         """Return the two groups as a `Landscape`, the hard one first.
 
         The spread of a group is rI, with r such that tr(Q^{(m)}·rI) equals tr(Q^{(m)}·S) for the estimated covariance
-        S of the solutions. 𝓔_m depends on S only through this trace. S itself cannot be used, since the estimate is
-        unbiased and may have negative eigenvalues.
+        S of the solutions, or 0 if this r is negative. 𝓔_m depends on S only through this trace. S itself cannot be
+        used, since the estimate is unbiased and may have negative eigenvalues.
         """
         groups = []
         hard_share = float(self.is_hard.double().mean()) if self.hard_share is None else self.hard_share
@@ -211,8 +232,8 @@ class LandscapeEstimate:
             first, second = self.solutions[tasks].unbind(1)
             center = (first.mean(0) + second.mean(0)) / 2
             # The halves have independent noise, so their product estimates the covariance without bias from noise.
-            spread = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
-            r = float((Q * spread).sum() / Q.trace())
+            S = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
+            r = float((Q * S).sum() / Q.trace())
             explained = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
             noise = float(self.moments.target_square[tasks].mean() - explained)
             groups.append(TaskGroup(covariance, center, max(r, 0.0), max(noise, 0.0), probability))
@@ -231,8 +252,8 @@ class LandscapeEstimate:
         """
         distribution, Q = landscape.distribution, self.adapted_covariances(alpha)[0]
         gap = distribution.center[0] - distribution.center[1]
-        noise = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.group_indices]
-        squared_distance = (gap @ Q @ gap - (Q * (noise[0] + noise[1])).sum()) / Q.trace()
+        center_covariances = [self.solutions[tasks].mean(1).T.cov() / len(tasks) for tasks in self.group_indices]
+        squared_distance = (gap @ Q @ gap - (Q * (center_covariances[0] + center_covariances[1])).sum()) / Q.trace()
         return float(squared_distance.clamp_min(0).sqrt())
 
     def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
@@ -248,17 +269,17 @@ class LandscapeEstimate:
             [sample._losses(min(alpha, 0.999 * DIVERGENCE_LIMIT / sample.curvature)) for sample in resampled]
         )
         bias = resampled_losses.mean(0) - losses
-        minimum = torch.tensor([0.0, 1e-9 * float(losses[1])], dtype=torch.float64)
-        gain, maml = (losses - bias)[:2].clamp_min(minimum).tolist()
-        gains, mamls = (resampled_losses - 2 * bias)[:, :2].clamp_min(minimum).unbind(1)
+        minimum = torch.tensor([0.0, 1e-9 * float(losses[1])], dtype=torch.float64)  # of the gain and MAML's risk
+        gain, maml_risk = (losses - bias)[:2].clamp_min(minimum).tolist()
+        gains, maml_risks = (resampled_losses - 2 * bias)[:, :2].clamp_min(minimum).unbind(1)
         floor, nal_before = losses[2:].tolist()
-        ratios = 1 + gains / mamls.clamp_min(TINY)
-        savings = gains / (gains + mamls + resampled_losses[:, 2]).clamp_min(TINY)
+        ratios = 1 + gains / maml_risks.clamp_min(TINY)
+        savings = gains / (gains + maml_risks + resampled_losses[:, 2]).clamp_min(TINY)
         return Prediction(
-            Risks(maml + gain, maml),
-            self._interval(1 + gain / max(maml, TINY), ratios),
-            self._interval(gain / max(gain + maml + floor, TINY), savings),
-            maml / max(nal_before, TINY),
+            Risks(maml_risk + gain, maml_risk),
+            self._interval(1 + gain / max(maml_risk, TINY), ratios),
+            self._interval(gain / max(gain + maml_risk + floor, TINY), savings),
+            maml_risk / max(nal_before, TINY),
             ratios,
             savings,
         )
@@ -270,7 +291,10 @@ class LandscapeEstimate:
         return Interval(value, min(low, value), max(high, value))
 
     def _losses(self, alpha: float) -> Tensor:
-        """Return 𝓔_m(NAL) − 𝓔_m(MAML), 𝓔_m(MAML), the noise floor, and NAL's 𝓔 without a step; MAML has n₂ = m."""
+        """Return 𝓔_m(NAL) − 𝓔_m(MAML), 𝓔_m(MAML), the noise floor, and 𝓔_m(NAL) for a step of size 0.
+
+        MAML is trained with n₂ = m samples in the inner step.
+        """
         landscape, m = self.landscape(alpha), self.m
         solutions = torch.stack(
             [nal_solution(landscape), maml_solution(landscape, alpha, m, fourth=self.fourth_moments)]
@@ -280,7 +304,7 @@ class LandscapeEstimate:
         return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), nal_before])
 
     def _resample(self, generator: torch.Generator) -> LandscapeEstimate:
-        """Draw the same number of tasks with replacement; if `hard_share` is known, from each group separately."""
+        """Return the estimate for as many tasks drawn with replacement, by group if `hard_share` is known."""
         while True:
             if self.hard_share is None:
                 tasks = torch.randint(len(self.is_hard), (len(self.is_hard),), generator=generator)
@@ -298,8 +322,9 @@ class LandscapeEstimate:
     def solution_map(self) -> Tensor:
         """Return the solution of every task in two dimensions (tasks, 2).
 
-        The first axis is the line between the centers of the groups, the second axis the direction with the largest
-        remaining variance. Lengths are measured in the norm of the mean covariance.
+        The origin is the center of the easy tasks. The first axis points to the center of the hard tasks, the second
+        axis is the direction with the largest remaining variance. Lengths are measured in the norm of the mean
+        covariance of the features.
         """
         values, vectors = torch.linalg.eigh(self.moments.covariance.mean((0, 1)))
         solutions = self.solutions.mean(1) @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,12 @@ from metabridge.diagnosis.moments import (
     MIN_EXAMPLES_PER_DIMENSION,
     FeatureMap,
     SplitMoments,
+    convergence_rates,
     pair_moments,
     principal_projection,
     regression_moments,
 )
+from metabridge.environments.environment import Environment
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, describe
 from metabridge.learners.method import method
@@ -29,6 +31,8 @@ MAX_PAIR_DIMENSION = 10  # of features in classification; d features of two exam
 @dataclass(frozen=True, eq=False)
 class FeatureSpace:
     """Features of inputs, projected to so few dimensions that the examples of a single task determine its solution.
+
+    Only regression tasks whose inputs are the features are not projected.
 
     Args:
         name: Name in reports.
@@ -67,8 +71,12 @@ class FeatureSpace:
         if first.is_classification:
             project = principal_projection(sample, min(dimension, MAX_PAIR_DIMENSION))
             return cls(f"pairs of {'inputs' if feature_map is _identity else 'features'}", feature_map, project, True)
-        project = principal_projection(sample, dimension - 1 or 1)
+        project = principal_projection(sample, max(1, dimension - 1))
         return cls("features and a constant", feature_map, lambda φ: _append_constant(project(φ)), False)
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Return the projected features of inputs (n, ...), in float64 on the CPU."""
+        return self.project(self.features(x).double().cpu())
 
     def moments(self, episodes: Episodes) -> SplitMoments:
         """Return the moments of tasks in this space."""
@@ -85,6 +93,40 @@ class FeatureSpace:
                 f"support sets have {support_size} example, but pairs need at least 2. Use more shots or ways."
             )
         return m
+
+
+def mean_rates(
+    environments: Mapping[str, Environment], net: Network | Model, *, tasks: int, seed: int = 0
+) -> tuple[FeatureSpace, dict[str, float]]:
+    """Return the feature space of a network for the tasks of several environments, and how fast they are learned.
+
+    Args:
+        environments: Sources of tasks, by name.
+        net: The network that computes the features.
+        tasks: Number of tasks to sample from each environment.
+        seed: Seed of the tasks.
+
+    Returns:
+        The common feature space, and the geometric mean of the tasks' convergence rates for each environment.
+
+    >>> from metabridge.datasets import load
+    >>> from metabridge.diagnosis import untrained_network
+    >>> images = load("glyphs")
+    >>> environments = {superclass: images.tasks("test", superclass=superclass) for superclass in ("same", "different")}
+    >>> space, rates = mean_rates(environments, untrained_network(images), tasks=5)
+    >>> list(rates)
+    ['same', 'different']
+    """
+    sampled_tasks = {
+        name: environment.sample(tasks, torch.Generator().manual_seed(seed))
+        for name, environment in environments.items()
+    }
+    space = FeatureSpace.for_tasks(list(sampled_tasks.values()), net, None)
+    rates = {
+        name: float(convergence_rates(space.moments(episodes)).log().mean().exp())
+        for name, episodes in sampled_tasks.items()
+    }
+    return space, rates
 
 
 def _network_features(net: Network | Model) -> FeatureMap:

@@ -27,15 +27,16 @@ class SplitMoments:
         fourth: E[zzᵀΣzzᵀ] (tasks, 2, d, d), unbiased because Σ is estimated from the other half.
         cross: E[zy] (tasks, 2, d).
         target_square: E[y²] (tasks, 2).
-        tails: E‖z‖⁴ and E[y⁴] (tasks, 2, 2), to detect heavy tails.
-        examples_per_dimension: Number of independent examples in a half, divided by the dimension of the features.
+        fourth_powers: E‖z‖⁴ and E[y⁴] (tasks, 2, 2), to detect heavy tails.
+        examples_per_dimension: Number of independent examples in a half, divided by the dimension of the features. For
+            pairs, the number of single examples, divided by the dimension of the features of one example.
     """
 
     covariance: Tensor
     fourth: Tensor
     cross: Tensor
     target_square: Tensor
-    tails: Tensor
+    fourth_powers: Tensor
     examples_per_dimension: float
 
     @classmethod
@@ -45,26 +46,26 @@ class SplitMoments:
         covariance = z.mT @ z / n
         weighted = (z @ covariance.flip(1) * z).sum(-1, keepdim=True) * z
         cross = (y[..., None, :] @ z).squeeze(-2) / n
-        tails = torch.stack([z.square().sum(-1).square().mean(-1), y.pow(4).mean(-1)], -1)
-        return cls(covariance, weighted.mT @ z / n, cross, y.square().mean(-1), tails, examples_per_dimension)
+        fourth_powers = torch.stack([z.square().sum(-1).square().mean(-1), y.pow(4).mean(-1)], -1)
+        return cls(covariance, weighted.mT @ z / n, cross, y.square().mean(-1), fourth_powers, examples_per_dimension)
 
     @classmethod
     def concatenate(cls, parts: list[SplitMoments]) -> SplitMoments:
         """Return the moments of the tasks of all parts."""
-        covariance, fourth, cross, target_square, tails = (
+        covariance, fourth, cross, target_square, fourth_powers = (
             torch.cat(tensors) for tensors in zip(*(part._tensors for part in parts))
         )
         examples_per_dimension = min(part.examples_per_dimension for part in parts)
-        return cls(covariance, fourth, cross, target_square, tails, examples_per_dimension)
+        return cls(covariance, fourth, cross, target_square, fourth_powers, examples_per_dimension)
 
     def select(self, indices: Tensor) -> SplitMoments:
         """Return the moments of the tasks with these indices; an index may occur more than once."""
-        covariance, fourth, cross, target_square, tails = (tensor[indices] for tensor in self._tensors)
-        return SplitMoments(covariance, fourth, cross, target_square, tails, self.examples_per_dimension)
+        covariance, fourth, cross, target_square, fourth_powers = (tensor[indices] for tensor in self._tensors)
+        return SplitMoments(covariance, fourth, cross, target_square, fourth_powers, self.examples_per_dimension)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.covariance, self.fourth, self.cross, self.target_square, self.tails
+        return self.covariance, self.fourth, self.cross, self.target_square, self.fourth_powers
 
     def __len__(self) -> int:
         return len(self.target_square)
@@ -75,7 +76,7 @@ class SplitMoments:
         return self.cross.shape[-1]
 
     def solutions(self, group_covariances: Tensor) -> Tensor:
-        """Return an unbiased estimate of w* from each half (tasks, 2, d).
+        """Return an unbiased estimate of the solution w* of each task from each half (tasks, 2, d).
 
         If a half has enough examples, the estimate is the least squares solution Σ⁻¹E[zy]. Otherwise Σ is replaced by
         the covariance of the task's group (tasks, d, d), which makes the estimate unbiased for any number of examples.
@@ -90,9 +91,9 @@ class SplitMoments:
 def convergence_rates(moments: SplitMoments) -> Tensor:
     """Return the convergence rate ‖Σŵ‖²/⟨ŵ, Σŵ⟩ of gradient descent on each task (tasks,). Hard tasks have low rates.
 
-    This is a mean of the eigenvalues of the task's covariance, weighted by the share of each eigenvector in the
-    variance of the fitted function. Gradient descent reduces an error along an eigenvector at the rate of its
-    eigenvalue. If the fitted function is zero, the rate is tr Σ²/tr Σ.
+    ŵ is the least squares solution of the task. The rate is a mean of the eigenvalues of the task's covariance,
+    weighted by the share of each eigenvector in the variance of the fitted function. Gradient descent reduces an error
+    along an eigenvector at the rate of its eigenvalue. If the fitted function is zero, the rate is tr Σ²/tr Σ.
     """
     covariance, cross = moments.covariance.mean(1), moments.cross.mean(1)
     explained = (cross[:, None] @ torch.linalg.pinv(covariance, hermitian=True) @ cross[..., None]).flatten()
@@ -140,7 +141,7 @@ def pair_moments(φ: Tensor, labels: Tensor) -> SplitMoments:
     whether two examples have the same class does not depend on the order. Predicting this is a regression on the
     products φ(x)φ(x')ᵀ, whose solution is the metric that separates the task's classes.
     """
-    order = labels.argsort(dim=1, stable=True)  # so that both halves have the same share of every class
+    order = labels.argsort(dim=1, stable=True)  # so that both halves have similar shares of every class
     labels, φ = labels.gather(1, order), φ.gather(1, order[..., None].expand_as(φ))
     half = φ.shape[1] // 2
     φ, labels = _split(φ, half), _split(labels, half)

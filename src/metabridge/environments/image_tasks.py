@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count, describe
@@ -170,6 +171,27 @@ class LabelledImages:
             },
         )
 
+    def downscaled(self, size: int) -> LabelledImages:
+        """Return smaller images, in which each pixel is the mean of the pixels that it replaces.
+
+        Args:
+            size: Height and width of the new images.
+
+        Returns:
+            The images, with the same classes and splits.
+
+        Raises:
+            InputError: If the images are smaller than `size`.
+        """
+        height, width = self.images.shape[-2:]
+        if not 1 <= size <= min(height, width):
+            raise InputError(f"size is {size}, but must be from 1 to {min(height, width)}, the size of the images.")
+        batches = [
+            interpolate(batch.float(), size=(size, size), mode="area").round().byte()
+            for batch in self.images.split(4096)  # floats take four times as much memory
+        ]
+        return replace(self, images=torch.cat(batches), load_arguments=None)
+
     def split_class_names(self, split: str) -> tuple[str, ...]:
         """Return the names of the classes of a split.
 
@@ -261,9 +283,9 @@ class ImageTasks:
         if self.superclass not in get_args(Superclass):
             raise InputError(f"superclass is '{self.superclass}', but must be one of {_quote(get_args(Superclass))}.")
         if self.ways > self.classes:
-            way_out = f"Use ways={self.classes} or fewer" if self.classes > 1 else "Add classes"
+            suggestion = f"Use ways={self.classes} or fewer" if self.classes > 1 else "Add classes"
             available = _count(self.classes, "class", "classes")
-            raise InputError(f"ways is {self.ways}, but split '{self.split}' has {available}. {way_out}.")
+            raise InputError(f"ways is {self.ways}, but split '{self.split}' has {available}. {suggestion}.")
         self._check_superclasses()
         self._check_image_counts()
 
@@ -393,16 +415,16 @@ class ImageTasks:
         smallest, needed = int(counts.argmin()), self.shots + self.queries
         fewest = int(counts[smallest])
         if fewest < needed:
-            way_out = f"Use queries={fewest - self.shots} or fewer" if fewest > self.shots else "Use fewer shots"
+            suggestion = f"Use queries={fewest - self.shots} or fewer" if fewest > self.shots else "Use fewer shots"
             if int((counts >= needed).sum()) >= self.ways:
-                way_out += (
+                suggestion += (
                     f", or omit classes with fewer than {needed} images (min_images={needed}, on the command line "
                     f"--min-images {needed})"
                 )
             raise InputError(
                 f"class '{self.class_names[smallest]}' has {_count(fewest, 'image')}, but "
                 f"{_count(self.shots, 'shot')} + {_count(self.queries, 'query', 'queries')} need {needed}. "
-                f"{way_out}."
+                f"{suggestion}."
             )
 
 
@@ -418,6 +440,19 @@ class TaskIndices(NamedTuple):
     classes: Tensor
     support: Tensor
     query: Tensor
+
+    def sorted_by(self, values: Tensor) -> TaskIndices:
+        """Return the tasks with their classes in the order of the mean value of their support images.
+
+        Args:
+            values: One value per image (images,).
+
+        Returns:
+            The tasks, with ascending mean values.
+        """
+        order = values[self.support].mean(-1).argsort(-1)
+        tasks = torch.arange(len(order))[:, None]
+        return TaskIndices(*(field[tasks, order] for field in self))
 
     def to_episodes(self, load_images: Callable[[Tensor], Tensor]) -> Episodes:
         """Return the tasks with their images.
@@ -449,7 +484,7 @@ class ImageBatches:
         size: Number of images per batch.
 
     Raises:
-        InputError: The split does not exist, or a class has no images.
+        InputError: The split does not exist, or a class has fewer than two images.
 
     >>> from metabridge.datasets import load
     >>> batches = load("glyphs").batches("train", size=64)

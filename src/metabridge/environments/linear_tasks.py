@@ -199,7 +199,7 @@ class LinearTasks:
     """Linear regression tasks y = ⟨w*, x⟩ + z on a landscape (Collins et al. 2022, §3).
 
     Inputs are x ~ N(0, Σ) and noise is z ~ N(0, σ²); Σ, σ² and the distribution of w* depend on the task's group.
-    Methods with persistent heads have one head for each group.
+    Multi-task methods have one head row for each group.
 
     Args:
         landscape: The groups of tasks.
@@ -229,7 +229,7 @@ class LinearTasks:
 
     @property
     def classes(self) -> int:
-        """The number of persistent heads: one for each group."""
+        """The number of head rows of multi-task methods: one for each group."""
         return len(self.landscape.groups)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
@@ -277,8 +277,7 @@ class LogisticTasks:
     """Logistic regression tasks on a landscape (Collins et al. 2022, fig. 7).
 
     The label of an input x is 1 with probability 1/(1 + e^{−⟨w*, x⟩}), and 0 otherwise; x and w* are as in
-    `LinearTasks`.
-    Methods with persistent heads have two rows for each group.
+    `LinearTasks`. Multi-task methods have two head rows for each group.
 
     Args:
         landscape: The groups of tasks, whose `noise` must be 0.
@@ -313,7 +312,7 @@ class LogisticTasks:
 
     @property
     def classes(self) -> int:
-        """The number of persistent head rows: two for each group."""
+        """The number of head rows of multi-task methods: two for each group."""
         return 2 * len(self.landscape.groups)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
@@ -331,6 +330,25 @@ class LogisticTasks:
         x, logit = self.landscape._sample_inputs(group_of, solutions, self.shots + self.queries, generator)
         labels = torch.rand(logit.shape, generator=generator) < logit.sigmoid()
         return Episodes.split(x, labels.squeeze(-1).long(), self.shots, 2 * group_of[:, None] + torch.arange(2))
+
+
+def random_covariance(dimension: int, deviation: float, generator: torch.Generator) -> Tensor:
+    """Return a random covariance, with uniformly distributed eigenvectors and log-normal eigenvalues of mean 1.
+
+    Args:
+        dimension: The dimension d.
+        deviation: The standard deviation of the logarithms of the eigenvalues.
+        generator: A random generator on the CPU.
+
+    Returns:
+        The covariance (d, d), in float64.
+
+    >>> round(float(random_covariance(5, 0.3, torch.Generator().manual_seed(0)).trace()), 6)
+    5.0
+    """
+    eigenvectors = torch.linalg.qr(torch.randn(dimension, dimension, generator=generator).double()).Q
+    eigenvalues = (deviation * torch.randn(dimension, generator=generator).double()).exp()
+    return (eigenvectors * (eigenvalues / eigenvalues.mean())) @ eigenvectors.T  # type: ignore[no-any-return]
 
 
 def _as_double(value: Tensor | float) -> Tensor:

@@ -23,8 +23,8 @@ class Mixture:
     one tensor, so each batch has tasks of one environment: the gradient of a batch has the same mean, but a higher
     variance.
 
-    `Episodes.classes` is set only if all environments have the same classes. Only methods with a head row per class
-    need it.
+    `Episodes.classes` is set only if all environments have the same `class_names`, as image tasks of one split do. Only
+    methods with a head row per class need it.
 
     Args:
         environments: The environments, which must not be mixtures.
@@ -63,7 +63,7 @@ class Mixture:
 
     @cached_property
     def classes(self) -> int | None:
-        """The number of classes, or None if the environments have different classes."""
+        """The number of classes, or None if the environments have different class names or none."""
         names, *other_names = (getattr(environment, "class_names", None) for environment in self.environments)
         return None if names is None or any(other != names for other in other_names) else len(names)
 
@@ -114,5 +114,5 @@ class Mixture:
         return tasks if len(tasks) == len(self.environments) and len(settings) == 1 else ()
 
     def _drop_classes(self, episodes: Episodes) -> Episodes:
-        """Remove `Episodes.classes` unless all environments have the same classes."""
+        """Remove `Episodes.classes` unless all environments have the same class names."""
         return episodes if self.classes is not None else replace(episodes, classes=None)

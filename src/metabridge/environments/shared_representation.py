@@ -30,12 +30,12 @@ class SharedRepresentation:
         noise: The noise variance σ².
         shots: Support examples per task.
         queries: Query examples per task.
-        pool: The number of tasks in a pool that is generated once from `seed`, with fixed inputs and targets. Methods
-            with persistent heads have one head for each of them. Default: every call of `sample` generates new tasks.
+        pool: The number of tasks in a pool that is generated once from `seed`, with fixed inputs and targets.
+            Multi-task methods have one head row for each of them. Default: every call of `sample` generates new tasks.
         seed: The seed of B* and of the pool.
 
     Raises:
-        InputError: A count, a variance or the length of `mean` is invalid.
+        InputError: A count, a variance, the noise or the length of `mean` is invalid.
 
     >>> world = SharedRepresentation(dimension=20, pool=100)
     >>> tasks = world.sample(4, torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ class SharedRepresentation:
 
     @property
     def classes(self) -> int | None:
-        """The number of persistent heads: one for each task of a pool, or None without a pool."""
+        """The number of head rows of multi-task methods: one for each task of a pool, or None without a pool."""
         return self.pool
 
     @property

@@ -24,7 +24,6 @@ from metabridge.theory.anil import spectrum
 from metabridge.training import Model, evaluate, fit
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SINGLE_TASK = {20: 1.84, 30: 1.63}  # table 1: risk of ridge regression on the inputs, by number of points per task
@@ -100,7 +99,7 @@ def train_student(options: ExperimentOptions, student: str, settings: Settings, 
     net = net.to(options.device)
     student_method = method(method_name, steps=1, lr=settings.alpha)
     untrained = Model(student_method, net, parameters(student_method, net))
-    spectrum_before, risks_before = measure_student(untrained, environment, settings)
+    before = measure_student(untrained, environment, settings)
     run = fit(
         net,
         student_method,
@@ -118,10 +117,10 @@ def train_student(options: ExperimentOptions, student: str, settings: Settings, 
     )
     if not run.finished:
         return None
-    spectrum_after, risks_after = measure_student(run, environment, settings)
-    risks = {key: [risks_before[key], after] for key, after in risks_after.items()}
-    machine, minutes = Machine.current(options.device), run.seconds / 60
-    record = StudentRecord(name, plan, machine, minutes, [spectrum_before, spectrum_after], risks)
+    spectra, risks = zip(before, measure_student(run, environment, settings))
+    risks_by_estimator = {key: [risk[key] for risk in risks] for key in risks[0]}
+    machine = Machine.current(options.device)
+    record = StudentRecord(name, plan, machine, run.seconds / 60, list(spectra), risks_by_estimator)
     record.save(options)
     return record
 
@@ -135,16 +134,17 @@ def measure_student(
     ridge_models = [
         replace(model, method=replace(model.method, test=RidgeClassifier(penalty))) for penalty in PENALTIES
     ]
+
+    def risk(model: Model, points: int, seed: int) -> float:
+        tasks = replace(environment, shots=points, queries=50, pool=None)
+        score = evaluate(model, tasks, tasks=settings.test_tasks, seed=seed)
+        return (score.mean - tasks.noise) / 2  # the query labels are noisy
+
     risks = {}
     for points in settings.m_test:
-        tasks = replace(environment, shots=points, queries=50, pool=None)
-
-        def risk(model: Model, seed: int, tasks: SharedRepresentation = tasks) -> float:
-            score = evaluate(model, tasks, tasks=settings.test_tasks, seed=seed)
-            return (score.mean - tasks.noise) / 2  # the query labels are noisy
-
-        risks[f"1-GD, {points} points"] = risk(model, 1)
-        risks[f"ridge, {points} points"] = risk(min(ridge_models, key=lambda ridge: risk(ridge, 0)), 1)
+        best_ridge_model = min(ridge_models, key=lambda ridge: risk(ridge, points, seed=0))
+        risks[f"1-GD, {points} points"] = risk(model, points, seed=1)
+        risks[f"ridge, {points} points"] = risk(best_ridge_model, points, seed=1)
     return {quantity: float(value) for quantity, value in singular_values._asdict().items()}, risks
 
 
@@ -186,33 +186,23 @@ def figure(outcome: Outcome[Mapping[str, StudentRecord]]) -> Figure:
     """Draw the first layer's singular values and the risks, before and after training."""
     from metabridge.report import result_figures
 
-    students = by_student(outcome.data)
+    spectra, risks = {}, {}
+    for student, runs in by_student(outcome.data).items():
+        label = student.replace(", ", "\n")
+        spectra[label] = {
+            quantity_label: [[spectrum[quantity] for spectrum in run.spectra] for run in runs]
+            for quantity, quantity_label in SPECTRUM.items()
+        }
+        risks[label] = {key: [run.risks[key] for run in runs] for key in runs[0].risks}
     title = "ReLU networks on tasks with a shared linear representation B*, before and after training"
     figure, (left, right) = result_figures.subplots(title, 1, 2, (11, 5))
-    for i, (quantity, label) in enumerate(SPECTRUM.items()):
-        pairs = [[[values[quantity] for values in run.spectra] for run in runs] for runs in students.values()]
-        draw_before_after(left, pairs, label, i)
-    for i, key in enumerate(next(iter(outcome.data.values())).risks):
-        draw_before_after(right, [[run.risks[key] for run in runs] for runs in students.values()], key, i)
+    result_figures.plot_before_and_after(left, spectra)
+    result_figures.plot_before_and_after(right, risks)
     left.set(ylabel="squared singular value of the first layer", yscale="log")
     right.set(ylabel="excess risk on new tasks", ylim=(0, None))
     for axes in (left, right):
-        axes.set_xticks(range(len(students)), [student.replace(", ", "\n") for student in students])
-        axes.set_xlim(-0.6, len(students) - 0.4)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, title="○ untrained, ● trained")
     return figure
-
-
-def draw_before_after(axes: Axes, students: list[list[list[float]]], label: str, index: int) -> None:
-    """Draw one quantity before and after training, joined by a line, for each run of each student."""
-    from metabridge.report.figures import COLORS
-
-    for position, runs in enumerate(students):
-        for number, (before, after) in enumerate(runs):
-            x, color = position + 0.12 * (index - 1.5), COLORS[index]
-            axes.plot([x, x], [before, after], color=color, linewidth=1)
-            axes.plot([x], [before], "o", color=color, markerfacecolor="none")
-            axes.plot([x], [after], "o", color=color, label=label if position == number == 0 else None)
 
 
 EXPERIMENT = TrainingExperiment("anil-relu", measure, rows, figure)

@@ -148,15 +148,14 @@ def curve_panels(
 def draw_curves(axes: Axes, records: Mapping[str, LinearRecord], quantity: str) -> None:
     """Draw the mean of a quantity over runs during training, with a band of ± one standard deviation."""
     from metabridge.report.figures import COLORS
+    from metabridge.report.result_figures import plot_mean_and_deviation
 
     for (name, label), color in zip(METHODS.items(), COLORS):
         if name not in records or quantity not in records[name].curves.values:
             continue
         curves = records[name].curves
-        values = torch.tensor(curves.values[quantity], dtype=torch.float64)
-        mean, std = values.mean(0), values.std(0)
         percent = [100 * step / curves.steps[-1] for step in curves.steps]
-        axes.fill_between(percent, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
         # The curves of FO-MAML and FO-ANIL coincide. Dashes on a wider line show both.
         style, width = "--" if name == "fo-maml" else "-", 2.2 if name == "fo-anil" else 1.8
-        axes.plot(percent, mean, style, color=color, label=label, linewidth=width)
+        runs = curves.values[quantity]
+        plot_mean_and_deviation(axes, percent, runs, color, label, linestyle=style, linewidth=width)

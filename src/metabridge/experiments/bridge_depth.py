@@ -11,9 +11,8 @@ plain layer. For residual networks, lemma 4 therefore holds with L/2 instead of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,9 +21,10 @@ import torch
 from metabridge.episodes import Episodes
 from metabridge.experiments.bridge_gap import GAP_LABEL, draw_tasks, fit_anil_and_mtl, prediction_gap
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
-from metabridge.intervals import mean_interval
 from metabridge.kernels import Kernel, fully_connected_kernel, residual_kernel
+from metabridge.kernels.kernel_systems import extreme_eigenvalues
 from metabridge.report.results import Row
+from metabridge.theory.power_law import last_exponents, last_slopes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,10 +58,10 @@ class Run(NamedTuple):
     """The measurements of one run of one network, of kernel matrices divided by K(x, x)."""
 
     gap: float
-    anil_largest: float
     anil_smallest: float
-    mtl_largest: float
+    anil_largest: float
     mtl_smallest: float
+    mtl_largest: float
     inverses: float  # ‖Θ⁻¹ − Φ_MTL⁻¹‖, spectral norm
 
 
@@ -74,6 +74,12 @@ class Spectra(NamedTuple):
     def values(self, net: str, quantity: str) -> dict[int, list[float]]:
         """Return a field of all runs, by depth."""
         return {depth: [getattr(run, quantity) for run in runs] for depth, runs in self.runs[net].items()}
+
+    @property
+    def last_depths(self) -> str:
+        """The two largest depths as text."""
+        *_, depth_1, depth_2 = self.runs["plain"]
+        return f"L from {depth_1} to {depth_2}"
 
 
 def measure(options: ExperimentOptions) -> Spectra:
@@ -96,15 +102,9 @@ def measure_run(kernel: Kernel, train: Episodes, test: Episodes) -> Run:
     anil, mtl = fit_anil_and_mtl(kernel, train)
     variance = float(kernel.nngp(test.query_x[0, :1]))  # K(x, x), the same for all points, as all have the same norm
     theta, phi_mtl = anil.matrix / variance, mtl.matrix / variance
-    anil_spectrum, mtl_spectrum = torch.linalg.eigvalsh(theta), torch.linalg.eigvalsh(phi_mtl)
-    return Run(
-        gap=prediction_gap(anil, mtl, test),
-        anil_largest=float(anil_spectrum[-1]),
-        anil_smallest=float(anil_spectrum[0]),
-        mtl_largest=float(mtl_spectrum[-1]),
-        mtl_smallest=float(mtl_spectrum[0]),
-        inverses=float(torch.linalg.matrix_norm(torch.linalg.inv(theta) - torch.linalg.inv(phi_mtl), 2)),
-    )
+    inverses = float(torch.linalg.matrix_norm(theta.inverse() - phi_mtl.inverse(), 2))
+    gap = prediction_gap(anil, mtl, test)
+    return Run(gap, *extreme_eigenvalues(theta), *extreme_eigenvalues(phi_mtl), inverses)
 
 
 def rows(spectra: Spectra, _: ExperimentOptions) -> list[Row]:
@@ -117,21 +117,10 @@ def gap_rows(spectra: Spectra) -> list[Row]:
     rows = []
     for net in spectra.runs:
         gaps = spectra.values(net, "gap")
-        for depth, values in gaps.items():
-            mean, margin = mean_interval(values)
-            rows.append(Row(f"{net}, L = {depth}", "gap", ours=mean, ci95=margin))
-        exponent, margin = mean_interval(last_exponents(gaps))
-        rows.append(
-            Row(
-                f"{net}, gap, {last_interval(gaps)}",
-                "exponent of L",
-                published=-1.0,
-                ours=exponent,
-                ci95=margin,
-                agrees=exponent <= -1 + TOLERANCE,
-                note="theorem 1 is an upper bound: agrees if at most −0.9",
-            )
-        )
+        rows += [Row.mean(f"{net}, L = {depth}", "gap", values) for depth, values in gaps.items()]
+        row = Row.mean(f"{net}, gap, {spectra.last_depths}", "exponent of L", last_exponents(gaps), published=-1.0)
+        note = "theorem 1 is an upper bound: agrees if at most −0.9"
+        rows.append(replace(row, agrees=row.ours <= -1 + TOLERANCE, note=note))
     gaps_without, gaps_with = (spectra.values(net, "gap") for net in ("residual", "residual with LayerNorm"))
     pairs = (pair for depth in gaps_without for pair in zip(gaps_without[depth], gaps_with[depth]))
     largest_change = max(abs(gap_without / gap_with - 1) for gap_without, gap_with in pairs)
@@ -154,54 +143,27 @@ def kernel_rows(spectra: Spectra) -> list[Row]:
     for net in spectra.runs:
         depth_factor = 1.0 if net == "plain" else 0.5
         limits = {"largest": depth_factor * (spectra.points + 3) / 4, "smallest": depth_factor * 3 / 4}
+        agreement = f"agrees if within {TOLERANCE:.0%}"
+        note = agreement if depth_factor == 1 else f"{agreement}; lemma 4 with L/2 instead of L"
         for kernel, label in (("anil", "Φ_ANIL = Θ"), ("mtl", "Φ_MTL")):
             for extreme, limit in limits.items():
-                values = spectra.values(net, f"{kernel}_{extreme}")
-                name = f"{net}, {extreme} eigenvalue of {label}, {last_interval(values)}"
-                growth = growth_per_layer(values)
-                rows.append(_limit_row(name, "growth per layer / K(x, x)", limit, growth, depth_factor))
-        values = spectra.values(net, "inverses")
-        name = f"{net}, ‖Θ⁻¹ − Φ_MTL⁻¹‖, {last_interval(values)}"
-        rows.append(_limit_row(name, "exponent of L", -2.0, last_exponents(values), 1.0))
+                name = f"{net}, {extreme} eigenvalue of {label}, {spectra.last_depths}"
+                growth = last_slopes(spectra.values(net, f"{kernel}_{extreme}"))
+                rows.append(Row.mean(name, "growth per layer / K(x, x)", growth).compared(limit, TOLERANCE, note))
+        name = f"{net}, ‖Θ⁻¹ − Φ_MTL⁻¹‖, {spectra.last_depths}"
+        exponents = last_exponents(spectra.values(net, "inverses"))
+        rows.append(Row.mean(name, "exponent of L", exponents).compared(-2.0, TOLERANCE, agreement))
     return rows
-
-
-def _limit_row(name: str, metric: str, limit: float, values: list[float], depth_factor: float) -> Row:
-    mean, margin = mean_interval(values)
-    note = f"agrees if within {TOLERANCE:.0%}" + ("" if depth_factor == 1 else "; lemma 4 with L/2 instead of L")
-    agrees = abs(mean - limit) <= TOLERANCE * abs(limit)
-    return Row(name, metric, published=limit, ours=mean, ci95=margin, agrees=agrees, note=note)
-
-
-def last_exponents(values: Mapping[int, list[float]]) -> list[float]:
-    """Return d log(value) / d log(L) between the two largest depths, for every run."""
-    (depth_1, values_1), (depth_2, values_2) = list(values.items())[-2:]
-    return [math.log(b / a) / math.log(depth_2 / depth_1) for a, b in zip(values_1, values_2)]
-
-
-def growth_per_layer(values: Mapping[int, list[float]]) -> list[float]:
-    """Return the growth per layer between the two largest depths, for every run."""
-    (depth_1, values_1), (depth_2, values_2) = list(values.items())[-2:]
-    return [(b - a) / (depth_2 - depth_1) for a, b in zip(values_1, values_2)]
-
-
-def last_interval(values: Mapping[int, object]) -> str:
-    """Return the two largest depths as text."""
-    depth_1, depth_2 = list(values)[-2:]
-    return f"L from {depth_1} to {depth_2}"
 
 
 def figure(outcome: Outcome[Spectra]) -> Figure:
     """Draw the gap, the extreme eigenvalues and ‖Θ⁻¹ − Φ_MTL⁻¹‖ against depth."""
-    from matplotlib.figure import Figure
-
-    from metabridge.report.result_figures import depth_axes, legends_below, plot_means, plot_power
+    from metabridge.report.result_figures import depth_axes, legends_below, plot_means, plot_power, subplots
 
     spectra, runs = outcome.data, outcome.result.settings["runs"]
     depths = list(spectra.runs["plain"])
-    page = Figure(figsize=(13, 5.2), layout="constrained")
-    page.suptitle(f"Kernels of ANIL and MTL at infinite width: means of {runs} runs, 95 % intervals")
-    left, middle, right = page.subplots(1, 3)
+    title = f"Kernels of ANIL and MTL at infinite width: means of {runs} runs, 95 % intervals"
+    figure, (left, middle, right) = subplots(title, 1, 3, (13, 5.2))
     for axes, quantity, exponents in ((left, "gap", (-1, -2)), (right, "inverses", (-2,))):
         plot_means(axes, {f"ReLU net, {net}": spectra.values(net, quantity) for net in NETS})
         for exponent in exponents:
@@ -221,7 +183,7 @@ def figure(outcome: Outcome[Spectra]) -> Figure:
     for axes in (left, middle, right):
         depth_axes(axes, depths)
     legends_below((left, middle, right))
-    return page
+    return figure
 
 
 EXPERIMENT = Experiment("bridge-depth", measure, rows, figure, SETTINGS)

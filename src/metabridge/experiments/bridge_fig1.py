@@ -15,8 +15,7 @@ import torch
 
 from metabridge.experiments.bridge_gap import GAP_LABEL, draw_tasks, fit_anil_and_mtl, prediction_gap
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
-from metabridge.intervals import mean_interval
-from metabridge.kernels import EmpiricalKernel, fully_connected_kernel
+from metabridge.kernels import EmpiricalKernel, Kernel, fully_connected_kernel
 from metabridge.models import wide
 from metabridge.report.results import Row
 from metabridge.theory.power_law import PowerLaw
@@ -83,12 +82,11 @@ def measure(options: ExperimentOptions) -> Gaps:
         """Return the gap of every run."""
         values = []
         for seed, (train, test) in tasks_by_seed.items():
-            net = None if width is None else wide(test.query_x.shape[-1], width=width, depth=depth, seed=seed)
-            kernel = (
-                fully_connected_kernel(depth) if net is None else EmpiricalKernel(net.to(options.device, torch.float64))
-            )
-            anil, mtl = fit_anil_and_mtl(kernel, train, **training)
-            values.append(prediction_gap(anil, mtl, test))
+            kernel: Kernel = fully_connected_kernel(depth)
+            if width is not None:
+                net = wide(test.query_x.shape[-1], width=width, depth=depth, seed=seed)
+                kernel = EmpiricalKernel(net.to(options.device, torch.float64))
+            values.append(prediction_gap(*fit_anil_and_mtl(kernel, train, **training), test))
         return values
 
     def by_time(**training: float) -> ByTime:
@@ -113,26 +111,15 @@ def depth_rows(depths: Mapping[str, ByDepth]) -> list[Row]:
     rows = []
     for name, gaps in depths.items():
         for depth, values in gaps.items():
-            mean, margin = mean_interval(values)
-            row = Row(f"{name}, L = {depth}", "gap", ours=mean, ci95=margin)
+            row = Row.mean(f"{name}, L = {depth}", "gap", values)
             if name == ANALYTIC and depth in REFERENCE:
-                reference = REFERENCE[depth]
-                agrees = abs(mean - reference) <= TOLERANCE * reference
                 note = "reference: an independent implementation of the paper's formulas; the paper prints no numbers"
-                row = replace(row, published=reference, agrees=agrees, note=note)
+                row = row.compared(REFERENCE[depth], TOLERANCE, note)
             rows.append(row)
         law = PowerLaw.fit(gaps)
-        rows.append(
-            Row(
-                f"{name}, L from {min(gaps)} to {max(gaps)}",
-                "exponent of L",
-                published=-1.0,
-                ours=law.exponent,
-                ci95=law.ci95,
-                agrees=abs(law.exponent + 1) <= TOLERANCE,
-                note="" if name == ANALYTIC else "the error ε of the theorem decreases with the width, but not with L",
-            )
-        )
+        row = Row(f"{name}, L from {min(gaps)} to {max(gaps)}", "exponent of L", ours=law.exponent, ci95=law.ci95)
+        note = "" if name == ANALYTIC else "the error ε of the theorem decreases with the width, but not with L"
+        rows.append(row.compared(-1.0, TOLERANCE, note))
     return rows
 
 
@@ -145,12 +132,12 @@ def time_rows(times: Mapping[str, ByTime]) -> list[Row]:
     rows = []
     for name, gaps in times.items():
         longest = max(gaps)
-        ratio, margin = mean_interval([gap / initial_gap for initial_gap, gap in zip(gaps[0.0], gaps[longest])])
-        times_by_gap = sorted(gaps, key=lambda time: sum(gaps[time]))
-        row = Row(f"L = {FIXED_DEPTH}, {name}", f"gap at λτ = {longest:g} / gap at 0", ours=ratio, ci95=margin)
+        ratios = [gap / initial_gap for initial_gap, gap in zip(gaps[0.0], gaps[longest])]
+        row = Row.mean(f"L = {FIXED_DEPTH}, {name}", f"gap at λτ = {longest:g} / gap at 0", ratios)
         if name == CONVERGED:
-            row = replace(row, published=1.0, agrees=abs(ratio - 1) <= 1e-3, note="λτ cancels")
+            row = row.compared(1.0, tolerance=1e-3, note="λτ cancels")
         else:
+            times_by_gap = sorted(gaps, key=lambda time: sum(gaps[time]))
             note = f"smallest at λτ = {times_by_gap[0]:g}; agrees if the gap always increases with λτ"
             row = replace(row, agrees=times_by_gap == sorted(gaps), note=note)
         rows.append(row)
@@ -159,28 +146,23 @@ def time_rows(times: Mapping[str, ByTime]) -> list[Row]:
 
 def figure(outcome: Outcome[Gaps]) -> Figure:
     """Draw the gap against depth, and against inner time with ridges and with early stopping."""
-    from matplotlib.figure import Figure
-
-    from metabridge.report.result_figures import depth_axes, legends_below, plot_means, plot_power
+    from metabridge.report.result_figures import depth_axes, legends_below, plot_means, plot_power, subplots
 
     gaps, runs = outcome.data, outcome.result.settings["runs"]
-    page = Figure(figsize=(13, 5), layout="constrained")
-    page.suptitle(f"Predictions of ANIL and MTL on new regression tasks: means of {runs} runs, 95 % intervals")
-    left, middle, right = page.subplots(1, 3)
+    title = f"Predictions of ANIL and MTL on new regression tasks: means of {runs} runs, 95 % intervals"
+    figure, (left, middle, right) = subplots(title, 1, 3, (13, 5))
     plot_means(left, gaps.depths)
-    depths = list(gaps.depths[ANALYTIC])
     plot_power(left, gaps.depths[ANALYTIC], -1)
-    reference_depths = [depth for depth in depths if depth in REFERENCE]
-    reference_gaps = [REFERENCE[depth] for depth in reference_depths]
-    left.plot(reference_depths, reference_gaps, "kD", markersize=4, label="reference, infinite width")
-    depth_axes(left, depths)
+    reference = {depth: gap for depth, gap in REFERENCE.items() if depth in gaps.depths[ANALYTIC]}
+    left.plot(*zip(*reference.items()), "kD", markersize=4, label="reference, infinite width")
+    depth_axes(left, list(gaps.depths[ANALYTIC]))
     left.set(title="λτ = 0, trained to the end, no ridge", ylabel=GAP_LABEL)
     for axes, training, curves in ((middle, "with a ridge", gaps.ridges), (right, "stopped early", gaps.stopped)):
         plot_means(axes, {CONVERGED: gaps.converged} | curves)
         axes.set(xlabel="inner time λτ of ANIL", ylabel=GAP_LABEL, ylim=(0, None))
         axes.set(title=f"L = {FIXED_DEPTH}, infinite width, {training}")
     legends_below((left, middle, right))
-    return page
+    return figure
 
 
 EXPERIMENT = Experiment("bridge-fig1", measure, rows, figure, SETTINGS)

@@ -31,12 +31,8 @@ def regression_tasks(seed: int, training_tasks: int, test_tasks: int, device: st
     train = Quadratic(shots=5, queries=5).sample(training_tasks, generator)
     test = Quadratic().sample(test_tasks, generator)
     label_std = train.without_split().support_y.std()
-
-    def with_scaled_labels(tasks: Episodes) -> Episodes:
-        tasks = replace(tasks, support_y=tasks.support_y / label_std, query_y=tasks.query_y / label_std)
-        return tasks.to(device, torch.float64)
-
-    return with_scaled_labels(train), with_scaled_labels(test)
+    train, test = (tasks.map_targets(lambda y: y / label_std).to(device, torch.float64) for tasks in (train, test))
+    return train, test
 
 
 def fit_anil_and_mtl(

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from statistics import correlation, median_low
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from metabridge.diagnosis import Diagnosis, diagnose
 from metabridge.diagnosis.advice import MIN_RATIO
 from metabridge.environments import HardEasy, Landscape, LinearTasks, TaskGroup
+from metabridge.environments.linear_tasks import random_covariance
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.report.results import Row
 from metabridge.theory.landscape import (
@@ -32,7 +34,6 @@ from metabridge.theory.landscape import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Plain pre-training is the right recommendation below the first true ratio, and adaptation above the second.
@@ -82,8 +83,8 @@ class LinearProblem:
             return cls(HardEasy(rho_hard, rho_easy, R, r_hard, r_easy, d, noise).landscape, alpha, m)
         center = torch.nn.functional.normalize(torch.randn(d, generator=generator).double(), dim=0) * R * math.sqrt(d)
         groups = (
-            TaskGroup(rho_hard * _random_covariance(d, generator), center, r_hard, noise, 0.5),
-            TaskGroup(rho_easy * _random_covariance(d, generator), 0.0, r_easy, noise, 0.5),
+            TaskGroup(rho_hard * random_covariance(d, 0.3, generator), center, r_hard, noise, 0.5),
+            TaskGroup(rho_easy * random_covariance(d, 0.3, generator), 0.0, r_easy, noise, 0.5),
         )
         landscape = Landscape(groups, d)
         curvature = float(torch.linalg.eigvalsh(landscape.distribution.covariance).max())
@@ -136,26 +137,14 @@ class Trial:
         return (self.population - ratio.value) / max(half_width, 1e-12)
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The diagnoses of two problems that differ only in r_H. Adaptation gains more in the first."""
 
     narrow: Diagnosis
     wide: Diagnosis
 
-    @property
-    def separated(self) -> bool:
-        """Whether the intervals of the predicted ratios do not overlap."""
-        return not self.narrow.ratio.overlaps(self.wide.ratio)
 
-    @property
-    def ranked(self) -> bool:
-        """Whether the predicted ratios rank the problems correctly."""
-        return self.narrow.ratio.value > self.wide.ratio.value
-
-
-@dataclass(frozen=True)
-class Measurements:
+class Measurements(NamedTuple):
     """The diagnoses of single problems and of pairs."""
 
     trials: tuple[Trial, ...]
@@ -195,80 +184,50 @@ def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
 
 def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
     """Yield how well predicted ratios, recommendations and intervals agree with the true ratios."""
-    predicted, trained = (
-        torch.tensor(values, dtype=torch.float64)
-        for values in zip(*((trial.diagnosis.ratio.value, trial.trained) for trial in trials))
-    )
+    ratios, trained = [trial.diagnosis.ratio for trial in trials], [trial.trained for trial in trials]
+    predicted = [ratio.value for ratio in ratios]
     note = f"{len(trials)} problems; realized: exact risks after training on {TRAINING_TASKS} other tasks"
-    correlation = _correlation(predicted, trained)
-    yield Row("linear problems, predicted and realized ratio", "correlation", ours=correlation, note=note)
-    note = f"median error {100 * float((predicted / trained - 1).abs().median()):.1f} %"
-    correlation = _correlation(predicted.log(), trained.log())
-    yield Row("linear problems, logarithms of both ratios", "correlation", ours=correlation, note=note)
+    linear = correlation(predicted, trained)
+    yield Row("linear problems, predicted and realized ratio", "correlation", ours=linear, note=note)
+    errors = [abs(value / true_ratio - 1) for value, true_ratio in zip(predicted, trained)]
+    note = f"median error {100 * median_low(errors):.1f} %"
+    logarithmic = correlation([math.log(value) for value in predicted], [math.log(value) for value in trained])
+    yield Row("linear problems, logarithms of both ratios", "correlation", ours=logarithmic, note=note)
     low, high = CLEAR_RATIOS
-    for condition, selected in ((f"above {high:g}", trained > high), (f"below {low:g}", trained < low)):
-        is_right = [bool(trial.is_right) for trial, is_selected in zip(trials, selected.tolist()) if is_selected]
-        if is_right:
-            percent, note = 100 * sum(is_right) / len(is_right), f"{len(is_right)} problems"
-            yield Row(f"linear problems, true ratio {condition}", "recommendation right %", ours=percent, note=note)
-    percent = 100 * sum(trial.covered for trial in trials) / len(trials)
+    for condition, clear in (
+        (f"above {high:g}", [trial for trial in trials if trial.trained > high]),
+        (f"below {low:g}", [trial for trial in trials if trial.trained < low]),
+    ):
+        if clear:
+            name, is_right = f"linear problems, true ratio {condition}", [bool(trial.is_right) for trial in clear]
+            yield Row.share(name, "recommendation right %", is_right, note=f"{len(clear)} problems")
+    is_covered = [trial.covered for trial in trials]
     note = "exact for infinitely many training tasks; 95 is the target if groups are known and tasks infinitely many"
-    yield Row("linear problems, exact ratio in the 95 % interval", "problems %", ours=percent, note=note)
-    ratios = [trial.diagnosis.ratio for trial in trials]
-    widths = torch.tensor([(ratio.high - ratio.low) / ratio.value for ratio in ratios], dtype=torch.float64)
-    median_width = 100 * float(widths.median())
-    yield Row("linear problems, width of the 95 % interval", "median % of the ratio", ours=median_width)
+    yield Row.share("linear problems, exact ratio in the 95 % interval", "problems %", is_covered, note=note)
+    width = 100 * median_low((ratio.high - ratio.low) / ratio.value for ratio in ratios)
+    yield Row("linear problems, width of the 95 % interval", "median % of the ratio", ours=width)
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
     """Yield how often the problem with the smaller r_H ranks above the other."""
-    separated = [pair for pair in pairs if pair.separated]
-    overlap_note = f"intervals apart in {len(separated)}, and then right in {sum(pair.ranked for pair in separated)}"
-    label = (
-        f"pairs of problems, one with {DISPERSION_FACTOR} times the other's r_H, steps {STEP_FACTOR:g} times as long, "
-        "ranked by"
-    )
-    for quantity, is_ranked, note in (
-        ("ratio", [pair.ranked for pair in pairs], f"{len(pairs)} pairs; {overlap_note}"),
-        ("1 + R²/r_H", [pair.narrow.gains_more_than(pair.wide) for pair in pairs], f"{len(pairs)} pairs"),
-    ):
-        yield Row(f"{label} {quantity}", "pairs right %", ours=100 * sum(is_ranked) / len(is_ranked), note=note)
-
-
-def _correlation(a: Tensor, b: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
-
-
-def _random_covariance(d: int, generator: torch.Generator) -> Tensor:
-    """Return a covariance with random eigenvectors, and eigenvalues of mean 1 that vary by about 30 %."""
-    directions = torch.linalg.qr(torch.randn(d, d, generator=generator).double()).Q
-    values = (0.3 * torch.randn(d, generator=generator).double()).exp()
-    return (directions * (values / values.mean())) @ directions.T  # type: ignore[no-any-return]
+    by_ratio = [narrow.ratio.value > wide.ratio.value for narrow, wide in pairs]
+    apart = [is_right for is_right, (narrow, wide) in zip(by_ratio, pairs) if not narrow.ratio.overlaps(wide.ratio)]
+    apart_note = f"; intervals apart in {len(apart)}, and then right in {sum(apart)}"
+    by_limit = [narrow.gains_more_than(wide) for narrow, wide in pairs]
+    for quantity, is_right, note in (("ratio", by_ratio, apart_note), ("1 + R²/r_H", by_limit, "")):
+        name = (
+            f"pairs of problems, one with {DISPERSION_FACTOR} times the other's r_H, steps {STEP_FACTOR:g} times as "
+            f"long, ranked by {quantity}"
+        )
+        yield Row.share(name, "pairs right %", is_right, note=f"{len(pairs)} pairs{note}")
 
 
 def figure(outcome: Outcome[Measurements]) -> Figure:
     """Draw predicted ratios against true ratios, and errors relative to the intervals."""
-    from matplotlib.figure import Figure
+    from metabridge.report import figures, result_figures
 
-    figure = Figure(figsize=(10.4, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    trials = outcome.data.trials
-    max_ratio = 1.1 * max(max(trial.trained, trial.diagnosis.ratio.high) for trial in trials)
-    draw_predictions(left, trials, max_ratio)
-    draw_errors(right, trials)
-    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < max_ratio]
-    for axis in (left.xaxis, left.yaxis, right.xaxis):
-        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_ticks([], minor=True)
-    for axes in (left, right):
-        axes.legend(fontsize=8)
-    return figure
-
-
-def draw_predictions(axes: Axes, trials: Sequence[Trial], max_ratio: float) -> None:
-    """Draw predicted ratios with their intervals against the ratios after training. Mark wrong recommendations."""
-    from metabridge.report import figures
-
+    figure, (left, right) = result_figures.subplots("", 1, 2, (10.4, 4.6))
+    trials, ink = outcome.data.trials, figures.LIGHT.ink
     low, high = CLEAR_RATIOS
     for is_right, label, color, marker in (
         (True, "recommendation right", figures.COLORS[0], "o"),
@@ -279,31 +238,30 @@ def draw_predictions(axes: Axes, trials: Sequence[Trial], max_ratio: float) -> N
         ratios = [trial.diagnosis.ratio for trial in selected]
         margins = [[ratio.value - ratio.low for ratio in ratios], [ratio.high - ratio.value for ratio in ratios]]
         xs, ys, label = [trial.trained for trial in selected], [r.value for r in ratios], f"{label} ({len(selected)})"
-        axes.errorbar(xs, ys, margins, fmt=marker, color=color, markersize=4, linewidth=0.8, label=label)
-    axes.plot([0.95, max_ratio], [0.95, max_ratio], color=figures.LIGHT.ink, linewidth=0.8, zorder=0)
+        left.errorbar(xs, ys, margins, fmt=marker, color=color, markersize=4, linewidth=0.8, label=label)
+    max_ratio = 1.1 * max(max(trial.trained, trial.diagnosis.ratio.high) for trial in trials)
+    left.plot([0.95, max_ratio], [0.95, max_ratio], color=ink, linewidth=0.8, zorder=0)
     label = f"smallest ratio for which adaptation is recommended, {MIN_RATIO:g}"
-    axes.axhline(MIN_RATIO, color=figures.LIGHT.ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
-    axes.set(xscale="log", yscale="log", title="random linear problems")
-    axes.set(xlabel="trained risk of NAL / trained risk of MAML", ylabel="predicted ratio with 95 % interval")
-
-
-def draw_errors(axes: Axes, trials: Sequence[Trial]) -> None:
-    """Draw the errors of the predicted ratios in half-widths of their intervals."""
-    from metabridge.report import figures
-
+    left.axhline(MIN_RATIO, color=ink, linestyle=":", linewidth=0.8, zorder=0, label=label)
+    left.set(xscale="log", yscale="log", title="random linear problems")
+    left.set(xlabel="trained risk of NAL / trained risk of MAML", ylabel="predicted ratio with 95 % interval")
     for covered, label, color, marker in (
         (True, "in the 95 % interval", figures.COLORS[0], "o"),
         (False, "outside", figures.COLORS[1], "X"),
     ):
         selected = [trial for trial in trials if trial.covered is covered]
         xs, ys = [trial.population for trial in selected], [trial.error for trial in selected]
-        axes.plot(xs, ys, marker, color=color, markersize=4, label=f"{label} ({len(selected)})")
-    axes.axhspan(-1, 1, color=figures.LIGHT.line, alpha=0.5, zorder=0)
-    axes.set(xscale="log", title="error relative to the interval")
-    axes.set(
-        xlabel="exact risk of NAL / exact risk of MAML",
-        ylabel="(exact − predicted ratio) / half-width of the interval",
-    )
+        right.plot(xs, ys, marker, color=color, markersize=4, label=f"{label} ({len(selected)})")
+    right.axhspan(-1, 1, color=figures.LIGHT.line, alpha=0.5, zorder=0)
+    right.set(xscale="log", title="error relative to the interval", xlabel="exact risk of NAL / exact risk of MAML")
+    right.set_ylabel("(exact − predicted ratio) / half-width of the interval")
+    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < max_ratio]
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ticks([], minor=True)
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+    return figure
 
 
 CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR_RATIOS, "worth": MIN_RATIO}

@@ -108,6 +108,7 @@ def measure(options: ExperimentOptions) -> Comparison:
     settings, seed = SETTINGS[options.scale], options.seed
     glyphs = load("glyphs").to(options.device)
     comparison = Comparison({}, {}, glyphs.tasks("test"))
+    same_alphabet, different_alphabets = (glyphs.tasks("test", superclass=value) for value in ("same", "different"))
     for name, training in settings.methods.items():
         train = glyphs.tasks("train", queries=training.queries)
         preset, net = method(name, **training.options), conv4(channels=1, size=28, seed=seed).to(options.device)
@@ -128,7 +129,6 @@ def measure(options: ExperimentOptions) -> Comparison:
             name=name,
         )
         comparison.runs[name] = run
-        same_alphabet, different_alphabets = (glyphs.tasks("test", superclass=value) for value in ("same", "different"))
         comparison.scores[name] = {
             "test tasks": evaluate(run, comparison.test_tasks, tasks=settings.test_tasks, seed=seed),
             "untrained": untrained_score,

@@ -19,16 +19,14 @@ from metabridge.experiments.landscape_nets import (
     SQUARE,
     Case,
     NetData,
-    draw_case,
-    draw_landscape,
-    mark_neurons,
+    draw_minima,
     measure_nets,
     minima_rows,
     settings_by_scale,
 )
 from metabridge.experiments.landscape_thm1 import TITLE, draw_theorem, theorem_rows
 from metabridge.report.results import Row
-from metabridge.theory.loss_surface import neuron_grid
+from metabridge.theory.loss_surface import EXTENT, neuron_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +67,7 @@ def figure(outcome: Outcome[NetData]) -> Figure:
     for subfigure, minima in zip(top.subfigures(1, 2, squeeze=False)[0], outcome.data.minima):
         subfigure.suptitle(f"{minima.case.name.capitalize()}, Softplus: mean loss over tasks", fontsize=12)
         panels = subfigure.subplots(1, 2)
-        draw_case(panels, minima)
+        draw_minima(panels, minima)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=11)
     middle.suptitle("Four easy tasks: loss of each task", fontsize=12)
     for i, axes in enumerate(middle.subplots(1, 4)):
@@ -86,9 +84,10 @@ def figure(outcome: Outcome[NetData]) -> Figure:
 
 def draw_task(axes: Axes, case: Case, title: str) -> None:
     """Draw the population loss of a case's first task, and the neuron of the task."""
+    from metabridge.report.loss_surface_figures import draw_loss_surface
+
     losses = vmap(case.tasks[0].loss, chunk_size=256)(neuron_grid(31).reshape(-1, 1, 2)).reshape(31, 31)
-    draw_landscape(axes, losses, title)
-    mark_neurons(axes, case, {})
+    draw_loss_surface(axes, losses, EXTENT, title, case.neurons)
 
 
 EXPERIMENT = Experiment("landscape-fig4", measure, rows, figure, SETTINGS, {"alpha": ALPHA}, on_cpu=True)

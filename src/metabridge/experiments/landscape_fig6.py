@@ -19,7 +19,7 @@ from metabridge.experiments.landscape_nets import (
     SQUARE,
     Case,
     NetData,
-    draw_case,
+    draw_minima,
     measure_nets,
     minima_rows,
     settings_by_scale,
@@ -75,7 +75,7 @@ def figure(outcome: Outcome[NetData]) -> Figure:
         for subfigure, case_minima in zip(subfigures, minima[2 * i : 2 * i + 2]):
             subfigure.suptitle(f"{case_minima.case.name}: mean loss over tasks", fontsize=12)
             panels = subfigure.subplots(1, 2)
-            draw_case(panels, case_minima)
+            draw_minima(panels, case_minima)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=11)
     bottom.suptitle(TITLE, fontsize=12)
     for axes, (activation, activation_checks) in zip(bottom.subplots(1, len(checks), squeeze=False)[0], checks.items()):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from metabridge.environments.teacher_networks import Activation, FixedNeurons, TeacherTasks
+from metabridge.environments.teacher_networks import Activation
 from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.landscape_thm1 import EASY, HARD, BoundCheck, check_theorem
 from metabridge.report.results import Row
 from metabridge.theory.loss_surface import EXTENT, LossSurface, neuron_grid
-from metabridge.theory.teachers import TeacherTask, maml_loss, nal_loss, stationary_points
+from metabridge.theory.teachers import TeacherTask, lowest_stationary_point, maml_loss, nal_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,19 +53,15 @@ class Case:
             for neuron, variance in variances
         ]
 
+    @property
+    def neurons(self) -> dict[str, Sequence[Neuron]]:
+        """The neurons by the labels that they have in figures."""
+        return {"neuron of an easy task": self.easy, "neuron of a hard task": self.hard}
+
     def sample(self, episodes: int, queries: int, generator: torch.Generator) -> Episodes:
         """Sample the same number of episodes of each task."""
-        task_episodes = [
-            TeacherTasks(
-                FixedNeurons(task.neurons[None]),
-                task.activation,
-                covariance=task.covariance,
-                shots=self.support,
-                queries=queries,
-            ).sample(episodes, generator)
-            for task in self.tasks
-        ]
-        return Episodes.concatenate(task_episodes)
+        environments = [task.environment(self.support, queries) for task in self.tasks]
+        return Episodes.concatenate([environment.sample(episodes, generator) for environment in environments])
 
 
 @dataclass(frozen=True)
@@ -137,20 +133,20 @@ def find_minima(case: Case, settings: NetSettings, seed: int) -> Minima:
 
 
 def minima_rows(minima: Minima) -> Iterator[Row]:
-    """Yield rows of the minima, their distances from the neurons, their risks, and the differences of the methods."""
+    """Yield rows of the minima, their distances from the neurons, their risks, and the differences of the methods.
+
+    If the paper's minima differ, a difference agrees if its whole interval is on the side that the paper claims.
+    """
     case, risks = minima.case, minima.risks
     draws = f"over {len(risks['NAL'])} draws of all episodes"
 
-    def row(name: str, metric: str, values: Sequence[float], note: str = draws) -> Row:
-        return Row.mean(f"{case.name}: {name}", metric, values, note=note)
-
-    def compare_with_claim(row: Row, bound: float) -> Row:
-        """If the paper's minima differ, `row` agrees if its whole interval is above `bound`."""
-        if not case.minima_differ:
+    def row(name: str, metric: str, values: Sequence[float], note: str = draws, above: float | None = None) -> Row:
+        row = Row.mean(f"{case.name}: {name}", metric, values, note=note)
+        if above is None or not case.minima_differ:
             return row
         assert row.ci95 is not None
-        note = f"the paper claims more than {bound:g}; {row.note}"
-        return replace(row, agrees=row.ours - row.ci95 > bound, note=note)
+        note = f"the paper claims more than {above:g}; {note}"
+        return replace(row, agrees=row.ours - row.ci95 > above, note=note)
 
     for method in ("NAL", "MAML"):
         for axis, label in enumerate(("first", "second")):
@@ -163,28 +159,28 @@ def minima_rows(minima: Minima) -> Iterator[Row]:
     if case.hard:
         nal, maml = (minima.distances(method, case.hard) for method in ("NAL", "MAML"))
         differences = [a - b for a, b in zip(nal, maml)]
-        yield compare_with_claim(row("MAML nearer to hard tasks than NAL by", "distance", differences), 0.0)
+        yield row("MAML nearer to hard tasks than NAL by", "distance", differences, above=0.0)
     ratios = [nal / maml for nal, maml in zip(risks["NAL"], risks["MAML"])]
-    yield compare_with_claim(row("risk of NAL over that of MAML", "ratio", ratios), 1.0)
+    yield row("risk of NAL over that of MAML", "ratio", ratios, above=1.0)
     yield from population_rows(minima)
 
 
 def population_rows(minima: Minima) -> Iterator[Row]:
     """Yield a row of the distance between the minima of the population losses of NAL and MAML (m = ∞).
 
-    The minimum of a loss is the lowest stationary point that is reached from the minima of the draws. If one of these
-    starting points has a lower population loss, there is no row: with ReLU, the population loss can have its minimum at
-    a kink.
+    The searches start at the minima of the draws. There is no row if one of these has a lower loss than all stationary
+    points.
     """
     case = minima.case
+    losses = {"NAL": nal_loss(case.tasks), "MAML": maml_loss(case.tasks, ALPHA[case.activation])}
     lowest = {}
-    for method, loss in (("NAL", nal_loss(case.tasks)), ("MAML", maml_loss(case.tasks, ALPHA[case.activation]))):
-        starts = list(minima.positions[method][:, None])
-        lowest[method] = min([*stationary_points(loss, starts), *starts], key=lambda point: float(loss(point)))
-        if any(lowest[method] is start for start in starts):
+    for method, loss in losses.items():
+        point = lowest_stationary_point(loss, minima.positions[method][:, None])
+        if point is None:
             return
+        lowest[method] = point.squeeze(0)
     distance = float((lowest["NAL"] - lowest["MAML"]).norm())
-    note = "m = ∞; " + ", ".join(f"{name} ({point[0, 0]:.3f}, {point[0, 1]:.3f})" for name, point in lowest.items())
+    note = "m = ∞; " + ", ".join(f"{name} ({point[0]:.3f}, {point[1]:.3f})" for name, point in lowest.items())
     expected_equal = case.minima_differ is False
     yield Row(
         f"{case.name}: population minima of NAL and MAML",
@@ -196,33 +192,11 @@ def population_rows(minima: Minima) -> Iterator[Row]:
     )
 
 
-def draw_landscape(axes: Axes, losses: Tensor, title: str) -> None:
-    """Draw the losses on the plane of the two weights as contours at equal ratios, with a color bar."""
-    from metabridge.report.result_figures import draw_contours
+def draw_minima(panels: Sequence[Axes], minima: Minima) -> None:
+    """Draw the landscapes of NAL and MAML, each with all neurons and both minima of the first draw."""
+    from metabridge.report.loss_surface_figures import draw_loss_surface
 
-    draw_contours(axes, losses.numpy(), EXTENT)
-    axes.set(xticks=range(-2, 3), yticks=range(-2, 3))
-    axes.set(xlabel="first weight of the neuron", ylabel="second weight")
-    axes.set_title(title, fontsize=10)
-
-
-def mark_neurons(axes: Axes, case: Case, positions: Mapping[str, Tensor]) -> None:
-    """Mark the neurons of easy and hard teachers, and the minima of the first draw."""
-    marks = {  # the sizes differ, so that both minima are visible if they coincide
-        "neuron of an easy task": (case.easy, "o", "white", 75),
-        "neuron of a hard task": (case.hard, "*", "#ff5a36", 150),
-        "minimum of NAL's loss": (positions["NAL"][:1].tolist() if positions else (), "X", "#ffd23f", 140),
-        "minimum of MAML's loss": (positions["MAML"][:1].tolist() if positions else (), "^", "#ff9df5", 55),
-    }
-    for label, (points, marker, color, size) in marks.items():
-        if points:
-            xs, ys = zip(*points)
-            axes.scatter(xs, ys, size, color, marker=marker, edgecolor="black", linewidth=0.8, label=label, zorder=3)
-
-
-def draw_case(panels: Sequence[Axes], minima: Minima) -> None:
-    """Draw the landscapes of NAL and MAML, each with all neurons and both minima."""
+    positions = {f"minimum of {method}'s loss": w[:1].tolist() for method, w in minima.positions.items()}
     for axes, (method, losses) in zip(panels, minima.landscapes.items()):
         stage = "before adaptation" if method == "NAL" else "after one step"
-        draw_landscape(axes, losses, f"{method}: loss {stage}")
-        mark_neurons(axes, minima.case, minima.positions)
+        draw_loss_surface(axes, losses, EXTENT, f"{method}: loss {stage}", {**minima.case.neurons, **positions})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from metabridge.datasets import load
+from metabridge.environments.image_splits import classes_by_superclass
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
@@ -26,6 +27,7 @@ from metabridge.experiments.landscape_trainings import (
     NetTraining,
     PlannedTraining,
     accuracy_rows,
+    records_of,
     train_all,
 )
 from metabridge.report.results import Row
@@ -80,7 +82,7 @@ def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
 
 def rank_alphabets(options: ExperimentOptions, settings: Settings, images: LabelledImages) -> AccuracyRecord | None:
     """Train MAML on tasks whose characters are from one alphabet, and return its accuracy on each alphabet."""
-    classes_by_alphabet = alphabets(images)
+    classes_by_alphabet = classes_by_superclass(images)
     alphabets_to_rank = {name: classes for name, classes in classes_by_alphabet.items() if len(classes) >= WAYS}
     all_classes = replace(images, splits={"all": torch.cat(list(classes_by_alphabet.values()))})
     by_alphabet = replace(images, splits=alphabets_to_rank)
@@ -90,14 +92,6 @@ def rank_alphabets(options: ExperimentOptions, settings: Settings, images: Label
     description = {"ways": WAYS, "shots": 1, "queries": QUERIES}
     planned = PlannedTraining("ranking", training, tasks, test_tasks, description)
     return train_all(options, EXPERIMENT.id, images, [planned])[0]
-
-
-def alphabets(images: LabelledImages) -> dict[str, torch.Tensor]:
-    """Return the classes of each alphabet in all splits."""
-    all_classes = torch.cat(list(images.splits.values())).sort().values
-    alphabet_indices = images.superclasses[all_classes]
-    by_name = {name: all_classes[alphabet_indices == index] for index, name in enumerate(images.superclass_names)}
-    return {name: classes for name, classes in by_name.items() if len(classes)}
 
 
 def hardest(ranking: AccuracyRecord) -> list[str]:
@@ -136,7 +130,7 @@ def plan_training(part: str, training: NetTraining, images: LabelledImages, rank
     shots = 10 if learner == "nal-10" else 1
     if learner != "maml":
         training = replace(training, method="nal", lr=NAL_LR)
-    classes_by_alphabet = alphabets(images)
+    classes_by_alphabet = classes_by_superclass(images)
     alphabets_by_kind = split_alphabets(list(classes_by_alphabet), ranking, variant, training.seed)
     classes_by_kind = {
         kind: torch.cat([classes_by_alphabet[name] for name in names]) for kind, names in alphabets_by_kind.items()
@@ -153,9 +147,7 @@ def plan_training(part: str, training: NetTraining, images: LabelledImages, rank
 
 def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> Iterator[Row]:
     """Yield the accuracies of the ranking, and compare the accuracies of each method with the published ones."""
-    for name, record in records.items():
-        if not name.startswith(f"{EXPERIMENT.id}-ranking-"):
-            continue
+    for record in records_of(records, "ranking", options):
         hard = hardest(record)
         for hardness, names in (("hard", hard), ("easy", [name for name in record.scores if name not in hard])):
             score = Accuracy.pool([record.scores[alphabet] for alphabet in names])
@@ -164,9 +156,7 @@ def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> I
             yield Row(f"ranking, {hardness} alphabets", "accuracy %", ours=accuracy, ci95=ci95, note=note)
     for part, published in PUBLISHED.items():
         variant, _, learner = part.partition("-")
-        by_seed = [
-            record for name, record in records.items() if name.startswith(f"{EXPERIMENT.id}-{part}-{options.scale}-")
-        ]
+        by_seed = records_of(records, part, options)
         yield from accuracy_rows(f"{variant} r_H, {learner.upper()}", by_seed, published, "omniglot")
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from metabridge.datasets import cifar, load
+from metabridge.environments.image_splits import hold_out_images
 from metabridge.environments.image_tasks import ImageTasks, LabelledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
@@ -21,6 +20,7 @@ from metabridge.experiments.landscape_trainings import (
     NetTraining,
     PlannedTraining,
     accuracy_rows,
+    records_of,
     train_all,
 )
 from metabridge.report.results import Row
@@ -113,9 +113,7 @@ def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> I
     """Compare the accuracies of each method with the published ones."""
     for part, published in PUBLISHED.items():
         hard_share, _, learner = part.removeprefix("p").partition("-")
-        by_seed = [
-            record for name, record in records.items() if name.startswith(f"{EXPERIMENT.id}-{part}-{options.scale}-")
-        ]
+        by_seed = records_of(records, part, options)
         yield from accuracy_rows(f"p = {hard_share}, {learner.upper()}", by_seed, published, "fs-cifar100")
 
 
@@ -133,31 +131,6 @@ def load_images(options: ExperimentOptions, settings: Settings) -> LabelledImage
             f"mini-ImageNet in mini-imagenet (now {options.data}). Use --scale quick to try the experiment without it."
         )
     return hold_out_images(images, settings.images_per_class).to(options.device)
-
-
-def hold_out_images(images: LabelledImages, minimum: int) -> LabelledImages:
-    """Return images whose validation split has other images of the training classes, as in FS-CIFAR100.
-
-    The training and validation classes of `images` become the training split. The last images of each, a quarter but
-    at least `minimum`, become a new class in the validation split, which measures the accuracy on classes seen in
-    training.
-    """
-    seen = torch.cat([images.splits["train"], images.splits["validation"]])
-    labels = images.labels.clone()
-    for i, class_index in enumerate(seen.tolist()):
-        image_indices = (images.labels == class_index).nonzero().squeeze(1)
-        labels[image_indices[-max(len(image_indices) // 4, minimum) :]] = len(images.class_names) + i
-    return replace(
-        images,
-        labels=labels,
-        class_names=(*images.class_names, *(f"{images.class_names[i]} (held out)" for i in seen.tolist())),
-        superclasses=torch.cat([images.superclasses, images.superclasses[seen]]),
-        splits={
-            "train": seen,
-            "validation": len(images.class_names) + torch.arange(len(seen)),
-            "test": images.splits["test"],
-        },
-    )
 
 
 EXPERIMENT = TrainingExperiment("landscape-table2", measure, rows)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.experiments.experiment import ExperimentOptions
-from metabridge.experiments.records import Record, as_json, run_folder
+from metabridge.experiments.records import Record, as_json, image_description, run_folder
 from metabridge.learners.method import method
 from metabridge.models import conv4
 from metabridge.report.results import Machine, Row
@@ -96,15 +96,34 @@ class PlannedTraining:
         """The name in progress messages."""
         return f"{self.part}, seed {self.training.seed}"
 
-    def name(self, options: ExperimentOptions, experiment: str) -> str:
-        """Return the name of the record and of the run's folder."""
-        return f"{experiment}-{self.part}-{options.scale}-{self.training.seed}"
+    def record(self, options: ExperimentOptions, experiment: str, images: LabelledImages) -> AccuracyRecord:
+        """Return the record before training: its name, and everything that the run depends on."""
+        name = f"{experiment}-{self.part}-{options.scale}-{self.training.seed}"
+        plan = as_json({"images": image_description(images), **self.description, **self.training.stored()})
+        return AccuracyRecord(name, plan, Machine.current(options.device), 0.0, {})
 
-    def plan(self, images: LabelledImages) -> dict[str, Any]:
-        """Return everything that the run depends on."""
-        data_name = images.load_arguments["name"] if images.load_arguments else "images"
-        description = f"{data_name} at {images.images.shape[-1]} px"
-        return as_json({"images": description, **self.description, **self.training.stored()})
+    def trainer(self, options: ExperimentOptions, record: AccuracyRecord, images: LabelledImages) -> Trainer:
+        """Return the trainer of a new network, or of the network in the folder of the record's run."""
+        training, (channels, size) = self.training, images.images.shape[1:3]
+        config = TrainingConfig(
+            iterations=training.iterations, batch_size=training.batch_size, lr=training.lr, seed=training.seed
+        )
+        return Trainer(
+            conv4(channels, size, self.tasks.outputs, filters=training.filters, seed=training.seed),
+            method(training.method, steps=training.steps, lr=training.inner_lr),
+            self.tasks,
+            config,
+            device=options.device,
+            out=run_folder(options, record.name, record.plan),
+        )
+
+    def test(self, run: Run) -> dict[str, Accuracy]:
+        """Return the accuracy on each kind of task."""
+        scores = {
+            kind: evaluate(run, tasks, tasks=self.training.test_tasks, seed=self.training.seed)
+            for kind, tasks in self.test_tasks.items()
+        }
+        return {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()}
 
 
 def train_all(
@@ -115,54 +134,26 @@ def train_all(
     If a run has no record and `only` selects it, train and test now. The record is None if the run is not selected or
     is not finished within the time limit, which applies to all runs together.
     """
-    records = {
-        training.label: AccuracyRecord.load(options, training.name(options, experiment), training.plan(images))
-        for training in planned
-    }
+    untrained = {training.label: training.record(options, experiment, images) for training in planned}
+    records = {label: AccuracyRecord.load(options, record.name, record.plan) for label, record in untrained.items()}
     missing = {
         training.label: training
         for training in planned
         if records[training.label] is None and options.includes(training.part)
     }
-    start = {label: partial(_start, options, experiment, images, training) for label, training in missing.items()}
+    start = {label: partial(training.trainer, options, untrained[label], images) for label, training in missing.items()}
     at_once = concurrent_runs(options.device)
     for label, run in train_interleaved(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
         if run.finished:
-            records[label] = _test(options, experiment, images, missing[label], run)
+            record = replace(untrained[label], minutes=run.seconds / 60, scores=missing[label].test(run))
+            record.save(options)
+            records[label] = record
     return list(records.values())
 
 
-def _start(options: ExperimentOptions, experiment: str, images: LabelledImages, planned: PlannedTraining) -> Trainer:
-    training, (channels, size) = planned.training, images.images.shape[1:3]
-    return Trainer(
-        conv4(channels, size, planned.tasks.outputs, filters=training.filters, seed=training.seed),
-        method(training.method, steps=training.steps, lr=training.inner_lr),
-        planned.tasks,
-        TrainingConfig(
-            iterations=training.iterations, batch_size=training.batch_size, lr=training.lr, seed=training.seed
-        ),
-        device=options.device,
-        out=run_folder(options, planned.name(options, experiment), planned.plan(images)),
-    )
-
-
-def _test(
-    options: ExperimentOptions, experiment: str, images: LabelledImages, planned: PlannedTraining, run: Run
-) -> AccuracyRecord:
-    """Measure the accuracy on each kind of task, and save the record."""
-    scores = {
-        kind: evaluate(run, tasks, tasks=planned.training.test_tasks, seed=planned.training.seed)
-        for kind, tasks in planned.test_tasks.items()
-    }
-    record = AccuracyRecord(
-        planned.name(options, experiment),
-        planned.plan(images),
-        Machine.current(options.device),
-        run.seconds / 60,
-        {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()},
-    )
-    record.save(options)
-    return record
+def records_of(records: Mapping[str, AccuracyRecord], part: str, options: ExperimentOptions) -> list[AccuracyRecord]:
+    """Return the records of all seeds of a training run."""
+    return [record for name, record in records.items() if name.rpartition("-")[0].endswith(f"-{part}-{options.scale}")]
 
 
 def accuracy_rows(

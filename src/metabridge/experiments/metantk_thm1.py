@@ -21,7 +21,7 @@ from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
 from metabridge.kernels import split_kernel
-from metabridge.kernels.finite_width import empirical_meta_ntk, gradient_descent, squared_loss
+from metabridge.kernels.finite_width import LinearConvergence, empirical_meta_ntk, gradient_descent, squared_loss
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
@@ -70,11 +70,11 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The training runs of all widths, and two factors by which a step reduces the loss."""
+    """The training runs of all widths, and the two factors of `LinearConvergence` by which a step reduces the loss."""
 
     by_width: Mapping[int, list[TrainingRun]]
-    bound: float  # upper bound of the theorem
-    limit: float  # the factor of an infinitely wide network
+    bound: float
+    limit: float
 
     def quantity(self, name: str) -> dict[int, list[float]]:
         """Return one quantity of all training runs by width."""
@@ -87,14 +87,12 @@ def measure(options: ExperimentOptions) -> Measurements:
     episodes = sample_tasks(settings.tasks, options.seed).to(options.device)
     double = episodes.to(dtype=torch.float64)
     limit_kernel = split_kernel(KERNEL, double.query_x, double.support_x, adapts="all", time=settings.inner_time)
-    eigenvalues = torch.linalg.eigvalsh(limit_kernel)
-    smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
-    lr = 1 / (largest + smallest)  # half of what the theorem allows
+    convergence = LinearConvergence.of(limit_kernel)
     by_width = {
-        width: [train(settings, width, seed, episodes, limit_kernel, lr) for seed in seeds]
+        width: [train(settings, width, seed, episodes, limit_kernel, convergence.lr) for seed in seeds]
         for width, seeds in initialization_seeds(settings.widths, settings.nets, options.seed).items()
     }
-    return Measurements(by_width, (1 - lr * smallest * (1 / 3)) ** 2, (1 - lr * smallest) ** 2)
+    return Measurements(by_width, convergence.loss_bound_factor, convergence.loss_factor)
 
 
 def train(
@@ -104,27 +102,23 @@ def train(
     net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(episodes.device)
     inner_lr = settings.inner_time / settings.inner_steps
     maml = method("maml", steps=settings.inner_steps, lr=inner_lr, loss=squared_loss)
-    params = parameters(maml, net)
-
-    def kernel() -> Tensor:
-        return empirical_meta_ntk(maml, net, params, episodes).double()
-
-    def relative_distance(a: Tensor, b: Tensor) -> float:
-        return float((a - b).norm() / limit_kernel.norm())
-
-    initial_kernel, losses, path, kernel_change = kernel(), [], 0.0, 0.0
-    for count, step in enumerate(gradient_descent(Engine(maml, net), params, episodes, lr, settings.steps), 1):
-        losses.append(step.loss)
-        path += step.length / math.sqrt(width)
-        if count % (settings.steps // KERNEL_CHECKS) == 0:
-            kernel_change = max(kernel_change, relative_distance(kernel(), initial_kernel))
-    return TrainingRun(tuple(losses), path, kernel_change, relative_distance(initial_kernel, limit_kernel))
+    params, engine = parameters(maml, net), Engine(maml, net)
+    steps, kernels = [], [empirical_meta_ntk(maml, net, params, episodes).double()]
+    for _ in range(KERNEL_CHECKS):
+        steps += gradient_descent(engine, params, episodes, lr, settings.steps // KERNEL_CHECKS)
+        kernels.append(empirical_meta_ntk(maml, net, params, episodes).double())
+    changes = [float((kernel - kernels[0]).norm() / limit_kernel.norm()) for kernel in kernels]
+    return TrainingRun(
+        losses=tuple(step.loss for step in steps),
+        path=sum(step.length for step in steps) / math.sqrt(width),
+        kernel_change=max(changes),
+        kernel_error=float((kernels[0] - limit_kernel).norm() / limit_kernel.norm()),
+    )
 
 
-def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
-    """Yield rows of the reduction of the loss, and of the quantities that decrease with the width."""
-    yield from loss_rows(data)
-    yield from power_law_rows(data)
+def rows(data: Measurements, _: ExperimentOptions) -> list[Row]:
+    """Return rows of the reduction of the loss, and of the quantities that decrease with the width."""
+    return [*loss_rows(data), *power_law_rows(data)]
 
 
 def loss_rows(data: Measurements) -> Iterator[Row]:

@@ -2,33 +2,27 @@
 
 After training for a time t, the predictions are F_t = G + Φ' T_Φ^{ηt}(Y − G_train). The experiment compares them at a
 finite time and at the end of training. It also compares MTL and ANIL with the predictions of lemma 1 of Wang et al.
-2021. The formulas assume that the initial outputs of the network are 0, so the initial outputs are added to the targets
-here. The formulas are for gradient flow, so the steps are small: all inner steps, and the outer steps up to the finite
+2021. The formulas are for gradient flow, so the steps are small: all inner steps, and the outer steps up to the finite
 time. The end of training does not depend on the outer step size, so larger outer steps lead to it. The papers have
 proofs but no experiment for these statements.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
-from metabridge.kernels.finite_width import gradient_descent, squared_loss
+from metabridge.kernels.finite_width import CenteredTraining, LinearConvergence, squared_loss
 from metabridge.kernels.kernel_predictors import KernelLearner, KernelMethod
-from metabridge.learners.adapt import predict
-from metabridge.learners.engine import Engine
 from metabridge.learners.method import Method, method
-from metabridge.learners.parameters import parameters
 from metabridge.models import wide
-from metabridge.models.network import Network
 from metabridge.report.results import Row
 from metabridge.theory.power_law import PowerLaw
 
@@ -80,14 +74,15 @@ def measure(options: ExperimentOptions) -> Errors:
     stages = {name: plan_stages(settings, name, train, test) for name in METHODS}
     errors: Errors = {}
     for width, seeds in initialization_seeds(settings.widths, settings.nets, options.seed).items():
-        for name in METHODS:
-            for seed in seeds:
-                net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(options.device)
-                predictions = train_net(settings, name, net, train, test, stages[name])
-                for stage, prediction in zip(stages[name], predictions):
-                    difference = prediction - stage.kernel_prediction
-                    error = float(difference.norm() / stage.kernel_prediction.norm())
-                    errors.setdefault(stage.name, {}).setdefault(name, {}).setdefault(width, []).append(error)
+        for name, seed in itertools.product(METHODS, seeds):
+            training_method, test_method = methods(settings, name)
+            net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(options.device)
+            training = CenteredTraining(training_method, net, train)
+            for stage in stages[name]:
+                training.descend(stage.lr, stage.steps)
+                difference = training.predict(test_method, test) - stage.kernel_prediction
+                error = float(difference.norm() / stage.kernel_prediction.norm())
+                errors.setdefault(stage.name, {}).setdefault(name, {}).setdefault(width, []).append(error)
     return errors
 
 
@@ -96,35 +91,14 @@ def plan_stages(settings: Settings, name: KernelMethod, train: Episodes, test: E
     inner_time = 0.0 if name == "mtl" else settings.inner_time
     learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=settings.inner_time)
     fully_trained = learner.fit(train)
-    eigenvalues = torch.linalg.eigvalsh(fully_trained.matrix)
-    smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
-    finite_time = settings.outer_time / largest
+    convergence = LinearConvergence.of(fully_trained.matrix)
+    finite_time = settings.outer_time / convergence.largest
     stopped_early = replace(learner, outer_time=finite_time).fit(train)
-    lr = 1 / (largest + smallest)
-    steps = math.ceil(math.log(settings.remainder) / math.log1p(-lr * smallest))
+    steps = convergence.steps(settings.remainder)
     return (
         Stage("stopped early", finite_time / settings.outer_steps, settings.outer_steps, stopped_early.predict(test)),
-        Stage("trained to the end", lr, steps, fully_trained.predict(test)),
+        Stage("trained to the end", convergence.lr, steps, fully_trained.predict(test)),
     )
-
-
-def train_net(
-    settings: Settings, name: KernelMethod, net: Network, train: Episodes, test: Episodes, stages: tuple[Stage, ...]
-) -> Iterator[Tensor]:
-    """Train a network, and yield its predictions for the test tasks, without initial outputs, after each stage."""
-    training_method, test_method = methods(settings, name)
-    train, shifted_test = (add_initial_outputs(net, episodes) for episodes in (train, test))
-    train = replace(train, classes=torch.arange(len(train), device=train.device)[:, None])
-    params = parameters(training_method, net, classes=len(train))
-    if name == "mtl":  # all heads start from the same values
-        params["heads.weight"].data.copy_(params["head.weight"].expand(len(train), -1))
-    engine = Engine(training_method, net)
-    for stage in stages:
-        for _ in gradient_descent(engine, params, train, stage.lr, stage.steps):
-            pass
-        # MTL and ANIL adapt a new head at test time (Wang et al. 2021, §3.4)
-        test_params = params if name == "maml" else params | {"head.weight": net.head.weight}
-        yield predict(test_method, net, test_params, shifted_test) - (shifted_test.query_y - test.query_y)
 
 
 def methods(settings: Settings, name: KernelMethod) -> tuple[Method, Method]:
@@ -135,15 +109,6 @@ def methods(settings: Settings, name: KernelMethod) -> tuple[Method, Method]:
         return (method("maml", **inner),) * 2
     anil = method("anil", **inner, split=False)
     return (method("mtl", loss=squared_loss) if name == "mtl" else anil), anil
-
-
-def add_initial_outputs(net: Network, episodes: Episodes) -> Episodes:
-    """Return the tasks with the initial outputs of the network added to the targets."""
-    with torch.no_grad():
-        support, query = (
-            net(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (episodes.support_x, episodes.query_x)
-        )
-    return replace(episodes, support_y=episodes.support_y + support, query_y=episodes.query_y + query)
 
 
 def rows(errors: Errors, _: ExperimentOptions) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from scipy import stats
 
 from metabridge.diagnosis import Diagnosis, diagnose, untrained_network
 from metabridge.environments import LabelledImages
-from metabridge.experiments.kernel_fewshot_data import SIZE
+from metabridge.experiments.kernel_fewshot import SIZE
 from metabridge.kernels import fully_connected_kernel
 from metabridge.report.results import Result, Row
 

@@ -61,30 +61,14 @@ _RFS = replace(
     rotated_classes=True,
     validate_every=4000,
 )
+_SOLVER = replace(_RESNET, shots=5, queries=10, batch_size=4, iterations=5000, schedule=Cosine(), validate_every=500)
+_ANIL = replace(_CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=12_000)
 PAPER: dict[str, ImageTrainingConfig] = {
     "rfs": _RFS,
     # 256 images per step, as for rfs, but from 64 of the 256 classes
     "mtl": replace(_RFS, method="mtl", training_ways=64, shots=2, queries=2, batch_size=1, iterations=22_000),
-    "r2d2": replace(
-        _RESNET,
-        method="r2d2",
-        shots=5,
-        queries=10,
-        batch_size=4,
-        iterations=5000,
-        schedule=Cosine(),
-        validate_every=500,
-    ),
-    "metaoptnet": replace(
-        _RESNET,
-        method="metaoptnet",
-        shots=5,
-        queries=10,
-        batch_size=4,
-        iterations=5000,
-        schedule=Cosine(),
-        validate_every=500,
-    ),
+    "r2d2": replace(_SOLVER, method="r2d2"),
+    "metaoptnet": replace(_SOLVER, method="metaoptnet"),
     "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=10_000, lr=4e-3),
     "maml-5": replace(  # an inner step with five shots takes five times as long
         _CONV,
@@ -94,35 +78,31 @@ PAPER: dict[str, ImageTrainingConfig] = {
         shots=5,
         validate_shots=5,
     ),
-    "anil-1": replace(_CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=12_000),
-    "anil-5": replace(
-        _CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=12_000, shots=5, validate_shots=5
-    ),
+    "anil-1": _ANIL,
+    "anil-5": replace(_ANIL, shots=5, validate_shots=5),
 }
 
 
 def configs(scale: str) -> dict[str, ImageTrainingConfig]:
     """Return how to train, by name. Names that end in -1 or -5 are trained and evaluated for this number of shots."""
-    if scale == "paper":
-        return PAPER
-    quick: dict[str, ImageTrainingConfig] = {}
-    for name, config in PAPER.items():
-        config = replace(
-            config,
-            iterations=30,
-            batch_size=min(config.batch_size, 32),
-            validate_tasks=20,
-            validate_every=10,
-            augment=None,
-            rotated_classes=False,
-            precision="float32",
-        )
-        if config.model == "resnet12":
-            config = replace(config, model_options={**config.model_options, "widths": [8, 16, 32, 64]})
-        else:
-            config = replace(config, batch_size=2, queries=5)
-        quick[name] = config
-    return quick
+    return PAPER if scale == "paper" else {name: quick_config(config) for name, config in PAPER.items()}
+
+
+def quick_config(config: ImageTrainingConfig) -> ImageTrainingConfig:
+    """Return the configuration with few steps, small batches and a small network."""
+    quick = replace(
+        config,
+        iterations=30,
+        batch_size=min(config.batch_size, 32),
+        validate_tasks=20,
+        validate_every=10,
+        augment=None,
+        rotated_classes=False,
+        precision="float32",
+    )
+    if config.model == "resnet12":
+        return replace(quick, model_options={**config.model_options, "widths": [8, 16, 32, 64]})
+    return replace(quick, batch_size=2, queries=5)
 
 
 def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dict[str, TrainingRecord]:
@@ -132,10 +112,8 @@ def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dic
     images = cache(lambda: load_images(options))
     records = {}
     for name, config in selected.items():
-        shots = name.partition("-")[2]
-        evaluation = EVALUATIONS[options.scale]
-        if shots:
-            evaluation = replace(evaluation, shots=(int(shots),))
+        shots, evaluation = name.partition("-")[2], EVALUATIONS[options.scale]
+        evaluation = replace(evaluation, shots=(int(shots),)) if shots else evaluation
         record_name = f"{data_name(options)}-{name}-{options.scale}-{options.seed}"
         record = train_or_load(options, name, record_name, replace(config, seed=options.seed), images, evaluation)
         if record is not None:

@@ -9,12 +9,8 @@ a positive correlation.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
-from scipy import stats
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, get_args
 
 from metabridge.diagnosis import Interval
 from metabridge.errors import InputError
@@ -27,16 +23,13 @@ from metabridge.experiments.nas_ranks_trainings import (
     ScoredArchitecture,
     train_and_score,
 )
-from metabridge.intervals import percentile_tail
+from metabridge.intervals import Coefficient, rank_correlation
 from metabridge.report.results import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STATISTICS: dict[str, Callable[..., Any]] = {"Spearman": stats.spearmanr, "Kendall": stats.kendalltau}
 MIN_ARCHITECTURES = 3  # smallest number for a correlation
-
-Values = NDArray[np.float64]
 
 
 def measure(options: ExperimentOptions) -> dict[str, RankRecord]:
@@ -55,7 +48,7 @@ def rows(records: Mapping[str, RankRecord], options: ExperimentOptions) -> list[
     """Return the correlations, and the mean and the standard deviation of the accuracies."""
     (record,), resamples = records.values(), SETTINGS[options.scale].resamples
     rows = []
-    for coefficient in STATISTICS:
+    for coefficient in get_args(Coefficient):
         intervals = correlations(record.architectures, coefficient, resamples=resamples, seed=options.seed)
         for proxy, interval in intervals.items():
             failures = sum(scored.proxies[proxy] is None for scored in record.architectures)
@@ -72,46 +65,15 @@ def rows(records: Mapping[str, RankRecord], options: ExperimentOptions) -> list[
     return rows
 
 
-def correlation(coefficient: str, x: Sequence[float], y: Sequence[float], *, resamples: int, seed: int) -> Interval:
-    """Return the rank correlation of x and y with its 95 % bootstrap interval over pairs.
-
-    >>> correlation("Kendall", [1.0, 2.0, 4.0, 5.0], [1.0, 3.0, 9.0, 8.0], resamples=100, seed=0).value
-    0.66...
-    """
-
-    def statistic(x: Values, y: Values) -> float:
-        is_constant = min(np.ptp(x), np.ptp(y)) == 0  # the correlation is then undefined
-        return 0.0 if is_constant else float(STATISTICS[coefficient](x, y).statistic)
-
-    ranks = stats.rankdata(x), stats.rankdata(y)
-    bootstrap = stats.bootstrap(
-        ranks,
-        statistic,
-        paired=True,
-        vectorized=False,
-        n_resamples=resamples,
-        method="percentile",
-        confidence_level=1 - 2 * percentile_tail(len(x)),
-        rng=np.random.default_rng(seed),
-    )
-    low, high = bootstrap.confidence_interval
-    return Interval(statistic(*ranks), float(low), float(high))
-
-
 def correlations(
-    architectures: Sequence[ScoredArchitecture], coefficient: str, *, resamples: int, seed: int
+    architectures: Sequence[ScoredArchitecture], coefficient: Coefficient, *, resamples: int, seed: int
 ) -> dict[str, Interval]:
-    """Return the rank correlation of every proxy with the accuracy."""
+    """Return the rank correlation of every proxy with the accuracy, with its interval."""
     accuracies = [scored.accuracy for scored in architectures]
+    qualities = {proxy: [scored.predicted_quality(proxy) for scored in architectures] for proxy in PROXIES}
     return {
-        proxy: correlation(
-            coefficient,
-            [scored.predicted_quality(proxy) for scored in architectures],
-            accuracies,
-            resamples=resamples,
-            seed=seed,
-        )
-        for proxy in PROXIES
+        proxy: Interval(*rank_correlation(coefficient, values, accuracies, resamples=resamples, seed=seed))
+        for proxy, values in qualities.items()
     }
 
 

@@ -15,7 +15,7 @@ from metabridge.environments.image_tasks import LabelledImages
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.models.architecture import Architecture, random_architecture
-from metabridge.nas.architecture_search import ProxyEvaluator, SearchConfig, SearchKernel
+from metabridge.nas.architecture_search import SearchConfig, SearchKernel, score_architecture
 from metabridge.nas.proxies import ProxyScore, mean_score
 from metabridge.report.results import Machine
 from metabridge.schedules import Cosine
@@ -113,93 +113,77 @@ class RankRecord(Record):
 
 def train_and_score(options: ExperimentOptions) -> RankRecord:
     """Train and score the architectures that are missing in the record within the time limit, and return the record."""
-    settings = SETTINGS[options.scale]
-    search, config = replace(settings.search, seed=options.seed), replace(settings.config, seed=options.seed)
-    plan = as_json(
-        {
-            "data": "glyphs",
-            "search": search.to_dict(),
-            "training": asdict(config),
-            "test_tasks": settings.test_tasks,
-        }
-    )
+    settings = seeded_settings(options)
+    stored = {"search": settings.search.to_dict(), "training": asdict(settings.config)}
+    plan = as_json({"data": "glyphs", **stored, "test_tasks": settings.test_tasks})
     name = f"nas-ranks-{options.scale}-{options.seed}"
     empty = RankRecord(name, plan, Machine.current(options.device), 0.0, ())
     record = RankRecord.load(options, name, plan) or empty
     images = load("glyphs").to(options.device)
-    for architecture, run in train_missing(options, record, search, config, images):
-        scored = score(options, architecture, search, images, run, settings.test_tasks)
+    for architecture, run in train_missing(options, settings, record, images):
+        scored = score(options, settings, architecture, run, images)
         record = record.with_architectures([*record.architectures, scored])
         record.save(options)
     return record.with_architectures(record.architectures[: settings.architectures])
 
 
+def seeded_settings(options: ExperimentOptions) -> Settings:
+    """Return the settings of the scale, with the seed of the experiment."""
+    settings = SETTINGS[options.scale]
+    return replace(
+        settings,
+        search=replace(settings.search, seed=options.seed),
+        config=replace(settings.config, seed=options.seed),
+    )
+
+
 def train_missing(
-    options: ExperimentOptions,
-    record: RankRecord,
-    search: SearchConfig,
-    config: ImageTrainingConfig,
-    images: LabelledImages,
+    options: ExperimentOptions, settings: Settings, record: RankRecord, images: LabelledImages
 ) -> Iterator[tuple[Architecture, Run]]:
     """Train the architectures that are missing in the record, and yield each with its finished run."""
     generator = torch.Generator().manual_seed(options.seed)
-    architectures = [random_architecture(generator) for _ in range(SETTINGS[options.scale].architectures)]
     trained = {scored.architecture for scored in record.architectures}
-    missing = {
-        f"network {index}": architecture
-        for index, architecture in enumerate(architectures)
-        if architecture not in trained
-    }
+    architectures = {f"network {i}": random_architecture(generator) for i in range(settings.architectures)}
     start = {
         label: partial(
             image_trainer,
-            architecture_config(config, search, architecture, images),
+            architecture_config(settings, architecture, images),
             images,
             device=options.device,
             out=run_folder(options, f"{record.name}-{label.replace(' ', '-')}", record.plan),
         )
-        for label, architecture in missing.items()
+        for label, architecture in architectures.items()
+        if architecture not in trained
     }
     at_once = concurrent_runs(options.device)
     for label, run in train_interleaved(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
         if run.finished:
-            yield missing[label], run
+            yield architectures[label], run
 
 
-def architecture_config(
-    config: ImageTrainingConfig, search: SearchConfig, architecture: Architecture, images: LabelledImages
-) -> ImageTrainingConfig:
+def architecture_config(settings: Settings, architecture: Architecture, images: LabelledImages) -> ImageTrainingConfig:
     """Return the training configuration with this architecture as the model."""
     model_options = {
         "architecture": asdict(architecture),
-        "cells": search.cells,
-        "channels": search.channels,
+        "cells": settings.search.cells,
+        "channels": settings.search.channels,
         "image_channels": images.images.shape[1],
         "drop_rate": 0.0,
     }
-    return replace(config, model_options=model_options)
+    return replace(settings.config, model_options=model_options)
 
 
 def score(
-    options: ExperimentOptions,
-    architecture: Architecture,
-    search: SearchConfig,
-    images: LabelledImages,
-    run: Run,
-    test_tasks: int,
+    options: ExperimentOptions, settings: Settings, architecture: Architecture, run: Run, images: LabelledImages
 ) -> ScoredArchitecture:
     """Return the proxies of an architecture at initialization, and its accuracy after training."""
     proxies: dict[str, ProxyScore] = {}
     for proxy, kernel in KERNELS.items():
-        evaluator = ProxyEvaluator(replace(search, kernel=kernel), images, options.device)
-        scores = [
-            scores
-            for repeat in range(search.repeats)
-            for _, scores in evaluator(0, repeat, architecture.active_operators, [None])
-        ]
+        search = replace(settings.search, kernel=kernel)
+        scores = score_architecture(architecture, images, search, device=options.device)
         proxies[proxy] = mean_score([score.condition for score in scores if score.condition is not None])
         proxies["linear regions"] = mean_score([score.regions for score in scores if score.regions is not None])
-    accuracy = evaluate(run, images.tasks("test"), tasks=test_tasks, seed=options.seed)
     proxies["parameters"] = ProxyScore(float(sum(value.numel() for value in run.net.features.parameters())))
     values = {proxy: None if result.failure else result.value for proxy, result in proxies.items()}
+    accuracy = evaluate(run, images.tasks("test"), tasks=settings.test_tasks, seed=options.seed)
     return ScoredArchitecture(architecture, values, accuracy.mean, accuracy.ci95, run.seconds / 60)

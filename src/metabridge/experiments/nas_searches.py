@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from metabridge.datasets import load
@@ -158,14 +158,7 @@ def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: st
     The record is None if `only` excludes the search or the time limit ends it.
     """
     settings, part = SETTINGS[options.scale], f"search-{label}"
-    search = replace(
-        settings.search,
-        kernel=variant.kernel,
-        cells=variant.cells,
-        adaptation_time=variant.adaptation_time,
-        ridge=variant.ridge,
-        seed=seed,
-    )
+    search = replace(settings.search, **asdict(variant), seed=seed)
     plan, name = as_json({"data": settings.data, **search.to_dict()}), f"nas-{part}-{options.scale}"
     record = SearchRecord.load(options, name, plan)
     if record is not None or not options.includes(part):

@@ -10,7 +10,7 @@ from typing import Any, Self
 from metabridge.environments.image_tasks import LabelledImages
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions
-from metabridge.experiments.records import Record, as_json
+from metabridge.experiments.records import Record, as_json, image_description
 from metabridge.heads import LogisticRegression
 from metabridge.report.results import Machine
 from metabridge.training import Run, evaluate
@@ -163,28 +163,13 @@ def train_or_load(
     )
     if not run.finished:
         return None
-    record = evaluate_run(run, name, config, images, evaluation, options)
-    record.save(options)
-    return record
-
-
-def evaluate_run(
-    run: Run,
-    name: str,
-    config: ImageTrainingConfig,
-    images: LabelledImages,
-    evaluation: Evaluation,
-    options: ExperimentOptions,
-) -> TrainingRecord:
-    """Evaluate a finished run and return its record."""
-    data_name = images.load_arguments["name"] if images.load_arguments else "images"
     device_images = images.to(options.device)
-    return TrainingRecord(
+    record = TrainingRecord(
         name=name,
         plan=config_dict(config),
         environment=Machine.current(options.device),
         minutes=run.seconds / 60,
-        images=f"{data_name} at {images.images.shape[-1]} px",
+        images=image_description(images),
         iterations=run.curve[-1].iteration,
         parameters=sum(value.numel() for value in run.net.features.parameters()),
         curve=tuple(
@@ -200,6 +185,8 @@ def evaluate_run(
         scores=tuple(_scores(run, device_images, config.ways, evaluation, options.seed)),
         evaluation_seconds=_evaluation_seconds(run, device_images, config.ways, evaluation),
     )
+    record.save(options)
+    return record
 
 
 def _scores(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation, seed: int) -> Iterator[SplitAccuracy]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -21,8 +21,7 @@ def sample_tasks(tasks: int, seed: int) -> Episodes:
     """Sample tasks and standardize all their labels to zero mean and unit variance."""
     episodes = TASKS.sample(tasks, torch.Generator().manual_seed(seed))
     labels = torch.cat([episodes.support_y, episodes.query_y], 1)
-    mean, std = labels.mean(), labels.std()
-    return replace(episodes, support_y=(episodes.support_y - mean) / std, query_y=(episodes.query_y - mean) / std)
+    return episodes.map_targets(lambda y: (y - labels.mean()) / labels.std())
 
 
 def initialization_seeds(widths: Sequence[int], nets: int, seed: int) -> dict[int, list[int]]:

@@ -16,14 +16,17 @@ _EIGENVALUE_PRECISION = 1e-9  # eigenvalues of a Gram matrix below this fraction
 
 
 def center(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the features (tasks, n, d) minus their mean, and the mean (tasks, 1, d), in float64."""
+    """Return the features (tasks, n, d) minus their mean, and the mean (tasks, 1, d), in float64.
+
+    Raise an InputError if a mean is NaN or infinite.
+    """
     mean = x.mean(-2, keepdim=True, dtype=torch.float64)
     check_finite("features", mean)
     return x - mean, mean
 
 
 def principal_axes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the coordinates (tasks, n, d) of features along their principal axes, and the axes as columns."""
+    """Return the coordinates (tasks, n, d) of centered features along their principal axes, and the axes as columns."""
     axes = torch.linalg.eigh(x.mT @ x).eigenvectors
     return x @ axes, axes
 
@@ -33,21 +36,25 @@ def dual_axes(gram: Tensor, features_of: Callable[[Tensor], Tensor]) -> tuple[Te
 
     Args:
         gram: The Gram matrices, (tasks, n, n).
-        features_of: A function that returns the features of the tasks that a mask selects. It is called for the tasks
-            whose smallest singular values cannot be computed from the Gram matrix.
+        features_of: A function that returns the centered features of the tasks that a mask selects. It is called for
+            the tasks whose smallest singular values cannot be computed from the Gram matrix.
 
     Returns:
-        The coordinates, and matrices `lift` (tasks, n, n): the weight with coordinates v is Σ_n a_n x_n, a = lift·v.
+        The coordinates, and matrices `lift` (tasks, n, n): the weight with coordinates v is Σ_i a_i x_i, where
+        a = lift·v and x_i are the centered features.
     """
     values, vectors = torch.linalg.eigh(gram)
-    root = values.clamp_min(0).sqrt()
+    singular_values = values.clamp_min(0).sqrt()
     # The smallest eigenvalue of centered features is 0, so the second smallest decides.
     unresolved = values[:, :2].amax(-1) < _EIGENVALUE_PRECISION * values[:, -1]
     if unresolved.any():
-        vectors[unresolved], root[unresolved], _ = torch.linalg.svd(features_of(unresolved), full_matrices=False)
-    root = root[..., None, :]
-    nonzero = root > torch.where(unresolved, 1e-13, 1e-7)[:, None, None] * root.amax(-1, keepdim=True)
-    return vectors * torch.where(nonzero, root, 0), vectors * torch.where(nonzero, 1 / root, 0)
+        left_vectors, exact_values, _ = torch.linalg.svd(features_of(unresolved), full_matrices=False)
+        vectors[unresolved], singular_values[unresolved] = left_vectors, exact_values
+    singular_values = singular_values[..., None, :]
+    rounding = torch.where(unresolved, 1e-13, 1e-7)[:, None, None]  # relative errors after `svd` and after `eigh`
+    nonzero = singular_values > rounding * singular_values.amax(-1, keepdim=True)
+    coordinates = vectors * torch.where(nonzero, singular_values, 0)
+    return coordinates, vectors * torch.where(nonzero, 1 / singular_values, 0)
 
 
 def centered_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,14 +90,15 @@ def centered_axes_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
-    """Return the Gram matrix of the features in float64, and the mean that was subtracted from them, or None.
+    """Return the Gram matrix of the features as float64, and the mean that was subtracted from them, or None.
 
-    If the rounding errors of float32 products change scores by less than `MAX_SCORE_ERROR`, the Gram matrix is computed
-    from the features themselves. Otherwise they are centered first, in float64.
+    Features in float32 on a CPU are multiplied in float32, and not centered, if the rounding errors change scores by
+    less than `MAX_SCORE_ERROR` and the matrix product precision is "highest". Other features are first centered, in
+    float64.
 
     Args:
         x: The features, (tasks, n, d).
-        sensitivity: The change of a score per error of 1 in the matrix.
+        sensitivity: The change of a score for an error of 1 in an entry of the matrix.
     """
     if x.dtype == torch.float32 and not x.is_cuda and torch.get_float32_matmul_precision() == "highest":
         gram = (x @ x.mT).double()
@@ -123,6 +131,13 @@ def combine_with_mean(
     """Return Σ_n coefficient_n x_n + mean_coefficient · mean, for coefficients that sum to 0.
 
     It is computed in the features' dtype if its rounding errors are small, otherwise in float64.
+
+    Args:
+        coefficient: The coefficients, (tasks, outputs, n).
+        x: The features, (tasks, n, d).
+        coordinates: Coordinates of the centered features, from which the rounding errors are estimated.
+        mean: The mean of the features, (tasks, 1, d).
+        mean_coefficient: The coefficient of the mean, (tasks, outputs), or None for 0.
 
     Returns:
         The weights (tasks, outputs, d), and the mean in the dtype of the computation.

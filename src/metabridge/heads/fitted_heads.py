@@ -48,7 +48,7 @@ class LinearHead(NamedTuple):
         return outputs
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return the scores wᵀx + b, with w divided by ‖x‖ if `normalize`.
+        """Return the scores wᵀx + b, with x divided by ‖x‖ if `normalize`.
 
         Args:
             features: The features x, (..., queries, d), with the task axes of the weight.
@@ -57,7 +57,7 @@ class LinearHead(NamedTuple):
             The scores, (..., queries, outputs).
 
         Raises:
-            InputError: If the features do not have the shape of those to which the head was fitted.
+            InputError: If the features do not have the task axes and the length d of the weight.
 
         >>> import torch
         >>> LinearHead(torch.eye(2), torch.tensor([0.0, 1.0])).scores(torch.tensor([[3.0, 4.0]]))
@@ -78,7 +78,7 @@ class PairwiseHead(NamedTuple):
 
     Args:
         weight: The weights, (..., pairs, d), with any task axes in front.
-        bias: The biases, (..., pairs). A positive value of the decision function is a vote for i, a negative one for j.
+        bias: The biases, (..., pairs). A decision value of at least 0 is a vote for i, a negative one a vote for j.
         normalize: Whether features are scaled to unit length first.
 
     >>> import torch
@@ -111,8 +111,9 @@ class PairwiseHead(NamedTuple):
     def scores(self, features: Tensor) -> Tensor:
         """Return the votes for each output plus c / (3|c| + 3), where c is the sum of its decision values.
 
-        These are the scores of scikit-learn's `decision_function_shape="ovr"`. The fraction breaks ties, since it is
-        smaller than a third of a vote.
+        In this sum, the decision values of pairs in which the output is j are negated. With three or more outputs,
+        these are the scores of scikit-learn's `decision_function_shape="ovr"`. The fraction breaks ties, since its
+        absolute value is less than a third of a vote.
 
         Args:
             features: The features, (..., queries, d), with the task axes of the weight.
@@ -121,7 +122,7 @@ class PairwiseHead(NamedTuple):
             The scores, (..., queries, outputs).
 
         Raises:
-            InputError: If the features do not have the shape of those to which the head was fitted.
+            InputError: If the features do not have the task axes and the length d of the weight.
 
         >>> import torch
         >>> PairwiseHead(torch.tensor([[1.0, 0.0]]), torch.tensor([0.0])).scores(torch.tensor([[2.0, 0.0]]))
@@ -132,8 +133,8 @@ class PairwiseHead(NamedTuple):
         first, second = torch.triu_indices(outputs, outputs, 1, device=decisions.device)
         pair_signs = (one_hot(first, outputs) - one_hot(second, outputs)).to(decisions.dtype)
         votes = (0.5 - (decisions < 0).to(decisions.dtype)) @ pair_signs + (outputs - 1) / 2
-        confidence = decisions @ pair_signs
-        return votes + confidence / (3 * confidence.abs() + 3)
+        decision_sum = decisions @ pair_signs
+        return votes + decision_sum / (3 * decision_sum.abs() + 3)
 
 
 FittedHead: TypeAlias = LinearHead | PairwiseHead

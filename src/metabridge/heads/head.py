@@ -15,8 +15,8 @@ from metabridge.registry import Registered
 class Head(Registered, ABC, root=True):
     """Base class of test-time heads: classifiers that are fitted to fixed features, for all tasks at once.
 
-    A head is a frozen dataclass in a module of this package. All its fields need defaults. Heads are fitted in float64,
-    and log a warning if they do not reach the minimum of their objective.
+    A head is a frozen dataclass in a module of this package. All its fields need defaults. Heads that solve an
+    optimization problem do so in float64, and log a warning if an iterative solver does not reach the minimum.
 
     Attributes:
         calibrated: Whether the softmax of the scores estimates probabilities; if not, scores only rank the outputs.
@@ -42,13 +42,14 @@ class Head(Registered, ABC, root=True):
         """Return a head of this class that scales features to unit length and has this penalty.
 
         Args:
-            penalty: The weight of the squared norm of the weights (default: `default_penalty`).
+            penalty: The strength of the L2 penalty on the weights, which is 1/C for the SVM (default:
+                `default_penalty`).
 
         Returns:
             The head, not fitted yet.
 
         Raises:
-            InputError: If `penalty` is given but the head has none, or it is not positive.
+            InputError: If `penalty` is given but the head has none, or if `penalty` is not positive.
         """
         if cls.default_penalty is None:
             if penalty is not None:
@@ -76,7 +77,8 @@ class Head(Registered, ABC, root=True):
             The fitted head with all task axes, in the dtype of the features, but at least float32.
 
         Raises:
-            InputError: If shapes or dtypes do not match, a class has no example, or features are not finite.
+            InputError: If a shape or dtype is wrong, features or labels are not finite, there are fewer than two
+                classes, a label is not in 0..outputs − 1, a class has no example, or the fitted weights overflow.
         """
 
 
@@ -85,13 +87,14 @@ def create_head(name: str, penalty: float | None = None) -> Head:
 
     Args:
         name: A name in `Head.registry`: "centroid", "logistic", "ridge", "svm" or the name of a custom head.
-        penalty: The weight of the squared norm of the head's weights (default: the head's `default_penalty`).
+        penalty: The strength of the L2 penalty on the head's weights, which is 1/C for the SVM (default: the head's
+            `default_penalty`).
 
     Returns:
         The head, not fitted yet.
 
     Raises:
-        InputError: If there is no such head, `penalty` is given but the head has none, or it is not positive.
+        InputError: If there is no such head, `penalty` is given but the head has none, or `penalty` is not positive.
 
     >>> create_head("svm", penalty=0.5)
     SVM(C=2.0, loss='squared-hinge', normalize=True)

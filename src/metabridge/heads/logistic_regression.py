@@ -19,10 +19,11 @@ from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_un
 
 @dataclass(frozen=True)
 class LogisticRegression(Head):
-    """Multinomial logistic regression: ½ penalty ‖W‖² + Σ_n −log softmax(Wφ_n + b)[y_n], with an unpenalized bias b.
+    """Multinomial logistic regression: minimize ½ penalty ‖W‖² + Σ_n −log softmax(Wφ_n + b)[y_n].
 
-    It equals scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs, scikit-learn
-    penalizes the difference of the two weights instead, which corresponds to `C=2/penalty`.
+    φ_n are the features, y_n the labels, and the bias b is not penalized. With three or more outputs, it equals
+    scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs, scikit-learn penalizes the difference of the two
+    weights instead, which corresponds to `C=2/penalty`.
 
     Args:
         penalty: The weight of ½‖W‖².

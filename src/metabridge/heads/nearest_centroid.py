@@ -39,15 +39,16 @@ class NearestCentroid(Head):
 
     @classmethod
     def _from_penalty(cls, penalty: float) -> Self:
-        return cls(normalize=True)
+        return cls(normalize=True)  # `penalty` is 0.0, since the head has no penalty
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Fit the head of every task; see `Head.fit`."""
         x, y = prepare_tasks(self, features, labels, outputs)
         targets = one_hot(y, outputs).to(x.dtype)
         averaging = targets / targets.sum(-2, keepdim=True)
-        means = pad(averaging - 1 / x.shape[-2], (0, 1), value=1 / x.shape[-2]).mT @ x
-        check_finite("features", means)
-        centroid, mean = means[:, :-1], means[:, -1:]  # centroids relative to the mean
+        # One product for the centroids minus the mean, and for the mean in the last row.
+        centroids_and_mean = pad(averaging - 1 / x.shape[-2], (0, 1), value=1 / x.shape[-2]).mT @ x
+        check_finite("features", centroids_and_mean)
+        centroid, mean = centroids_and_mean[:, :-1], centroids_and_mean[:, -1:]
         score_at_mean = -0.5 * centroid.square().sum(-1)
         return LinearHead(*shape_solution(features, centroid, score_at_mean, mean), self.normalize)

@@ -103,9 +103,9 @@ def minimize(loss: Loss, labels: Tensor, X: Tensor, penalty: Tensor, outputs: in
 
     Returns:
         V, and an estimate of the excess of each objective over its minimum, relative to the objective, (tasks,
-        problems). It is half the Newton decrement −⟨gradient, step⟩ before the last step. If the loss has directions
-        without curvature, in which rounding can hide an excess, it is at least the bound ½ Σ_j gradient_j² / penalty_j
-        after the last step.
+        problems). It is half the Newton decrement −⟨gradient, step⟩ before the last step. For a loss with separate
+        problems, rounding can hide an excess in directions without curvature. If the loss has such directions, the
+        estimate is at least the bound ½ Σ_j gradient_j² / penalty_j after the last step.
 
     >>> import torch
     >>> X, labels = torch.tensor([[[1.0], [-1.0]]]).double(), torch.tensor([[0, 1]])
@@ -117,7 +117,7 @@ def minimize(loss: Loss, labels: Tensor, X: Tensor, penalty: Tensor, outputs: in
     penalty = all_penalty = penalty[..., None]
     all_X = X
     solution = X.new_zeros(len(X), X.shape[-1], outputs)
-    active = torch.arange(len(X), device=X.device)  # indices of the tasks that are not solved yet
+    active = torch.arange(len(X), device=X.device)  # indices of iterated tasks; if half are solved, those are dropped
     V, scores = solution, X @ solution
     expansion = loss.expand(targets, scores)
     objective = expansion.value
@@ -186,12 +186,12 @@ def _newton_step(
     X: Tensor,
     penalty: Tensor,
     grad: Tensor,
-    floor: Tensor,
+    squared_atol: Tensor,
 ) -> Tensor:
     """Solve (penalty + Xᵀ·Hessian·X) v = −grad approximately.
 
     The preconditioner is the diagonal penalty_j + w̄ ‖X_j‖², with columns X_j and the mean curvature w̄ of an output.
-    Tasks that remain unsolved use a Cholesky factor of the matrix instead.
+    Tasks that remain unsolved use a Cholesky factor of the matrix instead, if it has at most `_MAX_FACTORED` rows.
     """
     unknowns = grad.shape[-2] * (1 if loss.separate else grad.shape[-1])
     mean_curvature = expansion.diagonal.mean(-2, keepdim=True)
@@ -202,7 +202,7 @@ def _newton_step(
         diagonal.reciprocal().mul,
         dim=loss.dims,
         squared_rtol=loss.cg_tolerance,
-        squared_atol=floor,
+        squared_atol=squared_atol,
         max_steps=_CG_STEPS if unknowns <= _MAX_FACTORED else unknowns,
     )
     unsolved = (~solved).any(-1).any(-1).nonzero()[:, 0]
@@ -210,15 +210,18 @@ def _newton_step(
         for chunk in unsolved.split(max(1, 2**24 // unknowns**2)):
             chunk_expansion = loss.expand(targets[chunk], scores[chunk])
             step[chunk] = _factored_newton_step(
-                loss, chunk_expansion, X[chunk], penalty[chunk], grad[chunk], floor[chunk]
+                loss, chunk_expansion, X[chunk], penalty[chunk], grad[chunk], squared_atol[chunk]
             )
     return step
 
 
 def _factored_newton_step(
-    loss: Loss, expansion: Expansion, X: Tensor, penalty: Tensor, grad: Tensor, floor: Tensor
+    loss: Loss, expansion: Expansion, X: Tensor, penalty: Tensor, grad: Tensor, squared_atol: Tensor
 ) -> Tensor:
-    """Solve as `_newton_step` does, with a Cholesky factor of the matrix as preconditioner, which corrects rounding."""
+    """Solve as `_newton_step` does, with a Cholesky factor as preconditioner.
+
+    Conjugate gradients correct its rounding errors.
+    """
     tasks, r, outputs = grad.shape
     if loss.separate:
         hessian = (X.mT[:, None] * expansion.diagonal.mT[..., None, :]) @ X[:, None]
@@ -239,7 +242,7 @@ def _factored_newton_step(
     def precondition(v: Tensor) -> Tensor:
         scaled_v = (scale * v.mT.reshape(scale.shape))[..., None]
         solution = (scale * torch.cholesky_solve(scaled_v, factor)[..., 0]).view(tasks, outputs, r).mT
-        # Softmax is invariant to the mean over outputs, and the penalty makes it 0.
+        # Softmax is invariant to the mean over outputs. A penalty makes it 0, and 0 is chosen without a penalty.
         return solution if loss.separate else solution - solution.mean(-1, keepdim=True)
 
     step, _ = conjugate_gradients(
@@ -248,7 +251,7 @@ def _factored_newton_step(
         precondition,
         dim=loss.dims,
         squared_rtol=loss.cg_tolerance,
-        squared_atol=floor,
+        squared_atol=squared_atol,
         max_steps=_CG_STEPS,
     )
     return step

@@ -19,9 +19,10 @@ from metabridge.ridge_regression import ridge_dual
 
 @dataclass(frozen=True)
 class RidgeClassifier(Head):
-    """Least squares Σ_n ‖Wφ_n + b − y_n‖² + penalty ‖W‖², like scikit-learn's `Ridge(alpha=penalty)`.
+    """Ridge regression: minimize Σ_n ‖Wφ_n + b − y_n‖² + penalty ‖W‖², like scikit-learn's `Ridge(alpha=penalty)`.
 
-    The bias b is not penalized. Class labels are one-hot encoded; targets may also be real values, (..., n, outputs).
+    φ_n are the features, and the bias b is not penalized. The targets y_n are one-hot encoded class labels or real
+    values, (..., n, outputs).
 
     Args:
         penalty: The weight of ‖W‖².

@@ -17,16 +17,18 @@ from metabridge.heads.head import Head
 from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
 
 MAX_PRIMAL_EXCESS = 1e-7  # problems with a larger relative excess over the minimum are also solved in their duals
-ROUNDING_CHECK = 1e8  # largest C times squared norm of a feature without a check of rounding errors in the weight
+# If C times the largest squared norm of a float64 feature exceeds this, rounding errors of the weight are checked.
+ROUNDING_CHECK_THRESHOLD = 1e8
 
 
 @dataclass(frozen=True)
 class SVM(Head):
     """Linear support vector machine, one-vs-rest with the squared hinge loss or one-vs-one with the hinge loss.
 
-    "squared-hinge" minimizes ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))², s_nk = ±1, for each class k:
-    scikit-learn's `LinearSVC(C)`. "hinge" minimizes ½‖w‖² + C Σ max(0, 1 − s(wᵀφ + b)), s = ±1, for each pair
-    of classes: scikit-learn's `SVC(C, kernel="linear")`.
+    "squared-hinge" minimizes ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))² for each class k, with s_nk = 1
+    for the features φ_n of this class and −1 for all others, like scikit-learn's `LinearSVC(C=C)`. "hinge" minimizes
+    ½‖w‖² + C Σ_n max(0, 1 − s_n(wᵀφ_n + b)) for each pair of classes, with s_n = 1 for the first class and −1 for the
+    second, like scikit-learn's `SVC(C=C, kernel="linear")`.
 
     Args:
         C: The weight of the losses.
@@ -89,21 +91,22 @@ class SVM(Head):
             # Remove the rounding errors of the weight along (mean, 1), which the length of (x, 1) would magnify.
             component = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
             weight = weight[..., :-1] + ((level - component) / length.square())[..., None] * mean
-        if x.dtype == torch.float64 and self.C * coordinates.square().sum(-1).max() > ROUNDING_CHECK:
+        if x.dtype == torch.float64 and self.C * coordinates.square().sum(-1).max() > ROUNDING_CHECK_THRESHOLD:
             bias, scores = level - (weight @ mean.mT)[..., 0], (x - mean) @ weight.mT + level[:, None]
             objective = (weight.square().sum(-1) + bias.square()) / 2 + self.C * _squared_hinges(scores, y)
-            scaled_minimum = (penalty[..., None] * solution.square()).sum(-2) / 2
-            scaled_minimum = scaled_minimum + _squared_hinges(design @ solution, y)
-            excess = torch.maximum(excess, objective / (self.C * scaled_minimum) - 1)
+            minimum_over_C = (penalty[..., None] * solution.square()).sum(-2) / 2
+            minimum_over_C = minimum_over_C + _squared_hinges(design @ solution, y)
+            excess = torch.maximum(excess, objective / (self.C * minimum_over_C) - 1)
         warn_if_unsolved(self, excess, "a smaller C")
         return LinearHead(*shape_solution(features, weight, level, mean), self.normalize)
 
     def _refine_in_dual(
         self, solution: Tensor, excess: Tensor, coordinates: Tensor, design: Tensor, length: Tensor, y: Tensor
     ) -> None:
-        """Solve unsolved problems again in their duals, and replace the solutions that improve.
+        """Solve unsolved problems again in their duals, and replace entries of `solution` and `excess` that improve.
 
-        If C is so large that margins are almost hard, the solution of the dual problem is more precise.
+        If C is so large that margins are almost hard, the solution of the dual problem is more precise. Tasks with more
+        than `svm_duals.MAX_EXAMPLES` examples are not solved again.
         """
         if design.shape[-2] > svm_duals.MAX_EXAMPLES:
             return
@@ -111,10 +114,10 @@ class SVM(Head):
         chunk_size = svm_duals.MAX_EXAMPLES**2 // design.shape[-2] ** 2 or 1
         for chunk in unsolved.split(chunk_size) if len(unsolved) else ():
             task, output = chunk.unbind(-1)
-            kernel = coordinates[task] @ coordinates[task].mT
-            sign = torch.where(y[task] == output[:, None], 1.0, -1.0).to(kernel.dtype)
+            gram = coordinates[task] @ coordinates[task].mT
+            sign = torch.where(y[task] == output[:, None], 1.0, -1.0).to(gram.dtype)
             bias_penalty = length[task, 0].square().reciprocal()
-            coefficient, level, gap = svm_duals.squared_hinge(kernel, sign, design[task, :, -1], bias_penalty, self.C)
+            coefficient, level, gap = svm_duals.squared_hinge(gram, sign, design[task, :, -1], bias_penalty, self.C)
             weight = (coefficient[:, None] @ coordinates[task])[:, 0]
             improved = gap < excess[task, output]
             task, output = task[improved], output[improved]

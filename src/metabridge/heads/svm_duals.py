@@ -40,7 +40,7 @@ def one_against_one(gram: Tensor, labels: Tensor, outputs: int, C: float) -> tup
     [[[[0.5, -0.5]]], [[3.0]], [[0.0]]]
     """
     in_class = (labels[:, None, :] == torch.arange(outputs, device=labels.device)[:, None]).double()
-    # The examples of each class, padded to the size of the largest class with examples that are not present.
+    # The indices of the examples of each class. Smaller classes are padded with indices for which `present` is 0.
     present, index = in_class.topk(int(in_class.sum(-1).max()), -1)
     first, second = torch.triu_indices(outputs, outputs, 1, device=labels.device)
     index = torch.cat([index[:, first], index[:, second]], -1)
@@ -111,10 +111,10 @@ def squared_hinge(
     free = (solution.slack[:, 0, 0] > solution.lower[:, 0])[:, :-1]
     alpha, level = solution.alpha[:, 0, :-1].clamp_min(0), solution.alpha[:, 0, -1] / bias_penalty
     margin = (K @ alpha[..., None])[..., 0] + signed_factor * level[:, None]
-    square = (alpha * margin).sum(-1)
+    squared_norm = (alpha * margin).sum(-1)  # αᵀKα + bias_penalty · level²
     losses = (1 - margin - _MARGIN_TOLERANCE).clamp_min(0).square().sum(-1) / (2 * loss_diagonal[:, 0])
-    dual_objective = (alpha - loss_diagonal * alpha.square() / 2).sum(-1) - square / 2
-    gap = (square / 2 + losses - dual_objective) / (square / 2 + losses).clamp_min(1e-300)
+    dual_objective = (alpha - loss_diagonal * alpha.square() / 2).sum(-1) - squared_norm / 2
+    gap = (squared_norm / 2 + losses - dual_objective) / (squared_norm / 2 + losses).clamp_min(1e-300)
     for _ in range(_MAX_EXCHANGES):
         exact, exact_level, free, optimal = _exchange_free(Q, signed_factor, bias_penalty, free)
         solved = optimal & (gap != 0)
@@ -126,7 +126,11 @@ def squared_hinge(
 def _exchange_free(
     Q: Tensor, signed_factor: Tensor, bias_penalty: Tensor, free: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return α and the level for α = 0 outside the set `free`, the next set, and which problems are thereby solved."""
+    """Solve for α and the level with α = 0 outside the set `free`.
+
+    Returns:
+        α, the level, the next set `free`, and which problems are solved by α.
+    """
     eye = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
     system = pad(torch.where(free[:, :, None] & free[:, None, :], Q, eye), (0, 1, 0, 1))
     system[:, -1, :-1] = system[:, :-1, -1] = free * signed_factor
@@ -175,7 +179,7 @@ def _exchange_repeatedly(
 def _exchange(
     Q: Tensor, sign: Tensor, upper: Tensor, low: Tensor, high: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Solve for α with the variables `low` and `high` at their bounds.
+    """Solve for α with the variables in `low` at 0 and those in `high` at their upper bounds.
 
     Returns:
         α, the bias, the next sets `low` and `high`, and which problems are not solved by α.
@@ -225,9 +229,9 @@ def _solve_interior(Q: Tensor, sign: Tensor, upper: Tensor) -> tuple[Tensor, Ten
     exact, exact_bias, unsolved = _exchange_repeatedly(Q, sign, upper, low, high)
     # If the active set is uncertain, the gap ignores margin violations below the tolerance.
     shortfall = (-excess - _MARGIN_TOLERANCE).clamp_min(0)
-    square = (alpha * (Q @ alpha[..., None])[..., 0]).sum(-1)
+    squared_norm = (alpha * (Q @ alpha[..., None])[..., 0]).sum(-1)
     losses = (upper * shortfall * present).sum(-1)
-    gap = (square + losses - alpha.sum(-1)) / (square / 2 + losses).clamp_min(1e-300)
+    gap = (squared_norm + losses - alpha.sum(-1)) / (squared_norm / 2 + losses).clamp_min(1e-300)
     solved = torch.ones_like(bias, dtype=torch.bool)
     solved[unsolved] = False
     return exact.where(solved[:, None], alpha), exact_bias.where(solved, bias), gap.where(~solved, 0)
@@ -238,11 +242,11 @@ def _bias(Q: Tensor, sign: Tensor, alpha: Tensor, low: Tensor, high: Tensor) -> 
     present = sign != 0
     free = ~(low | high) & present
     margin_bias = sign * (1 - (Q @ alpha[..., None])[..., 0])  # the bias for which an example is on its margin
-    mean = (free * margin_bias).sum(-1) / free.sum(-1)
+    mean_bias = (free * margin_bias).sum(-1) / free.sum(-1)
     # s(f + b) is at least 1 if α = 0 and at most 1 if α = C. This bounds b from below if s = 1 and α = 0, for example.
     bounds_below = torch.where(sign > 0, low, high) & present
     bounds_above = torch.where(sign > 0, high, low) & present
-    lower = margin_bias.where(bounds_below, -torch.inf).amax(-1)
-    upper = margin_bias.where(bounds_above, torch.inf).amin(-1)
-    bias = torch.where(free.any(-1), mean, (lower + upper) / 2)
+    min_bias = margin_bias.where(bounds_below, -torch.inf).amax(-1)
+    max_bias = margin_bias.where(bounds_above, torch.inf).amin(-1)
+    bias = torch.where(free.any(-1), mean_bias, (min_bias + max_bias) / 2)
     return bias, sign * (bias[:, None] - margin_bias)

@@ -18,10 +18,11 @@ MAX_EXCESS = 1e-5  # a head warns if its objective exceeds the minimum by this f
 
 
 def prepare_tasks(head: Head, features: Tensor, labels: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
-    """Check the arguments of `head.fit`, except that features are finite.
+    """Raise an InputError if the arguments of `head.fit` are invalid; only features may be NaN or infinite.
 
     Returns:
-        The features with one task axis, of unit length if `head.normalize`, and the labels with one task axis.
+        The features and the labels, each with one task axis. The features are at least float32, and have unit length if
+        `head.normalize`.
     """
     if not features.is_floating_point() or features.ndim < 3:
         raise InputError(
@@ -43,10 +44,10 @@ def prepare_tasks(head: Head, features: Tensor, labels: Tensor, outputs: int) ->
 
 
 def shape_solution(features: Tensor, weight: Tensor, level: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the weight and the bias with the task axes and the dtype of the features.
+    """Return the weight and the bias with the task axes of the features, in their dtype, but at least float32.
 
     The bias is computed from the rounded weight, so that the scores at `origin` are `level`. Otherwise rounding
-    errors of the weight would be magnified if the origin is far from 0.
+    errors of the weight would be magnified if the origin is far from 0. Raise an InputError if a value overflows.
 
     Args:
         features: The features as they were passed to `Head.fit`.
@@ -77,7 +78,7 @@ def warn_if_unsolved(head: Head, excess: Tensor, remedy: str) -> None:
     largest = float(excess.max())
     if not largest < MAX_EXCESS:
         log.warning(
-            "%r stopped at an objective of up to %.1e above its minimum, relative to it, in %d of %d tasks. "
+            "%r stopped at objectives with a relative excess of up to %.1e over their minimum, in %d of %d tasks. "
             "Use %s, or normalize=True.",
             head,
             largest,

@@ -48,9 +48,9 @@ class Activation(ABC):
 class ReLU(Activation):
     """max(x, 0) + slope·min(x, 0): ReLU, or leaky ReLU if `slope` is not 0 (the arc-cosine kernels).
 
-    With the correlation ρ = cos θ, a = (1 + slope²)/2 and b = (1 − slope)²/2π:
+    With the correlation ρ = cos θ, a = (1 + slope²)/2 and b = (1 − slope)²/(2π):
     E[φ'φ'] = a − bθ and E[φφ] = √(E[u²]E[v²])·(ρ(a − bθ) + b sin θ).
-    The angle θ is computed from its sine and cosine, which is exact at ρ = ±1 and accurate near it.
+    The angle θ is computed from its sine and cosine, which is exact at ρ = ±1 and accurate near these values.
 
     Args:
         slope: Slope for negative inputs.
@@ -106,7 +106,8 @@ class Erf(Activation):
 class Gelu(Activation):
     """The Gaussian error linear unit x·P(N(0, 1) < x).
 
-    The expectations are functions of s² = (1 + E[u²])(1 + E[v²]), r² = s² − E[uv]² and the angle arctan(E[uv]/r).
+    The expectations are functions of E[uv], E[u²]E[v²], s² = (1 + E[u²])(1 + E[v²]), r² = s² − E[uv]² and the angle
+    arctan(E[uv]/r).
 
     Example:
         >>> import torch

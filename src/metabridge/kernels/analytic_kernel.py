@@ -19,7 +19,7 @@ from metabridge.errors import InputError, describe
 from metabridge.kernels.conv_layers import AveragePool, Flatten, GlobalAveragePool, Spatial, same_pixels
 from metabridge.kernels.layers import Dense, KernelState, Layer, Residual
 
-MEMORY = 2**30
+MEMORY = 2**30  # default of `memory`, in bytes
 _COPIES = 8  # maximum number of tensors of a tile's size in memory while the tile is computed
 _CPU_CACHE_NUMBERS = 2**18  # largest tile, in numbers, that stays in a CPU's cache between operations
 
@@ -76,8 +76,8 @@ class AnalyticKernel:
             Θ(x, z), (n, m).
 
         Raises:
-            InputError: If points have the wrong shape or dtype, their kernel is zero or overflows, or the memory is too
-                small for one pair.
+            InputError: If points have the wrong shape or dtype or are not finite, if `x` and `z` do not match, if the
+                kernel is zero or overflows, or if the memory is too small for one pair.
         """
         return self.both(x, z)[0]
 
@@ -92,8 +92,8 @@ class AnalyticKernel:
             K(x, z), (n, m).
 
         Raises:
-            InputError: If points have the wrong shape or dtype, their kernel is zero or overflows, or the memory is too
-                small for one pair.
+            InputError: If points have the wrong shape or dtype or are not finite, if `x` and `z` do not match, if the
+                kernel is zero or overflows, or if the memory is too small for one pair.
         """
         (cov,) = self._compute(x, z, results=1)
         return cov
@@ -109,8 +109,8 @@ class AnalyticKernel:
             Θ(x, z) and K(x, z), each (n, m).
 
         Raises:
-            InputError: If points have the wrong shape or dtype, their kernel is zero or overflows, or the memory is too
-                small for one pair.
+            InputError: If points have the wrong shape or dtype or are not finite, if `x` and `z` do not match, if the
+                kernel is zero or overflows, or if the memory is too small for one pair.
         """
         cov, ntk = self._compute(x, z, results=2)
         return ntk, cov
@@ -210,7 +210,12 @@ class AnalyticKernel:
             raise InputError(f"{_row_list(invalid)} of {name}: NaN or infinite values. Fix or remove these points.")
 
     def _check_diagonal(self, diagonal: Tensor, name: str) -> None:
-        """Raise InputError for points whose kernel with themselves is 0 or overflows."""
+        """Raise InputError if a point's K with itself is 0, or its K or Θ overflows.
+
+        Args:
+            diagonal: K and Θ of each point with itself, (2, points).
+            name: Name of the points in the error message.
+        """
         zero = (diagonal[0] <= 0) | diagonal[0].isnan()
         if zero.any():
             raise InputError(
@@ -254,7 +259,10 @@ class _RecordedVariances:
 
 
 def _inner_products(x: Tensor, z: Tensor, pixel_dims: int) -> Tensor:
-    """Return the inner products of each point of the rows with each point of the columns."""
+    """Return the inner products of the points of the rows and the columns, divided by the features or channels.
+
+    For images, they are the inner products of the pixels, in the layout of `KernelState.cov`.
+    """
     if pixel_dims == 4:
         pixels = torch.einsum("nca,mcb->nmab", x.flatten(2), z.flatten(2))
         return pixels.reshape(len(x), len(z), *x.shape[2:], *z.shape[2:]).div_(x.shape[1])
@@ -264,7 +272,7 @@ def _inner_products(x: Tensor, z: Tensor, pixel_dims: int) -> Tensor:
 
 
 def _squared_norms(x: Tensor, pixel_dims: int) -> Tensor:
-    """Return the inner product of each point with itself."""
+    """Return the diagonal of `_inner_products(x, x, pixel_dims)`: the inner products of each point with itself."""
     if pixel_dims == 4:
         pixels = torch.einsum("nca,ncb->nab", x.flatten(2), x.flatten(2))
         return pixels.reshape(len(x), *x.shape[2:], *x.shape[2:]).div_(x.shape[1])

@@ -63,12 +63,13 @@ def residual_kernel(
     The network is h¹ = W¹x, hˡ = hˡ⁻¹ + Wˡφ(hˡ⁻¹) for 1 < l < L, f = W^L φ(h^{L−1}), in NTK parameterization, with
     biases if `bias_variance` is positive. Hence Σˡ = Σˡ⁻¹ + σ_w² E[φφ] + σ_b² and
     Θˡ = Θˡ⁻¹ + σ_w² E[φ'φ']Θˡ⁻¹ + σ_w² E[φφ] + σ_b². With ReLU, σ_w² = 2 and σ_b² = 0, the diagonal of Σˡ doubles in
-    every layer, and the diagonal of Θˡ more than doubles (Wang et al. 2021, app. B.6, write e^L for this growth).
+    every residual layer, and the diagonal of Θˡ more than doubles (Wang et al. 2021, app. B.6, write e^L for this
+    growth).
 
     Args:
         depth: Number of layers with weights, L.
-        layer_norm: Whether to normalize h¹, and every hˡ after the addition. The diagonal of Σˡ is then 1, and Θˡ grows
-            linearly in l, as it does without residual connections.
+        layer_norm: Whether to normalize h¹, and every hˡ after the addition, so that the diagonal of Σˡ is 1. With
+            ReLU, σ_w² = 2 and σ_b² = 0, the diagonal of Θˡ then grows linearly in l, as without residual connections.
         activation: Name or instance of an activation, as in `fully_connected_kernel`.
         weight_variance: σ_w² of every layer, including the readout.
         bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.

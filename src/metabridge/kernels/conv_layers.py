@@ -18,7 +18,7 @@ _AXES = {2: ((-2,), (-1,)), 4: ((-4, -2), (-3, -1))}
 
 @runtime_checkable
 class Spatial(Protocol):
-    """A layer that changes the size of images."""
+    """A layer that can change the size of images."""
 
     def padded_length(self, length: int) -> int:
         """Return the side length of the padded images.

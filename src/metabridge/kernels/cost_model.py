@@ -168,7 +168,10 @@ def _mismatched(comparisons: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
 
 
 def _forward_numbers(call: LayerCall) -> int:
-    """Return how many numbers a `PooledConv` holds in its forward pass: feature maps, patches and centered patches."""
+    """Return how many numbers a `PooledConv` holds in its forward pass: feature maps, patches and centered patches.
+
+    Other calls hold nothing else than what the graph saves, so the result is 0 for them.
+    """
     if not call.pooled:
         return 0
     conv = call.pooled[0]
@@ -184,11 +187,12 @@ def _backward_numbers(calls: list[LayerCall], outputs: int, batched: bool) -> in
 
 
 def _parameter_info(name: str, value: Tensor, calls: list[LayerCall], generic: bool) -> ParameterInfo:
-    rows = value.shape[0] if value.ndim else 1
-    positions = [call.output.numel() // rows for call in calls]
+    out_features = value.shape[0] if value.ndim else 1
+    positions = [call.output.numel() // out_features for call in calls]
     info = ParameterInfo(name, value.numel(), value.numel() * (sum(positions) or 1))
     if generic or len(calls) != 1 or value.ndim < 2 or not calls[0].is_linear:
         return info
     if getattr(calls[0].layer, "groups", 1) > 1:
         return info
-    return replace(info, in_features=value.numel() // rows, out_features=rows, positions=positions[0])
+    in_features = value.numel() // out_features
+    return replace(info, in_features=in_features, out_features=out_features, positions=positions[0])

@@ -33,7 +33,8 @@ log = logging.getLogger("metabridge")
 
 Part = Literal["all", "head", "body"]
 
-PLAIN_TYPES = (bool, int, float, str)  # types of layer settings, as single values or in tuples
+# Types of the layer settings whose changes are noticed, as single values or in tuples.
+PLAIN_TYPES = (bool, int, float, str)
 
 
 @dataclass
@@ -47,7 +48,7 @@ class _PreparedNetwork:
         profile: Sizes and costs of the network.
         recordable: Whether computations may be captured as CUDA graphs; false on a CPU and after a failure.
         supports_products: Whether NTK-vector products may work; false after they have failed.
-        last_sizes: Numbers of rows and columns of the last computation.
+        last_sizes: Numbers of rows and columns of the last computation by gradients; no columns if they are the rows.
         recording: The captured computation.
     """
 
@@ -79,9 +80,10 @@ class _RecordedKernel:
 class EmpiricalKernel:
     """The empirical NTK and NNGP kernel of a finite network with k outputs.
 
-    The first call profiles the network with one sample, as does the first call after parameters or layers have changed.
-    On a GPU, the second call with the same numbers of samples captures the computation as a CUDA graph, and later calls
-    replay it, if all samples fit in memory and all layers are PyTorch's. The graph keeps its memory, and the precision
+    The first call profiles the network with its first sample, as does the first call for another sample shape or after
+    parameters or layers have changed. On a GPU, the second consecutive call with the same numbers of samples captures
+    the computation as a CUDA graph, and further ones replay it, if the gradients are computed layer by layer in one
+    pass, and all layers are PyTorch's or this library's, without hooks. The graph keeps its memory, and the precision
     (TF32 or not) that was set when it was captured.
 
     NTK-vector products J(x)(J(z)ᵀe) hold few gradients at a time, but need forward-mode derivatives under `vmap`, which
@@ -100,7 +102,8 @@ class EmpiricalKernel:
             "auto" for the one with the lower estimated cost.
 
     Raises:
-        InputError: If a setting is invalid, or the network mixes samples or draws random numbers.
+        InputError: If a setting is invalid, parameters are missing or of different dtypes or devices, batch norm uses
+            the batch, or dropout is active.
 
     Example:
         >>> import torch
@@ -129,7 +132,7 @@ class EmpiricalKernel:
         _check_network(self.net, self._all_params())
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copying and pickling, without CUDA graphs, which cannot be copied."""
+        """Return the state for copying and pickling, without profiles and CUDA graphs, which cannot be copied."""
         return {**vars(self), "_prepared": {}}
 
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -211,7 +214,9 @@ class EmpiricalKernel:
         return result / (outputs if self.outputs == "mean" else 1)
 
     def nngp(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return the NNGP kernel: the NTK of the head's parameters, φ(x)·φ(z), plus 1 if the head has a bias.
+        """Return the NNGP kernel, which is the NTK of the head's parameters.
+
+        For outputs="mean", it is φ(x)·φ(z), plus 1 if the head has a bias, with the features φ that the head receives.
 
         Args:
             x: The n samples of the rows.
@@ -221,7 +226,7 @@ class EmpiricalKernel:
             K(x, z), in the shape of `ntk`.
 
         Raises:
-            InputError: If the network has no head, or no kernel at these samples.
+            InputError: If the network has no head or no kernel at these samples, or the memory is too small.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
@@ -241,7 +246,7 @@ class EmpiricalKernel:
             Θ(x, z) and K(x, z), in the shapes of `ntk` and `nngp`.
 
         Raises:
-            InputError: If the network has no head, or no kernel at these samples.
+            InputError: If the network has no head or no kernel at these samples, or the memory is too small.
         """
         return self.ntk(x, z), self.nngp(x, z)
 
@@ -438,9 +443,11 @@ class EmpiricalKernel:
 
 
 def _fingerprint(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
-    """Return the state on which a network's outputs depend: layers, their settings, and the versions of the tensors.
+    """Return the state on which a network's kernel depends.
 
-    Settings that are not plain values, such as functions or hooks, are not included.
+    It consists of the layers and their settings, the addresses and versions of the tensors, which parameters require
+    gradients, and whether autocast is on. Settings that are not plain values, such as functions or hooks, are not
+    included.
     """
     layers = [
         (layer, *((name, value) for name, value in vars(layer).items() if _is_plain(value))) for layer in net.modules()
@@ -484,8 +491,8 @@ def _check_network(net: nn.Module, params: Params) -> None:
         if uses_batch:
             raise InputError(
                 f"batch norm {name!r} normalizes by the batch, which mixes samples, so there are no per-sample "
-                "gradients. Use evaluation mode with statistics='running', estimated, or with_group_norm(net, "
-                "groups=16)."
+                "gradients. Use evaluation mode with estimated statistics and statistics='running', or "
+                "with_group_norm(net, groups=16)."
             )
         if isinstance(layer, Drop | nn.modules.dropout._DropoutNd) and layer.training and _has_drop_rate(layer):
             raise InputError(f"{name!r} drops values at random in training mode. Use net.eval().")

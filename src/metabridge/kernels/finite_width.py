@@ -2,21 +2,25 @@
 
 The loss is ½‖F − Y‖² over the queries of all tasks (Wang et al. 2022, eq. 23). This module uses the NTK
 parameterization: at width l, the parameters of the paper are these parameters divided by √l, its learning rate is η₀/l
-for the learning rate η₀ here, and its kernel is Φ̂ = JJᵀ/l for JJᵀ here.
+for the learning rate η₀ here, and its Jacobian is √l·J for the Jacobian J here. So its kernel Φ̂, the product of its
+Jacobians divided by l, is JJᵀ here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from metabridge.episodes import Episodes
+from metabridge.kernels.kernel_systems import extreme_eigenvalues
+from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import Method
-from metabridge.learners.parameters import adapted_params, initial_heads, trained_names
+from metabridge.learners.parameters import adapted_params, initial_heads, parameters, trained_names
 from metabridge.models.network import Network, Params, apply_features, apply_head
 from metabridge.solvers import Problem
 
@@ -38,10 +42,62 @@ class DescentStep(NamedTuple):
     length: float
 
 
-def gradient_descent(
-    engine: Engine, params: Params, episodes: Episodes, lr: float, steps: int
-) -> Iterator[DescentStep]:
-    """Take full-batch steps θ ← θ − η∇L in place, where L is the sum over tasks, and yield a record of each step.
+@dataclass(frozen=True)
+class LinearConvergence:
+    """Convergence of gradient descent with the kernel Φ and the learning rate η₀ = 1/(σ_max + σ_min).
+
+    Gradient descent converges linearly for learning rates of less than 2/(σ_max + σ_min) (Wang et al. 2022, theorem 1).
+
+    Args:
+        smallest: Smallest eigenvalue σ_min of Φ.
+        largest: Largest eigenvalue σ_max of Φ.
+
+    Example:
+        >>> LinearConvergence.of(torch.diag(torch.tensor([0.5, 1.5]))).lr
+        0.5
+    """
+
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, kernel: Tensor) -> LinearConvergence:
+        """Return the convergence of gradient descent with this kernel matrix."""
+        return cls(*extreme_eigenvalues(kernel))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate η₀."""
+        return 1 / (self.largest + self.smallest)
+
+    @property
+    def loss_bound_factor(self) -> float:
+        """(1 − η₀σ_min/3)², by which a step multiplies the bound on the loss (Wang et al. 2022, eq. 32)."""
+        return (1 - self.lr * self.smallest / 3) ** 2
+
+    @property
+    def loss_factor(self) -> float:
+        """(1 − η₀σ_min)², by which a step multiplies the loss of an infinitely wide network in the slowest mode."""
+        return (1 - self.lr * self.smallest) ** 2
+
+    def steps(self, remainder: float) -> int:
+        """Return the number of steps after which at most the fraction `remainder` of the slowest error mode remains.
+
+        Args:
+            remainder: The fraction, between 0 and 1.
+
+        Returns:
+            The number of steps.
+
+        Example:
+            >>> LinearConvergence(smallest=1.0, largest=1.0).steps(0.1)
+            4
+        """
+        return math.ceil(math.log(remainder) / math.log1p(-self.lr * self.smallest))
+
+
+def gradient_descent(engine: Engine, params: Params, episodes: Episodes, lr: float, steps: int) -> list[DescentStep]:
+    """Take full-batch steps θ ← θ − η∇L in place, where L is the sum over tasks.
 
     Args:
         engine: The engine that computes the gradient of the method.
@@ -50,17 +106,86 @@ def gradient_descent(
         lr: Learning rate η.
         steps: Number of steps.
 
-    Yields:
+    Returns:
         The loss before each step, and the length of the step.
     """
     lr *= len(episodes)  # the engine returns the gradient of the mean over tasks
+    records = []
     for _ in range(steps):
         loss, gradients = engine(params, episodes)
         with torch.no_grad():
             for name, grad in gradients.items():
                 params[name].sub_(lr * grad)
         norm = torch.stack([grad.square().sum() for grad in gradients.values()]).sum().sqrt()
-        yield DescentStep(len(episodes) * float(loss), lr * float(norm))
+        records.append(DescentStep(len(episodes) * float(loss), lr * float(norm)))
+    return records
+
+
+class CenteredTraining:
+    """Gradient descent on F_t − F_0, the outputs of a network minus its initial outputs.
+
+    It satisfies the assumptions of `KernelLearner`: outputs are initially 0, the heads of all tasks start from the same
+    values, and without a query-support split, test tasks have new heads.
+
+    Args:
+        method: The method.
+        net: The network, with one output. It keeps its initial parameters.
+        episodes: The training tasks.
+
+    Example:
+        >>> from metabridge.environments import Quadratic
+        >>> from metabridge.learners.method import method
+        >>> from metabridge.models import wide
+        >>> maml = method("maml", steps=1, lr=1e-3, loss=squared_loss)
+        >>> train, test = (Quadratic().sample(tasks, torch.Generator().manual_seed(0)) for tasks in (4, 2))
+        >>> training = CenteredTraining(maml, wide(10, width=16), train)
+        >>> first, last = training.descend(lr=1e-4, steps=2)
+        >>> last.loss < first.loss, training.predict(maml, test).shape
+        (True, torch.Size([2, 10, 1]))
+    """
+
+    def __init__(self, method: Method, net: Network, episodes: Episodes) -> None:
+        tasks = torch.arange(len(episodes), device=episodes.device)
+        self.net, self.engine = net, Engine(method, net)
+        self.episodes = replace(self._with_initial_outputs(episodes), classes=tasks[:, None])
+        self.params = parameters(method, net, classes=len(tasks))
+        self.new_heads = {} if method.split else {f"head.{name}": value for name, value in net.head.named_parameters()}
+        for name, value in net.head.named_parameters():
+            if f"heads.{name}" in self.params:
+                self.params[f"heads.{name}"].data.copy_(value.expand(len(tasks), *value.shape[1:]))
+
+    def descend(self, lr: float, steps: int) -> list[DescentStep]:
+        """Continue training.
+
+        Args:
+            lr: Learning rate.
+            steps: Number of steps.
+
+        Returns:
+            The loss before each step, and the length of the step.
+        """
+        return gradient_descent(self.engine, self.params, self.episodes, lr, steps)
+
+    def predict(self, method: Method, episodes: Episodes) -> Tensor:
+        """Adapt to test tasks and predict for their queries.
+
+        Args:
+            method: The method with which to adapt.
+            episodes: The test tasks.
+
+        Returns:
+            The outputs minus the initial outputs, (tasks, queries, outputs).
+        """
+        shifted = self._with_initial_outputs(episodes)
+        return predict(method, self.net, self.params | self.new_heads, shifted) - (shifted.query_y - episodes.query_y)
+
+    def _with_initial_outputs(self, episodes: Episodes) -> Episodes:
+        """Return the tasks with the initial outputs added to the targets."""
+        with torch.no_grad():
+            support, query = (
+                self.net(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (episodes.support_x, episodes.query_x)
+            )
+        return replace(episodes, support_y=episodes.support_y + support, query_y=episodes.query_y + query)
 
 
 def empirical_meta_ntk(method: Method, net: Network, params: Params, episodes: Episodes) -> Tensor:

@@ -1,7 +1,8 @@
 """Inner products of the gradients of two sets of samples.
 
 They are computed from materialized gradients, or from the factors a and g of a linear layer's gradients (see
-`jacobian`) as Σ_pq (a_ip·a_jq)(g_iop·g_juq), without materializing the gradients.
+`jacobian`) as Σ_pq (a_ip·a_jq)(g_iop·g_juq), without materializing the gradients. Here i and j are samples, o and u
+outputs, and p and q positions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def add_inner_products(
 ) -> None:
     """Add the inner products of two sets of gradients to a matrix.
 
-    If `left` is `right`, blocks below the diagonal are skipped.
+    If `left` is `right`, blocks below the diagonal are skipped. For "mean", the sum is not divided by the number of
+    outputs.
 
     Args:
         left: Gradients of the rows.
@@ -30,7 +32,8 @@ def add_inner_products(
         outputs: How the outputs are reduced. For "mean", the trace over outputs is the inner product of the
             concatenated gradients.
         max_numbers: Maximum number of intermediate values in memory.
-        result: The matrix, (samples · r, samples · r), with r the number of outputs for "full" and 1 otherwise.
+        result: The matrix, (samples of `left` · r, samples of `right` · r), with r the number of outputs for "full"
+            and 1 otherwise.
     """
     leading = 2 if outputs == "full" else 1
     a, b = (rows.materialized.reshape(math.prod(rows.materialized.shape[:leading]), -1) for rows in (left, right))

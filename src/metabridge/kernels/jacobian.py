@@ -146,10 +146,10 @@ class _Tracer:
         return {role: value.expand(samples, *value.shape) for role, value in values.items()}
 
 
-def _names_by_role(layer: nn.Module, names: dict[int, str]) -> dict[str, str]:
+def _names_by_role(layer: nn.Module, names_by_id: dict[int, str]) -> dict[str, str]:
     """Return the names of a layer's weight and bias, or an empty dictionary if one tensor is both."""
     result = {
-        role: names[id(value)]
+        role: names_by_id[id(value)]
         for role, value in layer.named_parameters(recurse=False, remove_duplicate=False)
         if role in ("weight", "bias")
     }
@@ -157,7 +157,7 @@ def _names_by_role(layer: nn.Module, names: dict[int, str]) -> dict[str, str]:
 
 
 def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
-    """Return whether layers begin with convolution, normalization of the channels and max pooling.
+    """Return whether layers begin with a convolution, channel normalization and max pooling that can be one operation.
 
     A ReLU may precede the pooling, since the two commute.
     """
@@ -199,10 +199,10 @@ class PerSampleGradients:
     def trace(self, x: Tensor) -> tuple[Tensor, Params, list[LayerCall]]:
         """Run the network and return its outputs, its parameters as autograd leaves, and the layer calls."""
         leaves = {name: value.detach().requires_grad_(name in self.names) for name, value in self.params.items()}
-        names = {id(value): name for name, value in self.net.named_parameters()}
+        names_by_id = {id(value): name for name, value in self.net.named_parameters()}
         modules = list(self.net.modules())
         supported = (*MATMUL_LAYERS, *NORMS)
-        names_by_role = {layer: _names_by_role(layer, names) for layer in modules if type(layer) in supported}
+        names_by_role = {layer: _names_by_role(layer, names_by_id) for layer in modules if type(layer) in supported}
         traced_names = self.names - self.generic_names
         layers = [layer for layer, roles in names_by_role.items() if traced_names.intersection(roles.values())]
         tracer = _Tracer(leaves, names_by_role, traced_names)
@@ -361,7 +361,7 @@ def _batched_backward(
 def _store(
     rows: JacobianRows, call: LayerCall, grads: Sequence[Tensor], columns: dict[str, slice], workspace_bytes: int
 ) -> None:
-    """Add the gradients of a call's parameters to the rows, or store the factors of the weight's gradient."""
+    """Store the factors of the weight's gradient, if it is factored, and add a call's other gradients to the rows."""
     weight_name = next((name for name in call.roles if name in rows.factors), None)
     if weight_name is not None:
         a, g = rows.factors[weight_name]

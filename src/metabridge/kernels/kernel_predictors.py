@@ -32,7 +32,7 @@ KernelMethod = Literal["mtl", "anil", "maml", "anil-split"]
 
 # Maximum number of bytes of a kernel matrix that are computed at a time on a CPU. Larger tensors take longer to
 # allocate than to fill.
-_CPU_PART_BYTES = 2**26
+_CPU_CHUNK_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,25 @@ class KernelLearner:
 
     "mtl" and "anil" train without a query-support split (Wang et al. 2021, lemma 1):
     F = G_ŝ(X, X', Y') + Φ'Φ⁻¹(Y − G_s). "maml" and "anil-split" train with one (Wang et al. 2022, theorem 2):
-    F = G_M(X, X', Y') + Φ T_Φ(Y − G_M). G is the prediction of the inner loop alone, and Φ the kernel between tasks;
-    see `FittedKernelLearner`. Class labels are one-hot encoded.
+    F = G_M(X, X', Y') + Φ'T_Φ(Y − G_M). X are the queries of a test task, X' its supports and Y' their targets; Y are
+    the targets of the training tasks. G is the prediction of the inner loop alone, Φ the kernel between training tasks,
+    and Φ' the kernel between test and training tasks; see `FittedKernelLearner`. T_Φ is Φ⁻¹ after training until
+    convergence, and for a finite `outer_time` it also replaces Φ⁻¹ in the first formula; see
+    `meta_kernels.adaptation_operator`. Class labels are one-hot encoded.
 
     Args:
         kernel: The kernel of the network.
         method: "mtl", "anil", "maml" or "anil-split".
-        inner_time: Time s = λτ of the inner loop in training (learning rate times number of steps); may be infinite.
+        inner_time: Time s = λτ of the inner loop in training (learning rate times number of steps); may be infinite,
+            except for "anil". "mtl" trains without an inner loop and uses it only as the default of `test_time`.
         test_time: Time ŝ of adaptation at test time; equal to `inner_time` if None.
         outer_time: Time ηt of the outer loop; infinite for training until convergence.
         ridge: Number added to the diagonal of the kernel matrix of the training tasks.
         inner_ridge: Number added to the diagonals of the Gram matrices of the support sets.
         heads: Whether the heads of all tasks start from the same value ("shared", as the published formulas assume) or
             independently ("independent").
-        memory: Maximum number of bytes for the kernel matrix of the training tasks. If the matrix needs more and
-            `outer_time` is infinite, the system is solved by conjugate gradients without storing the matrix.
+        memory: Maximum number of bytes for three copies of the kernel matrix of the training tasks. If they need more
+            and `outer_time` is infinite, the system is solved by conjugate gradients without storing the matrix.
 
     Raises:
         InputError: If a setting is invalid.
@@ -135,12 +139,14 @@ class KernelLearner:
             episodes = episodes.map_inputs(lambda x: x.flatten(2))
         for name, x in (("support", episodes.support_x), ("query", episodes.query_x)):
             values = x.flatten(2)
-            _check_none(~values.isfinite().all(2), f"{name} points of {task_kind}s are NaN or infinite", "", task_kind)
+            _check_points(
+                ~values.isfinite().all(2), f"{name} points of {task_kind}s are NaN or infinite", "", task_kind
+            )
             zero = ~values.any(2)
             if zero.any() and not self._accepts(x[zero][:1]):
                 alternative = " or give the network a bias_variance"
                 problem = f"{name} points of {task_kind}s are zero, where the kernel vanishes"
-                _check_none(zero, problem, alternative, task_kind)
+                _check_points(zero, problem, alternative, task_kind)
         return episodes
 
     def _accepts(self, point: Tensor) -> bool:
@@ -157,11 +163,12 @@ class FittedKernelLearner:
     Both published formulas can be written as F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train), with
     Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Z_i are the points of task i. R_i removes from their gradients the part that the
     inner loop explains. G is the prediction of the inner loop alone. C and C' are kernels before adaptation, among
-    training tasks and between test and training tasks.
+    training tasks and between test and training tasks. For a finite `outer_time`, T_Φ replaces Φ⁻¹.
 
-    - With a split, R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ.
-    - Without a split, R = I − KT(X) in training, which is e^{−sK} without an inner ridge. C' = Θ − K, since a test task
-      has a new head. For ANIL, C = Θ. For MTL, R = I, and C = Θ − K between different tasks.
+    - With a split, R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ. M is Θ for MAML and K for ANIL.
+    - Without a split, R is the same for test tasks, with M = K. In training, R = I − KT(X), which is e^{−sK} without an
+      inner ridge, and R = I for MTL. C is Θ for ANIL; for MTL, it is Θ within a task and Θ − K between tasks. C' is
+      Θ − K, since a test task has a new head. If heads start independently, C and C' vanish between different tasks.
 
     Args:
         learner: The learner and its settings.
@@ -337,7 +344,7 @@ class FittedKernelLearner:
 
     def _tasks_per_chunk(self, points: int) -> int:
         """Return for how many tasks, of `points` points each, the kernel with the training points fits in memory."""
-        memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _CPU_PART_BYTES)
+        memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _CPU_CHUNK_BYTES)
         return max(1, int(memory // (8 * 4 * points * self.points.shape[0] * self.points.shape[1])))
 
 
@@ -446,8 +453,8 @@ def _describe_targets(episodes: Episodes) -> str:
     return f"{_output_count(episodes)} {'classes' if episodes.is_classification else 'outputs'}"
 
 
-def _check_none(invalid: Tensor, problem: str, alternative: str, task_kind: str) -> None:
-    """Raise InputError with the first three invalid points, if any, of a mask (tasks, points)."""
+def _check_points(invalid: Tensor, problem: str, alternative: str, task_kind: str) -> None:
+    """Raise InputError with the first three invalid points if the mask `invalid` (tasks, points) selects any."""
     positions = invalid.nonzero().tolist()
     if positions:
         listed = ", ".join(f"{point} of {task_kind} {task}" for task, point in positions[:3])

@@ -37,8 +37,8 @@ class Solution:
 def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Solution:
     """Solve (M + ridge·I)v = target for a positive semi-definite M.
 
-    If M is indefinite because of rounding errors, add the smallest jitter that makes it positive definite, and log a
-    warning.
+    If the matrix is not positive definite because of rounding errors, add a jitter and log a warning. The jitter is the
+    smallest sufficient power of ten, from 1e-14 to `MAX_JITTER`, times the mean of the diagonal of M.
 
     Args:
         matrix: M, (n, n).
@@ -73,6 +73,23 @@ def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Soluti
     )
 
 
+def extreme_eigenvalues(matrix: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest eigenvalue of a symmetric matrix.
+
+    Args:
+        matrix: The matrix, (n, n).
+
+    Returns:
+        The two eigenvalues.
+
+    Example:
+        >>> extreme_eigenvalues(torch.diag(torch.tensor([4.0, 1.0, 2.0])))
+        (1.0, 4.0)
+    """
+    eigenvalues = torch.linalg.eigvalsh(matrix)
+    return float(eigenvalues[0]), float(eigenvalues[-1])
+
+
 def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = None) -> float:
     """Return σ_max/σ_min of M + ridge·I; infinity if the smallest eigenvalue is below rounding error.
 
@@ -88,8 +105,7 @@ def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = Non
         >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])))
         4.0
     """
-    values = torch.linalg.eigvalsh(matrix) + ridge
-    smallest, largest = float(values[0]), float(values[-1])
+    smallest, largest = (value + ridge for value in extreme_eigenvalues(matrix))
     eps = torch.finfo(matrix.dtype).eps if eps is None else eps
     return largest / smallest if smallest > largest * len(matrix) * eps else float("inf")
 

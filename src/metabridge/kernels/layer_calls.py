@@ -55,8 +55,8 @@ class LayerCall(NamedTuple):
             return 2 * output_gradients
         layer: Any = self.layer
         weight: Tensor = layer.weight
-        rows = len(weight)
-        patches = weight.numel() // rows * self.output.numel() * int(getattr(layer, "groups", 1)) // rows
+        channels = len(weight)
+        patches = weight.numel() // channels * self.output.numel() * int(getattr(layer, "groups", 1)) // channels
         return output_gradients + self.input.numel() + patches + 2 * outputs * len(self.input) * weight.numel()
 
 
@@ -86,7 +86,7 @@ def _gradients_of_samples(call: LayerCall, grads: Sequence[Tensor], samples: sli
     for name, role in call.roles.items():
         if role == "weight":
             groups = getattr(call.layer, "groups", 1)
-            # All outputs in one product: (samples, groups, outputs and channels, positions).
+            # All outputs in one product: (samples, groups, outputs · channels, positions).
             grouped = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
             product = _weight_gradient(call.layer, call.input[samples], grouped, grads[0].shape[2:])
             gradients[name] = product.unflatten(2, (len(grads), -1)).transpose(1, 2)
@@ -129,8 +129,8 @@ def conv_windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
     return x.permute(0, 1, 4, 5, 2, 3)
 
 
-def _weight_gradient(layer: nn.Module, x: Tensor, g: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return Σ_p g_p a_pᵀ, (samples, groups, channels, inputs).
+def _weight_gradient(layer: nn.Module, x: Tensor, g: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Return Σ_p g_p a_pᵀ, (samples, groups, channels, inputs), for g (samples, groups, channels, positions).
 
     On a CPU, it is computed for a convolution as another convolution in which every sample is a group, since that needs
     no copy of the patches.
@@ -138,7 +138,7 @@ def _weight_gradient(layer: nn.Module, x: Tensor, g: Tensor, shape: Sequence[int
     if not isinstance(layer, nn.Conv2d) or not on_cpu(x):
         return g @ input_patches(layer, x).mT
     samples, groups, channels, _ = g.shape
-    a, g = _pad(layer, x), g.reshape(1, -1, *shape)
+    a, g = _pad(layer, x), g.reshape(1, -1, *output_size)
     weight_shape = samples * groups * channels, *layer.weight.shape[1:]
     a = a.reshape(1, -1, *a.shape[2:])
     gradient: Tensor = conv2d_weight(a, weight_shape, g, layer.stride, 0, layer.dilation, samples * groups)

@@ -2,9 +2,9 @@
 
 The replacements return the same outputs, but make per-sample gradients cheaper. The main case is a convolution of the
 network's input, followed by a normalization layer and max pooling. For each sample, convolution and normalization
-together are one affine map Va + v of the input patches a, and pooling selects some of its values. Since the input needs
-no gradient, the gradient with respect to V is a sum over the selected patches only, and the gradients with respect to
-the parameters of both layers follow from the gradients with respect to V and v.
+together are one affine map Va + v of the centered input patches a, and pooling selects some of its values. Since the
+input needs no gradient, the gradient with respect to V is a sum over the selected patches only, and the gradients with
+respect to the parameters of both layers follow from the gradients with respect to V and v.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PooledConv(NamedTuple):
     Args:
         maxima: The pooled feature maps, (samples, channels, height, width).
         argmax: Positions of the patches that attain the maxima, (samples, channels, pooled positions).
-        patches: The centered patches a, (samples, positions, inputs).
+        patches: The patches minus their mean, a, (samples, positions, inputs).
         weight: V, (samples, channels, inputs), as a function of the parameters.
         bias: v, (samples, channels), as a function of the parameters.
     """
@@ -121,9 +121,9 @@ class PooledConv(NamedTuple):
 def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, norm_params: Params) -> PooledConv:
     """Return the result of a convolution, a normalization layer and max pooling.
 
-    The convolution is computed as W(a − m) + (Wm + b) with the mean m of the patches a. The statistics of group norm
-    follow from m and the covariance C of the patches, since the feature maps have the means Wm + b and the variances
-    diag(W C Wᵀ). So V and v are functions of the parameters, and the feature maps need not be normalized.
+    The convolution is computed as Wa + (Wm + b), where the patches have the mean m and are a + m. The statistics of
+    group norm follow from m and the covariance C of the patches, since the feature maps have the means Wm + b and the
+    variances diag(W C Wᵀ). So V and v are functions of the parameters, and the feature maps need not be normalized.
 
     Args:
         layer: The max pooling layer.
@@ -202,7 +202,7 @@ class _MaxPool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *window: Any) -> Tensor:
         y, indices = _max_pool_with_indices(x, *window)
         ctx.save_for_backward(indices)
-        ctx.shape, ctx.count = x.shape, len(window)
+        ctx.shape, ctx.window_arguments = x.shape, len(window)
         return y
 
     @staticmethod
@@ -213,14 +213,15 @@ class _MaxPool(torch.autograd.Function):
             return (grad.view(len(g), *ctx.shape),)
 
         (grad,) = _BatchedBackward.apply(vjp, *grads, *ctx.saved_tensors)
-        return grad, *(None,) * ctx.count
+        return grad, *(None,) * ctx.window_arguments
 
 
 class _GroupNorm(torch.autograd.Function):
     """Group norm with a weight and a bias for each sample, whose backward pass reads each tensor few times.
 
     The gradients with respect to the weight and the bias are ĝ = Σ_p g_p x̂_p and ḡ = Σ_p g_p. The gradient with respect
-    to x is σ⁻¹(wg − mean(wḡ) − x̂ mean(wĝ)), with means over a group: an affine function of g and x for each channel.
+    to x is σ⁻¹(wg − (Σ_c wḡ + x̂ Σ_c wĝ)/N), with sums over the channels c of a group of N numbers: an affine function
+    of g and x for each channel.
     """
 
     @staticmethod
@@ -235,7 +236,7 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         def vjp(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             shape, w = g.shape, weight.view(*mean.shape[:2], -1)
-            factor = scale / (-x[0].numel() / w.shape[1])  # −σ⁻¹ divided by the size of a group
+            factor = scale / (-x[0].numel() / w.shape[1])  # −σ⁻¹/N
             g, x = g.reshape(len(g), *w.shape, -1), x.reshape(*w.shape, -1)
             sums = torch.stack([torch.einsum("o...p,...p->o...", g, x), g.sum(-1)])
             grad_weight, grad_bias = sums

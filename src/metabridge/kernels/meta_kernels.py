@@ -29,9 +29,9 @@ def adaptation_operator(gram: Tensor, time: float, ridge: float = 0.0, eps: floa
     finite time, no nearly singular matrix is inverted.
 
     Args:
-        gram: Gram matrices M of the support sets, (..., n, n).
+        gram: Gram matrices of the support sets, (..., n, n).
         time: Time s = λτ of gradient flow, the learning rate times the number of steps; may be infinite.
-        ridge: Number added to the diagonal of M.
+        ridge: Number added to the diagonal of `gram`; M is the sum.
         eps: Precision of the entries of M, relative to the largest one (default: the precision of the dtype).
 
     Returns:
@@ -66,7 +66,7 @@ def residual_decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
     Args:
         gram: Gram matrices M, (..., n, n).
         time: Time s of gradient flow; may be infinite.
-        ridge: Number added to the diagonal of M.
+        ridge: Number added to the diagonal of M in T, as in `adaptation_operator`.
 
     Returns:
         The decay, in the shape of `gram`.
@@ -86,7 +86,8 @@ def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
     """Return the kernel of multi-task learning, Φ[i, j] = Θ(X_i, X_j) − 1[i≠j] K(X_i, X_j) (Wang et al. 2021, lemma 1).
 
     Different tasks share only the body, whose kernel is Θ − K if the heads of all tasks start from the same value. If
-    they start from independent values, it vanishes as the width grows. Φ is positive semi-definite.
+    they start from independent values, the kernel between different tasks vanishes as the width grows. Φ is positive
+    semi-definite.
 
     Args:
         kernel: The kernel of the network.
@@ -109,7 +110,7 @@ def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
 def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared") -> Tensor:
     """Return the kernel of ANIL without a query-support split (Wang et al. 2021, lemma 1).
 
-    Φ[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j} with K_i = K(X_i, X_i).
+    Φ[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j} with K_i = K(X_i, X_i). With independent heads, it vanishes for i ≠ j.
 
     Args:
         kernel: The kernel of the network.
@@ -133,7 +134,7 @@ def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared")
 
 
 def shared_parameter_kernel(ntk: Tensor, nngp: Tensor, same: Tensor, method: str, heads: Heads) -> Tensor:
-    """Return the kernel of the parameters that tasks share, before adaptation.
+    """Return the kernel before adaptation: Θ within a task, and the kernel of the shared parameters between tasks.
 
     Args:
         ntk: Θ between the points of some tasks and the points of all tasks.
@@ -162,9 +163,10 @@ def split_kernel(
 ) -> Tensor:
     """Return the MetaNTK between the queries of tasks with a query-support split (Wang et al. 2022, def. 2).
 
-    Φ = R Θ R'ᵀ, with Θ between queries and supports and R = [I, −M(X, X')T_M(X')]: adaptation removes from each query's
-    gradient the part that the support set explains. M is Θ for MAML (Wang et al. 2022, eq. 106) and K for ANIL
-    (eq. 112). Φ is positive semi-definite by construction.
+    Φ = R Θ R'ᵀ, with Θ between all points, R = [I, −M(X, X')T_M(X')] for the queries X and supports X' of the rows, and
+    R' the same for the columns: adaptation removes from each query's gradient the part that the support set explains.
+    M is Θ for MAML (Wang et al. 2022, eq. 106) and K for ANIL (eq. 112), and T_M(X') is the `adaptation_operator` of
+    M(X', X'). If `others` is None, Φ is positive semi-definite by construction.
 
     Args:
         kernel: The kernel of the network.
@@ -206,7 +208,7 @@ def residual_operator(
     ridge: float = 0.0,
     eps: float | None = None,
 ) -> Tensor:
-    """Return R = [I, −M(X, X')T_M(X')] of every task.
+    """Return R = [I, −M(X, X')T_M(X')] of every task, with T_M(X') the `adaptation_operator` of M(X', X').
 
     Args:
         kernel: The kernel of the network.

@@ -17,7 +17,7 @@ from metabridge.models.network import Params, call_with_params
 def fill_by_products(
     gradients: PerSampleGradients, strategy: Strategy, outputs: Outputs, x: Tensor, z: Tensor | None, grid: Tensor
 ) -> None:
-    """Write Θ into a grid column by column: J(x)(J(z)ᵀe) for each sample of z and each output.
+    """Write Θ into a grid column by column: J(x)(J(z)ᵀe) for each sample of z and each output, with unit vector e.
 
     Args:
         gradients: The network and its parameters.
@@ -25,7 +25,8 @@ def fill_by_products(
         outputs: How the outputs are reduced.
         x: The n samples of the rows.
         z: The m samples of the columns. If None, they are `x`, and entries below the diagonal may remain unset.
-        grid: The result, (n, r, m, r), with r the number of outputs for "full" and 1 otherwise.
+        grid: The result, (n, r, m, r), with r the number of outputs for "full" and 1 otherwise. It must be zero. For
+            "mean", the sum over outputs is not divided by their number.
     """
     params = {name: gradients.params[name] for name in gradients.names}
     fixed = {name: value for name, value in gradients.params.items() if name not in params}

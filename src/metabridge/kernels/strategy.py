@@ -24,9 +24,9 @@ class Strategy(NamedTuple):
     Args:
         name: "gradients" for per-sample gradients, "products" for NTK-vector products.
         cost: Estimated number of multiplications.
-        tile: Number of samples whose gradients are in memory at a time; for products, number of rows at a time.
+        tile: Number of rows, and of columns, whose gradients are in memory at a time; for products, of rows only.
         chunk: Number of samples in a pass; for products, number of pairs of a column and an output.
-        workspace_bytes: Number of bytes for computing the gradients of a layer on a GPU.
+        workspace_bytes: Number of bytes for computing the gradients of a layer on a GPU; 0 on a CPU.
         threads: Number of CPU threads among which the passes are divided.
         materialized: Parameters whose gradients are materialized.
         factored: Parameters whose gradients are kept as factors.
@@ -68,9 +68,9 @@ class KernelProblem(NamedTuple):
         parameters = self.profile.parameters
         strategies: list[Strategy] = []
         if name != "products":
-            fastest = [info for info in parameters if self._factored_cost(info) >= self._materialized_cost(info)]
-            smallest = [info for info in parameters if not self._factors_are_smaller(info)]
-            strategies += [self._gradients(fastest), self._gradients(smallest)]
+            for_speed = [info for info in parameters if self._factored_cost(info) >= self._materialized_cost(info)]
+            for_memory = [info for info in parameters if not self._factors_are_smaller(info)]
+            strategies += [self._gradients(materialized) for materialized in (for_speed, for_memory)]
         if name != "gradients":
             strategies.append(self._products())
         feasible = (strategy for strategy in strategies if strategy.tile >= 1)
@@ -84,7 +84,10 @@ class KernelProblem(NamedTuple):
         return strategy._replace(cost=strategy.cost + contraction)
 
     def gradient_strategy(self, materialized: Sequence[ParameterInfo], factored: Sequence[ParameterInfo]) -> Strategy:
-        """Return the strategy with the largest tile that fits in memory; its cost excludes the inner products."""
+        """Return the strategy with the largest tile that fits in memory; its cost excludes the inner products.
+
+        If none fits, the tile is 0 and the cost infinite.
+        """
         profile, cpu = self.profile, self.on_cpu
         gradient_numbers = profile.outputs * sum(info.size for info in materialized)
         gradient_numbers += sum(
@@ -102,7 +105,7 @@ class KernelProblem(NamedTuple):
         if tile < 1:
             return Strategy("gradients", math.inf, 0, 1)
         tiles = -(-self.n // tile)
-        # How many times the gradients of one sample are computed.
+        # Number of per-sample gradient computations. The gradients of columns are computed again for each tile of rows.
         computations = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
         threads = max(1, min(torch.get_num_threads(), pass_bytes // sample_bytes)) if cpu else 1
         free_bytes = available_bytes - tile * gradient_bytes * (1 if all_fit and self.symmetric else 2)

@@ -28,7 +28,7 @@ class Adapted:
 
     Args:
         net: The network.
-        params: Its adapted parameters, by name.
+        params: Its parameters after adaptation, by name.
         head: The fitted test-time head, which replaces the network's head. None if the method has none.
 
     >>> import metabridge as mb
@@ -149,7 +149,10 @@ def predict(
 
 
 def adapts_head_only(method: Method) -> bool:
-    """Return whether adaptation at test time does not change the features."""
+    """Return whether `predict` computes the features first and then adapts only heads to them.
+
+    If `adapts` is "none" and `test` is a solver, return False, although the solver changes only the head.
+    """
     return method.adapts == "head" or isinstance(_test_time_solver(method), Head)
 
 
@@ -158,7 +161,7 @@ def predict_from_features(method: Method, params: Params, episodes: Episodes) ->
     """Adapt the head of every task and return the outputs for its queries.
 
     Args:
-        method: A method that adapts only the head at test time.
+        method: A method for which `adapts_head_only` is true.
         params: The method's parameters.
         episodes: Tasks whose inputs are features, (tasks, examples, features).
 
@@ -179,7 +182,7 @@ def predict_from_features(method: Method, params: Params, episodes: Episodes) ->
 
 
 def _call_for_tasks(function: Callable[[Episodes], tuple[Tensor, ...]], episodes: Episodes) -> tuple[Tensor, ...]:
-    """Call `function` on all tasks at once on a GPU, and on one task per thread on a CPU."""
+    """Call `function` on all tasks at once on a GPU, and on each task separately, in several threads, on a CPU."""
     if episodes.device.type != "cpu":
         return function(episodes)
     tasks = [episodes[task] for task in range(len(episodes))]

@@ -1,8 +1,8 @@
 """Engines: the same meta-gradient by a loop, by threads, by `vmap` or by a captured CUDA graph.
 
 A meta-gradient is a mean over tasks, and an engine decides where and when each task is computed. All modes return the
-same result up to rounding. If batch norm computes its statistics over all tasks of a step, every mode computes the
-tasks in one batch.
+same result up to rounding, unless the network draws random numbers. If batch norm computes its statistics over all
+tasks of a step, every mode computes the tasks in one batch.
 
 If forward passes in training change buffers, all tasks of a step start from the same buffers. After the step, one
 forward pass on the support set of each task, in the order of the tasks, updates them.
@@ -81,8 +81,10 @@ class Engine:
         net: The network.
         mode: How tasks are computed: "loop", one after the other; "workers", on one thread per core; "vectorized", all
             at once under `vmap`; or "captured", vectorized and captured as a CUDA graph, one per batch shape. "auto" is
-            "captured" on a GPU and "workers" elsewhere.
-        flat: Whether to compute exact gradients with memory that does not grow with the number of inner steps.
+            "captured" on a GPU and "workers" elsewhere. A network that draws random numbers is computed by "loop"
+            instead of "workers". Without a GPU, "captured" is "vectorized".
+        flat: Whether to store only the parameters after each inner step and recompute the steps in the backward pass,
+            so that memory hardly grows with their number. For exact gradients.
         dtype: Data type in which features are computed, such as `torch.bfloat16`. Parameters and gradients keep their
             data types.
 
@@ -173,7 +175,7 @@ class Engine:
         return f"Engine({network_name(self.net)}{options}{'' if self.dtype is None else f', dtype={self.dtype}'})"
 
     def _signature(self, episodes: Episodes) -> tuple[object, ...]:
-        """Return what decides whether a batch must be checked and the network observed again."""
+        """Return a key of a batch: the network is observed, and on a GPU the batch is checked, once per key."""
         training = tuple(layer.training for layer in self.net.modules())
         return (training, episodes.device, *(tensor.shape for tensor in episodes.tensors()))
 
@@ -219,9 +221,9 @@ class Engine:
                     "outer='first-order', as method('fo-maml') has, or other layers."
                 ) from error
 
-    def _mean(self, params: Params, tasks: int, loss: Tensor, sums: Params) -> MetaGradient:
-        """Return the mean over tasks, plus the regularizer."""
-        loss, gradients = loss / tasks, dict(zip(sums, torch._foreach_div(list(sums.values()), tasks)))
+    def _mean(self, params: Params, tasks: int, loss_sum: Tensor, sums: Params) -> MetaGradient:
+        """Return the mean over tasks from the summed loss and the summed gradients, plus the regularizer."""
+        loss, gradients = loss_sum / tasks, dict(zip(sums, torch._foreach_div(list(sums.values()), tasks)))
         if self.method.regularizer is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
             with torch.enable_grad():
@@ -295,8 +297,9 @@ def meta_gradient(
         net: The network.
         params: The method's parameters, from `parameters`.
         episodes: The tasks.
-        mode: How tasks are computed; see `Engine`.
-        flat: Whether to compute exact gradients with memory that does not grow with the number of inner steps.
+        mode: How tasks are computed; see `Engine`. On a GPU, "auto" and "captured" are "vectorized".
+        flat: Whether to store only the parameters after each inner step and recompute the steps in the backward pass,
+            so that memory hardly grows with their number. For exact gradients.
 
     Returns:
         The loss and the gradients of the trained parameters.

@@ -32,8 +32,9 @@ class Method:
         inner: The inner solver, or None if nothing adapts during training.
         outer: How the outer gradient treats the inner solve, a name in `OUTER_RULES`: "exact" differentiates through
             it, "first-order" treats its Jacobian as the identity, "implicit" solves the linear system of its
-            optimality conditions, "displacement" is θ − θ' (Reptile; times λ for the proximal problem), and "plain"
-            is the gradient of the loss without an inner solve.
+            optimality conditions, "displacement" is θ − θ' for the initial parameters θ and the adapted ones θ'
+            (Reptile; times the strength of a proximal solver), and "plain" is the gradient of the loss without an
+            inner solve.
         training_head: The head during training: "learned", a shared initial head; "frozen", the same but not trained;
             "solved", solved on each support set; "task-rows", one row per training class, where a task uses the rows
             of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
@@ -160,7 +161,7 @@ def test_time_classes() -> tuple[type[Solver] | type[Head], ...]:
 
 
 def balance(params: Params) -> Tensor:
-    """Return ⅛‖BᵀB − WWᵀ‖²_F of a linear network with features B and head rows W (Yüksel et al. 2023, eq. 12).
+    """Return ⅛‖BᵀB − WᵀW‖²_F of a linear network with features Bᵀx and head rows W (Yüksel et al. 2023, eq. 12).
 
     Raises:
         InputError: If the features are not a single weight matrix.

@@ -57,7 +57,7 @@ class OuterGradient(Protocol):
     def __call__(
         self, method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
     ) -> tuple[Leaves, Tensor]:
-        """Return the gradient and the loss; if `flat` is true, memory must not grow with the number of inner steps."""
+        """Return the gradient and the loss; if `flat` is true, only the parameters after each inner step are stored."""
 
 
 class OuterRule(NamedTuple):
@@ -101,7 +101,8 @@ def task_gradient(
         apply: Returns the outputs for parameters and inputs (or features).
         leaves: The variables with respect to which the gradient is taken.
         task: The task.
-        flat: Whether to compute an exact gradient with memory that does not grow with the number of inner steps.
+        flat: Whether to store only the parameters after each inner step, and to recompute the steps in the backward
+            pass. Only exact gradients use it.
     """
     return OUTER_RULES[method.outer].gradient(method, apply, leaves, task, flat=flat)
 
@@ -126,8 +127,9 @@ def first_order_gradient(
 def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
     """Solve the linear system of the optimality conditions of the inner problem.
 
-    If the solver has no `implicit_system`, differentiating its solution solves the system already. At the proximal
-    minimum ∇ℓ(θ') + λ(θ' − θ) = 0, so dθ'/dθ = (I + H/λ)⁻¹ with the Hessian H of ℓ (iMAML; Wang et al. 2021, table 1).
+    If the solver has no `implicit_system`, differentiating its solution solves the system already. The minimum θ' of
+    the proximal problem with start θ and strength λ satisfies ∇ℓ(θ') + λ(θ' − θ) = 0, so dθ'/dθ = (I + H/λ)⁻¹ with the
+    Hessian H of ℓ (iMAML; Wang et al. 2021, table 1).
     """
     solver = method.inner
     assert solver is not None
@@ -159,7 +161,10 @@ def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, 
 def displacement_gradient(
     method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
 ) -> tuple[Leaves, Tensor]:
-    """Return θ − θ' (Reptile), or λ(θ − θ') for the proximal problem (Wang et al. 2021, table 1)."""
+    """Return θ − θ' for the start θ and the adapted parameters θ' (Reptile; Wang et al. 2021, table 1).
+
+    For the proximal problem it is multiplied by the strength λ.
+    """
     assert method.inner is not None
     problem = Problem(apply, method.loss, task.support_x, task.support_y)
     adapted = method.inner.solve(problem, leaves.start, leaves.solver_params, exact=False)
@@ -216,8 +221,8 @@ def _backward_over_steps(
         step_vjp = vjp(step, iterates.pop(), leaves.start, leaves.solver_params, leaves.support_x)
         grad, *step_grads = step_vjp(grad)
         sums = _add(sums, tuple(step_grads))
-    start, solver_params, support_x = sums
-    return Leaves(_add(start, grad), solver_params, support_x, query_x), loss
+    start_grad, solver_grad, support_grad = sums
+    return Leaves(_add(start_grad, grad), solver_grad, support_grad, query_x), loss
 
 
 def _inner_problem(method: Method, apply: Apply, support_x: Tensor | tuple[()], task: Task) -> Problem:

@@ -72,10 +72,10 @@ def _through_features(
             weights[name].requires_grad_()
         support, query = compute_features(net, weights, episodes, dtype)
         heads = initial_heads(method, weights, episodes)
-    solver = _detached(solver_params(params))
+    solver_leaves = _detached(solver_params(params))
 
     def gradient(start: Params, *task: Tensor) -> tuple[Leaves, Tensor]:
-        leaves = Leaves(start, solver, support_x=task[0], query_x=task[2])
+        leaves = Leaves(start, solver_leaves, support_x=task[0], query_x=task[2])
         return task_gradient(method, apply_head, leaves, Task(*task), flat=flat)
 
     labels = [training_targets(method, episodes, y) for y in (episodes.support_y, episodes.query_y)]
@@ -88,7 +88,7 @@ def _through_features(
         if value.requires_grad:
             outputs.append(value)
             cotangents.append(grads.start[name])
-    net_names = [name for name in names if name not in solver]
+    net_names = [name for name in names if name not in solver_leaves]
     leaves_of_net = [weights[name] for name in net_names]
     with torch.enable_grad():
         product = inner_product(outputs, cotangents)

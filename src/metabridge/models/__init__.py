@@ -48,7 +48,7 @@ BUILDERS: dict[str, Callable[..., Network]] = {
     "wide": wide,
     "cell_network": cells.cell_network,
 }
-FORMER_NAMES = {"network": "cell_network"}  # builders by their names in runs of version 0.1.0
+FORMER_NAMES = {"network": "cell_network"}  # names of builders by their names in runs of version 0.1.0
 ARCHITECTURE_SUFFIX = ".json"
 
 
@@ -56,8 +56,9 @@ def build(model: str, **options: object) -> Network:
     """Build a network by name.
 
     Args:
-        model: "conv4", "resnet12", "mlp" or "wide"; "timm:NAME" for a model of timm; or the path of a JSON file that
-            contains an architecture.
+        model: "conv4", "resnet12", "mlp" or "wide"; "timm:NAME" for a model of timm; or the path of an architecture
+            file, which ends in .json. The names in recipes, "timm" and "cell_network", need the option `name` or
+            `architecture`.
         **options: Options of the builder, such as `filters` of `conv4`.
 
     Returns:
@@ -65,7 +66,7 @@ def build(model: str, **options: object) -> Network:
 
     Raises:
         InputError: If the model or an option is unknown or out of range, or if the network would be too large. The size
-            is checked before any memory is allocated.
+            is checked before memory is allocated; that of a model of timm is checked during the build.
 
     >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
     32
@@ -96,7 +97,7 @@ def builder(model: str, **options: object) -> partial[Network]:
         A function without arguments that builds the network.
 
     Raises:
-        InputError: If the model or an option is unknown.
+        InputError: If the model or an option is unknown, or an architecture file cannot be read.
 
     >>> builder("mlp", inputs=4, outputs=2)().head
     Linear(in_features=40, out_features=2, bias=True)

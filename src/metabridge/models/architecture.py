@@ -1,9 +1,10 @@
 """Architectures of cells, and the operators of their edges, as plain data (Wang et al. 2022, §6.1).
 
-A network is a stack of normal cells and reduction cells, which halve the sides of the maps. The inputs of a cell are
-the outputs of the two previous cells, called sources 0 and 1. A cell has three nodes; nodes 0 and 1 are sources 2 and 3
-for later nodes. Every node has an edge from each earlier source, so a cell has 2 + 3 + 4 = 9 edges. A node is the sum
-of the outputs of the operators on its edges, and the output of the cell is the concatenation of its nodes.
+A network is a stack of normal cells and reduction cells, which halve the sides of the feature maps. The inputs
+of a cell are the outputs of the two previous cells, called sources 0 and 1. A cell has three nodes; nodes 0 and 1 are
+sources 2 and 3 for later nodes. Every node has an edge from each earlier source, so a cell has 2 + 3 + 4 = 9 edges. A
+node is the sum of the outputs of the operators on its edges, and the output of the cell is the concatenation of its
+nodes.
 
 In an `Architecture`, two edges into each node have one operator each, and the other edges have none.
 """
@@ -32,7 +33,7 @@ OPERATORS = (
     "dil_conv_3x3",
 )
 NODES = 3
-EDGES = tuple((node, source) for node in range(NODES) for source in range(node + 2))
+EDGES = tuple((node, source) for node in range(NODES) for source in range(node + 2))  # from the source to the node
 SOURCE_NAMES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))
 INPUTS_PER_NODE = 2  # edges into a node that have an operator in an architecture
 
@@ -53,7 +54,8 @@ class Architecture:
         reduction: The same for the reduction cell.
 
     Raises:
-        InputError: If a cell has another number of nodes or pairs, or an unknown source or operator.
+        InputError: If a cell has another number of nodes or pairs, or an unknown source or operator, or if the sources
+            of a node are equal or not in order.
 
     >>> cell = [[[0, "conv_3x3"], [1, "skip"]], [[0, "skip"], [2, "skip"]], [[1, "max_pool_3x3"], [3, "skip"]]]
     >>> architecture = Architecture.from_dict({"normal": cell, "reduction": cell})
@@ -272,32 +274,34 @@ class ActiveOperators:
         """Select the best operator on each edge and then the two best edges into each node, as in DARTS.
 
         Args:
-            scores: A score for every active operator. Higher is better; of equal scores, the first operator wins.
+            scores: A score for every active operator. Higher is better; of equal scores, the first operator or edge
+                wins.
 
         Returns:
             The architecture.
 
         Raises:
-            InputError: If the score of an operator is missing or NaN.
+            InputError: If the score of an operator is missing or NaN, or if fewer than two edges into a node have an
+                active operator.
         """
-        for candidate in self:
-            if math.isnan(scores.get(candidate, math.nan)):
-                cell, edge, operator = candidate
+        for active in self:
+            if math.isnan(scores.get(active, math.nan)):
+                cell, edge, operator = active
                 raise InputError(f"scores has no number for {operator!r} on edge {edge} of the {cell} cell.")
         return Architecture(*(self._best_cell(kind, scores) for kind in CELLS))
 
     def _best_cell(self, kind: CellKind, scores: Mapping[EdgeOperator, float]) -> CellSpec:
-        best_per_edge: list[list[EdgeOperator]] = [[] for _ in range(NODES)]  # lists of the nodes
+        edge_winners: list[list[EdgeOperator]] = [[] for _ in range(NODES)]  # best operator on each edge into each node
         for edge, (node, _) in enumerate(EDGES):
-            candidates = [candidate for candidate in self if candidate[:2] == (kind, edge)]
-            if candidates:
-                best_per_edge[node].append(max(candidates, key=scores.__getitem__))
-        best_per_node = (
-            sorted(candidates, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for candidates in best_per_edge
+            active_on_edge = [active for active in self if active[:2] == (kind, edge)]
+            if active_on_edge:
+                edge_winners[node].append(max(active_on_edge, key=scores.__getitem__))
+        selected_by_node = (
+            sorted(winners, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for winners in edge_winners
         )
         return tuple(
-            tuple((EDGES[edge][1], name) for _, edge, name in sorted(selected, key=lambda candidate: candidate[1]))
-            for selected in best_per_node
+            tuple((EDGES[edge][1], name) for _, edge, name in sorted(selected, key=lambda operator: operator[1]))
+            for selected in selected_by_node
         )
 
 

@@ -1,9 +1,10 @@
 """Draw the two cells of an architecture as graphs.
 
-A drawing shows, from left to right, the outputs of the two previous cells, the three nodes (each to the right of its
-two operators) and the output of the cell. Arrows run in separate lanes and cross no label: arrows from c_{k-2} run
-above all boxes, arrows from c_{k-1} below, and arrows from node 0 to node 2 next to the operators of node 1. Gray
-arrows lead from the nodes to the output, which concatenates them.
+A drawing shows, from left to right, the outputs c_{k-2} and c_{k-1} of the two previous cells, the three nodes (each
+to the right of its two operators) and the output of the cell. An arrow to the next node runs directly to its operator.
+The other arrows run in separate lanes and cross no label: arrows from c_{k-2} run above all boxes, arrows from c_{k-1}
+below, and arrows from node 0 to node 2 next to the operators of node 1. Gray arrows lead from the nodes to the output,
+which concatenates them.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from metabridge.figure_theme import COLORS, LIGHT, Theme
 from metabridge.files import write_atomically
 from metabridge.models.architecture import CELLS, NODES, OPERATORS, SOURCE_NAMES, Architecture, CellSpec
 
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, GRAY = COLORS
-OPERATOR_COLORS = dict(zip(OPERATORS, (ORANGE, YELLOW, GRAY, PINK, SKY, BLUE, GREEN)))
+BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, GRAY = COLORS
+OPERATOR_COLORS = dict(zip(OPERATORS, (VERMILION, ORANGE, GRAY, PINK, SKY, BLUE, GREEN)))
 LABELS = {name: re.sub(r"(?<=\d)x(?=\d)", "×", name.replace("_", " ")) for name in OPERATORS}
 TITLES = {"normal": "normal cell", "reduction": "reduction cell: half the sides, twice the channels"}
 FORMATS = (".png", ".svg")
 
 Point = tuple[float, float]
 
-FIRST_X, NODE_SPACING = 2.1, 3.75  # x of the operators of node 0; distance between neighboring nodes
+FIRST_OPERATOR_X, NODE_SPACING = 2.1, 3.75  # x of the operators of node 0; distance between neighboring nodes
 BOX_WIDTH, BOX_HEIGHT = 1.7, 0.5  # size of the box of an operator
-NODE_DISTANCE, NODE_RADIUS = 1.75, 0.3  # distance of a node from its operators; radius of its circle
+OPERATOR_DISTANCE, NODE_RADIUS = 1.75, 0.3  # distance of a node from its operators; radius of its circle
 OPERATOR_Y = 0.42  # the two operators of a node are at this height and at its negative
 OUTER_Y, INNER_Y, OUTPUT_Y = 1.65, 1.1, -2.3  # heights of the lanes of arrows
 INPUT_CENTERS = ((0.0, 1.05), (0.0, -1.05))  # of the boxes of sources 0 and 1
-OUTPUT_X = FIRST_X + NODES * NODE_SPACING - 0.9
+OUTPUT_X = FIRST_OPERATOR_X + NODES * NODE_SPACING - 0.9
 
 
 def draw(architecture: Architecture, file: str | Path) -> Path:
@@ -87,7 +88,7 @@ def draw_cell(cell: CellSpec, axes: Axes, theme: Theme = LIGHT) -> None:
         center = _center(node)
         pairs_from_top = sorted(pairs, key=lambda pair: -_lane(pair[0], node, side))
         for y, (source, operator) in zip((OPERATOR_Y, -OPERATOR_Y), pairs_from_top):
-            box = (center[0] - NODE_DISTANCE, y)
+            box = (center[0] - OPERATOR_DISTANCE, y)
             _arrow(axes, _smooth(_route(source, node, side, (box[0] - BOX_WIDTH / 2, y))), theme.ink)
             _arrow(axes, _smooth([(box[0] + BOX_WIDTH / 2, y), (center[0] - NODE_RADIUS, y / 3)]), theme.ink)
             _box(axes, box, (BOX_WIDTH, BOX_HEIGHT), LABELS[operator], OPERATOR_COLORS[operator], theme)
@@ -100,11 +101,11 @@ def draw_cell(cell: CellSpec, axes: Axes, theme: Theme = LIGHT) -> None:
 
 
 def _center(node: int) -> Point:
-    return FIRST_X + NODE_DISTANCE + node * NODE_SPACING, 0.0
+    return FIRST_OPERATOR_X + OPERATOR_DISTANCE + node * NODE_SPACING, 0.0
 
 
 def _lane(source: int, node: int, side: int) -> float:
-    """Return the height of the lane in which the arrow from a source to a node runs."""
+    """Return the height of the lane in which the arrow from a source to a node runs; for `side`, see `draw_cell`."""
     if source < 2:
         return OUTER_Y if source == 0 else -OUTER_Y
     return 0.0 if source - 2 == node - 1 else side * INNER_Y
@@ -120,7 +121,7 @@ def _route(source: int, node: int, side: int, end: Point) -> list[Point]:
         return [start, end]
     lane = _lane(source, node, side)
     lane_end = _center(node - 1)[0] + (NODE_RADIUS if source < 2 else 0)  # different ends, so that arrows do not cross
-    return [start, (_center(next_node)[0] - NODE_DISTANCE - BOX_WIDTH / 2, lane), (lane_end, lane), end]
+    return [start, (_center(next_node)[0] - OPERATOR_DISTANCE - BOX_WIDTH / 2, lane), (lane_end, lane), end]
 
 
 def _smooth(points: Sequence[Point]) -> Curve:

@@ -133,7 +133,8 @@ class _Normalize(torch.autograd.Function):
 class _NormalizeBackward(torch.autograd.Function):
     """Return the gradients of x, w and b for the gradient g of y; μ and r are functions of x.
 
-    They are gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n and gb = Σg, where m is the mean of each channel over the batch.
+    They are gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n and gb = Σg, where m is the mean over
+    all axes except the channels.
     """
 
     @staticmethod
@@ -196,9 +197,9 @@ def _double_backward(
 ) -> tuple[Tensor, ...]:
     """Return the results of `_NormalizeDoubleBackward`: the gradients of g, x and w for the gradients u, v and s.
 
-    With c = v − w·r·m(u·n) and e = w·r·m(g·n), the gradient of n is c·g − e·u. The gradients of g and x are linear
-    combinations of u, g, n and 1 with one coefficient per channel. Computing the coefficients first saves passes over
-    the feature maps, which take most of the time.
+    n, r and m are those of `_Normalize` and `_NormalizeBackward`. With c = v − w·r·m(u·n) and e = w·r·m(g·n), the
+    gradient of n is c·g − e·u. The gradients of g and x are linear combinations of u, g, n and 1 with one coefficient
+    per channel. Computing the coefficients first saves passes over the feature maps, which take most of the time.
     """
     axes = [axis for axis in range(x.ndim) if axis != 1]
     w, v, s, mean, r = (_by_channel(value, x) for value in (weight, v, s, mean, r))
@@ -220,7 +221,7 @@ def _double_backward(
 def _unfold_channels(
     info: Any, outputs: tuple[Tensor, ...], axes: tuple[int, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Undo `fold` for each output, given the position of its channel axis."""
+    """Undo `fold` for each output, given its channel axis, and return the outputs and their task axes for `vmap`."""
     return tuple(unfold(info, value, axis) for value, axis in zip(outputs, axes)), axes
 
 
@@ -232,8 +233,8 @@ def _by_channel(value: Tensor, x: Tensor) -> Tensor:
 def replace_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
     """Return a copy of `module` in which `BatchNorm` layers replace PyTorch's batch norms.
 
-    The new layers have the same weights, biases, fixed statistics and `eps`. Parameters and layers that are shared in
-    `module` are also shared in the copy.
+    The new layers have the same weights, biases and `eps` and, for `statistics="running"`, the running statistics of
+    the old ones as fixed statistics. Parameters and layers that are shared in `module` are also shared in the copy.
 
     >>> replace_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "batch")[1]
     BatchNorm(3, statistics='batch')
@@ -284,7 +285,7 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
         batches: Batches of inputs of `net`.
 
     Raises:
-        InputError: If there is no batch.
+        InputError: If there is no batch, or the network does not call one of these layers.
 
     >>> net = nn.Sequential(BatchNorm(1, "running"))
     >>> estimate_statistics(net, [torch.tensor([[1.0], [3.0]])])

@@ -253,7 +253,7 @@ def max_pool_backward(g, more, choice, gx, rows, c, GRID: tl.constexpr, BR: tl.c
 
 @jit
 def mean_pool(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the mean of the pixels in each window, without the padding."""
+    """Store the mean of the pixels in each window, excluding the padding."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     LINES: tl.constexpr = GRID.lines
@@ -300,7 +300,7 @@ def relu_even_odd(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.co
 
 @jit
 def relu_even_odd_backward(g, more, y, gx, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Compute the gradient of x, which is 0 at pixels with one even and one odd coordinate."""
+    """Compute the gradient of x, which is 0 (or `more`) at pixels with one even and one odd coordinate."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
     for pixel in tl.static_range(4):

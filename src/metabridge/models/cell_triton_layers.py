@@ -23,7 +23,7 @@ from metabridge.models.cells import MeanPool
 from metabridge.models.fused_layers import differentiable_vjp
 
 # These values were chosen by the numbers of registers and instructions of the compiled kernels.
-LINES = 3  # number of windows, one below the other, that a row of a tile represents
+LINES = 3  # number of windows, one below the other, that a row of a tile represents if the stride is 1; else 1
 WEIGHT_TILE = 512  # elements of a tile in the kernel that also sums the nine weight gradients of a channel
 WEIGHT_PROGRAMS = 2112  # programs between which these sums are divided
 
@@ -44,7 +44,7 @@ def max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """Return the mean of the pixels in every 3×3 window, without the padding, and x."""
+    """Return the mean of the pixels in every 3×3 window, excluding the padding, and x."""
     return _with_input(_MeanPool(stride), x)
 
 

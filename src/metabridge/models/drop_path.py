@@ -56,7 +56,7 @@ class DropPath(Drop):
         return x * self.factor(x).to(x.dtype) if self.training else x
 
     def factor(self, x: Tensor) -> Tensor:
-        """Draw the random factor 0 or 1 / (1 − rate) of each input in training.
+        """Draw a random factor for each input: 0 with probability `rate`, otherwise 1 / (1 − rate).
 
         Args:
             x: Feature maps of shape (n, channels, height, width).

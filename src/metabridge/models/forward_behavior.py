@@ -66,7 +66,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _Observer(TorchDispatchMode):
-    """Record which kinds of operations run, and raise an error if one reads a parameter in `names_by_id`."""
+    """Record which kinds of operations run, and raise an error if one reads a parameter with an id in `names_by_id`."""
 
     def __init__(self, names_by_id: Mapping[int, str]) -> None:
         super().__init__()
@@ -112,4 +112,5 @@ class _CompilerAwareObserver(_Observer):
     def _should_skip_dynamo(cls) -> bool:
         return True
 
+    # PyTorch disables the compiler only for methods that the class itself defines.
     __torch_dispatch__ = _Observer.__torch_dispatch__

@@ -2,7 +2,7 @@
 
 `torch.func.functional_call` replaces the parameters in the module during the call. Threads that share a module would
 therefore compute with each other's parameters. The functions below copy the tree of modules, but not its tensors, which
-takes the same time.
+takes as long as replacing the parameters.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from metabridge.errors import InputError
 M = TypeVar("M", bound=nn.Module)
 Replacements = dict[int, Any]  # from the id of a replaced object to the new object
 
+# Objects of these types are not searched for parameters.
 CONSTANT_TYPES = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
 CONTAINER_TYPES = frozenset({dict, OrderedDict, list, tuple})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -29,13 +30,14 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool = False) -> M:
     """Return a copy of `module` with other parameters; the copy and `module` share all other tensors.
 
-    A parameter is replaced under all its names and in all attributes that refer to it, including lists, closures and
-    bound methods.
+    A parameter is replaced under all its names and in all attributes that refer to it, directly or through
+    dictionaries, lists, tuples, closures, bound methods and partial functions.
 
     Args:
         module: The module, which is not changed.
         params: The new parameters by name.
-        copy_buffers: Whether to copy the buffers, so that the copy can change them without changing `module`.
+        copy_buffers: Whether to copy the buffers, so that the copy can change them without changing `module`. Buffers
+            that were created in inference mode are always copied.
 
     Returns:
         The copy.
@@ -64,7 +66,7 @@ def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool =
 
 
 def shallow_copy(net: M) -> M:
-    """Return a copy of `net` that shares its tensors; a thread can call it and register hooks on it."""
+    """Return a copy of `net` that shares its tensors; hooks that are registered on the copy do not affect `net`."""
     copy = bind_params(net, {})
     for module in copy.modules():
         hooks = {name: value.copy() for name, value in vars(module).items() if "_hooks" in name}
@@ -80,7 +82,7 @@ def _collect_replacements(
     replacements: Replacements,
     copies: list[tuple[nn.Module, nn.Module]],
 ) -> None:
-    """Add copies of the module and its layers to `copies`, and all replaced objects to `replacements`."""
+    """Add pairs of a module or layer and its still empty copy to `copies`, and all replacements to `replacements`."""
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(
             "the network contains a TorchScript module, whose parameters cannot be replaced. Use the Python module "
@@ -152,7 +154,7 @@ def unregistered_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return the objects to which a container, function, method or partial refers; empty for all other types."""
+    """Return the objects to which a container (dictionary: its values), closure, method or partial refers, or []."""
     if type(value) in (dict, OrderedDict):
         return list(value.values())
     if type(value) in (list, tuple):

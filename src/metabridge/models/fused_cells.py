@@ -75,7 +75,7 @@ def _add_term(total: Tensor | None, operator: nn.Module, source: _Source, drop: 
         layers = list(cast(nn.Sequential, operator))
         norm = layers[-1]
         for layer, next_layer in itertools.pairwise(layers):
-            # a depthwise convolution applies ReLU itself
+            # skip a ReLU that the source already contains, or that the depthwise convolution applies itself
             if not (isinstance(layer, nn.ReLU) and (source.rectified or _is_depthwise(next_layer))):
                 source = _Source(_apply_layer(layer, source), rectified=isinstance(layer, BatchNorm))
         x = source.x

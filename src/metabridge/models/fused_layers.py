@@ -53,15 +53,16 @@ def residual_pool(
     )
 
 
-def stem_convolutions(x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
+def stem_convolutions(x: Tensor, main_weight: Tensor, shortcut_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of the 3×3 and the 1×1 convolution at the start of a residual block.
 
-    `main` and `shortcut` are their weights. The 1×1 convolution is computed as a matrix product. For images, one kernel
-    computes both convolutions, because images have too few channels to fill the tiles of cuDNN and need no gradient.
+    For images of at most three channels that need no gradient, one kernel computes both convolutions if there are 32,
+    64 or 128 output channels, because images have too few channels to fill the tiles of cuDNN. Otherwise, the 1×1
+    convolution is computed as a matrix product.
     """
-    if 9 * x.shape[1] <= TAPS and main.shape[0] in (32, 64, 128) and not x.requires_grad:
-        return _Stem.apply(triton_tiles.channels_last(x), main, shortcut)  # type: ignore[no-any-return]
-    return F.conv2d(x, main, padding=1), F.linear(x.movedim(1, -1), shortcut.flatten(1)).movedim(-1, 1)
+    if 9 * x.shape[1] <= TAPS and main_weight.shape[0] in (32, 64, 128) and not x.requires_grad:
+        return _Stem.apply(triton_tiles.channels_last(x), main_weight, shortcut_weight)  # type: ignore[no-any-return]
+    return F.conv2d(x, main_weight, padding=1), F.linear(x.movedim(1, -1), shortcut_weight.flatten(1)).movedim(-1, 1)
 
 
 def drop_block_mask(noise: Tensor, probability: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -169,7 +170,7 @@ class _ResidualPool(torch.autograd.Function):
         norms = triton_tiles.norm_rows(main, w1, b1, eps), triton_tiles.norm_rows(shortcut, w2, b2, eps)
         n, c, height, width = main.shape
         shape = n, c, height // 2, width // 2
-        # the output, and for the backward pass the values of both inputs at the chosen pixels
+        # the output, and for the backward pass the values of both inputs at the maxima
         outputs = [triton_tiles.empty_map(shape, main.dtype, main.device) for _ in range(3)]
         choice = torch.empty_like(outputs[0], dtype=torch.uint8)
         windows, tile = n * (height // 2) * (width // 2), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
@@ -211,25 +212,25 @@ class _Stem(torch.autograd.Function):
     """The function `stem_convolutions` for images."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, main: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, main_weight: Tensor, shortcut_weight: Tensor) -> tuple[Tensor, Tensor]:
         n, c, height, width = x.shape
-        out_channels, rows = main.shape[0], n * height * width
+        out_channels, rows = main_weight.shape[0], n * height * width
         results = [triton_tiles.empty_map((n, out_channels, height, width), x.dtype, x.device) for _ in range(2)]
-        tensors = x, triton_tiles.channels_last(main), shortcut, *results
+        tensors = x, triton_tiles.channels_last(main_weight), shortcut_weight, *results
         kernels.stem_convolutions[(triton_tiles.ceil_div(rows, 256),)](
             *tensors, rows, height, width, c, O=out_channels, TAPS=TAPS, BR=256
         )
-        ctx.save_for_backward(x, main, shortcut)
+        ctx.save_for_backward(x, main_weight, shortcut_weight)
         return results[0], results[1]
 
     @staticmethod
     def backward(ctx: Any, gmain: Tensor, gshortcut: Tensor) -> tuple[Tensor | None, ...]:
-        x, main, shortcut = ctx.saved_tensors
+        x, main_weight, shortcut_weight = ctx.saved_tensors
         if torch.is_grad_enabled():
-            outputs = F.conv2d(x, main, padding=1), F.conv2d(x, shortcut)
-            return None, *differentiable_vjp(outputs, (main, shortcut), (gmain, gshortcut))
+            outputs = F.conv2d(x, main_weight, padding=1), F.conv2d(x, shortcut_weight)
+            return None, *differentiable_vjp(outputs, (main_weight, shortcut_weight), (gmain, gshortcut))
         _, c, height, width = x.shape
-        out_channels, rows = main.shape[0], triton_tiles.matrix_shape(x)[0]
+        out_channels, rows = main_weight.shape[0], triton_tiles.matrix_shape(x)[0]
         chunk = triton_tiles.ceil_div(triton_tiles.ceil_div(rows, triton_tiles.PROGRAMS), 64) * 64
         parts = triton_tiles.ceil_div(rows, chunk)
         partial = x.new_empty(parts, 2, out_channels, TAPS, dtype=torch.float32)
@@ -237,9 +238,9 @@ class _Stem(torch.autograd.Function):
         kernels.stem_weight_grads[(parts,)](
             *tensors, rows, chunk, height, width, c, O=out_channels, TAPS=TAPS, BR=64, num_stages=2
         )
-        total = partial.sum(0).to(main.dtype)
-        main_grad = total[0, :, : 9 * c].reshape(out_channels, 3, 3, c).movedim(-1, 1)
-        return None, main_grad, total[1, :, 4 * c : 5 * c].reshape(shortcut.shape)
+        total = partial.sum(0).to(main_weight.dtype)
+        main_weight_grad = total[0, :, : 9 * c].reshape(out_channels, 3, 3, c).movedim(-1, 1)
+        return None, main_weight_grad, total[1, :, 4 * c : 5 * c].reshape(shortcut_weight.shape)
 
 
 def _plain_norm_act(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:

@@ -51,7 +51,7 @@ def batch_norm_double_backward(
 
 
 def max_pool_2x2(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum of every 2×2 window, and its position in the window: the chosen pixel."""
+    """Return the maximum of every 2×2 window, and its position 0 to 3 in the window as uint8: the chosen pixel."""
     x = triton_tiles.channels_last(x)
     n, c, height, width = x.shape
     y = triton_tiles.empty_map((n, c, height // 2, width // 2), x.dtype, x.device)

@@ -3,8 +3,8 @@
 A kernel sees a channels-last feature map as a matrix of shape (rows, c) and processes tiles of BR rows and BC columns.
 `g` is the gradient of the loss with respect to the output, and `gx` the gradient with respect to the input `x`. `norm`
 contains four rows: mean, r = 1/√(variance + eps), weight and bias of every channel. n = (x − mean)·r is the normalized
-x. Sums over rows are divided into chunks of rows; `partial` contains the sums of the chunks and `total` the complete
-sums. `share` is 1 divided by the number of rows of x, so that share · total is a mean.
+x. Sums over rows are divided into chunks of `chunk` rows; `partial` contains the sums of the chunks and `total` the
+complete sums. `share` is 1 divided by the number of rows of x, so that share · total is a mean.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
@@ -83,7 +83,7 @@ def store_sum(partial, index: tl.constexpr, column, c, values):
 def chunk_moments(x, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     """Compute the mean and the sum of squared deviations of a chunk.
 
-    Each lane uses Welford's rule for its rows; the rule of Chan et al. merges the lanes.
+    Each lane (row of the tile) uses Welford's rule for its rows; the rule of Chan et al. merges the lanes.
     """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_rows(rows, chunk)
@@ -157,7 +157,10 @@ def norm_act(x, norm, factor, total, y, rows, pixels, c, slope, BR: tl.constexpr
 
 @jit
 def norm_act_input_grad(g, factor, n, weight, bias, slope, point, point_inside):
-    """Return the gradient with respect to the output of batch norm for the gradient g of factor · LeakyReLU of it."""
+    """Return the gradient with respect to the output of batch norm for the gradient g of factor · LeakyReLU of it.
+
+    `point` contains for each row of the tile the index of its input, which selects the factor.
+    """
     g = tl.where(n * weight + bias > 0, g, slope * g)
     if factor is not None:
         g *= tl.load(factor + point, mask=point_inside, other=0.0)[:, None]
@@ -391,7 +394,7 @@ def residual_pool_backward(
 
 @jit
 def load_patches(x, row, rows, height, width, c, TAPS: tl.constexpr):
-    """Load the 3×3 patch of every pixel, of shape (rows, TAPS), ordered by its row, its column and its channel."""
+    """Load the 3×3 patch of every pixel: (rows, TAPS) values, ordered by row, column and channel within the patch."""
     tap = tl.arange(0, TAPS)[None, :]
     down, right = tap // (3 * c) - 1, tap // c % 3 - 1
     i, j = (row // width % height)[:, None], (row % width)[:, None]
@@ -415,7 +418,10 @@ def stem_convolutions(
     TAPS: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Compute a 3×3 and a 1×1 convolution of a map with few channels, as matrix products with the same patches."""
+    """Compute a 3×3 and a 1×1 convolution of a map with few channels, as matrix products with the same patches.
+
+    `main` and `shortcut` are the weights, y1 and y2 the outputs.
+    """
     row, out, tap = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, O)[None, :], tl.arange(0, TAPS)[:, None]
     patches = load_patches(x, row, rows, height, width, c, TAPS)
     w1 = tl.load(main + out * 9 * c + tap, mask=tap < 9 * c, other=0.0)

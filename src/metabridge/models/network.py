@@ -29,8 +29,8 @@ class Network(nn.Module):
     """A network of features φ_θ(x) and a linear head.
 
     `features` must compute the features of each input independently of the other inputs of the batch, except in batch
-    norms. Otherwise the results depend on the engine, because methods that adapt only the head may compute the features
-    of several tasks in one batch.
+    norms. Otherwise the results depend on the mode of the `Engine`, because methods that adapt only the head may
+    compute the features of several tasks in one batch.
 
     Args:
         features: Module that maps n inputs to features of shape (n, dimension).
@@ -180,8 +180,9 @@ def update_buffers(net: Network, params: Params, x: Tensor) -> None:
 
 def _cast_params(features: nn.Module, params: Params, dtype: torch.dtype | None) -> Params:
     if inside_transform() or not params:
+        # batch norms compute in float32 and do not need their parameters in low precision
         norm_paths = [path for path, layer in features.named_modules() if isinstance(layer, BatchNorm)]
-        norm_params = {f"{path}.{name}" for path in norm_paths for name in ("weight", "bias")}  # used in float32
+        norm_params = {f"{path}.{name}" for path in norm_paths for name in ("weight", "bias")}
         return {name: value if name in norm_params else value.to(dtype) for name, value in params.items()}
     return dict(zip(params, _Cast.apply(dtype, *params.values())))
 
@@ -236,7 +237,7 @@ def stores_build_arguments(build: Callable[P, Network]) -> Callable[P, Network]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed the random generator of the CPU inside the context, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed those of all GPUs, for good
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed those of all GPUs, permanently
         yield
 
 

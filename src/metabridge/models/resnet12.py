@@ -32,8 +32,8 @@ def resnet12(
     """Build ResNet-12: four residual blocks of three 3×3 convolutions, global average pooling and a linear head.
 
     DropBlock follows the last two blocks, with squares of 5×5 pixels for images of at least 64×64 pixels and of 2×2
-    pixels for smaller images. Dropout follows the other blocks; the public code of MetaOptNet and RFS uses it with rate
-    0.1, but their papers do not mention it.
+    pixels for smaller images. If `dropout` is not 0, it follows the other blocks; the public code of MetaOptNet and RFS
+    uses it with rate 0.1, but their papers do not mention it.
 
     Args:
         channels: Number of channels of the images.
@@ -41,7 +41,7 @@ def resnet12(
         outputs: Number of outputs of the head.
         widths: Number of output channels of each block.
         drop_rate: Full rate of DropBlock.
-        dropout: Probability of dropout.
+        dropout: Probability of dropout after the other blocks.
         unit_norm: Whether to scale the features to length 1, as in MTL (Wang et al. 2021, §5.2).
         statistics: Statistics of the batch norms, see `BatchNorm`.
         seed: Seed of the initial weights.
@@ -81,7 +81,7 @@ class DropBlock(Drop):
 
     Args:
         rate: The full rate, see `Drop`.
-        size: Side of the squares in pixels.
+        size: Side of the squares in pixels. In smaller maps, the squares have the shorter side of the map.
 
     >>> DropBlock(0.5, 2).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)

@@ -1,4 +1,4 @@
-"""Reject networks that would not fit into memory, before any memory is allocated."""
+"""Reject networks with too many tensors or values before the memory that exceeds the limit is allocated."""
 
 from __future__ import annotations
 

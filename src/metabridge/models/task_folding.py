@@ -43,7 +43,10 @@ def is_faster(x: Tensor) -> bool:
 
 
 def fold(info: Any, dim: int | None, value: Tensor, axis: int) -> Tensor:
-    """Fold the task axis `dim` of a tensor into `axis`; if `dim` is None, first repeat the tensor for every task."""
+    """Fold the task axis `dim` of a tensor into `axis`; if `dim` is None, first repeat the tensor for every task.
+
+    `info` is the argument that PyTorch passes to `vmap` methods; `info.batch_size` is the number of tasks.
+    """
     if dim is None:
         value, dim = value.expand(info.batch_size, *value.shape), 0
     return value.movedim(dim, axis).flatten(axis, axis + 1)
@@ -100,22 +103,23 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, *ctx.settings = inputs
+        x, weight, ctx.settings, ctx.groups = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
-        x_grad = _InputGrad.apply(g, weight, x.shape[2:], *ctx.settings) if needs_x_grad else None
-        w_grad = _WeightGrad.apply(x, g, weight.shape[2:], *ctx.settings) if needs_w_grad else None
+        x_grad = _InputGrad.apply(g, weight, x.shape[2:], ctx.settings, ctx.groups) if needs_x_grad else None
+        w_grad = _WeightGrad.apply(x, g, weight.shape[2:], ctx.settings, ctx.groups) if needs_w_grad else None
         return x_grad, w_grad, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, dims: tuple[Any, ...], x: Tensor, weight: Tensor, settings: ConvSettings, groups: int
+    ) -> tuple[Tensor, int]:
         x, weight = fold(info, dims[0], x, 1), fold(info, dims[1], weight, 0)
-        *settings, groups = options
-        return unfold(info, _Convolution.apply(x, weight, *settings, groups * info.batch_size), 1), 1
+        return unfold(info, _Convolution.apply(x, weight, settings, groups * info.batch_size), 1), 1
 
 
 class _InputGrad(torch.autograd.Function):
@@ -132,22 +136,29 @@ class _InputGrad(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        g, weight, _, *ctx.settings = inputs
+        g, weight, _, ctx.settings, ctx.groups = inputs
         ctx.save_for_backward(g, weight)
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         g, weight = ctx.saved_tensors
         needs_g_grad, needs_w_grad = ctx.needs_input_grad[:2]
-        g_grad = _Convolution.apply(u, weight, *ctx.settings) if needs_g_grad else None
-        w_grad = _WeightGrad.apply(u, g, weight.shape[2:], *ctx.settings) if needs_w_grad else None
+        g_grad = _Convolution.apply(u, weight, ctx.settings, ctx.groups) if needs_g_grad else None
+        w_grad = _WeightGrad.apply(u, g, weight.shape[2:], ctx.settings, ctx.groups) if needs_w_grad else None
         return g_grad, w_grad, None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], g: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any,
+        dims: tuple[Any, ...],
+        g: Tensor,
+        weight: Tensor,
+        size: tuple[int, int],
+        settings: ConvSettings,
+        groups: int,
+    ) -> tuple[Tensor, int]:
         g, weight = fold(info, dims[0], g, 1), fold(info, dims[1], weight, 0)
-        *settings, groups = options
-        return unfold(info, _InputGrad.apply(g, weight, *settings, groups * info.batch_size), 1), 1
+        return unfold(info, _InputGrad.apply(g, weight, size, settings, groups * info.batch_size), 1), 1
 
 
 class _WeightGrad(torch.autograd.Function):
@@ -165,22 +176,29 @@ class _WeightGrad(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, g, _, *ctx.settings = inputs
+        x, g, _, ctx.settings, ctx.groups = inputs
         ctx.save_for_backward(x, g)
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         x, g = ctx.saved_tensors
         needs_x_grad, needs_g_grad = ctx.needs_input_grad[:2]
-        x_grad = _InputGrad.apply(g, v, x.shape[2:], *ctx.settings) if needs_x_grad else None
-        g_grad = _Convolution.apply(x, v, *ctx.settings) if needs_g_grad else None
+        x_grad = _InputGrad.apply(g, v, x.shape[2:], ctx.settings, ctx.groups) if needs_x_grad else None
+        g_grad = _Convolution.apply(x, v, ctx.settings, ctx.groups) if needs_g_grad else None
         return x_grad, g_grad, None, None, None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, g: Tensor, *options: Any) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any,
+        dims: tuple[Any, ...],
+        x: Tensor,
+        g: Tensor,
+        size: tuple[int, int],
+        settings: ConvSettings,
+        groups: int,
+    ) -> tuple[Tensor, int]:
         x, g = fold(info, dims[0], x, 1), fold(info, dims[1], g, 1)
-        *settings, groups = options
-        return unfold(info, _WeightGrad.apply(x, g, *settings, groups * info.batch_size), 0), 0
+        return unfold(info, _WeightGrad.apply(x, g, size, settings, groups * info.batch_size), 0), 0
 
 
 def _convolve(
@@ -220,14 +238,14 @@ def _pad_weight(weight: Tensor, groups: int) -> Tensor:
 
 
 class _MaxPool(torch.autograd.Function):
-    """The maximum of each window, and the index of its pixel."""
+    """The maximum of each window, and the index of its pixel: in the map, or in the window if the pooling is fused."""
 
     @staticmethod
     def forward(x: Tensor, window: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if window == POOL_2X2 and triton_support.can_fuse_tasks(x):
             from metabridge.models.fused_tasks import max_pool_2x2
 
-            return max_pool_2x2(x)
+            return max_pool_2x2(x)  # with indices in uint8
         return torch.ops.aten.max_pool2d_with_indices(_channels_last(x), *window)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -255,7 +273,7 @@ class _MaxUnpool(torch.autograd.Function):
 
     @staticmethod
     def forward(values: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
-        if indices.dtype == torch.uint8:
+        if indices.dtype == torch.uint8:  # from the fused 2×2 pooling
             from metabridge.models.fused_tasks import max_unpool_2x2
 
             return max_unpool_2x2(values, indices, x)
@@ -275,7 +293,7 @@ class _MaxUnpool(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _vmap_maps(_MaxUnpool.apply, info, dims, *inputs)
+        return _fold_apply_unfold(_MaxUnpool.apply, info, dims, *inputs)
 
 
 class _Gather(torch.autograd.Function):
@@ -283,7 +301,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(u: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
-        if indices.dtype == torch.uint8:
+        if indices.dtype == torch.uint8:  # from the fused 2×2 pooling
             from metabridge.models.fused_tasks import gather_2x2
 
             return gather_2x2(u, indices)
@@ -306,10 +324,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _vmap_maps(_Gather.apply, info, dims, *inputs)
+        return _fold_apply_unfold(_Gather.apply, info, dims, *inputs)
 
 
-def _vmap_maps(function: Callable[..., Tensor], info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-    """Apply a function of some maps and a window to the folded maps of all tasks."""
+def _fold_apply_unfold(
+    function: Callable[..., Tensor], info: Any, dims: tuple[Any, ...], *inputs: Any
+) -> tuple[Tensor, int]:
+    """Fold the tasks into the channels of the maps, apply `function`, and unfold the tasks of its result.
+
+    `inputs` are the arguments of `function`: maps, and last a window.
+    """
     *maps, window = inputs
     return unfold(info, function(*(fold(info, dim, value, 1) for dim, value in zip(dims, maps)), window), 1), 1

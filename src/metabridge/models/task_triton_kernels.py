@@ -62,7 +62,10 @@ def norm_double_sums(
 def norm_double_backward(
     g, x, u, mean, r, weight, v, s, total, gg, gx, gw, rows, c, share, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """Compute gg, gx and gw, the gradients of g, x and the weight, by the formulas of `batch_norm._double_backward`."""
+    """Compute gg, gx and gw, the gradients of g, x and the weight, by the formulas of `batch_norm._double_backward`.
+
+    The coefficient c of these formulas is called a, because c is the number of columns.
+    """
     below, _ = tile_position(c, BC)
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
@@ -110,7 +113,7 @@ def max_pool_2x2(x, y, choice, windows, height, width, c, BR: tl.constexpr, BC: 
 
 @jit
 def max_unpool_2x2(values, choice, x, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the value of each window at its chosen pixel, and 0 at all other pixels, including pixels in no window."""
+    """Store in x the value of each window at its chosen pixel, and 0 at all other pixels, also those in no window."""
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
     i, j, whole, pooled, corner = covering_window(window, windows, height, width)

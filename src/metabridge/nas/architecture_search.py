@@ -41,7 +41,7 @@ STORED_KEYS = {"adaptation_time": "time", "region_inputs": "inputs"}
 
 
 class TimeLimitError(Exception):
-    """A search reached its time limit. Run the same search again to continue it."""
+    """A search reached its time limit. Run the same search with the same `out` again to continue it."""
 
 
 class SearchResult(NamedTuple):
@@ -50,7 +50,7 @@ class SearchResult(NamedTuple):
     Args:
         architecture: The best architecture.
         seconds: Computing time in seconds, including earlier runs if the search was continued.
-        evaluated: Number of networks whose proxies were computed.
+        evaluated: Number of networks whose proxies were computed, counting every repeat.
         failed: Number of these networks for which a proxy failed. The search log contains the reasons.
 
     >>> architecture = random_architecture(torch.Generator().manual_seed(0))
@@ -68,9 +68,9 @@ class SearchResult(NamedTuple):
 class SearchConfig:
     """The settings of an architecture search.
 
-    The supernet has as many cells and channels as the final network, and is evaluated at initialization. Both proxies
-    are averaged over `repeats` initializations and batches of tasks. These differ between rounds, and are the same for
-    all candidates of a round.
+    The kernel is computed in a supernet with as many cells and channels as the final network, and linear regions are
+    counted in a thin supernet of three cells, both at initialization. Both proxies are averaged over `repeats`
+    initializations and batches of tasks. These differ between rounds, and are the same for all candidates of a round.
 
     Args:
         kernel: Kernel whose condition number guides the search together with linear regions: "maml" or "anil"
@@ -190,7 +190,7 @@ def search(
         progress: Whether to show a progress bar.
 
     Returns:
-        The architecture, the computing time and the number of networks evaluated.
+        The architecture, the computing time, and the numbers of networks that were evaluated and that failed.
 
     Raises:
         InputError: If a setting is out of range, the images are too small, or the folder cannot be used.
@@ -283,7 +283,9 @@ def _find_architecture(
         for removal_and_scores in evaluator(*args):
             yield removal_and_scores
             if time.perf_counter() > deadline:
-                raise TimeLimitError("The time limit is reached. Run the same search again to continue it.")
+                raise TimeLimitError(
+                    "The time limit is reached. Run the same search with the same `out` again to continue it."
+                )
 
     full = ActiveOperators.full(config.operators)
     with progress_bar(progress) as bar:
@@ -420,14 +422,41 @@ class RepeatedScore(NamedTuple):
     repeats: tuple[ProxyScore, ...]
 
 
+def score_architecture(
+    architecture: Architecture, images: LabelledImages, config: SearchConfig, *, device: str = "cpu"
+) -> tuple[CandidateScores, ...]:
+    """Compute the proxies of an architecture at initialization, as in a search.
+
+    Args:
+        architecture: The cells.
+        images: Data set with a "train" split.
+        config: Settings; `kernel` selects the kernel, with "none" for linear regions alone.
+        device: Device to compute on.
+
+    Returns:
+        The scores for each of `config.repeats` initializations.
+
+    Raises:
+        InputError: If the settings do not suit the images.
+
+    >>> from metabridge.datasets import load
+    >>> architecture = random_architecture(torch.Generator().manual_seed(0))
+    >>> config = SearchConfig("none", cells=3, channels=2, repeats=1, region_inputs=20)
+    >>> len(score_architecture(architecture, load("glyphs"), config))
+    1
+    """
+    evaluator, active = ProxyEvaluator(config, images.to(device), device), architecture.active_operators
+    return tuple(scores for repeat in range(config.repeats) for _, scores in evaluator(0, repeat, active, [None]))
+
+
 def score_model(
     model: str, images: LabelledImages, config: SearchConfig | None = None, *, device: str = "cpu"
 ) -> RepeatedScore:
     """Compute the proxy of an untrained model: the condition number of a kernel, or its number of linear regions.
 
-    An architecture is scored as in a search. For other models, the inputs for counting linear regions are whole images
-    instead of patches. In most models every image is in a different region, which says nothing about the model and is
-    reported as a failure.
+    An architecture is scored as in a search. Other models are scored with group norms instead of batch norms, and their
+    linear regions are counted with whole images as inputs instead of patches. In most models every image is in a
+    different region, which says nothing about the model and is reported as a failure.
 
     Args:
         model: Path of an `architecture.json`, or a model name that `metabridge.models.build` takes.
@@ -446,23 +475,22 @@ def score_model(
     'each of 50 images has its own region'
     """
     config = config or SearchConfig()
-    evaluator = ProxyEvaluator(config, images.to(device), device)
     scores: list[ProxyScore | None] = []
-    for repeat in range(config.repeats):
-        if model.endswith(ARCHITECTURE_SUFFIX):
-            active = Architecture.load(model).active_operators
-            ((_, proxies),) = evaluator(0, repeat, active, [None])
+    if model.endswith(ARCHITECTURE_SUFFIX):
+        for proxies in score_architecture(Architecture.load(model), images, config, device=device):
             scores.append(proxies.regions if config.condition_number is None else proxies.condition)
-            continue
-        seed = config.seed * 1000 + repeat
-        generator = torch.Generator().manual_seed(seed)
-        tasks = evaluator.environment.sample(config.tasks, generator).to(device)
-        training = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)
-        net = with_group_norm(network_of(training, images)).to(device).eval()
-        if config.condition_number is not None:
-            scores.append(config.condition_number(net, tasks))
-        else:
-            indices = evaluator.environment.image_indices
+    else:
+        environment = ProxyEvaluator(config, images.to(device), device).environment
+        for repeat in range(config.repeats):
+            seed = config.seed * 1000 + repeat
+            generator = torch.Generator().manual_seed(seed)
+            tasks = environment.sample(config.tasks, generator).to(device)
+            training = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)
+            net = with_group_norm(network_of(training, images)).to(device).eval()
+            if config.condition_number is not None:
+                scores.append(config.condition_number(net, tasks))
+                continue
+            indices = environment.image_indices
             indices = indices[torch.randperm(len(indices), generator=generator)[: config.region_inputs]]
             score = count_linear_regions(net, images.float_images(indices).to(device))
             if score.value == len(indices):

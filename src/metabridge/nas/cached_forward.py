@@ -32,7 +32,7 @@ class LayerResult(Protocol):
 S = TypeVar("S", bound=LayerResult)
 R = TypeVar("R")
 LayerRunner = Callable[[Tensor], S]  # runs some layers on their input
-FirstStep = tuple[int, LayerRunner[S]]  # a source in a cell, and the first layer of operators that read it
+FirstStep = tuple[int, LayerRunner[S]]  # the index of a source in a cell, and the first layer of operators on it
 
 
 class ForwardCache:
@@ -59,7 +59,7 @@ class ForwardCache:
 
 @dataclass(frozen=True)
 class CellTrace(Generic[S]):
-    """The layer results of one cell, in order of computation.
+    """The layer results of one cell.
 
     - `preprocessing`: for each of the two inputs, the results of the ReLU and of the layers after it
     - `first_steps`: the results of the first steps, which operators share
@@ -95,7 +95,7 @@ class ForwardTrace(Generic[S]):
 
 
 class CachedForward(Generic[S]):
-    """Runs a stack of cells layer by layer, and takes results that a `ForwardCache` has from there.
+    """Runs a stack of cells layer by layer, and reuses the results in a `ForwardCache`.
 
     `make_runner` turns a sequence of modules into a function from their input to a `LayerResult`. The ReLU at the start
     of an operator is a separate layer. Only `Halving` applies its own ReLU, to an input that is already rectified.
@@ -133,6 +133,7 @@ class _CachedCell(Generic[S]):
         wrap_operator: Callable[[EdgeOperator, LayerRunner[S]], LayerRunner[S]],
     ) -> None:
         self._cell_kind = CELLS[bool(cell.reduction)]
+        # `before` and `last` are the layers that first process sources 0 and 1.
         self._preprocessing = [(relu, make_runner(_without_relu(module))) for module in (cell.before, cell.last)]
         shared_first_layers: dict[tuple[int, type], LayerRunner[S]] = {}
         self._operators: list[dict[str, tuple[FirstStep[S], LayerRunner[S]]]] = []

@@ -49,7 +49,7 @@ class LinearRegionCounter:
     """Counts the linear regions that contain at least one of some patches, in a thin supernet and its candidates.
 
     Each sign has a random integer weight of 63 bits, and two activation patterns count as different if the weighted
-    sums of their signs differ. The probability that two different patterns have the same sum is 2⁻⁶³.
+    sums of their signs differ. The probability that two different patterns have the same sum is at most 2⁻⁶³.
 
     On a CPU, several threads may call `scores` of one counter at the same time.
 

@@ -122,8 +122,8 @@ class ConditionNumber:
             tasks: Tasks with support and query images.
 
         Returns:
-            The condition number, or why it failed: the outputs or the kernel are not finite, or its smallest
-            eigenvalue is lost in rounding.
+            The condition number, or why it failed: the outputs or the kernel are not finite, its smallest eigenvalue
+            is lost in rounding, or two support images have the same kernel values.
         """
         x = all_images(tasks)
         with torch.no_grad():
@@ -171,7 +171,7 @@ class ConditionNumber:
             return ProxyScore(math.inf, str(error))
 
     def _meta_ntk(self, kernel: _PrecomputedKernel, indices: Tensor, queries: int, eps: float) -> ProxyScore:
-        """Return the condition number of Φ = RΘRᵀ.
+        """Return the condition number of Φ = RΘRᵀ, where R is the `residual_operator`.
 
         Rounding of Θ changes Φ by up to eps σ_max(Θ) ‖R‖², however small Φ is.
         """
@@ -248,8 +248,8 @@ def condition_number_score(matrix: Tensor, eps: float) -> ProxyScore:
 def count_linear_regions(net: nn.Module, inputs: Tensor) -> ProxyScore:
     """Count the linear regions of `net` that contain at least one of the inputs (Wang et al. 2022, eq. 15).
 
-    Two inputs are in the same region if every ReLU has the same sign at both. LeakyReLU and PReLU count like ReLU. For
-    ReLU6 and Hardtanh, both values at which their slope changes count.
+    Two inputs are in the same region if the input of every ReLU has the same sign for both. LeakyReLU and PReLU count
+    like ReLU. For ReLU6 and Hardtanh, both values at which their slope changes count.
 
     Args:
         net: A network without batch norms that depend on the batch.

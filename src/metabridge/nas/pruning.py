@@ -81,7 +81,7 @@ def prune(
 
 
 def count_evaluations(active: ActiveOperators, repeats: int) -> int:
-    """Return the number of networks that a search evaluates.
+    """Return the number of networks that a search evaluates, counting every repeat.
 
     >>> count_evaluations(ActiveOperators.full(), repeats=3)
     1533
@@ -171,7 +171,8 @@ class SearchLog:
     """All scores of a search, written to a file one by one so that a stopped search can be continued.
 
     The first line of the file contains the settings of the search. Opening the file with other settings raises an
-    error. Every line has a checksum. A damaged or truncated line and all lines after it are dropped and computed again.
+    error, unless it has no scores; then it is overwritten. Every line has a checksum. A damaged or truncated line and
+    all lines after it are dropped and computed again.
 
     Lines have the keys of version 0.1.0. There are four kinds of lines:
 
@@ -187,7 +188,7 @@ class SearchLog:
         lock: Lock of the file's folder, checked before every write.
 
     Raises:
-        InputError: If the file cannot be read, is not a search log, or has other settings.
+        InputError: If the file cannot be read, is not a search log, or has scores for other settings.
     """
 
     def __init__(

@@ -1,8 +1,10 @@
 """Exact NTK and NNGP matrices of the candidates of a search round, each of which is the supernet without one operator.
 
-- Θ = Σ_l J_l J_lᵀ over the layers l. Each layer adds its term when the backward pass reaches it, for all images at
-  once, so the gradients of the whole network are never stored. The backward pass is written by hand with the fastest
-  operations of each device.
+- The NTK matrix is Θ = Σ_l J_l J_lᵀ over the layers l. A row of J_l is the gradient of the summed outputs for one image
+  with respect to the parameters of the layer. Each layer adds its term when the backward pass reaches it, for all
+  images at once, so the gradients of the whole network are never stored. The backward pass is written by hand with the
+  fastest operations of each device.
+- K is the NNGP matrix.
 - On a CPU, candidates are run one by one. The results of layers that do not depend on the removed operator are taken
   from one forward pass of the supernet.
 - On a GPU, several candidates are run in one pass. Each has its own copy of the images, in which the output of the
@@ -30,7 +32,7 @@ from metabridge.nas.proxies import KernelMatrices
 
 CANDIDATES_PER_PASS = 8  # on a GPU
 GRADIENT_ENTRIES_PER_PRODUCT = 2**18  # length of the rows of one matrix product on a GPU: gradient entries per sample
-PRODUCT_PARTS = 64  # the rows are cut into so many parts, since products of a few long rows do not use a GPU fully
+PRODUCT_PARTS = 64  # number of parts of the rows, since products of a few long rows do not use a GPU fully
 
 
 class _GramSum:
@@ -300,7 +302,7 @@ def _average_pool(stride: int, x: Tensor) -> _Differentiable:
 
 
 def _halving(module: Any) -> Layer:
-    """Return a `Halving` whose input is already rectified."""
+    """Return the differentiable version of a `Halving` whose input is already rectified."""
     halves = [
         _chain([functools.partial(_every_second_pixel, start), functools.partial(_pointwise_convolution, layer)])
         for start, layer in enumerate((module.even, module.odd))

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 from PIL import Image
 
+from metabridge.diagnosis import Interval
 from metabridge.figure_theme import COLORS as COLORS
 from metabridge.figure_theme import DARK as DARK
 from metabridge.figure_theme import LIGHT as LIGHT
@@ -72,25 +74,43 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
         figure = Figure(figsize=(5.6, 1.6 + 0.6 * len(scores)), layout="constrained")
         axes = figure.subplots()
         tests = list(next(iter(scores.values())))
-        for index, (test, marker, color) in enumerate(zip(tests, MARKERS, COLORS)):
-            shift = 0.16 * (index - (len(tests) - 1) / 2)  # so that intervals do not cover each other
-            means, margins = _percent([scores_by_test[test] for scores_by_test in scores.values()])
-            axes.errorbar(
-                means,
-                np.arange(len(means)) + shift,
-                xerr=margins,
-                fmt=marker,
-                color=color,
-                label=test,
-                markersize=6,
-                capsize=2,
-            )
-        axes.set_yticks(range(len(scores)), list(scores), fontsize=11)
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
+        draw_intervals(
+            axes, {test: {name: percent_interval(by_test[test]) for name, by_test in scores.items()} for test in tests}
+        )
+        axes.tick_params(axis="y", labelsize=11)
         axes.set(xlabel="accuracy, %")
         figure.legend(loc="outside upper center", ncols=2)
     return figure
+
+
+def draw_intervals(
+    axes: Axes, series: Mapping[str, Mapping[str, Interval]], rows: Sequence[str] | None = None, spacing: float = 0.16
+) -> None:
+    """Draw values with their 95 % intervals, one row of the panel per name and one marker per series.
+
+    Args:
+        axes: The panel.
+        series: For each label in the legend, the values by name of the row.
+        rows: Names of the rows, first at the top. Default: all names of the series.
+        spacing: Distance between the markers of a row, as a share of the distance between rows.
+    """
+    if rows is None:
+        rows = list(dict.fromkeys(name for intervals in series.values() for name in intervals))
+    for index, ((label, intervals), marker, color) in enumerate(zip(series.items(), MARKERS, COLORS)):
+        shift = spacing * (index - (len(series) - 1) / 2)  # so that intervals do not cover each other
+        values = [interval.value for interval in intervals.values()]
+        below = [interval.value - interval.low for interval in intervals.values()]
+        above = [interval.high - interval.value for interval in intervals.values()]
+        ys = [rows.index(name) + shift for name in intervals]
+        axes.errorbar(values, ys, None, [below, above], marker, color=color, label=label, markersize=5, capsize=2)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+
+
+def percent_interval(score: Score) -> Interval:
+    """Return the mean accuracy with its 95 % interval, in percent."""
+    return Interval.symmetric(100 * score.mean, 100 * score.ci95)
 
 
 def _percent(scores: Sequence[Score]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -31,9 +31,9 @@ class Picture:
     dark: bytes
 
     @classmethod
-    def draw(cls, name: str, alt: str, figure: Callable[[Theme], Figure]) -> Picture:
-        """Return the picture of a figure that is drawn with both themes."""
-        return cls(name, alt, figures.png(figure(LIGHT)), figures.png(figure(DARK)))
+    def draw(cls, name: str, alt: str, draw_figure: Callable[[Theme], Figure]) -> Picture:
+        """Return the picture of the figure that `draw_figure` draws with each theme."""
+        return cls(name, alt, figures.png(draw_figure(LIGHT)), figures.png(draw_figure(DARK)))
 
     @property
     def html(self) -> Markup:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
-from numpy.typing import NDArray
+from matplotlib.ticker import NullLocator
 
 from metabridge.intervals import mean_interval
 from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbers
@@ -120,6 +118,35 @@ def draw_means(
     axes.errorbar(list(runs), means, margins, fmt=marker, color=color, label=label, markersize=markersize, capsize=2)
 
 
+def plot_mean_and_deviation(
+    axes: Axes, xs: Sequence[float], runs: Sequence[Sequence[float]], color: str, label: str, **line: Any
+) -> None:
+    """Plot the mean over runs with a band of ± one standard deviation; a run has one value for each x.
+
+    Further arguments are options of the line.
+    """
+    mean, deviation = np.mean(runs, 0), np.std(runs, 0, ddof=1)
+    axes.fill_between(xs, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+    axes.plot(xs, mean, color=color, label=label, **line)
+
+
+def plot_before_and_after(axes: Axes, groups: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> None:
+    """Plot values before (○) and after (●) a change, joined by a line for each run.
+
+    `groups` maps the name of a group to its quantities, and a quantity to the pairs of all runs. Groups are positions
+    on the x axis, and quantities colors.
+    """
+    for position, quantities in enumerate(groups.values()):
+        for index, (label, pairs) in enumerate(quantities.items()):
+            color, x = COLORS[index], [position + 0.12 * (index - 1.5)] * len(pairs)
+            before, after = zip(*pairs)
+            axes.plot([x, x], [before, after], color=color, linewidth=1)
+            axes.plot(x, before, "o", color=color, markerfacecolor="none")
+            axes.plot(x, after, "o", color=color, label=label if position == 0 else None)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+
+
 def draw_power_laws(axes: Axes, points_by_label: Mapping[str, ValuesBySize]) -> None:
     """Draw values as functions of the width on logarithmic axes, with fitted power laws and their exponents."""
     for (label, points), color, marker in zip(points_by_label.items(), COLORS, MARKERS):
@@ -140,21 +167,3 @@ def draw_power_laws(axes: Axes, points_by_label: Mapping[str, ValuesBySize]) -> 
 def format_exponent(law: PowerLaw) -> str:
     """Return the exponent with its 95 % interval, such as "−0.50 ± 0.02"."""
     return f"{law.exponent:.2f} ± {law.ci95:.2f}".replace("-", "−")
-
-
-def draw_contours(axes: Axes, losses: NDArray[np.float64], extent: float) -> None:
-    """Draw non-negative losses on the square [−extent, extent]² as contours at equal ratios, with a color bar.
-
-    The first axis of `losses` is the horizontal one.
-    """
-    low = max(losses.min(), 1e-4 * losses.max())  # 0 has no logarithm
-    levels = np.geomspace(low * (1 - 1e-9), losses.max() * (1 + 1e-9), 16)
-    axis, values = np.linspace(-extent, extent, len(losses)), losses.T.clip(low)
-    filled = axes.contourf(axis, axis, values, levels, cmap="viridis", norm=LogNorm(levels[0], levels[-1]))
-    axes.contour(axis, axis, values, levels[1:-1], colors="white", linewidths=0.3, alpha=0.6)
-    bar = axes.figure.colorbar(filled, ax=axes, shrink=0.82, pad=0.03, ticks=levels[::5])
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda level, _: f"{level:.2g}"))
-    bar.ax.minorticks_off()
-    bar.ax.tick_params(labelsize=8)
-    axes.set(aspect="equal", xlim=(-extent, extent), ylim=(-extent, extent))
-    axes.grid(visible=False)

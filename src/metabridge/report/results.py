@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,26 @@ class Row:
         ci95 = None if len(runs) == 1 else margin
         return cls(name, metric, published=published, ours=mean, ci95=ci95, agrees=agrees, note=note)
 
+    @classmethod
+    def share(
+        cls, name: str, metric: str, is_true: Sequence[bool], *, agrees: bool | None = None, note: str = ""
+    ) -> Row:
+        """Return the row of the percentage of true values.
+
+        >>> Row.share("large intervals", "problems %", [True, False, True, True]).ours
+        75.0
+        """
+        return cls(name, metric, ours=100 * sum(is_true) / len(is_true), agrees=agrees, note=note)
+
+    def compared(self, published: float, tolerance: float, note: str) -> Row:
+        """Return the row with a published number and whether it agrees with it up to a relative tolerance.
+
+        >>> Row("MAML, 1-shot", "accuracy %", ours=48.9).compared(48.7, tolerance=0.01, note="agrees within 1%").agrees
+        True
+        """
+        agrees = abs(self.ours - published) <= tolerance * abs(published)
+        return replace(self, published=published, agrees=agrees, note=note)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -99,7 +119,7 @@ class Machine:
 class Result:
     """The rows of one experiment, and the settings and the environment that computed them.
 
-    The field names are the keys of `results/*.json`.
+    The field names are the keys of `results/*.json`. `scale` is "quick" or "paper".
     """
 
     id: str
@@ -153,7 +173,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """Return the short hash of the checkout that contains this file, or None outside a checkout."""
+    """Return the short hash of the commit in whose checkout this file is tracked, or None if there is none."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:

@@ -20,13 +20,14 @@ class GradientDescent(IterativeSolver):
 
     Args:
         steps: The number of steps.
-        lr: The step size, or step sizes by prefix of the parameter names, such as `{"features": 0.01, "head": 0.1}`, of
-            which the longest matching prefix applies.
+        lr: The step size, or step sizes by prefix of the parameter names, such as `{"features": 0.01, "head": 0.1}`. A
+            prefix ends before a dot or at the end of the name. The longest matching prefix applies, and adapting raises
+            an `InputError` if there is none.
         rates: "fixed" keeps the step sizes. "per-tensor" and "per-element" (Meta-SGD) meta-learn them, starting from
             `lr`, as the parameters `rates.NAME`.
 
     Raises:
-        InputError: If `steps` is negative, a step size is not positive, or `rates` is unknown.
+        InputError: If `steps` is not a whole number or is negative, a step size is not positive, or `rates` is unknown.
 
     >>> import torch
     >>> from metabridge.solvers import Problem, task_loss
@@ -51,7 +52,7 @@ class GradientDescent(IterativeSolver):
             raise InputError(f"rates is {self.rates!r}, but must be 'fixed', 'per-tensor' or 'per-element'.")
 
     def solver_params(self, adapted: Params) -> Params:
-        """Return the initial step sizes if they are meta-learned; see `Solver.solver_params`."""
+        """Return the initial step sizes if they are meta-learned, else nothing; see `Solver.solver_params`."""
         if self.rates == "fixed":
             return {}
         return {

@@ -23,12 +23,12 @@ class Proximal(IterativeSolver):
         strength: The weight λ of the squared distance to the initial parameters θ.
         steps: The number of gradient steps.
         lr: The step size.
-        tolerance: A task's parameters stay unchanged once the norm of their gradient is at most this.
+        tolerance: A task's parameters stay unchanged once the norm of the gradient of this objective is at most this.
         cg_steps: The number of conjugate-gradient steps for the linear system of the implicit gradient.
 
     Raises:
-        InputError: If `strength` or `lr` is not positive, `steps` or `tolerance` is negative, or `cg_steps` is not at
-            least 1.
+        InputError: If `strength` or `lr` is not positive, `steps` or `tolerance` is negative, `cg_steps` is not at
+            least 1, or `steps` or `cg_steps` is not a whole number.
 
     >>> import torch
     >>> from metabridge.solvers import Problem, task_loss

@@ -14,7 +14,9 @@ Rates = Literal["fixed", "per-tensor", "per-element"]
 
 
 class ProximalSystem(NamedTuple):
-    """The linear system (I + H/λ)v = g of the implicit gradient at a proximal minimum, with H the Hessian of the loss.
+    """The linear system (I + H/λ)v = g of the implicit gradient v at a proximal minimum.
+
+    H is the Hessian of the support loss, and g the gradient of the query loss, both at the minimum.
 
     Args:
         strength: The weight λ of ½‖θ' − θ‖² in the proximal objective.

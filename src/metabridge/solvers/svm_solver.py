@@ -15,8 +15,9 @@ from metabridge.models.network import Params
 from metabridge.solvers.problem import Problem
 from metabridge.solvers.solver import Solver
 
-# Proximal term added to the diagonal, relative to the largest diagonal entry of Q, so that the Cholesky factorization
-# of a singular Q succeeds. It is larger than in `solve_qp`, since no later iteration corrects errors of a derivative.
+# Proximal term added to the diagonal of the matrix Q of the quadratic program, relative to its largest diagonal entry,
+# so that the Cholesky factorization of a singular Q succeeds. It is larger than in `solve_qp`, since no later iteration
+# corrects errors of a derivative.
 _DERIVATIVE_PROXIMAL = 1e-10
 
 
@@ -76,8 +77,8 @@ def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> 
     min ½ Σ_k ‖Σ_n α_nk φ_n‖² − Σ_n α_{n,y_n} with α_nk ≤ C·1[k = y_n] and Σ_k α_nk = 0; w_k = Σ_n α_nk φ_n.
 
     The weight can be differentiated once with respect to the features, by the implicit function theorem: if the Gram
-    matrix K of the features changes by dK, α_k changes by −v_k, the solution of (K + D_k)v_k − ν = dK α_k and
-    Σ_k v_k = 0, where the diagonal matrix D_k contains the multiplier of each bound divided by its slack.
+    matrix K of the features changes by dK, α_k changes by −v_k, where v and ν solve (K + D_k)v_k − ν = dK α_k and
+    Σ_k v_k = 0. The diagonal matrix D_k contains the multiplier of each bound divided by its slack.
 
     Args:
         features: The features φ, (..., n, d).

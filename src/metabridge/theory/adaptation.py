@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metabridge.errors import InputError, check_count, check_positive
 from metabridge.ridge_regression import ridge_weight
-from metabridge.theory.anil import AnilSettings, TaskMoments
+from metabridge.theory.anil import AnilSettings, TaskMoments, limiting_gram
 
 
 def one_step_estimate(B: Tensor, w: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
@@ -69,8 +69,8 @@ def ridge_estimate(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
 def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points: float) -> Tensor:
     """Return the exact risk of `one_step_estimate`.
 
-    If `points` is m_in, it is the objective of ANIL (Yüksel et al. 2023, eq. 1). With P = BBᵀ, the error e = Bw − θ and
-    C = E[eeᵀ], it is ½(tr C − 2α tr PC + α²(1 + 1/m) tr P²C + (α²/m) tr P² (tr C + σ²)).
+    If `points` is `AnilSettings.m_in`, it is the objective of ANIL (Yüksel et al. 2023, eq. 1). With P = BBᵀ, the error
+    e = Bw − θ and C = E[eeᵀ], it is ½(tr C − 2α tr PC + α²(1 + 1/m) tr P²C + (α²/m) tr P² (tr C + σ²)).
 
     Args:
         B: Representation, (..., d, k').
@@ -95,12 +95,12 @@ def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points
 
 
 def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
-    """Return the minimum of `one_step_risk` over all B, w and α, which the limit of theorem 1 attains.
+    """Return the minimum of `one_step_risk` over all B, w and α, which ANIL attains in the limit.
 
     With C as in `one_step_risk`, the risk is convex in P = BBᵀ. It is minimal at
     P = (1/α)((1 + 1/m)C + (tr C + σ²)/m I)⁻¹C, where it is the sum of ½(c − c²/((1 + 1/m)c + (tr C + σ²)/m)) over the
     eigenvalues c of C. This sum is smallest if C is smallest, which is at Bw = E[θ], where C is the covariance of θ.
-    Yüksel et al. 2023, app. F, have the same result.
+    Yüksel et al. 2023, app. F, have the same result. The limit of ANIL is that of their theorem 1, `limiting_gram`.
 
     Args:
         tasks: Moments of the tasks.
@@ -165,7 +165,7 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
 
 
 def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSettings, points: int) -> Tensor:
-    """Return the bound on ‖θ̂ − θ‖ after one step at the limit of theorem 1 (Yüksel et al. 2023, prop. 1).
+    """Return the bound on ‖θ̂ − θ‖ after one step from ANIL's limit, `limiting_gram` (Yüksel et al. 2023, prop. 1).
 
     Up to a universal constant, which is left out, the bound for a task with solution w* is
     (1 + σ̄²/λ_min(Σ*))/m_in ‖w*‖ + (‖w*‖ + σ)√(k/m_test) with σ̄² = tr Σ* + σ². It holds with probability at least
@@ -197,6 +197,44 @@ def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSe
     eigenvalues = torch.linalg.eigvalsh(covariance)
     bias: Tensor = (1 + (eigenvalues.sum() + noise) / eigenvalues[0]) / settings.m_in
     return bias * norm + (norm + math.sqrt(noise)) * math.sqrt(rank / points)
+
+
+def sample_errors_over_bound(
+    covariance: Tensor, noise: float, settings: AnilSettings, points: int, tasks: int, generator: torch.Generator
+) -> Tensor:
+    """Sample tasks and return ‖θ̂ − θ‖ after one step at the limit of theorem 1, divided by `error_bound`.
+
+    At the limit, the network depends only on the projection of x onto the column space of B*, so only the k coordinates
+    of the projection are sampled.
+
+    Args:
+        covariance: Covariance Σ* of the tasks, (k, k), diagonal and in float64.
+        noise: Variance σ² of the noise.
+        settings: Settings of ANIL.
+        points: Number of points m_test of a test task, at least k.
+        tasks: Number of tasks.
+        generator: Random generator on the CPU.
+
+    Returns:
+        The ratios, (tasks).
+
+    Raises:
+        InputError: If there are fewer points than dimensions, or ANIL does not converge to the limit.
+
+    Example:
+        >>> covariance = torch.eye(2, dtype=torch.float64)
+        >>> sample_errors_over_bound(covariance, 1.0, AnilSettings(), 5, 3, torch.Generator().manual_seed(0)).shape
+        torch.Size([3])
+    """
+    rank = len(covariance)
+    root = torch.linalg.cholesky(limiting_gram(covariance, noise, settings))
+    x = torch.randn(tasks, points, rank, generator=generator, dtype=torch.float64)
+    w = torch.randn(tasks, rank, generator=generator, dtype=torch.float64) @ covariance.sqrt()
+    z = math.sqrt(noise) * torch.randn(tasks, points, generator=generator, dtype=torch.float64)
+    y = (x @ w[..., None])[..., 0] + z
+    errors = (one_step_estimate(root, w.new_zeros(rank), x, y, settings.alpha) - w).norm(dim=-1)
+    ratios: Tensor = errors / error_bound(w.norm(dim=-1), covariance, noise, settings, points)
+    return ratios
 
 
 def _trace(matrix: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """First-order ANIL of a linear network x ↦ ⟨Bw, x⟩ in the limit of many tasks (Yüksel et al. 2023, §2.2, §3).
 
 Tasks are y = ⟨θ, x⟩ + z with x ~ N(0, I_d) and z of variance σ². In the limit they enter only through the moments of θ.
+The parameters are θ = B*w* with the true representation B* (d, k), whose columns are orthonormal, and w* of covariance
+Σ*. B*⊥ is an orthonormal basis of the orthogonal complement. m is the number of points in the inner loop, `m_in`.
 Functions of B (..., d, k') and w (..., k') accept leading axes, to compute several runs at once.
 """
 
@@ -171,7 +173,7 @@ def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, settings: Ani
     """Return E[wᵢ] and E[wᵢwᵢᵀ] of the heads after the inner step (Yüksel et al. 2023, eq. 7, lemma 15).
 
     The expectations are over tasks and their points. wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m. For a
-    symmetric matrix A, E[SAS] = A + (A + tr(A) I)/m. Unlike the published formula, the result is not limited to E[θ] =
+    symmetric matrix A, E[SAS] = A + (A + tr(A) I)/m. Unlike the published formula, the result also holds if E[θ] is not
     0.
 
     Args:

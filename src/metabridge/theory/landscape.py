@@ -39,7 +39,7 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | N
         Q^{(s)}, (..., d, d).
 
     Raises:
-        InputError: If `s` is not a whole number of at least 1, or infinite.
+        InputError: Unless `s` is infinite or a whole number of at least 1.
 
     Example:
         >>> adapted_covariance(torch.eye(2), alpha=0.5, s=math.inf)
@@ -198,7 +198,7 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
         The step size.
 
     Raises:
-        InputError: If `m` is not a whole number of at least 1, or infinite.
+        InputError: Unless `m` is infinite or a whole number of at least 1.
 
     Example:
         >>> world = HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape

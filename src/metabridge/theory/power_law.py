@@ -53,3 +53,37 @@ class PowerLaw:
     def __call__(self, size: float) -> float:
         """Return the value at a size."""
         return float(self.factor * size**self.exponent)
+
+
+def last_exponents(values_by_size: ValuesBySize) -> list[float]:
+    """Return d log(value) / d log(size) between the last two sizes, for every run.
+
+    Args:
+        values_by_size: The values of several runs for each size, in the same order of runs.
+
+    Returns:
+        The exponent of every run.
+
+    Example:
+        >>> last_exponents({4: [1.0], 16: [0.5], 64: [0.125]})
+        [-1.0]
+    """
+    (size, values), (last_size, last_values) = list(values_by_size.items())[-2:]
+    return [math.log(last / value) / math.log(last_size / size) for value, last in zip(values, last_values)]
+
+
+def last_slopes(values_by_size: ValuesBySize) -> list[float]:
+    """Return d value / d size between the last two sizes, for every run.
+
+    Args:
+        values_by_size: The values of several runs for each size, in the same order of runs.
+
+    Returns:
+        The slope of every run.
+
+    Example:
+        >>> last_slopes({4: [1.0], 16: [2.0], 64: [26.0]})
+        [0.5]
+    """
+    (size, values), (last_size, last_values) = list(values_by_size.items())[-2:]
+    return [(last - value) / (last_size - size) for value, last in zip(values, last_values)]

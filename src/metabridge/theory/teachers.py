@@ -17,7 +17,7 @@ from scipy import optimize
 from torch import Tensor
 
 from metabridge.autodiff import grad
-from metabridge.environments.teacher_networks import Activation, neuron_sum
+from metabridge.environments.teacher_networks import Activation, FixedNeurons, TeacherTasks, neuron_sum
 from metabridge.errors import InputError
 
 QUADRATURE_NODES = 48  # along each axis
@@ -121,6 +121,19 @@ class TeacherTask:
         """
         return W - alpha * self.gradient(W)
 
+    def environment(self, shots: int, queries: int) -> TeacherTasks:
+        """Return the environment of episodes of this task.
+
+        Args:
+            shots: Number of support examples.
+            queries: Number of query examples.
+
+        Returns:
+            The environment, whose episodes have the same teacher.
+        """
+        teacher = FixedNeurons(self.neurons[None])
+        return TeacherTasks(teacher, self.activation, covariance=self.covariance, shots=shots, queries=queries)
+
 
 def nal_loss(tasks: Sequence[TeacherTask]) -> Callable[[Tensor], Tensor]:
     """Return the loss of non-adaptive learning (NAL), W ↦ E_i f_i(W) (Collins et al. 2022, eq. 3).
@@ -189,6 +202,25 @@ def stationary_points(loss: Callable[[Tensor], Tensor], starts: Iterable[Tensor]
     return result
 
 
+def lowest_stationary_point(loss: Callable[[Tensor], Tensor], starts: Iterable[Tensor]) -> Tensor | None:
+    """Return the stationary point with the lowest loss that is reached from some starting points.
+
+    Args:
+        loss: A function of the neurons.
+        starts: Starting points of the search.
+
+    Returns:
+        The point; None if a starting point has a lower loss. With ReLU, a loss can have its minimum at a kink.
+
+    Example:
+        >>> lowest_stationary_point(lambda W: (W**4 - 2 * W**2).sum(), torch.tensor([[0.1], [0.8]])).tolist()
+        [1.0]
+    """
+    starts = list(starts)
+    lowest = min([*stationary_points(loss, starts), *starts], key=lambda point: float(loss(point)))
+    return None if any(lowest is start for start in starts) else lowest
+
+
 @dataclass(frozen=True)
 class HardTaskPreference:
     """How much a stationary point of MAML's loss favors the hard task 1 over the easy task 2 (Collins et al. 2022, §4).
@@ -239,12 +271,12 @@ class HardTaskPreference:
 
     @property
     def adapted_bound(self) -> float:
-        """(1 − αβ₂)/(1 − αL₁), the bound on `adapted_ratio` (Collins et al. 2022, eq. 33)."""
+        """(1 − αβ₂)/(1 − αL₁), the upper bound on `adapted_ratio` (Collins et al. 2022, eq. 33)."""
         return (1 - self.alpha * self.easy[0]) / (1 - self.alpha * self.hard[1])
 
     @property
     def bound(self) -> float:
-        """((1 − αβ₂)/(1 − αL₁))², the bound on `ratio` up to O(α²) (Collins et al. 2022, eq. 36)."""
+        """((1 − αβ₂)/(1 − αL₁))², the upper bound on `ratio` up to O(α²) (Collins et al. 2022, eq. 36)."""
         return self.adapted_bound**2
 
     @property

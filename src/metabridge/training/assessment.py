@@ -20,7 +20,7 @@ from metabridge.training.evaluation import (
     score_tasks,
 )
 
-BINS = 10  # of the confidence, for calibration
+BINS = 10  # number of intervals into which confidences are divided for the calibration
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +68,14 @@ def assess(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar; there is one only if features are computed once per image.
 
     Returns:
         The assessment.
 
     Raises:
-        InputError: If the tasks are not tasks of labelled images, or adaptation diverges on all of them.
+        InputError: If the tasks are not tasks of labelled images, there are fewer than 2, the weights are not finite,
+            the model cannot be evaluated on these tasks, or adaptation diverges on all of them.
 
     >>> from metabridge.datasets import load
     >>> from metabridge.learners import method, parameters

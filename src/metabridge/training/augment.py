@@ -163,8 +163,8 @@ class Augment:
         root = root.clamp(area.sqrt(), area.rsqrt())  # a large rectangle fits only if it is nearly square
         width, height = area.sqrt() * root, area.sqrt() / root
         zero = torch.zeros_like(width)
-        mirrored = torch.where(flip < 0.5, -width, width) if self.flip else width
-        x_row = torch.stack([mirrored, zero, (1 - width) * (2 * right - 1)], -1)
+        signed_width = torch.where(flip < 0.5, -width, width) if self.flip else width  # negative: mirrored
+        x_row = torch.stack([signed_width, zero, (1 - width) * (2 * right - 1)], -1)
         y_row = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
         grid = F.affine_grid(torch.stack([x_row, y_row], 1), [n, channels, *shape], align_corners=False)
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)

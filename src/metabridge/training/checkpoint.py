@@ -1,7 +1,8 @@
 """Saved runs. Settings are JSON and tensors are safetensors, so reading a run never executes code.
 
 The folder of a run contains
-- `settings.json`: model, method, tasks and training options, and which parameters are frozen, if any;
+- `settings.json`: model, method, training and validation tasks and training options; if there are any, the names of
+  frozen parameters and a checksum of the teacher;
 - `weights.safetensors`: the best weights so far, parameters and buffers;
 - `state.safetensors`: everything that is needed to continue training with the same results as without interruption;
 - `metrics.jsonl`: one line per point of the learning curve, and `curves.png`, its plot.
@@ -46,7 +47,11 @@ class RunFolder:
     path: Path
 
     def resumable_settings(self) -> dict[str, Any] | None:
-        """Return the settings of the run in this folder if it can be continued, otherwise None."""
+        """Return the settings of the run in this folder if it can be continued, otherwise None.
+
+        Raises:
+            InputError: If the settings cannot be read, or are missing although there are other files of a run.
+        """
         settings = self.settings() if (self.path / "settings.json").exists() else None
         present = [name for name in FILES if (self.path / name).exists()]
         if settings is None and present:
@@ -220,7 +225,10 @@ def read_method(data: Mapping[str, Any]) -> Method:
 
 
 def read_network(settings: Mapping[str, Any], net: Network | None, stored: Params) -> Network:
-    """Return the network of a run: `net`, or if it is None, a new one, which may not be much larger than `stored`."""
+    """Return the network of a run, with its frozen parameters: `net`, or if it is None, a new network.
+
+    A new network may not be much larger than the tensors in `stored`.
+    """
     if net is None:
         recipe = dict(settings["model"])
         # reject anything else, such as a path: a run stores the architecture itself

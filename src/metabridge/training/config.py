@@ -25,8 +25,8 @@ Config = TypeVar("Config")
 OptimizerName = Literal["adam", "adamw", "radam", "sgd", "muon"]
 Precision = Literal["float32", "bfloat16"]
 
-# Option names of version 0.1.0, and today's. Among others, settings.json has "tasks", records of experiments have
-# "batch", and the test-time augmentations in such records "turned".
+# Today's names of options that version 0.1.0 named differently. It called the batch size "tasks" in settings.json and
+# "batch" in records of experiments. "turned" is an option of the test-time augmentations in these records.
 FORMER_NAMES = {
     "tasks": "batch_size",
     "batch": "batch_size",
@@ -112,13 +112,13 @@ def document_options(config: type[Config]) -> type[Config]:
 
 def arguments_text(config: type) -> str:
     """Return the options as the entries of a docstring's `Args:` section."""
-    return "\n".join(f"        {name}: {help_text(field)}" for name, field in options_of(config).items())
+    return "\n".join(f"        {name}: {help_text(entry)}" for name, entry in options_of(config).items())
 
 
-def help_text(option: Field[Any]) -> str:
+def help_text(entry: Field[Any]) -> str:
     """Return an option's help text with its default."""
-    default = _default_text(option.default)
-    return f"{option.metadata['help']}{f' Default: {default}.' if default else ''}"
+    default = _default_text(entry.default)
+    return f"{entry.metadata['help']}{f' Default: {default}.' if default else ''}"
 
 
 def plain_number(value: Any) -> Any:

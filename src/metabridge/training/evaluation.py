@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,10 +98,10 @@ class Score:
     """Mean score over tasks with its 95 % confidence interval: accuracy, or squared error for regression.
 
     Args:
-        mean: Mean over the tasks; NaN if adaptation diverged on all of them.
+        mean: Mean over the tasks; NaN if adaptation diverged on all of them, or, for regression, on any.
         ci95: Half-width of the interval.
         tasks: Number of tasks.
-        values: Score of each task (tasks,).
+        values: Score of each task (tasks,); empty if the score was read from a saved run.
         metric: "accuracy" or "squared error".
         diverged: Number of tasks on which adaptation diverged.
 
@@ -272,6 +272,7 @@ class TestTimeAugmentation:
 
 
 UNCHANGED = TestTimeAugmentation()
+P = TypeVar("P", bound=Predictor)
 
 
 def _crops(images: Tensor) -> list[Tensor]:
@@ -305,7 +306,7 @@ def evaluate(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar; there is one only if features are computed once per image.
 
     Returns:
         Mean accuracy, or mean squared error for regression, with its 95 % confidence interval.
@@ -329,6 +330,40 @@ def evaluate(
         has_diverged.append(diverged(outputs))
     metric: Metric = "accuracy" if episodes.is_classification else "squared error"
     return Score.of(torch.cat(values), metric, diverged=int(torch.cat(has_diverged).sum()))
+
+
+def select_model(models: Iterable[P], environment: Environment, *, tasks: int, seed: int = 0) -> P:
+    """Return the model with the best score on validation tasks, or the first of several best ones.
+
+    Args:
+        models: Trained models or kernel predictors, at least one. An iterator is consumed one by one, so that only two
+            models are in memory.
+        environment: Source of the validation tasks.
+        tasks: Number of tasks, at least 2.
+        seed: Seed of the tasks.
+
+    Returns:
+        The best model.
+
+    Raises:
+        InputError: If there are no models, or `evaluate` raises it.
+
+    >>> from metabridge.environments import Sinusoid
+    >>> from metabridge.kernels import KernelLearner, fully_connected_kernel
+    >>> train = Sinusoid().sample(10, torch.Generator().manual_seed(0))
+    >>> kernel = fully_connected_kernel(depth=3, bias_variance=0.1)
+    >>> learners = [KernelLearner(kernel, "maml", ridge=ridge).fit(train) for ridge in (0.01, 1.0)]
+    >>> select_model(learners, Sinusoid(), tasks=10) in learners
+    True
+    """
+    best: tuple[P, Score] | None = None
+    for model in models:
+        score = evaluate(model, environment, tasks=tasks, seed=seed)
+        if best is None or score.beats(best[1]):
+            best = model, score
+    if best is None:
+        raise InputError("models is empty, but must have at least one model.")
+    return best[0]
 
 
 def predictions(
@@ -357,8 +392,8 @@ def predictions(
             return
     if augmentation != UNCHANGED:
         raise InputError(
-            f"augmentation is {augmentation}, but this model's features depend on the task. "
-            "Use a method that adapts only the head, and a network with running statistics."
+            f"augmentation is {augmentation}, but this model's features depend on the task, or the tasks are not image "
+            "tasks. Use image tasks, a method that adapts only the head, and a network with running statistics."
         )
     for size in _batch_sizes(
         tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK
@@ -427,7 +462,7 @@ class FeatureTable:
         return cls(torch.stack([torch.cat(chunks_of_copy) for chunks_of_copy in features]), positions.to(device))
 
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
-        """Return the scores of models with these features and different heads, on the same tasks as `evaluate`."""
+        """Return the scores of models with these features and different heads, on the tasks of `training.evaluate`."""
         generator = torch.Generator().manual_seed(seed)
         values: list[list[Tensor]] = [[] for _ in models]
         has_diverged: list[list[Tensor]] = [[] for _ in models]

@@ -123,7 +123,7 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
 
     Raises:
         InputError: If an option cannot be used, the method does not fit the network or the tasks, the loss becomes
-            infinite, or `out` contains a run with other settings.
+            NaN or infinite, or `out` contains a run with other settings.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -164,7 +164,8 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         The run.
 
     Raises:
-        InputError: If there is no run in the folder, it has no weights yet, or a file is damaged.
+        InputError: If there is no run in the folder, it has no weights yet, `net` is needed but missing or does not
+            match the weights, or a file is damaged.
 
     >>> from tempfile import TemporaryDirectory
     >>> from metabridge.environments import Sinusoid
@@ -273,8 +274,11 @@ def saved_and_closed(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay the first Ctrl-C until the end of the context; a second one interrupts immediately."""
-    default = signal.default_int_handler
+    """Delay the first Ctrl-C until the end of the context; a second one interrupts immediately.
+
+    Do nothing outside the main thread, or if Ctrl-C does not raise `KeyboardInterrupt`.
+    """
+    default = signal.default_int_handler  # raises KeyboardInterrupt
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
         yield
         return

@@ -84,7 +84,7 @@ def image_trainer(
     validation = validation_tasks(config, images) if has_validation else None
     options = training_options(
         config,
-        batch_size=1 if method.training_head == "all-rows" else config.batch_size,
+        batch_size=1 if method.training_head == "all-rows" else config.batch_size,  # a batch of images is one task
         augment=augmentation_of(config, images),
     )
     net = network_of(config, images)

@@ -103,7 +103,7 @@ class LinearAnilConfig:
         return torch.diag(torch.tensor(self.variances, dtype=torch.float64))
 
     def limiting_eigenvalues(self, settings: AnilSettings) -> tuple[float, float]:
-        """Return the smallest and the largest eigenvalue of Λ* (Yüksel et al. 2023, eq. 8)."""
+        """Return the smallest and the largest eigenvalue of Λ*, the limit of B*ᵀBBᵀB* (Yüksel et al. 2023, eq. 8)."""
         eigenvalues = torch.linalg.eigvalsh(limiting_gram(self.covariance(), self.noise, settings))
         return float(eigenvalues[0]), float(eigenvalues[-1])
 
@@ -115,7 +115,8 @@ class RepresentationCurves:
     Args:
         steps: The steps at which the networks were measured.
         values: For each quantity, one list per run with its values at `steps`. The quantities are the fields of
-            `theory.anil.Spectrum` and, for networks with a shared initial head w, "start", which is ‖Bw − E[θ]‖².
+            `theory.anil.Spectrum` and, for networks with a shared initial head w, "start", which is ‖Bw − E[θ]‖²
+            for the task parameters θ.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -144,7 +145,7 @@ class TrainedLinearNets(NamedTuple):
     """The trained networks of all runs.
 
     Args:
-        B: First layers, (runs, d, k'), in float64.
+        B: First layers, (runs, inputs d, width k'), in float64.
         w: Initial heads, (runs, k'); None for Burer–Monteiro, which has one head per task.
         curves: The measurements during training.
         seconds: Training time in seconds.
@@ -270,7 +271,9 @@ def _outer_step(
         moments = stack_moments([TaskMoments.from_environment(environment) for environment in environments]).to(device)
         return partial(population_step, tasks=moments, settings=config.anil_settings), torch.float64
     if method == "infinite-samples":
-        moments = stack_moments([TaskMoments.from_tasks(run.task_parameters, run.noise) for run in environments])
+        moments = stack_moments(
+            [TaskMoments.from_tasks(environment.task_parameters, environment.noise) for environment in environments]
+        )
         settings = config.infinite_sample_settings
         return partial(population_step, tasks=moments.to(device), settings=settings), torch.float64
     points = TaskPoints.from_episodes([environment.tasks for environment in environments]).to(device, torch.float32)
@@ -281,7 +284,10 @@ def _outer_step(
 def _burer_monteiro(
     config: LinearAnilConfig, environment: SharedRepresentation, device: str
 ) -> tuple[Tensor, RepresentationCurves]:
-    """Minimize by L-BFGS, starting from B₀ᵀB₀ = I/100 and heads of squared norm k'/100; return B and its curves."""
+    """Minimize `factorization_loss` by L-BFGS, and return B and its curves.
+
+    The start is B₀ with B₀ᵀB₀ = I/100, and heads of squared norm k'/100.
+    """
     generator = torch.Generator().manual_seed(environment.seed)
     alpha = 25.0  # so that B₀ᵀB₀ = I/(4α) = I/100
     B, _ = initial_parameters(environment.dimension, config.width, alpha, generator)

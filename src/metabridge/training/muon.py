@@ -22,8 +22,8 @@ class Muon(Optimizer):
 
     The filter bank of a convolution, of shape (out, in, height, width), is treated as a matrix with `out` rows. Before
     each step it is rescaled to norm √out, which does not change the outputs if batch norm follows. Its step has
-    singular values near 1 and the learning rate `0.1 * lr`. Depthwise convolutions, linear layers and vectors are
-    trained by SGD.
+    singular values near 1 and the learning rate `0.1 * lr`. All other parameters are trained by SGD, including
+    convolutions whose filters have one input channel, such as depthwise ones.
 
     On a GPU the first step runs eagerly and all later steps as one CUDA graph.
 
@@ -106,7 +106,7 @@ class Muon(Optimizer):
 
 
 def is_filter_bank(param: Tensor) -> bool:
-    """Return whether a parameter is the weight of a convolution that mixes channels."""
+    """Return whether a parameter is the weight of a 2D convolution whose filters have several input channels."""
     return param.ndim == 4 and param.shape[1] > 1
 
 

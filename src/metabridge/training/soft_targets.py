@@ -80,7 +80,7 @@ class SoftTargets:
         """
         shape = (2, *x.shape[:2])
         gamma = torch._standard_gamma(torch.full(shape, self.mixup, device=x.device), generator=generator)
-        weight = (gamma[0] + 1e-9) / (gamma.sum(0) + 2e-9)
+        weight = (gamma[0] + 1e-9) / (gamma.sum(0) + 2e-9)  # Beta(mixup, mixup); 1e-9 in case both values are 0
         partner = torch.rand(x.shape[:2], generator=generator, device=x.device).argsort(1)
         task = torch.arange(len(x), device=x.device)[:, None]
         x_weight, y_weight = weight.view(*shape[1:], *[1] * (x.ndim - 2)), weight[..., None]

@@ -59,7 +59,7 @@ class Run(Model):
         dtype: Data type in which features are computed. None for the dtype of the parameters.
         curve: Points of the learning curve.
         seconds: Training time, without validation.
-        settings: Model, method, tasks and training options, as stored in settings.json.
+        settings: Model, method, tasks and training options, as stored in settings.json. Empty if nothing was saved.
         finished: Whether training reached its end. If not, call `fit` again with the same `out` to continue.
 
     >>> from metabridge.environments import Sinusoid
@@ -82,6 +82,7 @@ class Run(Model):
 
     @property
     def _iterations(self) -> int:
+        """Number of training steps until the last point of the learning curve."""
         return self.curve[-1].iteration if self.curve else 0
 
     @property
@@ -151,6 +152,7 @@ class Trainer:
             raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
         self.device = as_device(device)
         self._folder = None if out is None else RunFolder(Path(out))
+        # a continued run keeps its validation interval, even if `iterations` has changed
         if self._folder is not None and config.validate_every is None and (stored := self._folder.resumable_settings()):
             config = replace(config, validate_every=stored["training"].get("validate_every"))
         self.method, self.environment, self.validate, self.config = method, environment, validate, config
@@ -215,7 +217,7 @@ class Trainer:
         self._restore(folder)
         if iterations_differ:
             self._add_last_point()
-            self.save()  # the run may now be finished or unfinished
+            self.save()  # `finished` may have changed
         if iterations_differ or folder.resumable_settings() is None:
             folder.write_settings(self._settings)
 
@@ -245,7 +247,8 @@ class Trainer:
             Whether the step added a point to the learning curve.
 
         Raises:
-            InputError: If the loss is not finite, or the folder cannot be written.
+            InputError: If the loss is not finite (on a GPU, this is checked only before validations), or the folder
+                cannot be written.
         """
         self._in_step = True
         with self._global_random.active():
@@ -317,7 +320,7 @@ class Trainer:
                 self._add_point()
 
     def _add_point(self) -> None:
-        """Validate, add a point to the learning curve, and keep the weights if they are the best."""
+        """Validate, add a point to the learning curve, and keep the weights if they are the best or not validated."""
         last_iteration = self.curve[-1].iteration if self.curve else 0
         loss = float(self.loss_sum) / (self.iteration - last_iteration)
         self.loss_sum.zero_()
@@ -338,7 +341,7 @@ class Trainer:
         self.curve.append(Point(self.iteration, self.seconds, loss, score, improved))
 
     def _update_network(self) -> None:
-        """Copy the weights into the network, and estimate its running statistics."""
+        """Copy the weights (with `ema_decay`, their average) into the network, and estimate its running statistics."""
         copy_into(self.net, self._average or self.params, dict(self.net.named_buffers()))
         if running_batch_norms(self.net):
             generator = torch.Generator().manual_seed(0)
@@ -361,7 +364,7 @@ class Trainer:
         """Copy the best weights so far into the network and return the run.
 
         Returns:
-            The run, with the current weights if there was no validation yet.
+            The run, with the current weights if the learning curve has no point yet.
         """
         params, buffers = self.best_weights or self._current_weights()
         copy_into(self.net, params, buffers)

@@ -110,8 +110,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             The classifier itself.
 
         Raises:
-            InputError: There are fewer than two classes, the numbers of images and labels differ, an image cannot be
-                read, or adaptation diverged.
+            InputError: There are fewer than two classes, the method has no test-time head and another number of
+                outputs, the numbers of images and labels differ, an image cannot be read, or adaptation diverged.
         """
         model = self._model()
         check_finite(model.params, dict(model.net.named_buffers()))
