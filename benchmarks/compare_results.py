@@ -1,6 +1,7 @@
 """Compare the numbers in two folders of results, such as the results before and after a change.
 
-Every row of every `ID.json` is compared, except durations, which differ from run to run.
+Every row of every experiment's `ID.json` is compared, except durations, which differ from run to run. Records of
+benchmarks are skipped.
 
     python benchmarks/compare_results.py before after --tolerance 1e-6
 """
@@ -18,8 +19,9 @@ NUMBERS = ("ours", "ci95", "published")
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a result."""
-    return list(json.loads(file.read_text(encoding="utf-8"))["rows"])
+    """Return the rows of an experiment's result; an empty list for the record of a benchmark."""
+    result = json.loads(file.read_text(encoding="utf-8"))
+    return list(result["rows"]) if "scale" in result else []
 
 
 def is_duration(row: dict[str, Any]) -> bool:
@@ -55,12 +57,15 @@ def main() -> None:
     options = parser.parse_args()
     failed = False
     for file in sorted(options.before.glob("*.json")):
+        before = rows(file)
+        if not before:
+            continue
         other = options.after / file.name
         if not other.exists():
             print(f"{file.stem}: missing in {options.after}")
             failed = True
             continue
-        before, after = rows(file), rows(other)
+        after = rows(other)
         durations = sum(map(is_duration, before))
         before, after = ([row for row in result if not is_duration(row)] for result in (before, after))
         lines = differences(before, after, options.tolerance)

@@ -37,7 +37,7 @@ SUBPACKAGES = (
     "solvers",
     "theory",
     "training",
-    "use",
+    "inference",
 )
 PACKAGES = ("metabridge", *(f"metabridge.{name}" for name in SUBPACKAGES))
 MAX_ROWS = 40  # results with more rows are shortened to the compared rows

@@ -28,7 +28,7 @@ from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
 from fuzz.images import SIZE, encoded, loaded
 from metabridge.datasets import glyphs, image_cache
 from metabridge.datasets.data_check import check_dataset
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 
 Change = Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]
 
@@ -490,9 +490,9 @@ def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
     return cases
 
 
-def _few_glyphs() -> LabelledImages:
+def _few_glyphs() -> LabeledImages:
     classes = len(glyphs.ALPHABETS)
-    return LabelledImages(
+    return LabeledImages(
         images=torch.arange(classes * 4, dtype=torch.uint8).view(classes, 1, 2, 2),
         labels=torch.arange(classes),
         class_names=tuple(alphabet.name for alphabet in glyphs.ALPHABETS),

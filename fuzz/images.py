@@ -23,9 +23,9 @@ from metabridge import cli
 from metabridge.datasets import load
 from metabridge.datasets.data_check import check_dataset
 from metabridge.datasets.image_decoding import DecodeOptions
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
-from metabridge.use.image_input import convert_images
+from metabridge.inference.image_input import convert_images
 
 SIZE = 8  # of decoded images
 
@@ -45,7 +45,7 @@ def encoded(mode: str = "RGB", form: str = "png", value: int = 0, **options: obj
     return stream.getvalue()
 
 
-def loaded(name: str, folder: Path, **options: object) -> LabelledImages:
+def loaded(name: str, folder: Path, **options: object) -> LabeledImages:
     """Load a data set from the folder of a case."""
     return load(name, folder / "data", **options)  # type: ignore[arg-type]
 

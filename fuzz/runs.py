@@ -22,11 +22,12 @@ from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader, lay_out
 from fuzz.datasets import changer
 from fuzz.images import command
-from metabridge.environments import LabelledImages, Sinusoid
+from metabridge.environments import LabeledImages, Sinusoid
 from metabridge.errors import InputError
 from metabridge.experiments import ExperimentOptions
 from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, config_dict
 from metabridge.files import LOCK, FolderLock
+from metabridge.inference import FewShotClassifier
 from metabridge.learners import method
 from metabridge.learners.method import PRESETS
 from metabridge.models import build, conv4, mlp
@@ -38,7 +39,6 @@ from metabridge.training import checkpoint, fit, load
 from metabridge.training.checkpoint import write_method
 from metabridge.training.config import ImageTrainingConfig, TrainingConfig
 from metabridge.training.trainer import Trainer
-from metabridge.use import FewShotClassifier
 
 RUN = ("settings.json", "weights.safetensors", "state.safetensors", "metrics.jsonl")
 SETTINGS = TrainingConfig(iterations=4, batch_size=2, validate_every=2, validate_tasks=2)
@@ -81,8 +81,8 @@ def _sinusoids(folder: Path) -> Trainer:
     )
 
 
-def _pictures() -> LabelledImages:
-    return LabelledImages(
+def _pictures() -> LabeledImages:
+    return LabeledImages(
         images=torch.arange(12 * 256, dtype=torch.int64).view(12, 1, 16, 16).to(torch.uint8),
         labels=torch.arange(12) % 3,
         class_names=("a", "b", "c"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.episodes import Episodes
 from metabridge.learners import OUTER_RULES, Method, method
 from metabridge.models import Network, conv4, mlp
@@ -288,11 +288,11 @@ def flattened(params: dict[str, Tensor]) -> Tensor:
     return torch.cat([params[name].flatten() for name in sorted(params)])
 
 
-def numbered_images(classes: int, per_class: int) -> LabelledImages:
+def numbered_images(classes: int, per_class: int) -> LabeledImages:
     """Return images whose two pixels are their class and their index within the class."""
     labels = torch.arange(classes).repeat_interleave(per_class)
     indices = torch.arange(per_class).repeat(classes)
-    return LabelledImages(
+    return LabeledImages(
         images=torch.stack([labels, indices], dim=-1).to(torch.uint8)[:, None, None, :],
         labels=labels,
         class_names=tuple(f"class{index}" for index in range(classes)),

@@ -6,7 +6,7 @@ import pytest
 
 from metabridge import cli
 from metabridge.datasets import load_glyphs
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,13 +19,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def glyphs(cache: None) -> LabelledImages:
+def glyphs(cache: None) -> LabeledImages:
     """All the glyphs, drawn once a session."""
     return load_glyphs()
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
+def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabeledImages) -> None:
     """Make the quick comparison take seconds."""
     from metabridge.experiments.glyph_methods import SETTINGS, MethodSettings, Settings
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -61,12 +61,12 @@ def png16(pixels: np.ndarray) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
-def names_in(images: LabelledImages) -> dict[str, set[str]]:
+def names_in(images: LabeledImages) -> dict[str, set[str]]:
     """Return the class names of every split."""
     return {split: {images.class_names[member] for member in members} for split, members in images.splits.items()}
 
 
-def values_of(images: LabelledImages, name: str) -> list[int]:
+def values_of(images: LabeledImages, name: str) -> list[int]:
     """Return the sorted brightness values of the images of a class."""
     rows = images.labels == images.class_names.index(name)
     return sorted(images.images[rows].flatten(1).float().mean(dim=1).round().int().tolist())

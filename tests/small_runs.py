@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from metabridge import fit, method
-from metabridge.environments import LabelledImages, Sinusoid
+from metabridge.environments import LabeledImages, Sinusoid
 from metabridge.models import mlp, resnet12
 from metabridge.training import Augment, Run
 
@@ -31,13 +31,13 @@ class Watched:
         return self.environment.sample(tasks, generator)
 
 
-def colors() -> LabelledImages:
+def colors() -> LabeledImages:
     """Eight classes of 18-pixel color images, four to train on and four to validate on."""
     labels = torch.arange(8).repeat_interleave(12)
     generator = torch.Generator().manual_seed(0)
     shades = torch.randint(40, 215, (8, 3, 18, 18), generator=generator)
     noise = torch.randint(-40, 41, (96, 3, 18, 18), generator=generator)
-    return LabelledImages(
+    return LabeledImages(
         images=(shades[labels] + noise).to(torch.uint8),
         labels=labels,
         class_names=tuple("abcdefgh"),

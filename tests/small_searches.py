@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from metabridge.environments import LabelledImages
-from metabridge.experiments import ExperimentOptions, nas_searches, nas_trainings, training_records
+from metabridge.environments import LabeledImages
+from metabridge.experiments import ExperimentOptions, nas_searches, nas_training_runs, training_records
 from metabridge.experiments.nas_searches import Settings
 from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord
 from metabridge.nas import EDGES, OPERATORS, ActiveOperators, SearchConfig
@@ -31,7 +31,7 @@ def on_first_edge(operator: str) -> tuple[str, int, str]:
     return ("normal", 0, operator)
 
 
-def small_images(images: LabelledImages) -> LabelledImages:
+def small_images(images: LabeledImages) -> LabeledImages:
     """Return the centers of the images of a few classes."""
     splits = {split: members[:6] for split, members in images.splits.items()}
     return replace(images, images=images.images[..., 6:22, 6:22], splits=splits)
@@ -47,16 +47,16 @@ def small_settings() -> Settings:
     )
 
 
-def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> list[int]:
+def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabeledImages) -> list[int]:
     """Make the experiments small, and return the list of the image sizes that they will load."""
     sizes = []
 
-    def load_images(options: ExperimentOptions, size: int) -> LabelledImages:
+    def load_images(options: ExperimentOptions, size: int) -> LabeledImages:
         sizes.append(size)
         return small_images(glyphs)
 
     patch.setitem(nas_searches.SETTINGS, "quick", small_settings())
-    for module in (nas_searches, nas_trainings):
+    for module in (nas_searches, nas_training_runs):
         patch.setattr(module, "load_images", load_images)
     patch.setattr(training_records, "PENALTIES", (1.0,))
     return sizes

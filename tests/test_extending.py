@@ -123,7 +123,7 @@ def test_every_command_has_an_example_and_a_test():
     for command in registered_commands():
         name = command.name or command.callback.__name__
         assert "Example: **metabridge " in command.callback.__doc__, f"the help of {name} has no example"
-        tests = text_of_tests("cli") + text_of_tests("test_cli.py") + text_of_tests("use")
+        tests = text_of_tests("cli") + text_of_tests("test_cli.py") + text_of_tests("inference")
         assert f'"{name}"' in tests, f"no test runs {name}"
 
 

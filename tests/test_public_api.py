@@ -33,7 +33,7 @@ PACKAGES = (
     "metabridge.theory.power_law",
     "metabridge.theory.teachers",
     "metabridge.training",
-    "metabridge.use",
+    "metabridge.inference",
 )
 SECTION = re.compile(r"^( *)(Args|Returns|Yields|Raises|Attributes):\n((?:\1 +.*\n|\n)*)", re.MULTILINE)
 

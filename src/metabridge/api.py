@@ -18,7 +18,7 @@ from metabridge import (
     training,
 )
 from metabridge.diagnosis import Diagnosis, diagnose
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.learners import Adapted, Engine, Method, adapt, meta_gradient, method, parameters, predict
@@ -27,8 +27,8 @@ from metabridge.solvers import task_loss
 from metabridge.training import Model, Run, Score, TrainingConfig, evaluate, fit, load
 
 if TYPE_CHECKING:
-    from metabridge import use
-    from metabridge.use import FewShotClassifier
+    from metabridge import inference
+    from metabridge.inference import FewShotClassifier
 
 __all__ = [
     "Adapted",
@@ -38,7 +38,7 @@ __all__ = [
     "Episodes",
     "FewShotClassifier",
     "InputError",
-    "LabelledImages",
+    "LabeledImages",
     "Method",
     "Model",
     "Run",
@@ -52,6 +52,7 @@ __all__ = [
     "evaluate",
     "fit",
     "heads",
+    "inference",
     "kernels",
     "learners",
     "load",
@@ -67,12 +68,11 @@ __all__ = [
     "task_loss",
     "theory",
     "training",
-    "use",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("FewShotClassifier", "use"):  # import scikit-learn, which is slow, only if needed
-        use = import_module("metabridge.use")
-        return use if name == "use" else use.FewShotClassifier
+    if name in ("FewShotClassifier", "inference"):  # import scikit-learn, which is slow, only if needed
+        inference = import_module("metabridge.inference")
+        return inference if name == "inference" else inference.FewShotClassifier
     raise AttributeError(f"module 'metabridge' has no attribute {name!r}")

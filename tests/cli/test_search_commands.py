@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.nas import Architecture, SearchConfig, SearchResult, run_search, score_model
 from small_searches import small_search
 
 Command = Callable[..., tuple[int, str, str]]
 
 
-def test_search_writes_architecture_log_and_picture(
-    metabridge: Command, glyphs: LabelledImages, tmp_path: Path
-) -> None:
+def test_search_writes_architecture_log_and_picture(metabridge: Command, glyphs: LabeledImages, tmp_path: Path) -> None:
     options = ("--kernel", "random", "--seed", 3, "--operators", "skip, conv_3x3")
     status, printed, _ = metabridge("search", *options, "--out", tmp_path)
     assert status == 0
@@ -25,7 +23,7 @@ def test_search_writes_architecture_log_and_picture(
     assert (tmp_path / "cells.png").read_bytes() == architecture.draw(tmp_path / "again.png").read_bytes()
 
 
-def test_options_are_passed_to_the_search(metabridge: Command, glyphs: LabelledImages, tmp_path: Path) -> None:
+def test_options_are_passed_to_the_search(metabridge: Command, glyphs: LabeledImages, tmp_path: Path) -> None:
     values = {"kernel": "random", "cells": 4, "channels": 6, "tasks": 2, "ways": 7, "shots": 3, "queries": 8}
     values |= {"repeats": 9, "adaptation-time": 0.5, "ridge": 0.25, "region-inputs": 30, "seed": 11}
     options = [word for name, value in values.items() for word in (f"--{name}", value)]
@@ -36,7 +34,7 @@ def test_options_are_passed_to_the_search(metabridge: Command, glyphs: LabelledI
     assert {name: settings[name] for name in expected} == {**expected, "operators": ["skip"]}
 
 
-def test_a_search_shows_its_progress(metabridge: Command, glyphs: LabelledImages, tmp_path: Path) -> None:
+def test_a_search_shows_its_progress(metabridge: Command, glyphs: LabeledImages, tmp_path: Path) -> None:
     few_options = ("--kernel", "none", "--cells", 3, "--repeats", 1, "--region-inputs", 20, "--operators", "skip")
     status, printed, shown = metabridge("search", *few_options, "--out", tmp_path)
     assert status == 0
@@ -44,7 +42,7 @@ def test_a_search_shows_its_progress(metabridge: Command, glyphs: LabelledImages
 
 
 def test_a_search_prints_its_failures_and_the_next_command(
-    metabridge: Command, glyphs: LabelledImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    metabridge: Command, glyphs: LabeledImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     architecture = run_search(glyphs, small_search("random")).architecture
     result = SearchResult(architecture, seconds=1.0, evaluated=9, failed=2)
@@ -63,7 +61,7 @@ def test_a_search_prints_its_failures_and_the_next_command(
 
 
 @pytest.mark.parametrize("model", ["conv4", "architecture.json"])
-def test_score_writes_all_proxies(metabridge: Command, glyphs: LabelledImages, tmp_path: Path, model: str) -> None:
+def test_score_writes_all_proxies(metabridge: Command, glyphs: LabeledImages, tmp_path: Path, model: str) -> None:
     if model != "conv4":
         model = str(run_search(glyphs, small_search("random")).architecture.save(tmp_path / model))
     config = {"tasks": 2, "ways": 2, "repeats": 2, "region_inputs": 20, "cells": 3, "channels": 4, "seed": 5}
@@ -80,7 +78,7 @@ def test_score_writes_all_proxies(metabridge: Command, glyphs: LabelledImages, t
         assert all(math.isfinite(score.value) for score in scores)
 
 
-def test_json_to_stdout_prints_nothing_else(metabridge: Command, glyphs: LabelledImages) -> None:
+def test_json_to_stdout_prints_nothing_else(metabridge: Command, glyphs: LabeledImages) -> None:
     few_options = ("--tasks", 1, "--ways", 2, "--repeats", 1, "--region-inputs", 20)
     status, printed, _ = metabridge("score", "--model", "conv4", *few_options, "--json", "-")
     assert status == 0

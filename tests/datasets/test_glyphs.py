@@ -12,7 +12,7 @@ from torch.nn.functional import avg_pool2d, normalize
 
 from metabridge.datasets import glyphs as module
 from metabridge.datasets import load, load_glyphs
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.errors import InputError
 
 
@@ -27,7 +27,7 @@ def two_alphabets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return drawn
 
 
-def codes(glyphs: LabelledImages) -> list[int]:
+def codes(glyphs: LabeledImages) -> list[int]:
     return [int(name.rpartition("/U+")[2], 16) for name in glyphs.class_names]
 
 

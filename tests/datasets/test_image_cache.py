@@ -123,7 +123,7 @@ def test_the_files_of_a_process_killed_while_decoding_are_not_used(folder):
 
 def test_unreadable_images_and_empty_classes_are_skipped_with_warnings(folder, caplog):
     with caplog.at_level(logging.WARNING, "metabridge"):
-        images = load_or_decode("toy", "key", OPTIONS, faulty_source).to_labelled_images()
+        images = load_or_decode("toy", "key", OPTIONS, faulty_source).to_labeled_images()
     assert [record.getMessage() for record in caplog.records] == [
         "Skipped 1 unreadable image: cat/2.png (it is not an image that Pillow reads).",
         "Skipped 1 class without a readable image: 'yeti'.",
@@ -136,13 +136,13 @@ def test_unreadable_images_and_empty_classes_are_skipped_with_warnings(folder, c
 def test_strict_rejects_skipped_images_also_from_the_cache(folder):
     for open_source in (faulty_source, no_source):
         with pytest.raises(InputError) as caught:
-            load_or_decode("toy", "key", OPTIONS, open_source).to_labelled_images(strict=True)
+            load_or_decode("toy", "key", OPTIONS, open_source).to_labeled_images(strict=True)
         assert str(caught.value) == (
             "Skipped 1 unreadable image: cat/2.png (it is not an image that Pillow reads). "
             "Fix or remove these, or load without strict."
         )
     with pytest.raises(InputError, match="Skipped 1 class without a readable image: 'yeti'"):
-        load_or_decode("toy", "other", OPTIONS, valid_source).to_labelled_images(strict=True)
+        load_or_decode("toy", "other", OPTIONS, valid_source).to_labeled_images(strict=True)
 
 
 def test_a_long_list_of_unreadable_images_is_shortened(folder):
@@ -162,10 +162,10 @@ def test_without_a_readable_image_there_is_an_error_and_no_entry(folder):
 
 def test_classes_with_too_few_images_are_in_no_split():
     cached = CachedImages(torch.zeros(5, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1, 2, 2]), CLASSES)
-    splits = {split: members.tolist() for split, members in cached.to_labelled_images(min_images=2).splits.items()}
+    splits = {split: members.tolist() for split, members in cached.to_labeled_images(min_images=2).splits.items()}
     assert splits == {"train": [0], "test": [2]}
     with pytest.raises(InputError, match=r"min_images is 3, but the largest class has 2 images\. Use min_images=2 or"):
-        cached.to_labelled_images(min_images=3)
+        cached.to_labeled_images(min_images=3)
 
 
 def test_a_cache_path_that_is_not_a_folder_is_rejected_before_decoding(tmp_path, monkeypatch):
@@ -369,7 +369,7 @@ def test_a_forged_entry_is_decoded_again(folder, wrong):
     entry = json.loads(index.read_text()) | wrong
     del entry["checksum"]
     index.write_text(json.dumps({**entry, "checksum": image_cache._checksum(entry)}))
-    assert len(load_or_decode("toy", "key", OPTIONS, valid_source).to_labelled_images().images) == 6
+    assert len(load_or_decode("toy", "key", OPTIONS, valid_source).to_labeled_images().images) == 6
 
 
 def test_an_entry_of_an_earlier_version_is_not_read(folder):
@@ -427,19 +427,19 @@ def test_duplicates_in_two_splits_are_reported_on_every_load(folder, caplog):
     for source in (open_source, no_source):
         caplog.clear()
         cached = load_or_decode("toy", "key", OPTIONS, source)
-        cached.to_labelled_images()
+        cached.to_labeled_images()
         assert (
             "1 image is in more than one split, so accuracies may be too high: cat/1.png in train and "
             "oak/1.png in test. `metabridge data check` lists them."
         ) in caplog.text
     caplog.clear()
-    load_or_decode("toy", "other", OPTIONS, valid_source).to_labelled_images()
+    load_or_decode("toy", "other", OPTIONS, valid_source).to_labeled_images()
     assert "more than one split" not in caplog.text
 
 
 def test_duplicates_in_one_split_are_not_reported(folder, caplog):
     same = source_of(RawImage("cat/1.png", 0, flat(7)), RawImage("yeti/1.png", 1, flat(7)), RawImage("oak", 2, flat(9)))
-    load_or_decode("toy", "key", OPTIONS, lambda: same).to_labelled_images()
+    load_or_decode("toy", "key", OPTIONS, lambda: same).to_labeled_images()
     assert caplog.text == ""
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from metabridge.environments import Environment, LabelledImages, Mixture
+from metabridge.environments import Environment, LabeledImages, Mixture
 from metabridge.errors import InputError
 
 COUNTS = [5, 9, 6, 30, 5, 7, 8, 5, 6, 12, 5, 5, 9]
@@ -17,12 +17,12 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 @pytest.fixture
-def data() -> LabelledImages:
+def data() -> LabeledImages:
     """Return classes of different sizes in mixed order; the two pixels of an image are its class and its index."""
     labels = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))
     labels = labels[torch.randperm(len(labels), generator=seeded())]
     images = torch.stack([labels, torch.arange(len(labels))], dim=-1).to(torch.uint8)
-    return LabelledImages(
+    return LabeledImages(
         images=images[:, None, None, :],
         labels=labels,
         class_names=tuple(f"class{index}" for index in range(len(COUNTS))),
@@ -227,11 +227,11 @@ def test_impossible_batches_are_rejected(data, settings, sentence):
 
 
 @pytest.fixture
-def square() -> LabelledImages:
+def square() -> LabeledImages:
     """Return images of 3 × 3 pixels without symmetry, of five classes in mixed order; one class is in no split."""
     labels = torch.tensor([2, 0, 1, 1, 3, 0, 2, 4, 3, 4])
     images = torch.randint(256, (10, 2, 3, 3), generator=seeded()).to(torch.uint8)
-    return LabelledImages(
+    return LabeledImages(
         images,
         labels,
         ("ant", "bee", "cat", "dog", "elk"),
@@ -301,13 +301,13 @@ def test_float_images_have_the_shape_of_the_indices(data):
 
 def test_repr_is_one_short_line(data):
     tasks = data.tasks("train", ways=2, shots=1, queries=1, superclass="same")
-    assert repr(data) == "LabelledImages(112 images of 1×1×2, 10 train / 3 test classes)"
+    assert repr(data) == "LabeledImages(112 images of 1×1×2, 10 train / 3 test classes)"
     assert repr(tasks) == "ImageTasks('train', 2-way 1-shot, 1 query per class, 10 classes, superclass='same')"
     assert repr(data.batches("test", size=50)) == "ImageBatches('test', 50 images per batch, 3 classes)"
     named = replace(data, load_arguments={"name": "folder", "root": "photographs"})
-    assert repr(named).startswith("LabelledImages('folder', 112 images of")
+    assert repr(named).startswith("LabeledImages('folder', 112 images of")
     assert repr(named.tasks("test", ways=2, queries=1)).startswith("ImageTasks('folder', 'test', 2-way 1-shot,")
-    assert repr(replace(data, splits={})) == "LabelledImages(112 images of 1×1×2, no classes)"
+    assert repr(replace(data, splits={})) == "LabeledImages(112 images of 1×1×2, no classes)"
     assert len(repr(Mixture((tasks, tasks), (0.5, 0.5)))) < 300
 
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from metabridge import InputError
-from metabridge.experiments import ExperimentOptions, Outcome, load_experiment, nas_ranks, nas_ranks_trainings
-from metabridge.experiments.nas_ranks_trainings import KERNELS, PROXIES, SETTINGS, RankRecord, ScoredArchitecture, score
+from metabridge.experiments import ExperimentOptions, Outcome, load_experiment, nas_ranks, nas_ranks_training_runs
+from metabridge.experiments.nas_ranks_training_runs import (
+    KERNELS,
+    PROXIES,
+    SETTINGS,
+    RankRecord,
+    ScoredArchitecture,
+    score,
+)
 from metabridge.nas import random_architecture, score_model
 from metabridge.training import evaluate
 from metabridge.training.config import ImageTrainingConfig
@@ -20,9 +27,9 @@ from small_searches import MACHINE, SEARCH, small_images
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
     config = replace(SETTINGS["quick"].config, iterations=2, validate_every=2, validate_tasks=2, batch_size=8)
-    settings = nas_ranks_trainings.Settings(4, replace(SEARCH, cells=3), config, test_tasks=4, resamples=20)
+    settings = nas_ranks_training_runs.Settings(4, replace(SEARCH, cells=3), config, test_tasks=4, resamples=20)
     monkeypatch.setitem(SETTINGS, "quick", settings)
-    monkeypatch.setattr(nas_ranks_trainings, "load", lambda name: small_images(glyphs))
+    monkeypatch.setattr(nas_ranks_training_runs, "load", lambda name: small_images(glyphs))
 
 
 def run(out: Path, **options) -> Outcome:
@@ -45,7 +52,7 @@ def test_every_proxy_is_correlated_and_trained_architectures_are_stored(small, m
     assert len({scored.architecture for scored in architectures(whole)}) == 4
     load_experiment("nas-ranks").draw(whole, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(nas_ranks_trainings, "image_trainer", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(nas_ranks_training_runs, "image_trainer", lambda *_, **__: pytest.fail("trained"))
     assert run(tmp_path).result == whole.result
     monkeypatch.setitem(SETTINGS, "quick", replace(SETTINGS["quick"], architectures=3))
     assert architectures(run(tmp_path)) == architectures(whole)[:3]

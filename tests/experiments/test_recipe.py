@@ -9,7 +9,7 @@ from metabridge import InputError, load
 from metabridge.experiments import (
     ExperimentOptions,
     load_experiment,
-    mini_imagenet_trainings,
+    mini_imagenet_training_runs,
     recipe,
 )
 from metabridge.report.results import Result
@@ -24,12 +24,13 @@ def small(monkeypatch, glyphs) -> None:
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
     net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch_size": 4, "validate_tasks": 2}
     configs = {
-        scale: {"rfs": replace(mini_imagenet_trainings.configs(scale)["rfs"], **net)} for scale in ("quick", "paper")
+        scale: {"rfs": replace(mini_imagenet_training_runs.configs(scale)["rfs"], **net)}
+        for scale in ("quick", "paper")
     }
     monkeypatch.setattr(recipe, "configs", configs.get)
     monkeypatch.setattr(recipe, "STEPS", {"quick": 4, "paper": 4})
-    monkeypatch.setattr(mini_imagenet_trainings, "load", lambda name: few)
-    evaluations = mini_imagenet_trainings.EVALUATIONS
+    monkeypatch.setattr(mini_imagenet_training_runs, "load", lambda name: few)
+    evaluations = mini_imagenet_training_runs.EVALUATIONS
     monkeypatch.setitem(evaluations, "quick", replace(evaluations["quick"], tasks=4))
 
 

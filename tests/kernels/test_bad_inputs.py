@@ -120,8 +120,8 @@ def test_test_tasks_must_match_the_training_tasks():
 
 
 def test_class_without_support_points_is_an_output_too():
-    labelled = replace(make_tasks(), support_y=torch.tensor([[0, 1]] * 4), query_y=torch.tensor([[0, 1, 2]] * 4))
-    assert KernelLearner(KERNEL, "maml", 0.3).fit(labelled).predict(labelled).shape == (4, 3, 3)
+    labeled = replace(make_tasks(), support_y=torch.tensor([[0, 1]] * 4), query_y=torch.tensor([[0, 1, 2]] * 4))
+    assert KernelLearner(KERNEL, "maml", 0.3).fit(labeled).predict(labeled).shape == (4, 3, 3)
 
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=method_name)

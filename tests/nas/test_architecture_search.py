@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.models.cells import supernet
@@ -39,7 +39,7 @@ def test_search_has_the_options_of_its_configuration_with_the_same_defaults() ->
     assert {name: parameters[name].default for name in asdict(SearchConfig())} == asdict(SearchConfig())
 
 
-def test_search_equals_a_run_of_its_configuration(glyphs: LabelledImages) -> None:
+def test_search_equals_a_run_of_its_configuration(glyphs: LabeledImages) -> None:
     config = small_search("none", operators=("skip",))
     result, expected = search(glyphs, **asdict(config), progress=False), run_search(glyphs, config, progress=False)
     assert result.architecture == expected.architecture
@@ -52,7 +52,7 @@ def test_a_search_uses_its_kernel_time_and_ridge(kernel: str) -> None:
     assert config.condition_number == ConditionNumber(kernel, 2.0, 0.5)
 
 
-def test_images_of_other_splits_have_no_influence(glyphs: LabelledImages) -> None:
+def test_images_of_other_splits_have_no_influence(glyphs: LabeledImages) -> None:
     # flipped, so that the training images come last
     flipped = replace(glyphs, images=glyphs.images.flip(0), labels=glyphs.labels.flip(0))
     is_training = torch.isin(flipped.labels, flipped.splits["train"]).view(-1, 1, 1, 1)
@@ -64,9 +64,9 @@ def test_images_of_other_splits_have_no_influence(glyphs: LabelledImages) -> Non
     assert scores[0] == scores[1]
 
 
-def two_images_of_two_classes() -> LabelledImages:
+def two_images_of_two_classes() -> LabeledImages:
     """Return so few images that every task of two ways has all of them, in some order."""
-    return LabelledImages(
+    return LabeledImages(
         images=torch.randint(256, (4, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8),
         labels=torch.tensor([0, 0, 1, 1]),
         class_names=("a", "b"),
@@ -85,7 +85,7 @@ def test_weights_depend_on_seed_round_and_repeat() -> None:
     assert all(first != pytest.approx(second, rel=0.01) for first, second in itertools.combinations(values, 2))
 
 
-def test_tasks_depend_on_seed_round_and_repeat(glyphs: LabelledImages) -> None:
+def test_tasks_depend_on_seed_round_and_repeat(glyphs: LabeledImages) -> None:
     class Recorder:
         """An environment that records the supports it samples."""
 
@@ -106,7 +106,7 @@ def test_tasks_depend_on_seed_round_and_repeat(glyphs: LabelledImages) -> None:
     assert not any(torch.equal(*pair) for pair in itertools.combinations(supports, 2))
 
 
-def test_scores_depend_on_the_round_and_repeat_only(glyphs: LabelledImages) -> None:
+def test_scores_depend_on_the_round_and_repeat_only(glyphs: LabeledImages) -> None:
     evaluator = ProxyEvaluator(small_search(), glyphs)
     values = []
     for round_index, repeat in ((0, 0), (0, 1), (1, 0), (0, 0)):
@@ -117,7 +117,7 @@ def test_scores_depend_on_the_round_and_repeat_only(glyphs: LabelledImages) -> N
 
 
 @pytest.mark.parametrize("kernel", ["maml", "none"])
-def test_fast_and_reference_implementation_give_the_same_scores(glyphs: LabelledImages, kernel: str) -> None:
+def test_fast_and_reference_implementation_give_the_same_scores(glyphs: LabeledImages, kernel: str) -> None:
     removals = [None, ("normal", 2, "skip"), ("reduction", 0, "avg_pool_3x3")]
     evaluators = (
         ProxyEvaluator(small_search(kernel), glyphs, implementation=implementation)
@@ -133,7 +133,7 @@ def test_fast_and_reference_implementation_give_the_same_scores(glyphs: Labelled
             assert fast[removal].condition.value == pytest.approx(reference[removal].condition.value, rel=1e-3)
 
 
-def test_continuing_with_other_data_is_rejected(glyphs: LabelledImages, tmp_path: Path) -> None:
+def test_continuing_with_other_data_is_rejected(glyphs: LabeledImages, tmp_path: Path) -> None:
     config = small_search("none", operators=("skip",))
     first, second = (replace(glyphs, load_arguments={"name": name}) for name in ("first", "second"))
     with pytest.raises(TimeLimitError):
@@ -223,7 +223,7 @@ def test_small_images_and_unknown_implementations_are_rejected() -> None:
 
 @pytest.mark.parametrize("implementation", ["fast", "reference"])
 def test_a_supernet_that_is_too_large_is_rejected_before_it_is_built(
-    glyphs: LabelledImages, tmp_path: Path, implementation: str
+    glyphs: LabeledImages, tmp_path: Path, implementation: str
 ) -> None:
     config = small_search(channels=10**9)
     with pytest.raises(InputError, match="too large to build"):
@@ -231,7 +231,7 @@ def test_a_supernet_that_is_too_large_is_rejected_before_it_is_built(
     assert not (tmp_path / "search").exists()
 
 
-def test_networks_with_a_failed_proxy_are_counted(glyphs: LabelledImages) -> None:
+def test_networks_with_a_failed_proxy_are_counted(glyphs: LabeledImages) -> None:
     black = replace(glyphs, images=torch.zeros_like(glyphs.images))  # all points are the same for a kernel
     by_kernel, by_regions = (
         run_search(black, small_search(kernel, operators=("skip",)), progress=False) for kernel in ("ntk", "none")
@@ -249,12 +249,12 @@ def test_a_kernel_summed_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(matrices.ntk, expected[removal].ntk, rtol=1e-9, atol=1e-12)
 
 
-def test_random_cells_depend_on_the_seed_alone(glyphs: LabelledImages) -> None:
+def test_random_cells_depend_on_the_seed_alone(glyphs: LabeledImages) -> None:
     first, again, other = (run_search(glyphs, small_search("random", seed=seed)).architecture for seed in (0, 0, 1))
     assert first == again != other
 
 
-def test_a_search_is_continued_after_its_time_limit(glyphs: LabelledImages, tmp_path: Path) -> None:
+def test_a_search_is_continued_after_its_time_limit(glyphs: LabeledImages, tmp_path: Path) -> None:
     config = small_search("none", operators=("skip", "conv_3x3"))
     with pytest.raises(TimeLimitError, match="Run the same search with the same `out` again to continue it"):
         run_search(glyphs, config, out=tmp_path, minutes=0, progress=False)
@@ -272,7 +272,7 @@ def test_a_search_is_continued_after_its_time_limit(glyphs: LabelledImages, tmp_
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder with an open file cannot be moved there")
 def test_a_search_does_not_write_into_a_folder_that_replaced_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, glyphs: LabelledImages
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, glyphs: LabeledImages
 ) -> None:
     folder, evaluate = tmp_path / "search", ProxyEvaluator.__call__
 
@@ -309,7 +309,7 @@ run_search(load_glyphs(), small_search("none", operators=("skip", "conv_3x3")), 
 """
 
 
-def test_a_folder_in_use_is_rejected_and_a_killed_search_is_continued(glyphs: LabelledImages, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_rejected_and_a_killed_search_is_continued(glyphs: LabeledImages, tmp_path: Path) -> None:
     config, out = small_search("none", operators=("skip", "conv_3x3")), tmp_path / "search"
     program = PAUSED_SEARCH.format(tests=str(Path(__file__).parent.parent))
     words = [sys.executable, "-c", program, str(out)]

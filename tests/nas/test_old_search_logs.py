@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from metabridge.datasets import load
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.errors import InputError
 from metabridge.nas import Architecture, SearchConfig, run_search
 
@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture.load(STORED / "architecture.json")
 
 
 @pytest.fixture(scope="module")
-def images() -> LabelledImages:
+def images() -> LabeledImages:
     return load("glyphs")
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(STORED, tmp_path / "search"))
 
 
-def test_a_finished_search_is_read_without_computing_scores_again(images: LabelledImages, folder: Path) -> None:
+def test_a_finished_search_is_read_without_computing_scores_again(images: LabeledImages, folder: Path) -> None:
     before = (folder / "search.jsonl").read_text()
     result = run_search(images, CONFIG, out=folder, progress=False)
     assert result.architecture == ARCHITECTURE
@@ -40,7 +40,7 @@ def test_a_finished_search_is_read_without_computing_scores_again(images: Labell
     assert added[0].startswith('{"seconds": ')
 
 
-def test_an_unfinished_search_is_continued(images: LabelledImages, folder: Path) -> None:
+def test_an_unfinished_search_is_continued(images: LabeledImages, folder: Path) -> None:
     log = folder / "search.jsonl"
     lines = log.read_text().splitlines(keepends=True)[:30]
     log.write_text("".join(lines))
@@ -51,6 +51,6 @@ def test_an_unfinished_search_is_continued(images: LabelledImages, folder: Path)
     assert result.architecture == Architecture.load(folder / "architecture.json") == ARCHITECTURE
 
 
-def test_a_search_of_other_images_is_still_rejected(images: LabelledImages, folder: Path) -> None:
+def test_a_search_of_other_images_is_still_rejected(images: LabeledImages, folder: Path) -> None:
     with pytest.raises(InputError, match="images='14180 images, checksum 79f6465b'"):
         run_search(replace(images, images=255 - images.images), CONFIG, out=folder, progress=False)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from metabridge import InputError, evaluate, method, parameters
-from metabridge.environments import LabelledImages, Sinusoid
+from metabridge.environments import LabeledImages, Sinusoid
 from metabridge.models import mlp
 from metabridge.training import Model
 from metabridge.training.assessment import Assessment, assess
@@ -29,7 +29,7 @@ def tasks():
     images = centers[labels] + torch.randint(-55, 56, (120, 1, 4, 4), generator=generator)
     noise = torch.randint(0, 256, (120, 1, 4, 4), generator=generator)
     images = torch.where((labels == 5)[:, None, None, None], noise, images)
-    data = LabelledImages(
+    data = LabeledImages(
         images.to(torch.uint8),
         labels,
         CLASSES,
@@ -83,7 +83,7 @@ def test_the_calibration_error_of_a_small_example_is_correct():
 
 
 def test_tasks_without_classes_raise_an_error(model):
-    with pytest.raises(InputError, match="environment is Sinusoid, but assess needs tasks of labelled images"):
+    with pytest.raises(InputError, match="environment is Sinusoid, but assess needs tasks of labeled images"):
         assess(model, Sinusoid())
 
 

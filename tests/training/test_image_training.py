@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.environments.image_tasks import ImageBatches
 from metabridge.learners import PRESETS
 from metabridge.training import Augment
@@ -20,11 +20,11 @@ from metabridge.training.image_training import (
 )
 
 
-def images(channels: int = 3, size: int = 16, per_class: int = 8, validation: int = 3) -> LabelledImages:
+def images(channels: int = 3, size: int = 16, per_class: int = 8, validation: int = 3) -> LabeledImages:
     labels = torch.arange(10).repeat_interleave(per_class)
     pixels = torch.randint(0, 256, (len(labels), channels, size, size), generator=torch.Generator().manual_seed(0))
     splits = {"train": torch.arange(0, 7), "validation": torch.arange(7, 7 + validation)}
-    return LabelledImages(
+    return LabeledImages(
         pixels.to(torch.uint8),
         labels,
         tuple("abcdefghij"),

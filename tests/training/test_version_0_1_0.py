@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from metabridge import FewShotClassifier, InputError, LabelledImages, evaluate, fit, load, method
+from metabridge import FewShotClassifier, InputError, LabeledImages, evaluate, fit, load, method
 from metabridge.environments import Sinusoid
 from metabridge.models import conv4, mlp
 from metabridge.schedules import Plateau, Step
@@ -33,7 +33,7 @@ ADAPTED = {  # the run that each adapted model came from
 
 
 @cache
-def images(size: int, channels: int) -> LabelledImages:
+def images(size: int, channels: int) -> LabeledImages:
     """Twelve classes of ten images: stripes whose direction and width depend on the class, with noise."""
     y, x = np.mgrid[:size, :size] / size
     noise = np.random.RandomState(0)
@@ -44,7 +44,7 @@ def images(size: int, channels: int) -> LabelledImages:
             wave = np.sin(2 * np.pi * width * (x * np.cos(angle) + y * np.sin(angle)) + noise.uniform(0, 1))
             shades = np.array([120, 90, 60])[:channels, None, None]
             pixels.append(128 + shades * wave + noise.normal(0, 10, (channels, size, size)))
-    return LabelledImages(
+    return LabeledImages(
         images=torch.from_numpy(np.stack(pixels).clip(0, 255).astype(np.uint8)),
         labels=torch.arange(12).repeat_interleave(10),
         class_names=tuple("abcdefghijkl"),
@@ -54,7 +54,7 @@ def images(size: int, channels: int) -> LabelledImages:
     )
 
 
-def images_of(name: str) -> LabelledImages:
+def images_of(name: str) -> LabeledImages:
     return images(18, 3) if name in ("mtl", "rfs") else images(16, 1)
 
 

@@ -13,9 +13,9 @@ from metabridge.cli import (  # noqa: F401  # registers the commands
     data_commands,
     diagnose_command,
     experiment_commands,
+    inference_commands,
     search_commands,
     train_commands,
-    use_commands,
 )
 from metabridge.cli.options import app
 from metabridge.cli.terminal import note, terminal_output

@@ -11,7 +11,7 @@ import typer
 from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
-    from metabridge.environments import LabelledImages
+    from metabridge.environments import LabeledImages
     from metabridge.training import Model
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -67,11 +67,11 @@ ShotsOption = Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of 
 QueriesOption = Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of query images per class.")]
 
 
-def images_for(model: Model, data: str, min_images: int | None) -> LabelledImages:
+def images_for(model: Model, data: str, min_images: int | None) -> LabeledImages:
     """Load a data set, with the image size and number of channels that a trained network takes."""
     from metabridge.datasets import load
     from metabridge.datasets.loading import parse_name
-    from metabridge.use.image_input import image_shape
+    from metabridge.inference.image_input import image_shape
 
     channels, size = image_shape(model.net)
     if parse_name(data)[0] != "glyphs":  # glyphs have a fixed size

@@ -25,7 +25,7 @@ from metabridge.cli.terminal import note, print_table, say
 from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
-    from metabridge.environments import LabelledImages
+    from metabridge.environments import LabeledImages
     from metabridge.training import Run, Score, SoftTargets, Trainer
     from metabridge.training.assessment import Assessment
     from metabridge.training.config import ImageTrainingConfig
@@ -157,7 +157,7 @@ def _note_validation(trainer: Trainer, ways: int) -> None:
         note(f"Only {validation_ways} validation classes: validation tasks have {validation_ways} ways.")
 
 
-def _next_step(out: Path, images: LabelledImages, ways: int) -> str:
+def _next_step(out: Path, images: LabeledImages, ways: int) -> str:
     """Return a message with the command that evaluates a finished run, with options that the test classes allow."""
     classes = images.splits.get("test", ())
     if len(classes) < 2:
@@ -389,11 +389,11 @@ def _load_arguments(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]
 
 def _images(
     folder: Path, run: Run, arguments: dict[str, Any] | None, data: str | None, min_images: int | None
-) -> LabelledImages:
+) -> LabeledImages:
     """Load `data`, or by default the run's training data, with the size and channels that its network takes."""
     from metabridge.datasets import load
+    from metabridge.inference.image_input import image_shape
     from metabridge.training.checkpoint import damaged
-    from metabridge.use.image_input import image_shape
 
     if data is not None:
         return images_for(run, data, min_images)
@@ -408,7 +408,7 @@ def _images(
     return images
 
 
-def _check_new_classes(folder: Path, run: Run, images: LabelledImages, split: str, *, same_data: bool) -> None:
+def _check_new_classes(folder: Path, run: Run, images: LabeledImages, split: str, *, same_data: bool) -> None:
     """Raise an `InputError` if classes of the split, unless it is "train", have the same names as training classes."""
     if split == "train" or split not in images.splits:
         return

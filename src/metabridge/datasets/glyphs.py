@@ -20,7 +20,7 @@ from torch.nn.functional import avg_pool2d, conv2d, grid_sample, interpolate
 
 from metabridge.datasets.image_cache import cache_folder, cache_writer
 from metabridge.datasets.image_files import open_regular
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ ALPHABETS = (
 )
 
 
-def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabelledImages:
+def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabeledImages:
     """Return the glyphs. They are drawn on first use and cached on disk.
 
     Args:
@@ -136,7 +136,7 @@ class _Character(NamedTuple):
     regular_count: int  # number of shapes from regular fonts, which come first
 
 
-def _draw(seed: int) -> LabelledImages:
+def _draw(seed: int) -> LabeledImages:
     from rich.console import Console
     from rich.progress import track
 
@@ -148,7 +148,7 @@ def _draw(seed: int) -> LabelledImages:
         parameters = zip(*(_sample_variants(character, seed) for character in batch))
         images.append(_render(*(torch.from_numpy(np.concatenate(arrays)) for arrays in parameters)))
     superclasses = torch.tensor([character.alphabet for character in characters])
-    return LabelledImages(
+    return LabeledImages(
         images=torch.cat(images),
         labels=torch.arange(len(characters)).repeat_interleave(VARIANTS),
         class_names=tuple(f"{ALPHABETS[c.alphabet].name}/U+{c.code:04X}" for c in characters),
@@ -272,7 +272,7 @@ def _render(distance: Tensor, affine: Tensor, displacements: Tensor) -> Tensor:
     return (255 * avg_pool2d(torch.sigmoid(2 * warped), 2)).round().to(torch.uint8)
 
 
-def _read(file: Path) -> LabelledImages:
+def _read(file: Path) -> LabeledImages:
     with open_regular(file) as stream, zipfile.ZipFile(stream) as archive:
         entries = archive.infolist()
         if not all(
@@ -285,7 +285,7 @@ def _read(file: Path) -> LabelledImages:
             return np.load(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)  # type: ignore[no-any-return]
 
         superclasses = torch.from_numpy(read_array("superclasses"))
-        return LabelledImages(
+        return LabeledImages(
             images=torch.from_numpy(read_array("images")),
             labels=torch.from_numpy(read_array("labels")),
             class_names=tuple(read_array("class_names").tolist()),
@@ -295,7 +295,7 @@ def _read(file: Path) -> LabelledImages:
         )
 
 
-def _write(glyphs: LabelledImages, file: Path) -> None:
+def _write(glyphs: LabeledImages, file: Path) -> None:
     with cache_writer(file) as stream:
         np.savez_compressed(
             stream,

@@ -49,7 +49,7 @@ from metabridge.datasets.image_files import (
     open_regular,
     reading_errors,
 )
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 from metabridge.files import atomic_writer
 
@@ -88,9 +88,7 @@ class CachedImages:
     incomplete: bool = False
     duplicates: tuple[tuple[tuple[int, str], ...], ...] = ()
 
-    def to_labelled_images(
-        self, *, seed: int = 0, strict: bool = False, min_images: int | None = None
-    ) -> LabelledImages:
+    def to_labeled_images(self, *, seed: int = 0, strict: bool = False, min_images: int | None = None) -> LabeledImages:
         """Return the data set for training, and log warnings about what was skipped.
 
         Args:
@@ -100,7 +98,7 @@ class CachedImages:
 
         >>> classes = (ClassInfo("cat", "animals", "train"), ClassInfo("oak", "trees", "test"))
         >>> cached = CachedImages(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1]), classes)
-        >>> sorted(cached.to_labelled_images(min_images=2).splits)
+        >>> sorted(cached.to_labeled_images(min_images=2).splits)
         ['train']
         """
         problems = self.problems()
@@ -122,7 +120,7 @@ class CachedImages:
         superclass_index = {
             name: index for index, name in enumerate(dict.fromkeys(info.superclass for info in self.classes))
         }
-        return LabelledImages(
+        return LabeledImages(
             images=self.images,
             labels=self.labels,
             class_names=tuple(info.name for info in self.classes),

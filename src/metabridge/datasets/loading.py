@@ -14,7 +14,7 @@ from metabridge.datasets.glyphs import load_glyphs
 from metabridge.datasets.image_cache import fingerprint, load_or_decode
 from metabridge.datasets.image_decoding import MAX_PIXELS, DecodeOptions
 from metabridge.datasets.image_files import ImageSource, reading_error, reading_errors
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError, check_count
 
 
@@ -72,7 +72,7 @@ def load(
     min_images: int | None = None,
     rotations: bool = False,
     seed: int = 0,
-) -> LabelledImages:
+) -> LabeledImages:
     """Load an image data set by name or by path.
 
     Images are decoded on first use and cached on disk. Unreadable images are skipped with a warning.
@@ -115,7 +115,7 @@ def load(
     with reading_errors(path):
         key = fingerprint(reader.list_files(path), path if path.is_dir() else path.parent)
     cached = load_or_decode(name, key, decode_options, lambda: reader.open_source(path))
-    images = cached.to_labelled_images(seed=seed, strict=strict, min_images=min_images)
+    images = cached.to_labeled_images(seed=seed, strict=strict, min_images=min_images)
     images = images.with_rotations() if rotations else images
     return _with_load_arguments(images, name, path.resolve(), options, min_images)
 
@@ -211,8 +211,8 @@ def override_options(options: DecodeOptions, size: int | None, channels: int | N
 
 
 def _with_load_arguments(
-    images: LabelledImages, name: str, root: str | Path | None, options: Mapping[str, object], min_images: int | None
-) -> LabelledImages:
+    images: LabeledImages, name: str, root: str | Path | None, options: Mapping[str, object], min_images: int | None
+) -> LabeledImages:
     """Attach the arguments with which `load` returns the same images again."""
     nondefault = {
         option: value
@@ -228,7 +228,7 @@ def _check_options(name: str, options: Mapping[str, object], accepted: tuple[str
             raise InputError(f"{option} is {value}, but '{name}' does not accept it. Leave {option} out.")
 
 
-def _drop_small_classes(images: LabelledImages, min_images: int | None) -> LabelledImages:
+def _drop_small_classes(images: LabeledImages, min_images: int | None) -> LabeledImages:
     if min_images is None:
         return images
     counts = images.labels.bincount(minlength=len(images.class_names))

@@ -29,7 +29,7 @@ from metabridge.diagnosis.estimates import (
 from metabridge.diagnosis.feature_space import FeatureSpace
 from metabridge.diagnosis.moments import FeatureMap, SplitMoments, convergence_rates, largest_curvatures
 from metabridge.environments.environment import Environment
-from metabridge.environments.image_tasks import ImageTasks, LabelledImages
+from metabridge.environments.image_tasks import ImageTasks, LabeledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError, check_positive
 from metabridge.kernels.kernel import Kernel
@@ -334,7 +334,7 @@ def _find_problems(
     return tuple(problems)
 
 
-def untrained_network(images: LabelledImages, model: str = "conv4", *, seed: int = 0) -> Network:
+def untrained_network(images: LabeledImages, model: str = "conv4", *, seed: int = 0) -> Network:
     """Return an untrained network for a data set, with batch norm statistics of some of its images.
 
     Args:

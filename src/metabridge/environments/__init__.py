@@ -1,7 +1,7 @@
 """Task environments: distributions from which tasks are sampled."""
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.image_tasks import ImageBatches, ImageTasks, LabelledImages
+from metabridge.environments.image_tasks import ImageBatches, ImageTasks, LabeledImages
 from metabridge.environments.linear_tasks import HardEasy, Landscape, LinearTasks, LogisticTasks, TaskGroup
 from metabridge.environments.mixture import Mixture
 from metabridge.environments.regression_functions import Quadratic, Sinusoid
@@ -15,7 +15,7 @@ __all__ = [
     "HardEasy",
     "ImageBatches",
     "ImageTasks",
-    "LabelledImages",
+    "LabeledImages",
     "Landscape",
     "LinearTasks",
     "LogisticTasks",

@@ -1,4 +1,4 @@
-"""Other divisions of labelled images: classes by superclass, random subsets, and images held out of the classes."""
+"""Other divisions of labeled images: classes by superclass, random subsets, and images held out of the classes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 
 
-def classes_by_superclass(images: LabelledImages) -> dict[str, Tensor]:
+def classes_by_superclass(images: LabeledImages) -> dict[str, Tensor]:
     """Return the classes of each superclass in all splits, without superclasses that have none.
 
     Args:
-        images: Labelled images.
+        images: Labeled images.
 
     Returns:
         The classes in ascending order, by the name of the superclass.
@@ -30,7 +30,7 @@ def classes_by_superclass(images: LabelledImages) -> dict[str, Tensor]:
     return {name: members for name, members in by_name.items() if len(members)}
 
 
-def random_subset(images: LabelledImages, sizes: Mapping[str, tuple[int, int]], *, seed: int = 0) -> LabelledImages:
+def random_subset(images: LabeledImages, sizes: Mapping[str, tuple[int, int]], *, seed: int = 0) -> LabeledImages:
     """Return random classes of some splits, with some random images of each class.
 
     `sizes` maps splits to the number of classes and the number of images per class, at least 2. The classes and images
@@ -38,7 +38,7 @@ def random_subset(images: LabelledImages, sizes: Mapping[str, tuple[int, int]], 
 
     >>> from metabridge.datasets import load
     >>> random_subset(load("glyphs"), {"train": (50, 5), "test": (8, 6)})
-    LabelledImages(298 images of 1×28×28, 50 train / 8 test classes)
+    LabeledImages(298 images of 1×28×28, 50 train / 8 test classes)
     """
     rows, splits = [], {}
     for split, (classes, images_per_class) in sizes.items():
@@ -51,7 +51,7 @@ def random_subset(images: LabelledImages, sizes: Mapping[str, tuple[int, int]], 
     return replace(images, images=pixels, labels=images.labels[selected], splits=splits, load_arguments=None)
 
 
-def hold_out_images(images: LabelledImages, minimum: int) -> LabelledImages:
+def hold_out_images(images: LabeledImages, minimum: int) -> LabeledImages:
     """Return images whose validation split has other images of the training classes, as in FS-CIFAR100.
 
     The training and validation classes of `images` become the training split. The last images of each, a quarter but
@@ -59,7 +59,7 @@ def hold_out_images(images: LabelledImages, minimum: int) -> LabelledImages:
     training.
 
     Args:
-        images: Labelled images with the splits "train", "validation" and "test".
+        images: Labeled images with the splits "train", "validation" and "test".
         minimum: Smallest number of images to hold out of each class.
 
     Returns:
@@ -67,7 +67,7 @@ def hold_out_images(images: LabelledImages, minimum: int) -> LabelledImages:
 
     >>> from metabridge.datasets import load
     >>> hold_out_images(load("glyphs"), minimum=5)
-    LabelledImages('glyphs', 22,500 images of 1×28×28, 863 train / 863 validation / 262 test classes)
+    LabeledImages('glyphs', 22,500 images of 1×28×28, 863 train / 863 validation / 262 test classes)
     """
     seen = torch.cat([images.splits["train"], images.splits["validation"]])
     labels = images.labels.clone()

@@ -1,4 +1,4 @@
-"""Labelled images, N-way K-shot classification tasks sampled from them, and ordinary batches of them."""
+"""Labeled images, N-way K-shot classification tasks sampled from them, and ordinary batches of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Superclass = Literal["any", "same", "different"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LabelledImages:
+class LabeledImages:
     """Images with classes, superclasses and splits of the classes. Use `datasets.load` to load them from disk.
 
     Args:
@@ -37,7 +37,7 @@ class LabelledImages:
     Raises:
         InputError: A shape or dtype is wrong, an index is out of range, or a class is in two splits.
 
-    >>> images = LabelledImages(
+    >>> images = LabeledImages(
     ...     images=torch.zeros(8, 1, 28, 28, dtype=torch.uint8),
     ...     labels=torch.arange(8) % 4,
     ...     class_names=("cat", "dog", "oak", "elm"),
@@ -46,7 +46,7 @@ class LabelledImages:
     ...     splits={"train": torch.tensor([0, 2]), "test": torch.tensor([1, 3])},
     ... )
     >>> images
-    LabelledImages(8 images of 1×28×28, 2 train / 2 test classes)
+    LabeledImages(8 images of 1×28×28, 2 train / 2 test classes)
     >>> images.tasks("test", ways=2, shots=1, queries=1).class_names
     ('dog', 'elm')
     """
@@ -85,7 +85,7 @@ class LabelledImages:
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.images.shape[1:]))
         splits = " / ".join(f"{len(classes)} {split}" for split, classes in self.splits.items()) or "no"
-        return f"LabelledImages({_data_name(self)}{len(self.images):,} images of {shape}, {splits} classes)"
+        return f"LabeledImages({_data_name(self)}{len(self.images):,} images of {shape}, {splits} classes)"
 
     def _repr_html_(self) -> str:
         """Return a table of the splits for notebooks."""
@@ -127,7 +127,7 @@ class LabelledImages:
         """
         return ImageBatches(self, split, size=size)
 
-    def with_rotations(self, splits: Collection[str] | None = None) -> LabelledImages:
+    def with_rotations(self, splits: Collection[str] | None = None) -> LabeledImages:
         """Add each class rotated by 90°, 180° and 270° as three further classes.
 
         The new classes have the superclass and the split of the original class.
@@ -171,7 +171,7 @@ class LabelledImages:
             },
         )
 
-    def downscaled(self, size: int) -> LabelledImages:
+    def downscaled(self, size: int) -> LabeledImages:
         """Return smaller images, in which each pixel is the mean of the pixels that it replaces.
 
         Args:
@@ -214,7 +214,7 @@ class LabelledImages:
         """
         return self.images[copy_to_device(rows, self.images.device)].float() / 255
 
-    def to(self, device: torch.device | str) -> LabelledImages:
+    def to(self, device: torch.device | str) -> LabeledImages:
         """Copy the images to a device, unless they would take more than 70 % of a GPU's free memory.
 
         Labels and splits stay on the CPU, where tasks are sampled. Images that do not fit stay in main memory and
@@ -266,7 +266,7 @@ class ImageTasks:
     (torch.Size([8, 75, 1, 28, 28]), [0, 1, 2, 3, 4])
     """
 
-    data: LabelledImages
+    data: LabeledImages
     split: str
     ways: int = 5
     shots: int = 1
@@ -494,7 +494,7 @@ class ImageBatches:
     torch.Size([1, 64, 1, 28, 28])
     """
 
-    data: LabelledImages
+    data: LabeledImages
     split: str
     size: int = 64
 
@@ -575,7 +575,7 @@ def _check_indices(name: str, indices: Tensor, length: int | None, bound: int) -
         )
 
 
-def _data_name(data: LabelledImages) -> str:
+def _data_name(data: LabeledImages) -> str:
     return f"{str(data.load_arguments['name'])!r}, " if data.load_arguments else ""
 
 

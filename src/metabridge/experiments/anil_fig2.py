@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metabridge.experiments.anil_trainings import (
+from metabridge.experiments.anil_training_runs import (
     METHODS,
     SETTINGS,
     LinearRecord,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from metabridge.experiments.anil_trainings import (
+from metabridge.experiments.anil_training_runs import (
     METHODS,
     SETTINGS,
     LinearRecord,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metabridge.experiments import anil_trainings
-from metabridge.experiments.anil_trainings import (
+from metabridge.experiments import anil_training_runs
+from metabridge.experiments.anil_training_runs import (
     METHODS,
     LinearRecord,
     curve_panels,
@@ -37,7 +37,7 @@ QUANTITIES = {
 
 def settings(scale: str) -> LinearAnilConfig:
     """Return how to train the networks at this scale."""
-    config = anil_trainings.SETTINGS[scale]
+    config = anil_training_runs.SETTINGS[scale]
     return replace(config, mean=(1.0,) * len(config.variances))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
-from metabridge.experiments.mini_imagenet_trainings import SHOTS, train_or_load_all
+from metabridge.experiments.mini_imagenet_training_runs import SHOTS, train_or_load_all
 from metabridge.experiments.training_records import TrainingRecord
 from metabridge.report.results import Row
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from metabridge.experiments.bridge_fig2 import figure
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
-from metabridge.experiments.mini_imagenet_trainings import train_or_load_all
+from metabridge.experiments.mini_imagenet_training_runs import train_or_load_all
 from metabridge.experiments.training_records import TrainingRecord
 from metabridge.report.results import Row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
-from metabridge.experiments.mini_imagenet_trainings import train_or_load_all
+from metabridge.experiments.mini_imagenet_training_runs import train_or_load_all
 from metabridge.experiments.training_records import PENALTIES, TrainingRecord
 from metabridge.report.results import Row
 

@@ -21,12 +21,12 @@ import torch
 from metabridge.datasets import load
 from metabridge.diagnosis import Diagnosis, Interval, diagnose, untrained_network
 from metabridge.diagnosis.feature_space import mean_rates
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.environments.image_splits import classes_by_superclass
 from metabridge.environments.mixture import Mixture
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.landscape_table1 import QUERIES, SIMILAR_ALPHABETS, WAYS
-from metabridge.experiments.landscape_trainings import AccuracyRecord, NetTraining, PlannedTraining, train_all
+from metabridge.experiments.landscape_training_runs import AccuracyRecord, NetTraining, PlannedTraining, train_all
 from metabridge.experiments.method_orders import MethodOrder, draw_orders, predicted_orders
 from metabridge.report.results import Result, Row
 
@@ -104,7 +104,7 @@ def measure(options: ExperimentOptions) -> Measurements:
     return Measurements(tuple(trained), orders, seconds)
 
 
-def diagnose_case(data: str, images: LabelledImages, settings: Settings, seed: int) -> Case:
+def diagnose_case(data: str, images: LabeledImages, settings: Settings, seed: int) -> Case:
     """Rank the alphabets by convergence rate on a new network, and diagnose tasks with two and with ten hard ones."""
     classes = {name: classes for name, classes in classes_by_superclass(images).items() if len(classes) >= WAYS}
     by_alphabet = replace(images, splits=classes)
@@ -127,7 +127,7 @@ def diagnose_case(data: str, images: LabelledImages, settings: Settings, seed: i
     return Case(data, seed, hard, easy, diagnoses)
 
 
-def hard_and_easy_tasks(images: LabelledImages, hard: Sequence[str], easy: Sequence[str]) -> Mixture:
+def hard_and_easy_tasks(images: LabeledImages, hard: Sequence[str], easy: Sequence[str]) -> Mixture:
     """Return a mixture of tasks within single hard alphabets and tasks across the easy alphabets."""
     classes = classes_by_superclass(images)
     splits = {kind: torch.cat([classes[name] for name in names]) for kind, names in (("hard", hard), ("easy", easy))}
@@ -142,7 +142,7 @@ def hard_and_easy_tasks(images: LabelledImages, hard: Sequence[str], easy: Seque
 
 
 def train_case(
-    options: ExperimentOptions, settings: Settings, case: Case, images: LabelledImages
+    options: ExperimentOptions, settings: Settings, case: Case, images: LabeledImages
 ) -> dict[tuple[str, str], AccuracyRecord]:
     """Train on every second alphabet of each setting and test on the others. Return the finished records."""
     planned = {}

@@ -25,7 +25,7 @@ from torch.nn.functional import layer_norm
 from metabridge.datasets import load
 from metabridge.environments import Environment
 from metabridge.environments.image_splits import random_subset
-from metabridge.environments.image_tasks import ImageTasks, LabelledImages
+from metabridge.environments.image_tasks import ImageTasks, LabeledImages
 from metabridge.environments.indexed_tasks import IndexedTasks
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
@@ -77,12 +77,12 @@ class Settings:
     test_tasks: int
     plans: tuple[ImageTrainingConfig, ...]  # how to train the networks
 
-    def pool(self, images: LabelledImages, kernel: str, seed: int) -> LabelledImages:
+    def pool(self, images: LabeledImages, kernel: str, seed: int) -> LabeledImages:
         """Return the images for a kernel. Validation and test images are the same for all kernels."""
         sizes = {"train": self.train[kernel], "validation": self.validation, "test": self.test}
         return random_subset(images, {split: (size.classes, size.images) for split, size in sizes.items()}, seed=seed)
 
-    def evaluation_tasks(self, pool: LabelledImages, split: str, shots: int) -> ImageTasks:
+    def evaluation_tasks(self, pool: LabeledImages, split: str, shots: int) -> ImageTasks:
         """Return the tasks of a split, with the largest number of queries that all shots and splits allow."""
         images_per_class = min(self.validation.images, self.test.images)
         return pool.tasks(split, shots=shots, queries=images_per_class - max(self.shots))
@@ -182,7 +182,7 @@ def measure(options: ExperimentOptions) -> Comparison:
     return comparison
 
 
-def load_dataset(name: str, options: ExperimentOptions) -> LabelledImages:
+def load_dataset(name: str, options: ExperimentOptions) -> LabeledImages:
     """Load a data set.
 
     Raises:
@@ -203,7 +203,7 @@ class KernelCase:
     dataset: str
     kernel: str
     table: KernelTable
-    pool: LabelledImages
+    pool: LabeledImages
     seed: int
     order: Tensor | None = None
 
@@ -264,7 +264,7 @@ def candidate_learners(kernel: Kernel, method: KernelMethod) -> list[KernelLearn
 
 
 def network_trials(
-    options: ExperimentOptions, settings: Settings, dataset: str, images: LabelledImages, pool: LabelledImages
+    options: ExperimentOptions, settings: Settings, dataset: str, images: LabeledImages, pool: LabeledImages
 ) -> Iterator[Trial]:
     """Train every network on tasks from all training classes, and test it on the same tasks as the kernels."""
     for config in settings.plans:

@@ -16,11 +16,11 @@ import torch
 
 from metabridge.datasets import load
 from metabridge.environments.image_splits import classes_by_superclass
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
-from metabridge.experiments.landscape_trainings import (
+from metabridge.experiments.landscape_training_runs import (
     TASK_KINDS,
     Accuracy,
     AccuracyRecord,
@@ -80,7 +80,7 @@ def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
     return {record.name: record for record in (ranking, *records) if record is not None}
 
 
-def rank_alphabets(options: ExperimentOptions, settings: Settings, images: LabelledImages) -> AccuracyRecord | None:
+def rank_alphabets(options: ExperimentOptions, settings: Settings, images: LabeledImages) -> AccuracyRecord | None:
     """Train MAML on tasks whose characters are from one alphabet, and return its accuracy on each alphabet."""
     classes_by_alphabet = classes_by_superclass(images)
     alphabets_to_rank = {name: classes for name, classes in classes_by_alphabet.items() if len(classes) >= WAYS}
@@ -121,7 +121,7 @@ def split_alphabets(names: list[str], ranking: AccuracyRecord, variant: str, see
     }
 
 
-def plan_training(part: str, training: NetTraining, images: LabelledImages, ranking: AccuracyRecord) -> PlannedTraining:
+def plan_training(part: str, training: NetTraining, images: LabeledImages, ranking: AccuracyRecord) -> PlannedTraining:
     """Return the training run with this name, such as "small-nal-10": NAL with 10 shots in the variant "small".
 
     Half of the training tasks are easy, half are hard.
@@ -160,7 +160,7 @@ def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> I
         yield from accuracy_rows(f"{variant} r_H, {learner.upper()}", by_seed, published, "omniglot")
 
 
-def load_images(options: ExperimentOptions) -> LabelledImages:
+def load_images(options: ExperimentOptions) -> LabeledImages:
     """Return Omniglot. If it is missing, return the glyphs at the quick scale and raise an error at the paper scale."""
     if options.data is not None and (options.data / "omniglot").exists():
         return load("omniglot", options.data / "omniglot").to(options.device)

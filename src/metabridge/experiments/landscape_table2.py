@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from metabridge.datasets import cifar, load
 from metabridge.environments.image_splits import hold_out_images
-from metabridge.environments.image_tasks import ImageTasks, LabelledImages
+from metabridge.environments.image_tasks import ImageTasks, LabeledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
-from metabridge.experiments.landscape_trainings import (
+from metabridge.experiments.landscape_training_runs import (
     AccuracyRecord,
     NetTraining,
     PlannedTraining,
@@ -80,7 +80,7 @@ def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
     return {record.name: record for record in train_all(options, EXPERIMENT.id, images, planned) if record is not None}
 
 
-def plan_training(settings: Settings, part: str, seed: int, images: LabelledImages) -> PlannedTraining:
+def plan_training(settings: Settings, part: str, seed: int, images: LabeledImages) -> PlannedTraining:
     """Return the training run with this name, such as "p0.5-maml": MAML with half of the tasks hard."""
     hard_share, _, learner = part.removeprefix("p").partition("-")
     training = replace(settings.training, seed=seed)
@@ -117,7 +117,7 @@ def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> I
         yield from accuracy_rows(f"p = {hard_share}, {learner.upper()}", by_seed, published, "fs-cifar100")
 
 
-def load_images(options: ExperimentOptions, settings: Settings) -> LabelledImages:
+def load_images(options: ExperimentOptions, settings: Settings) -> LabeledImages:
     """Return FS-CIFAR100; if it is missing, mini-ImageNet at the same image size, or the glyphs at the quick scale."""
     if options.data is not None and cifar.matches(options.data):
         return load("fs-cifar100", options.data).to(options.device)

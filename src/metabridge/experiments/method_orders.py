@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from scipy import stats
 
 from metabridge.diagnosis import Diagnosis, diagnose, untrained_network
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.experiments.kernel_fewshot import SIZE
 from metabridge.kernels import fully_connected_kernel
 from metabridge.report.results import Result, Row
@@ -66,7 +66,7 @@ class MethodOrder:
 
 
 def predicted_orders(
-    folder: Path, images: Mapping[str, LabelledImages], *, tasks: int, seed: int
+    folder: Path, images: Mapping[str, LabeledImages], *, tasks: int, seed: int
 ) -> Iterator[MethodOrder]:
     """Yield the orders that the formulas and the kernels predict for each set of trained networks in the folder."""
     diagnoses: dict[tuple[str, int], Diagnosis] = {}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, get_args
 from metabridge.diagnosis import Interval
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
-from metabridge.experiments.nas_ranks_trainings import (
+from metabridge.experiments.nas_ranks_training_runs import (
     KERNELS,
     PROXIES,
     SETTINGS,

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from metabridge.experiments.mini_imagenet_trainings import SHOTS
+from metabridge.experiments.mini_imagenet_training_runs import SHOTS
 from metabridge.experiments.nas_searches import SearchRecord
 from metabridge.experiments.training_records import TrainingRecord
 from metabridge.report.results import Row

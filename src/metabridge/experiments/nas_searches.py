@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from metabridge.datasets import load
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.experiments.experiment import ExperimentOptions
-from metabridge.experiments.mini_imagenet_trainings import VIEWS, configs, load_mini_imagenet
+from metabridge.experiments.mini_imagenet_training_runs import VIEWS, configs, load_mini_imagenet
 from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.models.architecture import Architecture
 from metabridge.models.cells import cell_network
@@ -191,7 +191,7 @@ def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: st
     return record
 
 
-def load_images(options: ExperimentOptions, size: int) -> LabelledImages:
+def load_images(options: ExperimentOptions, size: int) -> LabeledImages:
     """Return mini-ImageNet with images of this size, or some classes of the glyphs at the quick scale."""
     if SETTINGS[options.scale].data != "glyphs":
         return load_mini_imagenet(options, size)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
 from metabridge.experiments.nas_rows import accuracy_rows, cost_rows, gain_rows
 from metabridge.experiments.nas_searches import DEEP, METANTK
-from metabridge.experiments.nas_trainings import finished_trainings, recipe_label, resnet12_label, search_and_train
+from metabridge.experiments.nas_training_runs import finished_trainings, recipe_label, resnet12_label, search_and_train
 from metabridge.experiments.records import Record
 from metabridge.report.results import Row
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
 from metabridge.experiments.nas_rows import accuracy_rows, cost_rows, gain_rows
 from metabridge.experiments.nas_searches import METANTK, NTK, RANDOM, REGIONS
-from metabridge.experiments.nas_trainings import finished_trainings, search_and_train
+from metabridge.experiments.nas_training_runs import finished_trainings, search_and_train
 from metabridge.experiments.records import Record
 from metabridge.report.results import Row
 

@@ -8,7 +8,14 @@ from functools import cache, partial
 
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
-from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, SHOTS, VIEWS, configs, data_name, load_images
+from metabridge.experiments.mini_imagenet_training_runs import (
+    EVALUATIONS,
+    SHOTS,
+    VIEWS,
+    configs,
+    data_name,
+    load_images,
+)
 from metabridge.experiments.training_records import TrainingRecord, best_in_validation, train_or_load
 from metabridge.report.results import Row
 from metabridge.training import Model, load

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.files import make_folder, read_regular_file, write_atomically
@@ -86,7 +86,7 @@ def as_json(settings: Mapping[str, object]) -> dict[str, Any]:
     return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
 
 
-def image_description(images: LabelledImages) -> str:
+def image_description(images: LabeledImages) -> str:
     """Return the name and the size of images, such as "omniglot at 28 px"."""
     name = images.load_arguments["name"] if images.load_arguments else "images"
     return f"{name} at {images.images.shape[-1]} px"

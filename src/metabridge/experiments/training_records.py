@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.records import Record, as_json, image_description
@@ -129,7 +129,7 @@ def train_or_load(
     training: str,
     name: str,
     config: ImageTrainingConfig,
-    load_images: Callable[[], LabelledImages],
+    load_images: Callable[[], LabeledImages],
     evaluation: Evaluation,
     load_teacher: Callable[[], Model] | None = None,
 ) -> TrainingRecord | None:
@@ -189,7 +189,7 @@ def train_or_load(
     return record
 
 
-def _scores(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation, seed: int) -> Iterator[SplitAccuracy]:
+def _scores(run: Run, images: LabeledImages, ways: int, evaluation: Evaluation, seed: int) -> Iterator[SplitAccuracy]:
     """Yield the accuracies on validation and test tasks.
 
     If the method's head is a logistic regression, yield accuracies without augmentation for every penalty on both
@@ -229,7 +229,7 @@ def _scores(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation,
             yield from evaluate_penalties("test", [shots], [best.penalty], best.views)
 
 
-def _evaluation_seconds(run: Run, images: LabelledImages, ways: int, evaluation: Evaluation) -> float | None:
+def _evaluation_seconds(run: Run, images: LabeledImages, ways: int, evaluation: Evaluation) -> float | None:
     """Return the time to fit the logistic regression to all test tasks, or None if the method has another head."""
     if not isinstance(run.method.test, LogisticRegression):
         return None

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count
 from metabridge.files import FolderLock
@@ -144,7 +144,7 @@ class SearchConfig:
 
 
 def search(
-    images: LabelledImages,
+    images: LabeledImages,
     *,
     kernel: SearchKernel = "maml",
     cells: int = 5,
@@ -219,7 +219,7 @@ def search(
 
 
 def run_search(
-    images: LabelledImages,
+    images: LabeledImages,
     config: SearchConfig,
     *,
     device: str = "cpu",
@@ -296,7 +296,7 @@ def _find_architecture(
         return prune(full, score_until_deadline, repeats=config.repeats, search_log=search_log)
 
 
-def _fingerprint(images: LabelledImages, indices: Tensor) -> str:
+def _fingerprint(images: LabeledImages, indices: Tensor) -> str:
     """Return the number of indices, and a checksum of the images and labels at these indices or at some of them.
 
     Search logs store this text, so it must not change.
@@ -324,7 +324,7 @@ class ProxyEvaluator:
     def __init__(
         self,
         config: SearchConfig,
-        images: LabelledImages,
+        images: LabeledImages,
         device: str = "cpu",
         implementation: Implementation = "fast",
     ) -> None:
@@ -423,7 +423,7 @@ class RepeatedScore(NamedTuple):
 
 
 def score_architecture(
-    architecture: Architecture, images: LabelledImages, config: SearchConfig, *, device: str = "cpu"
+    architecture: Architecture, images: LabeledImages, config: SearchConfig, *, device: str = "cpu"
 ) -> tuple[CandidateScores, ...]:
     """Compute the proxies of an architecture at initialization, as in a search.
 
@@ -450,7 +450,7 @@ def score_architecture(
 
 
 def score_model(
-    model: str, images: LabelledImages, config: SearchConfig | None = None, *, device: str = "cpu"
+    model: str, images: LabeledImages, config: SearchConfig | None = None, *, device: str = "cpu"
 ) -> RepeatedScore:
     """Compute the proxy of an untrained model: the condition number of a kernel, or its number of linear regions.
 

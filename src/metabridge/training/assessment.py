@@ -64,7 +64,7 @@ def assess(
 
     Args:
         model: Trained model, or a kernel predictor.
-        environment: Tasks of labelled images.
+        environment: Tasks of labeled images.
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
@@ -74,7 +74,7 @@ def assess(
         The assessment.
 
     Raises:
-        InputError: If the tasks are not tasks of labelled images, there are fewer than 2, the weights are not finite,
+        InputError: If the tasks are not tasks of labeled images, there are fewer than 2, the weights are not finite,
             the model cannot be evaluated on these tasks, or adaptation diverges on all of them.
 
     >>> from metabridge.datasets import load
@@ -87,7 +87,7 @@ def assess(
     (False, True)
     """
     if not isinstance(environment, ImageTasks):
-        raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks of labelled images.")
+        raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks of labeled images.")
     values, has_diverged = [], []
     correct_queries, queries = torch.zeros(2, environment.classes, dtype=torch.float64)
     bins = torch.zeros(BINS, 3, dtype=torch.float64)  # sum of confidences, correct queries, all queries

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.image_tasks import ImageTasks, LabelledImages
+from metabridge.environments.image_tasks import ImageTasks, LabeledImages
 from metabridge.errors import InputError
 from metabridge.learners.method import Method
 from metabridge.learners.method import method as create_method
@@ -20,7 +20,7 @@ from metabridge.training.trainer import Run, Trainer
 
 def train_on_images(
     config: ImageTrainingConfig,
-    images: LabelledImages,
+    images: LabeledImages,
     *,
     device: str = "cpu",
     out: str | Path | None = None,
@@ -32,7 +32,7 @@ def train_on_images(
 
     Args:
         config: Method, model, tasks and training options.
-        images: Labelled images with their splits.
+        images: Labeled images with their splits.
         device: Device to compute on.
         out: Folder to save the run in. None to save nothing.
         minutes: Stop after this number of minutes. Call again with the same arguments to continue.
@@ -56,7 +56,7 @@ def train_on_images(
 
 def image_trainer(
     config: ImageTrainingConfig,
-    images: LabelledImages,
+    images: LabeledImages,
     *,
     device: str = "cpu",
     out: str | Path | None = None,
@@ -66,7 +66,7 @@ def image_trainer(
 
     Args:
         config: Method, model, tasks and training options.
-        images: Labelled images with their splits.
+        images: Labeled images with their splits.
         device: Device to compute on.
         out: Folder to save the run in. None to save nothing.
         teacher: Trained model whose predictions are part of the targets.
@@ -96,7 +96,7 @@ def method_of(config: ImageTrainingConfig) -> Method:
     return create_method(config.method, **config.method_options)
 
 
-def network_of(config: ImageTrainingConfig, images: LabelledImages) -> Network:
+def network_of(config: ImageTrainingConfig, images: LabeledImages) -> Network:
     """Return the untrained network of a configuration, for the size and the number of channels of the images."""
     channels, size = images.images.shape[1], images.images.shape[-1]
     input_options: dict[str, object] = {"inputs": channels * size**2}
@@ -106,7 +106,7 @@ def network_of(config: ImageTrainingConfig, images: LabelledImages) -> Network:
     return build(config.model, **{**input_options, "outputs": config.ways, "seed": config.seed, **config.model_options})
 
 
-def training_tasks(config: ImageTrainingConfig, images: LabelledImages, method: Method) -> Environment:
+def training_tasks(config: ImageTrainingConfig, images: LabeledImages, method: Method) -> Environment:
     """Return the tasks to train on, or batches of images if the method trains one classifier over all classes."""
     if method.training_head == "all-rows":
         return images.batches("train", size=config.batch_size)
@@ -114,7 +114,7 @@ def training_tasks(config: ImageTrainingConfig, images: LabelledImages, method: 
     return images.tasks("train", ways=ways, shots=config.shots, queries=config.queries)
 
 
-def validation_tasks(config: ImageTrainingConfig, images: LabelledImages) -> ImageTasks:
+def validation_tasks(config: ImageTrainingConfig, images: LabeledImages) -> ImageTasks:
     """Return validation tasks, with fewer ways or queries if there are too few classes or images."""
     classes = images.splits["validation"]
     fewest_images = int(images.labels.bincount(minlength=len(images.class_names))[classes].min())
@@ -122,7 +122,7 @@ def validation_tasks(config: ImageTrainingConfig, images: LabelledImages) -> Ima
     return images.tasks("validation", ways=ways, shots=config.validate_shots, queries=queries)
 
 
-def augmentation_of(config: ImageTrainingConfig, images: LabelledImages) -> Augment | None:
+def augmentation_of(config: ImageTrainingConfig, images: LabeledImages) -> Augment | None:
     """Return the random changes to training images. By default, only color images are changed."""
     if isinstance(config.augment, Augment):
         return config.augment
@@ -130,7 +130,7 @@ def augmentation_of(config: ImageTrainingConfig, images: LabelledImages) -> Augm
     return Augment.for_size(images.images.shape[-1]) if enabled else None
 
 
-def _check_memory(config: ImageTrainingConfig, images: LabelledImages, method: Method) -> None:
+def _check_memory(config: ImageTrainingConfig, images: LabeledImages, method: Method) -> None:
     """Raise an `InputError` if the images of one step need more memory than the machine has."""
     if not hasattr(os, "sysconf"):
         return

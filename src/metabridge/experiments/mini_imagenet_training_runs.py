@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from metabridge.datasets import load
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.training_records import Evaluation, TrainingRecord, train_or_load
@@ -127,14 +127,14 @@ def data_name(options: ExperimentOptions) -> str:
     return "mini-imagenet" if available or options.scale == "paper" else "glyphs"
 
 
-def load_images(options: ExperimentOptions) -> LabelledImages:
+def load_images(options: ExperimentOptions) -> LabeledImages:
     """Return the images to train on."""
     if data_name(options) == "glyphs":
         return load("glyphs")
     return load_mini_imagenet(options, 84 if options.scale == "paper" else 32)
 
 
-def load_mini_imagenet(options: ExperimentOptions, size: int) -> LabelledImages:
+def load_mini_imagenet(options: ExperimentOptions, size: int) -> LabeledImages:
     """Return mini-ImageNet with images of this size.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from metabridge.datasets import load
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.models.architecture import Architecture, random_architecture
@@ -138,7 +138,7 @@ def seeded_settings(options: ExperimentOptions) -> Settings:
 
 
 def train_missing(
-    options: ExperimentOptions, settings: Settings, record: RankRecord, images: LabelledImages
+    options: ExperimentOptions, settings: Settings, record: RankRecord, images: LabeledImages
 ) -> Iterator[tuple[Architecture, Run]]:
     """Train the architectures that are missing in the record, and yield each with its finished run."""
     generator = torch.Generator().manual_seed(options.seed)
@@ -161,7 +161,7 @@ def train_missing(
             yield architectures[label], run
 
 
-def architecture_config(settings: Settings, architecture: Architecture, images: LabelledImages) -> ImageTrainingConfig:
+def architecture_config(settings: Settings, architecture: Architecture, images: LabeledImages) -> ImageTrainingConfig:
     """Return the training configuration with this architecture as the model."""
     model_options = {
         "architecture": asdict(architecture),
@@ -174,7 +174,7 @@ def architecture_config(settings: Settings, architecture: Architecture, images: 
 
 
 def score(
-    options: ExperimentOptions, settings: Settings, architecture: Architecture, run: Run, images: LabelledImages
+    options: ExperimentOptions, settings: Settings, architecture: Architecture, run: Run, images: LabeledImages
 ) -> ScoredArchitecture:
     """Return the proxies of an architecture at initialization, and its accuracy after training."""
     proxies: dict[str, ProxyScore] = {}

@@ -9,7 +9,7 @@ from PIL import Image
 import metabridge as mb
 from metabridge import InputError
 from metabridge.datasets.image_decoding import DecodeOptions, Unreadable
-from metabridge.use.image_input import convert_images, decode_all, image_shape, model_decode_options
+from metabridge.inference.image_input import convert_images, decode_all, image_shape, model_decode_options
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from metabridge.experiments import (
     nas_searches,
     nas_table1,
     nas_table2,
-    nas_trainings,
+    nas_training_runs,
 )
 from metabridge.experiments.nas_searches import DEEP, METANTK
 from metabridge.nas import Architecture, random_architecture
@@ -135,7 +135,7 @@ def test_searches_use_the_variant_and_trainings_use_the_seed_of_the_search(image
     assert settings == [variant.kernel, variant.cells, str(variant.adaptation_time), variant.ridge, 1]
     assert training["lr"] == nas_searches.SETTINGS["quick"].lr != nas_searches.SETTINGS["quick"].config.lr
     assert (training["seed"], training["model_options"]["cells"]) == (1, variant.cells)
-    assert image_sizes == [nas_searches.IMAGE_SIZE, nas_trainings.IMAGE_SIZE]
+    assert image_sizes == [nas_searches.IMAGE_SIZE, nas_training_runs.IMAGE_SIZE]
     (folder,) = (tmp_path / "runs").glob(f"nas-train-{label}*")
     assert records[f"train-{label}"].minutes == pytest.approx(load(folder).seconds / 60)
 

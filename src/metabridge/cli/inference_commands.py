@@ -17,7 +17,7 @@ from metabridge.cli.train_commands import HeadOption
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
-    from metabridge.use import FewShotClassifier
+    from metabridge.inference import FewShotClassifier
 
 PRINTED_ROWS = 10  # predictions in the printed table
 
@@ -47,7 +47,7 @@ def adapt(
 
     Query images that cannot be read are skipped and listed at the end. The exit status is then 1.
 
-    Example: **metabridge adapt runs/photos --support new/labelled --query new/unlabelled --out predictions.csv**
+    Example: **metabridge adapt runs/photos --support new/labeled --query new/unlabeled --out predictions.csv**
     """
     from metabridge.files import STDOUT, make_folder, make_parent_folder
 
@@ -72,10 +72,10 @@ def predict(
 
     Output and exit status are the same as for **metabridge adapt**.
 
-    Example: **metabridge predict adapted --query new/unlabelled --out predictions.csv**
+    Example: **metabridge predict adapted --query new/unlabeled --out predictions.csv**
     """
     from metabridge.files import make_parent_folder
-    from metabridge.use import FewShotClassifier
+    from metabridge.inference import FewShotClassifier
 
     query_files = _query_files(query)
     make_parent_folder(out)
@@ -108,15 +108,15 @@ def export(
     With --support, adapts to these classes and writes the head to a JSON file next to the graph: its kind, weight and
     bias, the names of the classes, and whether features must be L2-normalized first.
 
-    Example: **metabridge export runs/photos --out photos.onnx --support new/labelled**
+    Example: **metabridge export runs/photos --out photos.onnx --support new/labeled**
     """
     from metabridge.files import STDOUT, make_parent_folder
+    from metabridge.inference import export_onnx, write_head
     from metabridge.models.batch_norm import uses_batch_statistics
     from metabridge.training import load
-    from metabridge.use import export_onnx, write_head
 
     if head is not None and support is None:
-        raise InputError(f"--head is {head}, but fitting a head needs labelled images. Add --support.")
+        raise InputError(f"--head is {head}, but fitting a head needs labeled images. Add --support.")
     make_parent_folder(out)
     to_stdout = str(out) == STDOUT
     if support is not None and to_stdout:
@@ -143,7 +143,7 @@ def export(
 def _adapted_classifier(run: Path, support: Path, head: str | None, device: Device) -> FewShotClassifier:
     """Return a classifier adapted to a folder with one subfolder per class."""
     from metabridge.datasets.image_files import find_class_folders
-    from metabridge.use import FewShotClassifier
+    from metabridge.inference import FewShotClassifier
 
     _require_folder("support", support)
     classes, notes = find_class_folders(support)
@@ -187,7 +187,7 @@ def _write_predictions(classifier: FewShotClassifier, query: Path, files: list[P
     from metabridge.datasets.image_decoding import Unreadable
     from metabridge.datasets.image_files import join_names, read_image_file
     from metabridge.files import STDOUT, write_output
-    from metabridge.use.image_input import decode_all
+    from metabridge.inference.image_input import decode_all
 
     results = list(
         zip(files, decode_all([partial(read_image_file, file) for file in files], classifier.decode_options_))

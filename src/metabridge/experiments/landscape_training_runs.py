@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from metabridge.environments.environment import Environment
-from metabridge.environments.image_tasks import LabelledImages
+from metabridge.environments.image_tasks import LabeledImages
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.records import Record, as_json, image_description, run_folder
 from metabridge.learners.method import method
@@ -96,13 +96,13 @@ class PlannedTraining:
         """The name in progress messages."""
         return f"{self.part}, seed {self.training.seed}"
 
-    def record(self, options: ExperimentOptions, experiment: str, images: LabelledImages) -> AccuracyRecord:
+    def record(self, options: ExperimentOptions, experiment: str, images: LabeledImages) -> AccuracyRecord:
         """Return the record before training: its name, and everything that the run depends on."""
         name = f"{experiment}-{self.part}-{options.scale}-{self.training.seed}"
         plan = as_json({"images": image_description(images), **self.description, **self.training.stored()})
         return AccuracyRecord(name, plan, Machine.current(options.device), 0.0, {})
 
-    def trainer(self, options: ExperimentOptions, record: AccuracyRecord, images: LabelledImages) -> Trainer:
+    def trainer(self, options: ExperimentOptions, record: AccuracyRecord, images: LabeledImages) -> Trainer:
         """Return the trainer of a new network, or of the network in the folder of the record's run."""
         training, (channels, size) = self.training, images.images.shape[1:3]
         config = TrainingConfig(
@@ -127,7 +127,7 @@ class PlannedTraining:
 
 
 def train_all(
-    options: ExperimentOptions, experiment: str, images: LabelledImages, planned: Sequence[PlannedTraining]
+    options: ExperimentOptions, experiment: str, images: LabeledImages, planned: Sequence[PlannedTraining]
 ) -> list[AccuracyRecord | None]:
     """Return the record of each training run.
 

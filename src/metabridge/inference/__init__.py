@@ -1,6 +1,6 @@
 """Use trained models: a scikit-learn classifier for new classes, and export to ONNX."""
 
-from metabridge.use.classifier import FewShotClassifier
-from metabridge.use.onnx_export import export_onnx, write_head
+from metabridge.inference.classifier import FewShotClassifier
+from metabridge.inference.onnx_export import export_onnx, write_head
 
 __all__ = ["FewShotClassifier", "export_onnx", "write_head"]

@@ -1,4 +1,4 @@
-"""A scikit-learn classifier on top of a trained run: `fit` adapts to a few labelled images, `predict` classifies."""
+"""A scikit-learn classifier on top of a trained run: `fit` adapts to a few labeled images, `predict` classifies."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from metabridge.device import as_device
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder
 from metabridge.heads import FITTED_HEADS, FittedHead, Head, create_head
+from metabridge.inference.image_input import convert_images, image_shape, model_decode_options
 from metabridge.learners.adapt import Adapted, adapt
 from metabridge.models.batch_norm import uses_batch_statistics
 from metabridge.training.checkpoint import (
@@ -35,7 +36,6 @@ from metabridge.training.checkpoint import (
 )
 from metabridge.training.evaluation import Model, check_finite
 from metabridge.training.fitting import load
-from metabridge.use.image_input import convert_images, image_shape, model_decode_options
 
 VERSION = 1  # file format of saved classifiers
 CHUNK = 256  # images per forward pass, if each image is predicted independently

@@ -18,11 +18,11 @@ from metabridge.experiments import (
     Result,
     landscape_table1,
     landscape_table2,
-    landscape_trainings,
+    landscape_training_runs,
     load_experiment,
 )
 from metabridge.experiments.landscape_table1 import SIMILAR_ALPHABETS, hardest, split_alphabets
-from metabridge.experiments.landscape_trainings import (
+from metabridge.experiments.landscape_training_runs import (
     TASK_KINDS,
     Accuracy,
     AccuracyRecord,
@@ -76,7 +76,7 @@ def test_numbers_on_other_data_are_not_compared_with_the_paper(table, finished):
 @pytest.mark.parametrize("table", TABLES)
 def test_a_second_run_reads_the_records_and_trains_nothing(table, finished, monkeypatch):
     options, outcome = finished[table]
-    monkeypatch.setattr(landscape_trainings, "Trainer", None)
+    monkeypatch.setattr(landscape_training_runs, "Trainer", None)
     assert table.EXPERIMENT.run(options) == outcome
     assert table.EXPERIMENT.run(replace(options, only=tuple(table.PUBLISHED)[:1])) == outcome
 

@@ -9,8 +9,8 @@ import torch
 
 import metabridge as mb
 from metabridge import FewShotClassifier, InputError
-from metabridge.use import export_onnx, write_head
-from metabridge.use.image_input import convert_images
+from metabridge.inference import export_onnx, write_head
+from metabridge.inference.image_input import convert_images
 
 try:
     import onnx  # noqa: F401
@@ -60,7 +60,7 @@ def test_graph_and_head_reproduce_predictions_without_torch(run, support, query,
 
 @with_onnx
 def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("metabridge.use.onnx_export._difference_from_pytorch", lambda *_: (0.5, 20.0))
+    monkeypatch.setattr("metabridge.inference.onnx_export._difference_from_pytorch", lambda *_: (0.5, 20.0))
     with pytest.raises(InputError, match=r"by up to 0.5, but at most 0.002 is allowed, so .* is not written"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
     assert not list(tmp_path.iterdir())
@@ -80,7 +80,7 @@ def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support,
 
 
 def test_without_onnx_the_error_names_the_install_command(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("metabridge.use.onnx_export.find_spec", lambda name: None)
+    monkeypatch.setattr("metabridge.inference.onnx_export.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs onnx, which is not installed: pip install 'metabridge\[onnx\]'"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
 

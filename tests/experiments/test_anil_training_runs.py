@@ -17,10 +17,10 @@ from metabridge.experiments import (
     anil_mean,
     anil_relu,
     anil_table1,
-    anil_trainings,
+    anil_training_runs,
     load_experiment,
 )
-from metabridge.experiments.anil_trainings import METHODS, SETTINGS
+from metabridge.experiments.anil_training_runs import METHODS, SETTINGS
 from metabridge.training.linear_anil import LinearAnilConfig, measured_steps
 
 LINEAR = (anil_fig2, anil_fig3, anil_table1, anil_mean)
@@ -54,7 +54,7 @@ def test_figures_and_table_share_their_trainings(finished, monkeypatch):
     options, outcome = finished[anil_fig2]
     assert set(outcome.data) == set(METHODS)
     for name in ("train_first_order", "train_burer_monteiro"):
-        monkeypatch.setattr(anil_trainings, name, None)
+        monkeypatch.setattr(anil_training_runs, name, None)
     for module in (anil_fig2, anil_fig3, anil_table1):
         assert module.EXPERIMENT.run(options).data == outcome.data
 

@@ -19,9 +19,9 @@ from sklearn.preprocessing import FunctionTransformer
 import metabridge as mb
 from metabridge import FewShotClassifier, InputError
 from metabridge.heads import SVM, Head
+from metabridge.inference.onnx_export import export_onnx, write_head
 from metabridge.training import evaluate
 from metabridge.training.checkpoint import RunFolder
-from metabridge.use.onnx_export import export_onnx, write_head
 
 HEADS = list(Head.registry)
 
@@ -91,7 +91,7 @@ def test_with_two_classes_a_positive_decision_predicts_the_second(run, support, 
 def test_images_are_predicted_independently_with_running_statistics(fitted, query, monkeypatch):
     together = fitted.predict_proba(query[0])
     one_by_one = np.concatenate([fitted.predict_proba([file]) for file in query[0]])
-    monkeypatch.setattr("metabridge.use.classifier.CHUNK", 5)
+    monkeypatch.setattr("metabridge.inference.classifier.CHUNK", 5)
     np.testing.assert_allclose(one_by_one, together, atol=1e-5)
     np.testing.assert_allclose(fitted.predict_proba(query[0]), together, atol=1e-5)
 
@@ -110,7 +110,7 @@ def test_batch_statistics_never_split_a_call_into_chunks(anil, support, query, m
     classifier = FewShotClassifier(anil).fit(*support)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         together = classifier.decision_function(query[0])
-    monkeypatch.setattr("metabridge.use.classifier.CHUNK", 5)
+    monkeypatch.setattr("metabridge.inference.classifier.CHUNK", 5)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         again = classifier.decision_function(query[0])
     np.testing.assert_array_equal(again, together)

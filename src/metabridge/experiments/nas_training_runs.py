@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions
-from metabridge.experiments.mini_imagenet_trainings import SHOTS
+from metabridge.experiments.mini_imagenet_training_runs import SHOTS
 from metabridge.experiments.nas_searches import SETTINGS, SearchRecord, SearchVariant, load_images, search_all
 from metabridge.experiments.records import Record
 from metabridge.experiments.training_records import Evaluation, TrainingRecord, train_or_load

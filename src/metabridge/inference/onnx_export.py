@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from metabridge.errors import InputError
 from metabridge.files import json_bytes, make_parent_folder, write_atomically, write_output
 from metabridge.heads import FittedHead, LinearHead
+from metabridge.inference.classifier import FewShotClassifier
+from metabridge.inference.image_input import image_shape
 from metabridge.learners.adapt import Adapted
 from metabridge.training.evaluation import Model, check_finite
-from metabridge.use.classifier import FewShotClassifier
-from metabridge.use.image_input import image_shape
 
 TOLERANCE = 1e-4  # for the difference from PyTorch, relative to the largest feature if that exceeds 1
 

@@ -58,7 +58,7 @@ def test_predict_with_a_saved_model_writes_what_adapt_wrote(on_cpu, run, folders
     assert [file.name for file in (tmp_path / "adapted").iterdir()] == ["adapted.safetensors"]
 
 
-def test_unlabelled_images_have_no_accuracy_and_unreadable_ones_are_listed(on_cpu, run, folders, query, tmp_path):
+def test_unlabeled_images_have_no_accuracy_and_unreadable_ones_are_listed(on_cpu, run, folders, query, tmp_path):
     mixed = tmp_path / "mixed"
     (mixed / "deep" / "er").mkdir(parents=True)
     shutil.copy(query[0][0], mixed / "a.png")
@@ -195,7 +195,7 @@ def test_formats_that_pillow_cannot_read_are_listed(on_cpu, run, folders, tmp_pa
 def test_export_of_a_head_needs_support_images(metabridge, run, tmp_path):
     status, _, errors = metabridge("export", run, "--out", tmp_path / "features.onnx", "--head", "ridge")
     assert status == 2
-    assert errors == ("metabridge export: --head is ridge, but fitting a head needs labelled images. Add --support.\n")
+    assert errors == ("metabridge export: --head is ridge, but fitting a head needs labeled images. Add --support.\n")
 
 
 @pytest.mark.parametrize("where", ["run", "adapted"])

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from metabridge.inference import FewShotClassifier
 from metabridge.learners import PRESETS, method, parameters
 from metabridge.models import conv4
 from metabridge.training import Model
-from metabridge.use import FewShotClassifier
 
 WAYS, THREADS = 3, 8
 

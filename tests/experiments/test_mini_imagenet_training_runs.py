@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from metabridge import InputError
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.experiments import (
     ExperimentOptions,
     bridge_table3,
     bridge_table4,
     bridge_table5,
     load_experiment,
-    mini_imagenet_trainings,
+    mini_imagenet_training_runs,
 )
-from metabridge.experiments.mini_imagenet_trainings import EVALUATIONS, VIEWS
+from metabridge.experiments.mini_imagenet_training_runs import EVALUATIONS, VIEWS
 from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, config_dict
 from metabridge.report.results import Machine, Result
 from metabridge.training.config import ImageTrainingConfig
@@ -24,10 +24,10 @@ from metabridge.training.config import ImageTrainingConfig
 EXPERIMENTS = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 
 
-def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
+def shrink(patch: pytest.MonkeyPatch, glyphs: LabeledImages) -> None:
     """Make every training two steps long on few classes, and evaluate it on four tasks."""
     few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
-    configs = mini_imagenet_trainings.configs
+    configs = mini_imagenet_training_runs.configs
 
     def short(scale: str) -> dict[str, ImageTrainingConfig]:
         small = {}
@@ -37,10 +37,10 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabelledImages) -> None:
             small[name] = replace(config, model_options={**config.model_options, **options})
         return small
 
-    for module in (mini_imagenet_trainings, bridge_table3):
+    for module in (mini_imagenet_training_runs, bridge_table3):
         patch.setattr(module, "configs", short)
     patch.setitem(EVALUATIONS, "quick", replace(EVALUATIONS["quick"], tasks=4, views=VIEWS[1:2]))
-    patch.setattr(mini_imagenet_trainings, "load", lambda name: few)
+    patch.setattr(mini_imagenet_training_runs, "load", lambda name: few)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def untrainable(monkeypatch) -> None:
 
 @pytest.mark.parametrize("id", EXPERIMENTS)
 def test_records_are_read_instead_of_training_again(small, out, untrainable, monkeypatch, tmp_path, id):
-    monkeypatch.setattr(mini_imagenet_trainings, "load", lambda *_, **__: pytest.fail("loaded images"))
+    monkeypatch.setattr(mini_imagenet_training_runs, "load", lambda *_, **__: pytest.fail("loaded images"))
     first, again = (load_experiment(id).run(ExperimentOptions("quick", out=out, progress=False)) for _ in range(2))
     assert first.result == again.result
     assert Result.read(first.result.write(tmp_path)).rows == first.result.rows
@@ -148,7 +148,7 @@ def test_the_paper_scale_without_its_dataset_raises_an_error(tmp_path, data):
 
 def test_records_of_other_configurations_are_ignored(small, out):
     options = ExperimentOptions("quick", out=out, progress=False)
-    config = replace(mini_imagenet_trainings.configs("quick")["mtl"], seed=0)
+    config = replace(mini_imagenet_training_runs.configs("quick")["mtl"], seed=0)
     assert TrainingRecord.load(options, "glyphs-mtl-quick-0", config_dict(config)) is not None
     assert TrainingRecord.load(options, "glyphs-mtl-quick-0", config_dict(replace(config, lr=0.5))) is None
     assert TrainingRecord.load(options, "glyphs-mtl-quick-1", config_dict(config)) is None
@@ -198,6 +198,6 @@ def test_trainings_have_the_seed_of_the_options(monkeypatch, tmp_path):
     def note_seed(options: ExperimentOptions, training: str, name: str, config: ImageTrainingConfig, *_) -> None:
         seeds[name] = config.seed
 
-    monkeypatch.setattr(mini_imagenet_trainings, "train_or_load", note_seed)
-    mini_imagenet_trainings.train_or_load_all(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
+    monkeypatch.setattr(mini_imagenet_training_runs, "train_or_load", note_seed)
+    mini_imagenet_training_runs.train_or_load_all(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
     assert seeds == {"glyphs-mtl-quick-3": 3, "glyphs-maml-5-quick-3": 3}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from metabridge.environments import LabelledImages
+from metabridge.environments import LabeledImages
 from metabridge.heads import LogisticRegression
 from metabridge.learners import method
 from metabridge.models import conv4
@@ -17,7 +17,7 @@ WAYS, SHOTS, QUERIES = 4, 5, 6
 
 
 @pytest.fixture(scope="session")
-def run(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(glyphs: LabeledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with running statistics, which adapts to any number of classes."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     net = conv4(1, 28, outputs=WAYS, statistics="running")
@@ -28,7 +28,7 @@ def run(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
-def anil(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def anil(glyphs: LabeledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with batch statistics that adapts a head for four classes."""
     folder = tmp_path_factory.mktemp("runs") / "anil"
     net = conv4(1, 28, outputs=WAYS)
@@ -38,7 +38,7 @@ def anil(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="session")
-def folders(glyphs: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(glyphs: LabeledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder whose subfolders `support` and `query` contain class folders of PNG files."""
     root = tmp_path_factory.mktemp("images")
     test = glyphs.splits["test"].tolist()
