@@ -498,7 +498,7 @@ def _few_glyphs() -> LabeledImages:
         class_names=tuple(alphabet.name for alphabet in glyphs.ALPHABETS),
         superclasses=torch.arange(classes),
         superclass_names=tuple(alphabet.name for alphabet in glyphs.ALPHABETS),
-        splits=glyphs._splits(torch.arange(classes), [alphabet.split for alphabet in glyphs.ALPHABETS]),
+        splits=glyphs._class_splits(torch.arange(classes), [alphabet.split for alphabet in glyphs.ALPHABETS]),
     )
 
 

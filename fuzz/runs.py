@@ -25,8 +25,8 @@ from fuzz.images import command
 from metabridge.environments import LabeledImages, Sinusoid
 from metabridge.errors import InputError
 from metabridge.experiments import ExperimentOptions
-from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, config_dict
-from metabridge.files import LOCK, FolderLock
+from metabridge.experiments.training_records import TrainingRecord, config_dict
+from metabridge.files import LOCK_FILE, FolderLock
 from metabridge.inference import FewShotClassifier
 from metabridge.learners import method
 from metabridge.learners.method import PRESETS
@@ -38,6 +38,7 @@ from metabridge.report.results import Machine, Result, Row
 from metabridge.training import checkpoint, fit, load
 from metabridge.training.checkpoint import write_method
 from metabridge.training.config import ImageTrainingConfig, TrainingConfig
+from metabridge.training.head_selection import SplitAccuracy
 from metabridge.training.trainer import Trainer
 
 RUN = ("settings.json", "weights.safetensors", "state.safetensors", "metrics.jsonl")
@@ -297,7 +298,7 @@ def use_adapted(folder: Path) -> object:
 
 def locked(folder: Path) -> object:
     """Lock a folder that is already locked, and whose lock file names the holder."""
-    with (folder / "run" / LOCK).open("rb") as lock_file:
+    with (folder / "run" / LOCK_FILE).open("rb") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         return FolderLock(folder / "run")
 
@@ -306,13 +307,13 @@ def _locks(inputs: Sequence[Files]) -> list[Hostile]:
     holder = {"pid": 1, "host": "abacus", "since": "today", "command": "metabridge train"}
     odd: tuple[Any, ...] = ("a\nb", "\x1b[31m", [], None, 10**400)
     texts = [*TEXTS, *(json.dumps(holder | {key: value}).encode() for key in holder for value in odd)]
-    return [Hostile({f"run/{LOCK}": text}, "refused") for text in (*texts, json.dumps(holder).encode())]
+    return [Hostile({f"run/{LOCK_FILE}": text}, "refused") for text in (*texts, json.dumps(holder).encode())]
 
 
 def change_lock(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
     """Change the content of a lock file; the folder stays locked whatever it says."""
     name, holder = (
-        f"run/{LOCK}",
+        f"run/{LOCK_FILE}",
         json.dumps({"pid": 1, "host": "abacus", "since": "today", "command": "train"}).encode(),
     )
     return {name: rng.choice((mutate.change_json, mutate.damage))(holder, rng)}, "refused"

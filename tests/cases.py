@@ -19,7 +19,7 @@ from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, S
 CLASSES, WAYS = 6, 3
 
 # The proximal problem solved to rounding errors, since implicit gradients hold at its minimum.
-SOLVED = Proximal(strength=2.0, steps=150, lr=0.2, cg_steps=40)
+CONVERGED_PROXIMAL = Proximal(strength=2.0, steps=150, lr=0.2, cg_steps=40)
 
 METHODS: dict[str, Method] = {
     "maml": method("maml", lr=0.1),
@@ -28,8 +28,8 @@ METHODS: dict[str, Method] = {
     "fo-anil": method("fo-anil"),
     "anil-frozen": method("anil-frozen"),
     "reptile": method("reptile", lr=0.1),
-    "imaml": method("imaml", inner=SOLVED),
-    "minibatch-prox": method("minibatch-prox", inner=SOLVED),
+    "imaml": method("imaml", inner=CONVERGED_PROXIMAL),
+    "minibatch-prox": method("minibatch-prox", inner=CONVERGED_PROXIMAL),
     "r2d2": method("r2d2"),
     "metaoptnet": method("metaoptnet"),
     "mtl": method("mtl"),
@@ -45,13 +45,13 @@ METHODS: dict[str, Method] = {
     "anil without split": method("anil", split=False),
     "proximal maml, exact": Method("all", Proximal(steps=5, lr=0.1)),
     "proximal head, exact": Method("head", Proximal(steps=5, lr=0.1)),
-    "proximal head, implicit": Method("head", SOLVED, outer="implicit"),
+    "proximal head, implicit": Method("head", CONVERGED_PROXIMAL, outer="implicit"),
     "proximal head, first order": Method("head", Proximal(steps=5, lr=0.1), outer="first-order"),
     "r2d2, first order": Method("head", RidgeSolver(), outer="first-order", training_head="solved"),
     "metaoptnet, first order": Method("head", SVMSolver(), outer="first-order", training_head="solved"),
     "maml of no steps": Method("all", GradientDescent(steps=0)),
 }
-OTHERWISE_TESTED = {"burer-monteiro"}  # presets that need a special network
+TESTED_ELSEWHERE = {"burer-monteiro"}  # presets that need a special network
 
 
 def solver_method(kind: type[Solver], outer: str) -> Method:
@@ -94,11 +94,11 @@ class NetCase:
 
     def method(self, name: str) -> Method:
         learner = METHODS[name]
-        return replace(learner, inner=self.solved) if learner.inner is SOLVED else learner
+        return replace(learner, inner=self.solved) if learner.inner is CONVERGED_PROXIMAL else learner
 
 
 NETS = {
-    "smooth mlp": NetCase(smooth_mlp, (4,), 1e-5, SOLVED),
+    "smooth mlp": NetCase(smooth_mlp, (4,), 1e-5, CONVERGED_PROXIMAL),
     "conv4 with batch norm": NetCase(
         small_conv4, (1, 16, 16), 2e-7, Proximal(strength=1e4, steps=40, lr=8e-5, cg_steps=10)
     ),

@@ -9,9 +9,10 @@ import pytest
 from metabridge.environments import LabeledImages
 from metabridge.experiments import ExperimentOptions, nas_searches, nas_training_runs, training_records
 from metabridge.experiments.nas_searches import Settings
-from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord
+from metabridge.experiments.training_records import TrainingRecord
 from metabridge.nas import EDGES, OPERATORS, ActiveOperators, SearchConfig
 from metabridge.report.results import Machine
+from metabridge.training.head_selection import SplitAccuracy
 
 MACHINE = Machine("abacus", "0", "0", None)
 SEARCH = SearchConfig(channels=2, tasks=1, ways=2, repeats=1, region_inputs=20, operators=("skip",))

@@ -66,7 +66,7 @@ def test_methods_lists_all_methods(metabridge):
 def test_the_demo_writes_its_page_and_prints_its_path(metabridge, tiny, tmp_path):
     status, printed, _ = metabridge("demo", "--out", tmp_path / "demo", "--device", "cpu")
     assert status == 0
-    assert printed.endswith(f"The page is {tmp_path / 'demo' / 'index.html'}\n")
+    assert printed.endswith(f"The page is in {tmp_path / 'demo' / 'index.html'}\n")
     result = Result.read(tmp_path / "demo" / "glyphs.json")
     assert result.scale == "quick"
     trained = next(row for row in result.rows if row.name == "anil, test tasks")
@@ -152,7 +152,7 @@ def test_cuda_without_a_gpu_is_refused(metabridge, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     status, _, errors = metabridge("demo", "--out", tmp_path, "--device", "cuda")
     assert status == 2
-    assert "PyTorch finds no GPU" in errors
+    assert "no CUDA device is available" in errors
 
 
 def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_only_and_minutes_are_refused_by_an_experiment_that_is_computed_as_a_who
     for option in (("--only", "maml"), ("--minutes", 1)):
         status, _, errors = metabridge("reproduce", "glyphs", "--out", tmp_path, *option)
         assert status == 2
-        assert f"glyphs has no option {option[0]}, because it always runs as a whole" in errors
+        assert f"glyphs does not support {option[0]}, because it cannot be split into parts" in errors
 
 
 def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_path):

@@ -17,8 +17,9 @@ import typer
 import metabridge.cli
 from cases import METHODS
 from metabridge import datasets, heads, kernels, models, solvers
+from metabridge.choices import head_names, model_names
 from metabridge.cli import search_commands
-from metabridge.cli.options import MODELS, app
+from metabridge.cli.options import app
 from metabridge.experiments import experiment_modules
 from metabridge.kernels.activations import Activation
 from metabridge.kernels.layers import Layer
@@ -155,11 +156,20 @@ def test_commands_offer_every_kernel_and_name_every_operator():
     assert all(operator in operators.help for operator in OPERATORS)
 
 
-def test_help_texts_name_every_model_that_users_can_choose():
-    # `wide` takes vectors, and `cell_network` is built from an architecture.json
-    names = {*BUILDERS, "architecture.json"} - {"wide", "cell_network"}
-    for text in (MODELS, options_of(ImageTrainingConfig)["model"].metadata["help"]):
-        assert all(name in text for name in names)
+def test_every_builder_and_head_is_a_choice_on_the_command_line():
+    assert {name.partition(":")[0] for name in model_names()} == {
+        "the path of an architecture.json" if name == "cell_network" else name for name in BUILDERS
+    }
+    assert head_names() == sorted(heads.Head.registry)
+
+
+@pytest.mark.parametrize(
+    ("command", "names"), [("train", model_names()), ("score", model_names()), ("evaluate", head_names())]
+)
+def test_help_texts_name_every_choice(metabridge, command, names):
+    _, printed, _ = metabridge(command, "--help")
+    text = " ".join(printed.replace("│", " ").split())
+    assert all(name in text for name in names)
 
 
 def test_every_kernel_layer_is_exported_and_tested():

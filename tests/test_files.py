@@ -227,7 +227,7 @@ def test_a_lock_file_removed_during_locking_is_created_again(tmp_path, monkeypat
 
     def removed(descriptor: int) -> bool:
         if not tried:
-            (tmp_path / files.LOCK).unlink()
+            (tmp_path / files.LOCK_FILE).unlink()
         tried.append(descriptor)
         return lock(descriptor)
 
@@ -279,12 +279,12 @@ def test_releasing_a_lock_with_a_relative_path_after_chdir_leaves_other_locks(tm
 
 def test_a_link_or_pipe_in_place_of_the_lock_file_is_refused(tmp_path):
     (tmp_path / "victim").write_bytes(b"precious")
-    (tmp_path / files.LOCK).symlink_to(tmp_path / "victim")
+    (tmp_path / files.LOCK_FILE).symlink_to(tmp_path / "victim")
     with pytest.raises(InputError, match="cannot be locked"):
         FolderLock(tmp_path)
     assert (tmp_path / "victim").read_bytes() == b"precious"
-    (tmp_path / files.LOCK).unlink()
-    os.mkfifo(tmp_path / files.LOCK)
+    (tmp_path / files.LOCK_FILE).unlink()
+    os.mkfifo(tmp_path / files.LOCK_FILE)
     with pytest.raises(InputError, match="is not a regular file"):
         FolderLock(tmp_path)
 
@@ -322,7 +322,7 @@ def test_without_support_for_locks_there_is_a_warning(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with FolderLock(tmp_path):
-        assert json.loads((tmp_path / files.LOCK).read_text())["command"] == shlex.join(sys.argv)
+        assert json.loads((tmp_path / files.LOCK_FILE).read_text())["command"] == shlex.join(sys.argv)
     assert "does not support locks (Operation not supported)" in caplog.text
 
 

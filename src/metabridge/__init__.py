@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import the library and PyTorch on first use, since `metabridge --help` needs neither."""
+        """Import the library and PyTorch on first use, so that `metabridge --help` starts fast."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module("metabridge.api"), name)

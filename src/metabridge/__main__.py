@@ -1,4 +1,4 @@
-"""The command line as `python -m metabridge`."""
+"""Run the command-line interface with `python -m metabridge`."""
 
 from metabridge.cli import main
 

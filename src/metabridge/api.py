@@ -1,4 +1,4 @@
-"""The public names of `metabridge`. `metabridge/__init__.py` imports this module when one of them is first used."""
+"""The public names of `metabridge`. `metabridge/__init__.py` imports this module when the first of them is used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -72,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("FewShotClassifier", "inference"):  # import scikit-learn, which is slow, only if needed
+    if name in ("FewShotClassifier", "inference"):  # imports scikit-learn, which is slow
         inference = import_module("metabridge.inference")
         return inference if name == "inference" else inference.FewShotClassifier
     raise AttributeError(f"module 'metabridge' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from metabridge.html_table import html_table
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Episodes:
-    """The support and query sets of several tasks. The first axis of every tensor is the task.
+    """The support and query sets of several tasks. The first dimension of every tensor indexes the tasks.
 
     Inputs have shape (tasks, examples, ...) and are floating point, or int64 for networks that take indices. Targets
     are class labels, int64 of shape (tasks, examples), or regression values, floating point of shape (tasks, examples,
@@ -25,9 +25,8 @@ class Episodes:
         support_y: Targets of the support sets.
         query_x: Inputs of the query sets.
         query_y: Targets of the query sets.
-        classes: For each output of a task, the index of its row in the head that all tasks share, int64 of shape
-            (tasks, outputs). A row belongs to a training class, or to a task with a separate head. Only multi-task
-            methods need it.
+        classes: The rows of the shared head that compute each task's outputs, int64 indices of shape (tasks, outputs).
+            A row belongs to a training class, or to a task with a separate head. Needed only by multi-task methods.
 
     Raises:
         InputError: If dtypes or shapes do not match.
@@ -52,7 +51,7 @@ class Episodes:
         if self.query_x.shape[0] != tasks:
             raise InputError(
                 f"support_x has {tasks} tasks, but query_x has {self.query_x.shape[0]}. "
-                "The first axis of every tensor is the task, so all must have the same length."
+                "The first dimension of every tensor indexes the tasks, so its size must be the same in all tensors."
             )
         for name in ("x", "y"):
             support, query = getattr(self, f"support_{name}"), getattr(self, f"query_{name}")
@@ -62,18 +61,18 @@ class Episodes:
                     f"support_{name} is {describe(support)}, but query_{name} is {describe(query)}. "
                     "Both sets must have the same dtype, and their examples the same shape."
                 )
-        rows = self.classes
-        if rows is not None and (rows.dtype != torch.int64 or rows.ndim != 2 or rows.shape[0] != tasks):
+        classes = self.classes
+        if classes is not None and (classes.dtype != torch.int64 or classes.ndim != 2 or classes.shape[0] != tasks):
             raise InputError(
-                f"classes is {describe(rows)}, but must be int64 of shape ({tasks}, outputs): "
-                "the index of a row of the head for each output of each task."
+                f"classes is {describe(classes)}, but must be int64 of shape ({tasks}, outputs): "
+                "the index of a row of the shared head for each output of each task."
             )
 
     def __len__(self) -> int:
         return self.support_x.shape[0]
 
     def __getitem__(self, tasks: int | slice) -> Episodes:
-        """Return the selected tasks; an integer selects one task and keeps the task axis."""
+        """Return the selected tasks; an integer selects one task and keeps the task dimension."""
         if isinstance(tasks, int):
             if not -len(self) <= tasks < len(self):
                 raise IndexError(f"task {tasks} of {len(self)}")
@@ -81,11 +80,11 @@ class Episodes:
         return self.map(lambda tensor: tensor[tasks])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Episodes:
-        """Return the episodes on a device and with floating-point tensors of a dtype.
+        """Move all tensors to a device, and convert floating-point tensors to a dtype.
 
         Args:
-            device: Device of all tensors, or None to keep it.
-            dtype: Dtype of the floating-point tensors, or None to keep it.
+            device: Device of all tensors (default: unchanged).
+            dtype: Dtype of the floating-point tensors (default: unchanged).
 
         Returns:
             The episodes.
@@ -93,7 +92,7 @@ class Episodes:
         return self.map(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
 
     def clone(self) -> Episodes:
-        """Return a copy with copied tensors."""
+        """Return a copy in which every tensor is cloned."""
         return self.map(torch.clone)
 
     @property
@@ -108,18 +107,18 @@ class Episodes:
 
     @property
     def is_split(self) -> bool:
-        """Whether the query sets are other tensors than the support sets, in inputs or in targets."""
+        """Whether support and query sets are separate; false if both are the same tensors."""
         return self.query_x is not self.support_x or self.query_y is not self.support_y
 
     @classmethod
     def split(cls, x: Tensor, y: Tensor, shots: int, classes: Tensor | None = None) -> Episodes:
-        """Split the examples of every task into its support and its query set.
+        """Split the examples of every task into a support and a query set.
 
         Args:
             x: Inputs of all examples, (tasks, examples, ...).
             y: Targets of all examples.
-            shots: Number of examples in a support set. They are the first of the task.
-            classes: As in the constructor.
+            shots: Number of examples per support set. The first examples of each task are its support set.
+            classes: See the constructor.
 
         Returns:
             The episodes.
@@ -131,10 +130,10 @@ class Episodes:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Episodes]) -> Episodes:
-        """Return the tasks of several batches as one batch.
+        """Concatenate the tasks of several batches.
 
         Args:
-            parts: Batches whose shapes differ only in the number of tasks.
+            parts: Batches whose tensors differ in shape only in the number of tasks.
 
         Returns:
             The batch.
@@ -145,7 +144,7 @@ class Episodes:
         return cls(*tensors) if parts[0].is_split else cls(*tensors[:2], *tensors)
 
     def without_split(self) -> Episodes:
-        """Return the episodes with all examples both as support and as query set (Wang et al. 2021, eq. 3).
+        """Merge support and query sets: use all examples of a task as both sets (Wang et al. 2021, eq. 3).
 
         Returns:
             The episodes; unchanged if `is_split` is false.
@@ -163,7 +162,7 @@ class Episodes:
         return f"Episodes({len(self)} {kind} tasks, {support} support and {query} query examples of shape {shape})"
 
     def _repr_html_(self) -> str:
-        """Return a table of the sets for notebooks."""
+        """Return a table of the support and query sets, for notebooks."""
         rows = [
             ("support", describe(self.support_x), describe(self.support_y)),
             ("query", describe(self.query_x), describe(self.query_y)),
@@ -176,10 +175,10 @@ class Episodes:
         return sets if self.classes is None else (*sets, self.classes)
 
     def map_inputs(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the episodes with `function` applied to the inputs of each set.
+        """Apply `function` to the inputs of each set.
 
         Args:
-            function: Maps inputs of shape (tasks, examples, ...) to inputs with the same first two axes.
+            function: Maps inputs of shape (tasks, examples, ...) to inputs with the same first two dimensions.
 
         Returns:
             The episodes.
@@ -188,10 +187,10 @@ class Episodes:
         return replace(self, support_x=x, query_x=function(self.query_x) if self.is_split else x)
 
     def map_targets(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the episodes with `function` applied to the labels or target values of each set.
+        """Apply `function` to the class labels or regression values of each set.
 
         Args:
-            function: Maps targets of shape (tasks, examples, ...) to targets with the same first two axes.
+            function: Maps targets of shape (tasks, examples, ...) to targets with the same first two dimensions.
 
         Returns:
             The episodes.
@@ -200,10 +199,10 @@ class Episodes:
         return replace(self, support_y=y, query_y=function(self.query_y) if self.is_split else y)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the episodes with `function` applied to every tensor.
+        """Apply `function` to every tensor.
 
         Args:
-            function: Maps a tensor to a tensor. Its first axis is the task.
+            function: Maps a tensor whose first dimension indexes the tasks to another such tensor.
 
         Returns:
             The episodes.

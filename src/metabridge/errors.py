@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Exceptions that parsing damaged or forged plain data (JSON, tensor headers, pickles) can raise.
+# Exceptions that parsers of JSON, tensor headers and pickles can raise on corrupted or malicious data.
 PARSING_ERRORS = (
     ValueError,
     TypeError,
@@ -22,14 +22,14 @@ PARSING_ERRORS = (
 )
 
 
-MAX_COUNT = 2**31 - 1  # the product of two counts fits into 64 bits
+MAX_COUNT = 2**31 - 1  # maximum of count arguments, such that the product of two counts fits into 64 bits
 
 
 class InputError(ValueError):
-    """Invalid input to metabridge: an argument, an option or a file.
+    """Raised for invalid input to metabridge: an argument, an option or a file.
 
-    The message names the input and says how to correct it. The command line prints the message without a traceback
-    and exits with status 2.
+    The message names the input and says how to correct it. The command-line interface prints it without a traceback and
+    exits with status 2.
 
     >>> raise InputError("ways is 7, but there are only 5 classes. Use ways=5 or fewer.")
     Traceback (most recent call last):
@@ -38,14 +38,14 @@ class InputError(ValueError):
 
 
 def check_count(name: str, value: int) -> None:
-    """Raise `InputError` unless a value is a whole number from 1 to `MAX_COUNT`.
+    """Raise `InputError` unless a value is an integer from 1 to `MAX_COUNT`.
 
     >>> check_count("shots", 0)
     Traceback (most recent call last):
-    metabridge.errors.InputError: shots is 0, but must be a whole number of at least 1. Use shots=1 or more.
+    metabridge.errors.InputError: shots is 0, but must be an integer of at least 1. Use shots=1 or more.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name} is {value!r}, but must be a whole number of at least 1. Use {name}=1 or more.")
+        raise InputError(f"{name} is {value!r}, but must be an integer of at least 1. Use {name}=1 or more.")
     if value > MAX_COUNT:
         raise InputError(f"{name} is {value}, which is too large. Use {name}={MAX_COUNT} or less.")
 
@@ -73,7 +73,7 @@ def check_not_negative(name: str, value: float) -> None:
 
 
 def _as_float(value: object) -> float:
-    """Return a number as a float: infinity if it is too large for a float, NaN if it is not a number."""
+    """Convert a number to a float: infinity if it is too large for a float, NaN if it is not a number."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except OverflowError:
@@ -81,7 +81,7 @@ def _as_float(value: object) -> float:
 
 
 def describe(tensor: Tensor) -> str:
-    """Return a tensor's dtype and shape as text for error messages.
+    """Return the dtype and shape of a tensor as text for error messages.
 
     >>> import torch
     >>> describe(torch.zeros(2, 3))

@@ -1,4 +1,4 @@
-"""Colors and Matplotlib settings of all figures, for light and dark pages."""
+"""Colors and Matplotlib settings of all figures, as a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 
-# The color-blind-safe palette of Okabe and Ito (2008). Yellow is left out and black replaced by gray, so that all
-# colors are visible on light and dark pages.
+# The color-blind-safe palette of Okabe and Ito (2008). Yellow is omitted and black is replaced by gray, so that
+# all colors are visible on light and dark backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colors of the background (`paper`), of the text (`ink`), and of axes and grids (`line`)."""
+    """Colors of the background, of the text, and of axes and grid lines."""
 
-    paper: str
-    ink: str
-    line: str
+    background: str
+    text: str
+    grid: str
 
     def context(self) -> AbstractContextManager[None]:
         """Return a context manager in which Matplotlib draws with this theme."""
         return rc_context(
             {
-                "figure.facecolor": self.paper,
-                "axes.facecolor": self.paper,
-                "text.color": self.ink,
-                "axes.labelcolor": self.ink,
-                "xtick.color": self.ink,
-                "ytick.color": self.ink,
-                "axes.edgecolor": self.line,
-                "grid.color": self.line,
+                "figure.facecolor": self.background,
+                "axes.facecolor": self.background,
+                "text.color": self.text,
+                "axes.labelcolor": self.text,
+                "xtick.color": self.text,
+                "ytick.color": self.text,
+                "axes.edgecolor": self.grid,
+                "grid.color": self.grid,
                 "axes.grid": True,
                 "grid.linewidth": 0.6,
                 "axes.axisbelow": True,
@@ -43,5 +43,5 @@ class Theme:
         )
 
 
-LIGHT = Theme(paper="#ffffff", ink="#22252b", line="#d9dce1")
-DARK = Theme(paper="#15171c", ink="#e4e6ea", line="#3a3e47")
+LIGHT = Theme(background="#ffffff", text="#22252b", grid="#d9dce1")
+DARK = Theme(background="#15171c", text="#e4e6ea", grid="#3a3e47")

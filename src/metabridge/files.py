@@ -1,4 +1,4 @@
-"""Atomic file writes, and locks that allow only one process at a time to write to a folder."""
+"""Atomic file writes, and folder locks that prevent several processes from writing to the same folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ else:
 
 log = logging.getLogger("metabridge")
 
-STDOUT = "-"  # as the path of an output file, it means standard output
-LOCK = ".lock"
-_TEMPORARY_NAME = re.compile(r"\..*\.(\d+)(\.[0-9a-f]{16})?\.part")  # the first group is the ID of the writing process
-_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+STDOUT = "-"  # path that stands for standard output
+LOCK_FILE = ".lock"
+_TEMPORARY_NAME = re.compile(r"\..*\.(\d+)(\.[0-9a-f]{16})?\.part")  # group 1 is the ID of the writing process
+_UNSUPPORTED_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def make_folder(folder: str | Path) -> Path:
     """Create a folder and its parents if they do not exist, check that it is writable, and return its path.
 
-    Call it before a long computation, so that an unusable output folder raises an error immediately.
+    Call this before a long computation, so that an unusable output folder raises an error immediately.
     """
     folder = Path(folder)
     try:
@@ -50,9 +50,9 @@ def make_folder(folder: str | Path) -> Path:
 
 
 def make_parent_folder(file: Path) -> None:
-    """Create the folder of an output file; raise `InputError` if the path of the file is an existing folder.
+    """Create the parent folder of an output file; raise `InputError` if `file` is an existing folder.
 
-    Do nothing for standard output (`-`), devices and pipes.
+    Nothing is created for standard output (`-`), devices and pipes.
 
     >>> make_parent_folder(Path("."))
     Traceback (most recent call last):
@@ -65,16 +65,16 @@ def make_parent_folder(file: Path) -> None:
 
 
 def read_regular_file(file: Path) -> bytes:
-    """Return the content of a regular file; raise `OSError` if it is a folder, a pipe or a device.
+    """Return the content of a regular file; raise `OSError` for a folder, a pipe or a device.
 
-    Reading a pipe or a device could block or never end.
+    Reading a pipe or a device might block forever.
 
     >>> read_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
     OSError: [Errno 22] Not a regular file: '/dev/null'
     """
     _check_regular(file, os.stat(file).st_mode)
-    # O_NONBLOCK: if a pipe replaced the file since the check, opening it must not block.
+    # O_NONBLOCK: do not block if a pipe has replaced the file since the check.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         _check_regular(file, os.fstat(descriptor).st_mode)
@@ -94,12 +94,12 @@ def _check_regular(file: Path, mode: int) -> None:
 def write_atomically(file: Path, content: bytes, *, follow: bool = True) -> Path:
     """Write a file atomically and return its path: other processes read either the old or the new content.
 
-    If `file` is a symbolic link, its target is replaced, not the link. If it is a pipe, a character device or the file
-    to which standard output is redirected (as /dev/stdout may be), the content is streamed to it instead. An existing
-    file keeps its mode.
+    If `file` is a symlink, its target is replaced, not the symlink. If `file` is a pipe, a character device or the file
+    to which standard output is redirected (such as /dev/stdout), the content is streamed to it. An existing file keeps
+    its permissions.
 
-    If `follow` is false, a link, pipe or device is itself replaced by the new file. Use this in folders that may come
-    from untrusted sources, such as the folder of a run: a link there could point to any file.
+    If `follow` is false, a symlink, pipe or device is itself replaced by the new file. Use this in folders that may
+    come from untrusted sources, such as a run folder, where a symlink could point to any file.
 
     Raises:
         InputError: If the file cannot be written.
@@ -121,13 +121,13 @@ def write_atomically(file: Path, content: bytes, *, follow: bool = True) -> Path
             _replace(Path(os.path.realpath(file)), content, status)
     except OSError as error:
         raise InputError(
-            f"{file} cannot be written ({error.strerror}). Choose another folder, or free space."
+            f"{file} cannot be written ({error.strerror}). Choose another folder, or free disk space."
         ) from error
     return file
 
 
 def write_output(destination: str | Path, content: bytes) -> None:
-    """Write the output file of a command, or standard output if `destination` is "-"."""
+    """Write to a file, or to standard output if `destination` is "-"."""
     if str(destination) != STDOUT:
         write_atomically(Path(destination), content)
         return
@@ -141,11 +141,11 @@ def write_output(destination: str | Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_writer(file: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file in the folder of `file`, and rename it to `file` when the block ends without an error.
+    """Open a temporary file next to `file`, and rename it to `file` when the `with` block ends without an error.
 
-    The content is flushed to the disk before the rename, so after a crash the file has its old or its new content. If
-    the block raises an error, the temporary file is removed and `file` does not change. `mode` sets the permissions
-    of the new file (default: according to the umask).
+    The content is flushed to disk before the rename, so that after a crash `file` has either its old or its new
+    content. If the block raises an error, the temporary file is removed and `file` does not change. `mode` sets the
+    permissions of the new file (default: determined by the umask).
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -163,7 +163,7 @@ def atomic_writer(file: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(descriptor)
         if mode is not None:
-            with contextlib.suppress(OSError):  # some file systems have no permissions
+            with contextlib.suppress(OSError):  # some file systems do not support permissions
                 os.chmod(temporary, mode)
         os.replace(temporary, file)
     except BaseException:
@@ -181,7 +181,7 @@ def _stat(file: Path, follow: bool = True) -> os.stat_result | None:
 
 
 def _is_stdout(status: os.stat_result) -> bool:
-    """Return whether `status` belongs to the file or pipe that standard output writes to."""
+    """Return whether `status` describes the file or pipe to which standard output is redirected."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # standard output may be closed or replaced
         return os.path.samestat(status, os.fstat(sys.stdout.fileno()))
     return False
@@ -192,7 +192,7 @@ def _write_stdout(content: bytes) -> None:
         raise OSError(errno.EBADF, "standard output is closed")
     sys.stdout.flush()
     stream = getattr(sys.stdout, "buffer", None)
-    if stream is None:  # the standard output of a notebook accepts text only
+    if stream is None:  # in notebooks, standard output accepts only text
         sys.stdout.write(content.decode())
     else:
         stream.write(content)
@@ -212,7 +212,7 @@ def _replace(file: Path, content: bytes, status: os.stat_result | None) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder to the disk, so that a rename survives a crash, on systems that support it."""
+    """Flush a folder to disk, so that a rename survives a crash, if the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -222,15 +222,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 class FolderLock:
-    """An exclusive lock on writing to a folder, held by one object of one process.
+    """An exclusive lock for writing to a folder.
 
-    It is held until `release` is called, the `with` block ends or the object is deleted. The operating system releases
-    the lock of a process that dies, so a lock is never stale. Reading needs no lock. If the file system does not
-    support locks, a warning is logged and the folder is not locked. Acquiring the lock also removes temporary files
-    that killed processes left in the folder (not on Windows).
+    The lock is held until `release` is called, the `with` block ends or the object is deleted. The operating system
+    releases the lock of a process that dies, so a lock is never stale. Reading needs no lock. If the file system does
+    not support locks, a warning is logged and the folder is not locked. Acquiring a lock also removes the temporary
+    files that killed processes left in the folder (not on Windows).
 
     Raises:
-        InputError: If another object has the lock, or the folder cannot be created, written to or locked.
+        InputError: If another `FolderLock` holds the lock, or the folder cannot be created, written to or locked.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder, FolderLock(folder):
@@ -242,13 +242,13 @@ class FolderLock:
     def __init__(self, folder: str | Path) -> None:
         self.folder = make_folder(folder)
         try:
-            descriptor = self._acquire(self.folder / LOCK)
+            descriptor = self._acquire(self.folder / LOCK_FILE)
         except OSError as error:
             raise InputError(
                 f"the folder {folder} cannot be locked ({error.strerror}). Choose another folder."
             ) from error
         self._status = os.fstat(descriptor)
-        self.release = weakref.finalize(self, _release, descriptor, self.folder / LOCK, os.getpid())
+        self.release = weakref.finalize(self, _release, descriptor, self.folder / LOCK_FILE, os.getpid())
         _remove_temporary_files(self.folder)
 
     def __enter__(self) -> FolderLock:
@@ -258,16 +258,16 @@ class FolderLock:
         self.release()
 
     def check(self) -> None:
-        """Check that the folder at this path is still the locked one.
+        """Check that the folder at this path is still the one that was locked.
 
         Raises:
-            InputError: If the folder or its lock file was moved or removed, even if there is a new one at the path.
+            InputError: If the folder or its lock file was moved, removed or replaced.
         """
-        status = _stat(self.folder / LOCK, follow=False)
+        status = _stat(self.folder / LOCK_FILE, follow=False)
         if status is None or not os.path.samestat(status, self._status):
             raise InputError(
-                f"the folder {self.folder} is not the one that was locked: it or its {LOCK} file was moved or "
-                "removed. Start again, or choose another folder."
+                f"the folder {self.folder} is not the one that was locked: the folder or its {LOCK_FILE} file was "
+                "moved or removed. Start again, or choose another folder."
             )
 
     def _acquire(self, file: Path) -> int:
@@ -292,13 +292,15 @@ class FolderLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # the previous holder has removed this lock file since we opened it: open a new one
+            os.close(
+                descriptor
+            )  # the previous holder removed this lock file after it was opened here: open the new one
 
     def _raise_in_use(self, descriptor: int) -> NoReturn:
         try:
             holder = json.loads(os.read(descriptor, 100_000))
             description = f"process {holder['pid']} on {holder['host']} since {holder['since']} ({holder['command']!r})"
-        except (OSError, *PARSING_ERRORS):  # the lock file is still empty
+        except (OSError, *PARSING_ERRORS):  # the holder has not written the lock file yet
             description = "another process"
         raise InputError(
             f"the folder {self.folder} is in use by {description}. Wait for it to finish, or choose another folder."
@@ -306,18 +308,21 @@ class FolderLock:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to lock an open file and return whether it succeeded. If locks are not supported, warn and return true."""
+    """Try to lock an open file, and return whether it is locked. If locks are not supported, warn and return true."""
     try:
         if sys.platform == "win32":
-            os.lseek(descriptor, 2**30, os.SEEK_SET)  # lock a byte behind the content, which stays readable
+            os.lseek(
+                descriptor, 2**30, os.SEEK_SET
+            )  # lock a byte beyond the content, so that the content stays readable
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
             os.lseek(descriptor, 0, os.SEEK_SET)
         else:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _LOCKS_UNSUPPORTED:
+        if error.errno in _UNSUPPORTED_LOCK_ERRNOS:
             log.warning(
-                "This file system does not support locks (%s): let only one process write to a folder.", error.strerror
+                "This file system does not support locks (%s): make sure that only one process writes to each folder.",
+                error.strerror,
             )
             return True
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
@@ -327,7 +332,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _release(descriptor: int, file: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child only closes its copy of the descriptor
+    if os.getpid() == pid:  # a forked child must only close its copy of the descriptor
         with contextlib.suppress(OSError):
             if os.path.samestat(os.lstat(file), os.fstat(descriptor)):  # false if the folder was moved
                 file.unlink()  # before unlocking, so that a process that has opened the file notices the removal
@@ -336,7 +341,7 @@ def _release(descriptor: int, file: Path, pid: int) -> None:
 
 
 def _remove_temporary_files(folder: Path) -> None:
-    """Remove the temporary files of processes that no longer run."""
+    """Remove the temporary files of processes that are no longer running."""
     with contextlib.suppress(OSError):
         for file in list(folder.iterdir()):
             match = _TEMPORARY_NAME.fullmatch(file.name)
@@ -347,7 +352,7 @@ def _remove_temporary_files(folder: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     if sys.platform == "win32":
-        return True  # unknown: os.kill would end the process
+        return True  # unknown, because os.kill would terminate the process
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -358,9 +363,9 @@ def _is_running(pid: int) -> bool:
 
 
 def json_bytes(value: object, indent: int | None = None) -> bytes:
-    r"""Return a value as JSON in UTF-8 with a final newline.
+    r"""Serialize a value as JSON in UTF-8 with a final newline.
 
-    Surrogates, which represent invalid UTF-8 in file names, are escaped and can be read back.
+    Surrogates, which Python uses for invalid UTF-8 in file names, are escaped and can be read back.
 
     >>> json_bytes(["é", "caf\udce9"])
     b'["\xc3\xa9", "caf\\udce9"]\n'

@@ -12,10 +12,9 @@ Item = TypeVar("Item")
 
 
 def progress_bar(show: bool) -> Progress:
-    """Return a progress bar with the number of completed steps, the remaining time and a status.
+    """Return a progress bar with the number of completed steps, the remaining time and a status text.
 
-    The status is the text in the field `status` of the task, which every `add_task` must set. If `show` is false, the
-    bar prints nothing.
+    Every `add_task` must set the status text, as `status=...`. If `show` is false, the bar prints nothing.
     """
     return Progress(
         TextColumn("{task.description}", markup=False),
@@ -29,6 +28,6 @@ def progress_bar(show: bool) -> Progress:
 
 
 def track_progress(items: Sequence[Item], title: str, show: bool) -> Iterable[Item]:
-    """Yield the items. If `show` is true and stderr is a terminal, show a progress bar until the last item."""
+    """Iterate over the items; show a progress bar if `show` is true and stderr is a terminal."""
     console = Console(stderr=True)
     return track(items, title, console=console, transient=True, disable=not (show and console.is_terminal))

@@ -41,7 +41,7 @@ def test_problems_exit_with_status_1_or_2_if_strict(check, root):
         "unreadable: train/cat/bad.png (it is not an image that Pillow reads)",
         "duplicate in train (train/dog/0.png) and test (test/[oak]/copy.png)",
         "empty class: yeti",
-        "There are problems.",
+        "Problems found; see above.",
     ]
     assert check(root, *TASKS, "--strict")[0] == 2
 
@@ -57,7 +57,7 @@ def test_many_sizes_are_summarized_as_a_range(check, root):
 
     for width, height in [(9, 20), (30, 5), (12, 12)]:
         Image.new("RGB", (width, height), (width, height, 0)).save(root / "train" / "dog" / f"{width}.png")
-    assert "sizes: 4 different sizes, 8 to 30 wide and 5 to 20 high" in check(root, *TASKS)[1]
+    assert "sizes: 4 different sizes, widths 8 to 30, heights 5 to 20" in check(root, *TASKS)[1]
 
 
 def test_unusable_data_exit_with_one_sentence_and_status_2(check, tmp_path):
@@ -73,7 +73,7 @@ def test_the_help_explains_the_exit_status(check):
     assert status == 0
     text = " ".join(printed.split())
     assert "The exit status is 0 if there are no problems, 1 if there are problems (2 with --strict)," in text
-    assert "Example: metabridge data check photographs" in text
+    assert "Example: metabridge data check photos" in text
 
 
 def test_data_without_a_command_lists_the_commands(metabridge):

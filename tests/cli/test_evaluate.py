@@ -47,7 +47,7 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
     asked, original = [], module.assess
 
     def noted(run, environment, **options):
-        asked.append((run.method.test, options["augmentation"].copies, options["augmentation"].mirrored))
+        asked.append((run.method.test_solver, options["augmentation"].copies, options["augmentation"].mirrored))
         return original(run, environment, **options)
 
     monkeypatch.setattr(module, "assess", noted)
@@ -59,10 +59,10 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--shots", "one"], "shots is 'one', but must be whole numbers separated by commas, such as 1,5."),
-        (["--shots", "0"], "shots is 0, but must be a whole number of at least 1."),
-        (["--shots", "1,100000000000000000000"], "shots is 100000000000000000000, but must be 2147483647 or less."),
-        (["--penalty", "0.1"], "--penalty requires a head. Name one with --head."),
+        (["--shots", "one"], "--shots is 'one', but must be integers separated by commas, such as 1,5."),
+        (["--shots", "0"], "shots is 0, but must be an integer of at least 1."),
+        (["--shots", "1,100000000000000000000"], "--shots is 100000000000000000000, but must be 2147483647 or less."),
+        (["--penalty", "0.1"], "--penalty requires a head. Select one with --head."),
         (["--head", "centroid", "--penalty", "1"], "penalty is 1.0, but the head 'centroid' has no penalty"),
         (["--head", "svm", "--penalty", "0"], "penalty is 0.0, but must be a positive number."),
         (["--head", "forest"], f"head is 'forest', but must be one of {', '.join(sorted(Head.registry))}."),
@@ -96,7 +96,7 @@ def test_a_run_that_names_no_data_asks_for_some(metabridge, runs, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     status, _, complained = metabridge("evaluate", tmp_path, *EVALUATE)
     assert status == 2
-    assert "do not name its data. Name a data set with --data." in complained
+    assert "do not contain its data set. Specify one with --data." in complained
     assert metabridge("evaluate", tmp_path, *EVALUATE, "--shots", 1, "--data", "glyphs")[0] == 0
 
 
@@ -129,8 +129,8 @@ def test_classes_that_a_run_was_trained_on_do_not_test_it(metabridge, photograph
         assert (
             "1 of 4 classes in the test split, such as 'train 1', have names of classes that the run in" in complained
         )
-        assert "add --trained-classes if only the names are the same." in complained
-        assert metabridge(*other, "--trained-classes")[0] == 0
+        assert "add --allow-training-class-names if only the names are the same." in complained
+        assert metabridge(*other, "--allow-training-class-names")[0] == 0
         assert metabridge("evaluate", out / method, *asked, "--split", "train")[0] == 0
 
 
@@ -149,7 +149,7 @@ def test_other_data_comes_in_the_form_that_the_run_takes(metabridge, photographs
     status, _, complained = metabridge(*asked, "--data", "glyphs")
     assert status == 2
     assert (
-        "glyphs have 1 channel and 28×28 pixels, but the run takes images with 3 channels and 16×16 pixels"
+        "glyphs have 1 channel and 28×28 pixels, but the network of the run needs 3 channels and 16×16 pixels"
         in complained
     )
 
@@ -176,4 +176,4 @@ def test_settings_whose_data_are_not_images_that_the_network_takes_are_named(met
     (run / "settings.json").write_text(json.dumps(settings))
     status, _, complained = metabridge("evaluate", run, "--tasks", 2, "--queries", 2, "--shots", 1)
     assert status == 2
-    assert "are not images that its network takes" in complained
+    assert "do not fit its network" in complained

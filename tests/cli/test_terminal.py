@@ -107,7 +107,7 @@ def test_no_width_of_the_terminal_cuts_a_cell(monkeypatch, capsys, width):
     monkeypatch.setenv("COLUMNS", str(width))
     rows = [["a/very/long/path/to/some/run [/]", "5", "33.3 ± 12.1", "some class 0.1 %", "-12.1 ± 10.5"]]
     columns = ("run", "shots", "accuracy, %", "worst class", "against the first, %")
-    print_table(columns, rows, text=("run", "worst class"), title="Tasks [red]")
+    print_table(columns, rows, left_aligned=("run", "worst class"), title="Tasks [red]")
     printed = capsys.readouterr().out
     assert "Tasks [red]" in printed
     assert "33.3 ± 12.1" in printed
@@ -150,7 +150,7 @@ def test_a_terminal_that_lacks_letters_gets_escapes(odd):
     assert (done.returncode, done.stderr) == (1, b"")
     printed = done.stdout.decode("ascii")
     assert "sizes: 16\\xd716" in printed
-    assert "There are problems." in printed
+    assert "Problems found; see above." in printed
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

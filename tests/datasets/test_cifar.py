@@ -183,7 +183,7 @@ def test_invalid_labels_are_rejected(tmp_path, key, wrong):
     batch[key][7] = wrong
     (folder / "test").write_bytes(pickle.dumps(batch, 2))
     with pytest.raises(
-        InputError, match=rf"cifar-100-python/test has {wrong} in {key}, but expected whole numbers from 0 to"
+        InputError, match=rf"cifar-100-python/test has {wrong} in {key}, but expected integers from 0 to"
     ):
         load("cifar-fs", folder)
 
@@ -194,11 +194,11 @@ def test_pixels_that_are_not_bytes_are_rejected(tmp_path, wrong):
     batch = pickle.loads((folder / "train").read_bytes())
     batch["data"] = batch["data"].astype(np.float64 if isinstance(wrong, float) else np.int64)
     (folder / "train").write_bytes(pickle.dumps(batch, 2))
-    assert len(load("cifar-fs", folder).images) == 600  # whole numbers of another type are accepted
+    assert len(load("cifar-fs", folder).images) == 600  # integers of another type are accepted
     batch["data"][3, 4] = wrong
     (folder / "train").write_bytes(pickle.dumps(batch, 2))
     with pytest.raises(
-        InputError, match=rf"cifar-100-python/train has {wrong} in data, but expected whole numbers from 0 to 255"
+        InputError, match=rf"cifar-100-python/train has {wrong} in data, but expected integers from 0 to 255"
     ):
         load("cifar-fs", folder)
 

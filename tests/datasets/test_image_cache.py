@@ -251,7 +251,7 @@ def test_the_fingerprint_covers_contents_of_few_files_and_times_of_many(tmp_path
     assert fingerprint(files, tmp_path) == by_content
     files[0].write_bytes(b"two")
     assert fingerprint(files, tmp_path) != by_content
-    monkeypatch.setattr(image_cache, "HASHED_FILES", 1)
+    monkeypatch.setattr(image_cache, "MAX_HASHED_FILES", 1)
     by_date = fingerprint(files, tmp_path)
     os.utime(files[0], (2, 2))
     assert fingerprint(files, tmp_path) != by_date
@@ -451,12 +451,12 @@ def test_sizes_too_large_for_disk_or_memory_are_rejected_before_decoding(folder,
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(
         InputError,
-        match=r"1000000 images of 100 × 100 pixels take 9\.3 GiB, but .*cache has 1\.0 GiB free\. Use a smaller",
+        match=r"1000000 images of 100 × 100 pixels take 9\.3 GiB, but .*cache has only 1\.0 GiB free\. Use",
     ):
         load_or_decode("toy", "key", DecodeOptions(100, 1), source)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**50))
     monkeypatch.setattr(image_cache, "free_memory", lambda: 2**20)
-    with pytest.raises(InputError, match=r"decoding images of 1000 × 1000 pixels takes .* GiB of memory, but 0\.0 GiB"):
+    with pytest.raises(InputError, match=r"decoding images of 1000 × 1000 .* GiB of memory, but only 0\.0 GiB"):
         load_or_decode("toy", "key", DecodeOptions(1000, 1), source)
     assert not list(folder.iterdir())
 
@@ -486,6 +486,8 @@ def test_entries_written_by_two_processes_at_once_are_not_mixed(folder, monkeypa
     if times < 3:
         assert load_or_decode("toy", "key", OPTIONS, valid_source).labels.tolist() == 3 * [0] + 3 * [1]
     else:
-        with pytest.raises(InputError, match=r"differ from what was written: .* METABRIDGE_CACHE to another folder\.$"):
+        with pytest.raises(
+            InputError, match=r"differ from the images written to it: .* METABRIDGE_CACHE to another folder\.$"
+        ):
             load_or_decode("toy", "key", OPTIONS, valid_source)
     assert len(truncated) == times

@@ -167,12 +167,12 @@ def test_floats_are_rounded_to_the_nearest_of_256_values():
 @pytest.mark.parametrize(
     ("value", "dtype", "reason"),
     [
-        (256, np.float32, "it has a pixel of value 256.0, but pixels are from 0 to 255"),
-        (-0.5, np.float32, "it has a pixel of value -0.5, but pixels are from 0 to 255"),
-        (np.nan, np.float32, "it has a pixel of value nan, but pixels are from 0 to 255"),
-        (np.inf, np.float32, "it has a pixel of value inf, but pixels are from 0 to 255"),
-        (65536, np.int32, "it has a pixel of value 65536, but pixels are from 0 to 65535"),
-        (-1, np.int32, "it has a pixel of value -1, but pixels are from 0 to 65535"),
+        (256, np.float32, "it has a pixel of value 256.0, but pixels must be from 0 to 255"),
+        (-0.5, np.float32, "it has a pixel of value -0.5, but pixels must be from 0 to 255"),
+        (np.nan, np.float32, "it has a pixel of value nan, but pixels must be from 0 to 255"),
+        (np.inf, np.float32, "it has a pixel of value inf, but pixels must be from 0 to 255"),
+        (65536, np.int32, "it has a pixel of value 65536, but pixels must be from 0 to 65535"),
+        (-1, np.int32, "it has a pixel of value -1, but pixels must be from 0 to 65535"),
     ],
 )
 def test_pixels_out_of_range_are_rejected(value, dtype, reason):
@@ -241,12 +241,12 @@ def jpeg_of_scans(side: int, scans: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (png_header(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 per side are decoded"),
-        (bmp_with_one_skip(50_000_000, 1), "it has 50000000 × 1 pixels, but at most 65535 per side are decoded"),
-        (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but at most 65535 per side are decoded"),
+        (png_header(50_000_000, 1), "it has 50000000 × 1 pixels, but width and height must be at most 65535"),
+        (bmp_with_one_skip(50_000_000, 1), "it has 50000000 × 1 pixels, but width and height must be at most 65535"),
+        (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but width and height must be at most 65535"),
         (
             tiff_of_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
-            "the sides of its tiles are not whole numbers",
+            "the width or height of its tiles is not an integer",
         ),
         (jpeg_of_scans(1024, 4100), "it has 4106 scans of 1024 × 1024 pixels, too many to decode"),
     ],

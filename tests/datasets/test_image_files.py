@@ -225,9 +225,7 @@ def test_names_of_files_outside_the_folder_are_rejected(tmp_path, name):
 @pytest.mark.parametrize("wrong", [-1, 3, 0.9, np.float32(0.5), float("nan"), float("inf"), "1", None, 10**30])
 def test_invalid_labels_are_rejected(wrong):
     assert parse_indices(Path("a.pkl"), "labels", np.array([0.0, 2.0]), 3) == [0, 2]
-    with pytest.raises(
-        InputError, match=r"^a\.pkl has .+ in labels, but expected whole numbers from 0 to 2\. Download"
-    ):
+    with pytest.raises(InputError, match=r"^a\.pkl has .+ in labels, but expected integers from 0 to 2\. Download"):
         parse_indices(Path("a.pkl"), "labels", [0, wrong, 1], 3)
 
 
@@ -235,7 +233,5 @@ def test_invalid_labels_are_rejected(wrong):
 def test_invalid_pixels_are_rejected(wrong):
     values = np.array([0, 255, wrong])
     assert parse_uint8("a.pkl", "data", values[:2]).tolist() == [0, 255]
-    with pytest.raises(
-        InputError, match=r"^a\.pkl has \S+ in data, but expected whole numbers from 0 to 255\. Download"
-    ):
+    with pytest.raises(InputError, match=r"^a\.pkl has \S+ in data, but expected integers from 0 to 255\. Download"):
         parse_uint8("a.pkl", "data", values)

@@ -25,7 +25,7 @@ def test_path_and_name_can_be_given_in_four_ways(root):
 
 def test_min_images_leaves_small_classes_out_of_the_splits(root):
     assert names_in(load(root, min_images=2)) == {"train": {"cat"}, "test": {"oak"}}
-    with pytest.raises(InputError, match="min_images is 0, but must be a whole number of at least 1"):
+    with pytest.raises(InputError, match="min_images is 0, but must be an integer of at least 1"):
         load(root, min_images=0)
 
 
@@ -42,7 +42,7 @@ def test_glyphs_accept_min_images(glyphs):
         ("glyphs", {"strict": True}, "strict is True, but 'glyphs' does not accept it. Leave strict out."),
         ("folder", {"rotations": True}, "rotations is True, but 'folder' does not accept it. Leave rotations out."),
         ("cifar-fs", {"seed": 3}, "seed is 3, but 'cifar-fs' does not accept it. Leave seed out."),
-        ("folder", {"size": 0}, "size is 0, but must be a whole number of at least 1. Use size=1 or more."),
+        ("folder", {"size": 0}, "size is 0, but must be an integer of at least 1. Use size=1 or more."),
         (
             "folder",
             {"size": 100_000},

@@ -92,7 +92,7 @@ def test_a_csv_file_without_a_header_is_rejected(tmp_path):
         ({"image_data": np.zeros((2, 4, 4, 3)), "class_dict": {}}, "has no uint8 array image_data of shape"),
         (
             {"image_data": np.zeros((2, 4, 4, 3), np.uint8), "class_dict": {"n1": [2]}},
-            r"has 2 in class_dict\['n1'\], but expected whole numbers from 0 to 1",
+            r"has 2 in class_dict\['n1'\], but expected integers from 0 to 1",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_pickle_with_an_invalid_row_number_is_rejected(tmp_path, row):
     content = {"image_data": np.zeros((2, 84, 84, 3), np.uint8), "class_dict": {"n1": [0, row]}}
     (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps(content))
     with pytest.raises(
-        InputError, match=rf"-val\.pkl has {row} in class_dict\['n1'\], but expected whole numbers from 0 to 1"
+        InputError, match=rf"-val\.pkl has {row} in class_dict\['n1'\], but expected integers from 0 to 1"
     ):
         load(tmp_path)
 

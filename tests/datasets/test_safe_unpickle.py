@@ -206,10 +206,10 @@ def nested_pairs(levels: int) -> bytes:
         (nested_pairs(40), "refers to the same data too many times"),
         (
             b"})" + 25 * b"2\x86" + b"Ns.",
-            "keys are neither text nor whole numbers",
+            "keys are neither text nor integers",
         ),  # a tuple that takes very long to hash
-        (b"}\x8a\x09" + bytes(8) + b"\x01Ns.", "keys are neither text nor whole numbers"),
-        (b"}\x8a\x04" + (2**24 + 1).to_bytes(4, "little") + b"Ns.", "keys are neither text nor whole numbers"),
+        (b"}\x8a\x09" + bytes(8) + b"\x01Ns.", "keys are neither text nor integers"),
+        (b"}\x8a\x04" + (2**24 + 1).to_bytes(4, "little") + b"Ns.", "keys are neither text nor integers"),
         (b"Np%d\n." % (2**61 - 1), "it has the memo index 2305843009213693951, but only 23 bytes"),
         (b"Np-1\n.", "it has the memo index -1, but only 6 bytes"),
         (b"](" + 2100 * b"N" + b"eq\0(" + 1000 * b"h\0" + b"l.", "refers to the same data too many times"),

@@ -86,9 +86,7 @@ def test_labels_larger_than_the_number_of_names_are_rejected(tmp_path):
     write_pickles(tmp_path)
     labels = {"label_specific": [0, 7], "label_specific_str": ["a"]}
     (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(labels))
-    with pytest.raises(
-        InputError, match=r"val_labels\.pkl has 7 in label_specific, but expected whole numbers from 0 to 0"
-    ):
+    with pytest.raises(InputError, match=r"val_labels\.pkl has 7 in label_specific, but expected integers from 0 to 0"):
         load(tmp_path)
 
 
@@ -118,7 +116,7 @@ def test_invalid_labels_are_rejected(tmp_path, key, wrong):
             del labels[f"{key}_str"]
         (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(labels))
         with pytest.raises(
-            InputError, match=rf"val_labels\.pkl has {wrong:g}\S* in {key}, but expected whole numbers from 0 to"
+            InputError, match=rf"val_labels\.pkl has {wrong:g}\S* in {key}, but expected integers from 0 to"
         ):
             load(tmp_path)
 
@@ -127,7 +125,7 @@ def test_the_number_of_unnamed_classes_is_limited(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps({"label_specific": [0, 0, 0, 10**12]}))
     with pytest.raises(
-        InputError, match=r"val_labels\.pkl has 1000000000000 in label_specific, but expected whole numbers from"
+        InputError, match=r"val_labels\.pkl has 1000000000000 in label_specific, but expected integers from"
     ):
         load(tmp_path)
 

@@ -21,7 +21,7 @@ from metabridge.diagnosis import (
     untrained_network,
 )
 from metabridge.diagnosis.advice import MIN_RATIO, NO_GAIN, RIDGES, method_costs, predict_with_kernels
-from metabridge.diagnosis.diagnose_tasks import _hard_share
+from metabridge.diagnosis.diagnose_tasks import _hard_probability
 from metabridge.diagnosis.estimates import LandscapeEstimate, Prediction, find_hard_tasks, split_by_rate
 from metabridge.diagnosis.moments import (
     SplitMoments,
@@ -46,6 +46,7 @@ from metabridge.theory.landscape import (
     nal_solution,
     risk_above_floor,
 )
+from metabridge.training import evaluation
 
 WORLD = HardEasy(rho_hard=0.1, rho_easy=1.0, R=3.0, r_hard=0.5, r_easy=1.0, dimension=5, noise=0.2)
 ALIKE = HardEasy(rho_hard=0.5, rho_easy=1.0, R=0.0, r_hard=1.0, r_easy=1.0, dimension=5, noise=0.2)
@@ -140,7 +141,7 @@ def test_noise_of_few_points_does_not_increase_the_dispersion(shots):
 
 @pytest.mark.parametrize(("count", "widest"), [(10, 0.6), (40, 0.2)])
 def test_intervals_contain_the_ratio_with_their_nominal_probability(count, widest, monkeypatch):
-    monkeypatch.setattr(estimates, "RESAMPLINGS", 60)
+    monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 60)
     world = replace(WORLD, rho_hard=0.6, R=2.0, dimension=3)
     exact, covered, widths = hard_easy_risks(world, 0.9, 60).ratio, 0, []
     for seed in range(30):
@@ -163,13 +164,13 @@ def test_intervals_include_the_uncertainty_of_covariances():
     assert ratio.high - ratio.low > 0.01
 
 
-def test_the_step_does_not_diverge_on_resampled_tasks():
-    """One steep task determines the step, and resamplings can be without it or have it twice."""
+def test_the_step_does_not_diverge_on_bootstrap_samples():
+    """One steep task determines the step, and a bootstrap sample can omit it or contain it twice."""
     moments, hard = moments_of(WORLD, 40, 20)
     steep = torch.ones(40, 1, 1, 1).double()
     steep[(~hard).nonzero()[0]] = 300.0
     estimate = LandscapeEstimate(replace(moments, covariance=steep * moments.covariance), hard, 20, 0.5)
-    for step in (estimate.stable_step(), 1 / estimate.curvature):
+    for step in (estimate.default_step_size(), 1 / estimate.curvature):
         ratio = estimate.predict(step, torch.Generator().manual_seed(0)).ratio
         assert 1 <= ratio.low <= ratio.value <= ratio.high
 
@@ -297,11 +298,11 @@ def test_the_command_writes_a_report(metabridge, glyphs, tmp_path):
     [
         ({"alpha": 3.0}, "alpha is 3.0, but steps of"),
         ({"alpha": 0.0}, "alpha is 0.0, but must be a positive number"),
-        ({"tasks": 6}, "tasks is 6, but two groups need at least 10"),
+        ({"tasks": 6}, "there are 6 tasks, but two groups need at least 10"),
         ({"groups": "superclasses"}, "only image tasks have superclasses"),
         ({"groups": "parts"}, "is not a Mixture of two"),
         ({"groups": "colors"}, "groups is 'colors', but must be one of"),
-        ({"net": mb.models.mlp(5, 1), "features": torch.tanh}, "net and features are both given"),
+        ({"net": mb.models.mlp(5, 1), "features": torch.tanh}, "net and features are both set"),
     ],
 )
 def test_invalid_arguments_are_rejected(options, message):
@@ -322,16 +323,19 @@ def test_more_than_one_value_per_point_is_rejected():
 
 
 def test_images_without_features_are_rejected(glyphs):
-    with pytest.raises(InputError, match="Give net or features"):
+    with pytest.raises(InputError, match="Pass net or features"):
         diagnose(glyphs.tasks("train"), tasks=20)
 
 
-@pytest.mark.parametrize("superclass_count", ["one", "all"])
-def test_classes_without_superclasses_cannot_be_grouped_by_them(glyphs, superclass_count):
+@pytest.mark.parametrize(
+    ("superclass_count", "problem"),
+    [("one", "all classes have the same superclass"), ("all", "no two classes share a superclass")],
+)
+def test_classes_without_superclasses_cannot_be_grouped_by_them(glyphs, superclass_count, problem):
     count = len(glyphs.class_names)
     superclasses = torch.zeros(count, dtype=torch.int64) if superclass_count == "one" else torch.arange(count)
     ungrouped = replace(glyphs, superclasses=superclasses, superclass_names=tuple(map(str, range(count))))
-    with pytest.raises(InputError, match="no superclasses to group by"):
+    with pytest.raises(InputError, match=problem):
         diagnose(ungrouped.tasks("train"), untrained_network(glyphs), groups="superclasses", tasks=20)
 
 
@@ -360,11 +364,11 @@ def test_tasks_without_pairs_of_the_same_class_are_rejected(glyphs):
         diagnose(glyphs.tasks("train", shots=1, queries=1), untrained_network(glyphs), tasks=20)
 
 
-def make_prediction(ratio: float, ratios: list[float], saved: float = 0.1, remaining: float = 0.1) -> Prediction:
-    resampled = torch.tensor(ratios, dtype=torch.float64)
-    interval = Interval(ratio, float(resampled.min()), float(resampled.max()))
-    savings = torch.full_like(resampled, saved)
-    return Prediction(Risks(ratio, 1.0), interval, Interval(saved, saved / 2, 2 * saved), remaining, resampled, savings)
+def make_prediction(ratio: float, ratios: list[float], gain: float = 0.1, residual: float = 0.1) -> Prediction:
+    samples = torch.tensor(ratios, dtype=torch.float64)
+    interval = Interval(ratio, float(samples.min()), float(samples.max()))
+    gains = torch.full_like(samples, gain)
+    return Prediction(Risks(ratio, 1.0), interval, Interval(gain, gain / 2, 2 * gain), residual, samples, gains)
 
 
 def make_advice(prediction: Prediction, *kernels: KernelPrediction, problems: tuple[str, ...] = ()) -> Advice:
@@ -372,18 +376,18 @@ def make_advice(prediction: Prediction, *kernels: KernelPrediction, problems: tu
 
 
 @pytest.mark.parametrize(("ratios", "adapts"), [([*4 * [1.1], 9.0], False), ([1.1, *4 * [MIN_RATIO]], True)])
-def test_the_advice_is_that_of_most_resamplings(ratios, adapts):
+def test_the_advice_is_that_of_most_bootstrap_samples(ratios, adapts):
     diagnosis = make_advice(make_prediction(2.0, ratios))
     assert (diagnosis.adapts, diagnosis.method) == (adapts, "anil" if adapts else "nal")
     assert diagnosis.confidence == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("adapting", [4, 5, 6])
-def test_nothing_is_recommended_if_resamplings_disagree(adapting):
+def test_nothing_is_recommended_if_bootstrap_samples_disagree(adapting):
     diagnosis = make_advice(make_prediction(2.0, [1.1] * (9 - adapting) + [9.0] * adapting))
     assert (diagnosis.adapts, diagnosis.method) == (None, None)
     assert diagnosis.confidence == pytest.approx(max(adapting, 9 - adapting) / 9)
-    assert re.match(r"Undecided: (44|56|67) % of resampled sets of tasks favor.*sample more", diagnosis.headline)
+    assert re.match(r"Undecided: (44|56|67) % of bootstrap samples favor.*sample more", diagnosis.headline)
 
 
 def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
@@ -393,17 +397,17 @@ def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
     sure = make_advice(make_prediction(1e9, [*99 * [1e9], 1.3]))
     assert sure.adapts is True
     assert any("no upper bound" in reason for reason in sure.reasons)
-    nothing = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9], saved=1e-6))
+    nothing = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9], gain=1e-6))
     assert nothing.adapts is False
     bounded = make_advice(make_prediction(2.0, [2.0, 3.0]))
     assert not any("upper bound" in reason for reason in bounded.reasons)
 
 
-def test_a_negligible_saving_is_not_worth_adaptation():
-    diagnosis = make_advice(make_prediction(9.0, [9.0], saved=0.0004))
+def test_a_negligible_gain_is_not_worth_adaptation():
+    diagnosis = make_advice(make_prediction(9.0, [9.0], gain=0.0004))
     assert (diagnosis.adapts, diagnosis.method) == (False, "nal")
     assert any("negligible" in reason for reason in diagnosis.reasons)
-    worth = make_advice(make_prediction(9.0, [9.0], saved=0.01))
+    worth = make_advice(make_prediction(9.0, [9.0], gain=0.01))
     assert worth.adapts is True
     assert not any("negligible" in reason for reason in worth.reasons)
 
@@ -425,15 +429,16 @@ def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
     assert make_advice(diagnosis, *kernels(0.4)).method == "anil"
     assert make_advice(diagnosis, *kernels(0.1)).method == "anil"
     assert make_advice(make_prediction(1.0, [1.0]), *kernels(0.5)).method == "nal"
-    reason = "by the kernels of infinitely wide networks, {} better than regression on the support alone"
+    reason = "according to the infinite-width kernel predictions, {} better than regression on the support set "
+    reason += "without meta-training"
     assert reason.format("ANIL, MAML are") in make_advice(diagnosis, *kernels(0.5)).reasons
     assert reason.format("ANIL is") in make_advice(diagnosis, *kernels(0.1)).reasons
     assert reason.format("no method is") in make_advice(diagnosis, *kernels(0.1, margin=1.0)).reasons
 
 
-def test_a_large_remaining_loss_is_a_reason():
-    def is_mentioned(remaining: float) -> bool:
-        reasons = make_advice(make_prediction(2.0, [2.0], remaining=remaining)).reasons
+def test_a_large_residual_loss_is_a_reason():
+    def is_mentioned(residual: float) -> bool:
+        reasons = make_advice(make_prediction(2.0, [2.0], residual=residual)).reasons
         return any("better features would help" in reason for reason in reasons)
 
     assert is_mentioned(0.51)
@@ -442,7 +447,7 @@ def test_a_large_remaining_loss_is_a_reason():
 
 @pytest.mark.parametrize(
     ("ratio", "words"),
-    [(0.1, "the tasks of the hard group are the faster ones"), (1.2, "the two groups hardly differ")],
+    [(0.1, "so the group of hard tasks is learned faster"), (1.2, "the two groups hardly differ")],
 )
 def test_unclear_groups_are_mentioned(ratio, words):
     diagnosis, clear = (
@@ -452,7 +457,7 @@ def test_unclear_groups_are_mentioned(ratio, words):
     assert not any(words in reason for reason in clear.reasons)
 
 
-def test_the_largest_step_depends_on_the_tasks_and_not_on_resamplings():
+def test_the_largest_step_depends_on_the_tasks_and_not_on_bootstrap_samples():
     few = tasks(WORLD, 20, 20)
     with pytest.raises(InputError, match=r"alpha is 100\.0, but steps of") as rejected:
         diagnose(few, alpha=100.0, tasks=40)
@@ -462,7 +467,7 @@ def test_the_largest_step_depends_on_the_tasks_and_not_on_resamplings():
 
 def test_a_step_that_overflows_is_rejected():
     with pytest.raises(
-        InputError, match=r"^alpha is 1e\+300, so large that the risk overflows. Use alpha=[\d.]+ or less\.$"
+        InputError, match=r"^alpha is 1e\+300, for which the risk overflows. Use alpha=[\d.]+ or less\.$"
     ):
         diagnose(tasks(WORLD, 20, 20), alpha=1e300, tasks=40)
 
@@ -555,7 +560,7 @@ def test_the_ratio_of_heavy_tailed_inputs_uses_their_fourth_moments():
         assert diagnosis.ratio.low <= float(nal / maml) <= diagnosis.ratio.high < 1.1 < normal
         assert diagnosis.advice.adapts is False
         assert [group.kurtosis for group in diagnosis.groups] == pytest.approx([SPIKED_FOURTH, SPIKED_FOURTH], rel=0.15)
-        assert re.search(r"hard: .* fourth moments [789](\.\d)? times those of normal inputs", str(diagnosis))
+        assert re.search(r"hard: .* fourth moments [789](\.\d)? times those of Gaussian inputs", str(diagnosis))
 
 
 def test_adapted_covariances_use_the_fourth_moments_of_the_inputs():
@@ -582,11 +587,11 @@ def test_fourth_moments_of_few_points_are_unbiased():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_recommended_if_the_noise_has_no_variance(seed, monkeypatch):
-    monkeypatch.setattr(estimates, "RESAMPLINGS", 10)
+    monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 10)
     diagnosis = diagnose(ModifiedTasks(noise=cauchy), alpha=0.9, tasks=60, seed=seed)
     assert (diagnosis.advice.adapts, diagnosis.advice.method) == (None, None)
     assert re.match(
-        r"Undecided: few values dominate the variance of the targets of (hard|easy)", diagnosis.advice.headline
+        r"Undecided: a few values dominate the variance of the targets of (hard|easy)", diagnosis.advice.headline
     )
     assert str(diagnosis).startswith(diagnosis.advice.headline)
 
@@ -614,7 +619,7 @@ def test_curvatures_of_few_points_are_not_too_large():
 
 def test_a_step_that_diverges_on_single_tasks_is_reported(monkeypatch):
     """A tenth of the tasks have inputs with eight times the variance, which hardly changes the mean covariance."""
-    monkeypatch.setattr(estimates, "RESAMPLINGS", 10)
+    monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 10)
     environment = ModifiedTasks(task_scale=lambda u: torch.where(u < 0.1, 8**0.5, 1.0))
     diagnosis = diagnose(environment, alpha=0.9, tasks=200)
     steps = 0.9 * torch.tensor(diagnosis.curvatures)
@@ -642,25 +647,25 @@ def exact_estimate(*scales: float) -> LandscapeEstimate:
 
 
 def test_the_default_step_is_the_inverse_of_the_largest_curvature_unless_a_task_is_much_steeper():
-    assert exact_estimate(*5 * [0.1], *5 * [1.0]).stable_step() == pytest.approx(1 / 2)
-    assert exact_estimate(*5 * [3.0], *5 * [1.0]).stable_step() == pytest.approx(1 / 6)
-    assert exact_estimate(*5 * [0.1], *9 * [1.0], 1.5).stable_step() == pytest.approx(1 / 2 / (10.5 / 10))
-    assert exact_estimate(*5 * [0.1], *9 * [1.0], 11.0).stable_step() == pytest.approx(1.9 / 22)
+    assert exact_estimate(*5 * [0.1], *5 * [1.0]).default_step_size() == pytest.approx(1 / 2)
+    assert exact_estimate(*5 * [3.0], *5 * [1.0]).default_step_size() == pytest.approx(1 / 6)
+    assert exact_estimate(*5 * [0.1], *9 * [1.0], 1.5).default_step_size() == pytest.approx(1 / 2 / (10.5 / 10))
+    assert exact_estimate(*5 * [0.1], *9 * [1.0], 11.0).default_step_size() == pytest.approx(1.9 / 22)
 
 
 def test_intervals_of_few_tasks_are_expanded():
-    resampled = torch.linspace(0, 1, 2001, dtype=torch.float64)
+    samples = torch.linspace(0, 1, 2001, dtype=torch.float64)
     for easy in (5, 7):  # the smaller group decides
-        interval = exact_estimate(*(5 + easy) * [1.0])._interval(0.5, resampled)
+        interval = exact_estimate(*(5 + easy) * [1.0])._interval(0.5, samples)
         tail = percentile_tail(5)
         assert (interval.low, interval.high) == pytest.approx((tail, 1 - tail))
     assert tail < 0.002
 
 
-def test_the_share_of_hard_tasks_is_the_weight_of_the_first_part():
+def test_the_probability_of_hard_tasks_is_the_weight_of_the_first_part():
     parts = tuple(tasks(Landscape((replace(group, probability=1.0),), 5)) for group in WORLD.landscape.groups)
-    assert _hard_share(Mixture(parts, (3.0, 1.0))) == 0.75
-    assert _hard_share(parts[0]) == 0.5
+    assert _hard_probability(Mixture(parts, (3.0, 1.0))) == 0.75
+    assert _hard_probability(parts[0]) == 0.5
     groups = (replace(group, probability=share) for group, share in zip(WORLD.landscape.groups, (0.75, 0.25)))
     landscape = Landscape(tuple(groups), 5)
     exact = [
@@ -693,6 +698,7 @@ def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best, mon
     example = Quadratic().sample(1, torch.Generator().manual_seed(0))
     scale = float(kernel.ntk(example.support_x[0].double()).diagonal().mean())
     monkeypatch.setattr(advice, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     predictions = predict_with_kernels(kernel, Quadratic(), seed=0)
     assert [learner.method for learner in tested] == ["mtl", "anil", "maml"]
     assert [learner.ridge for learner in tested] == pytest.approx(3 * [best * scale])

@@ -140,7 +140,7 @@ def test_images_are_floats_from_zero_to_one(data):
     [
         ({"split": "dev"}, "split is 'dev', but must be one of 'train', 'test'."),
         ({"ways": 11}, "ways is 11, but split 'train' has 10 classes. Use ways=10 or fewer."),
-        ({"ways": 0}, "ways is 0, but must be a whole number of at least 1. Use ways=1 or more."),
+        ({"ways": 0}, "ways is 0, but must be an integer of at least 1. Use ways=1 or more."),
         ({"superclass": "near"}, "superclass is 'near', but must be one of 'any', 'same', 'different'."),
         (
             {"ways": 5, "superclass": "same"},
@@ -216,7 +216,7 @@ def test_batches_sample_the_images_of_the_split_uniformly(data):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"size": 0}, "size is 0, but must be a whole number of at least 1. Use size=1 or more."),
+        ({"size": 0}, "size is 0, but must be an integer of at least 1. Use size=1 or more."),
         ({"split": "dev"}, "split is 'dev', but must be one of 'train', 'test'."),
     ],
 )

@@ -176,7 +176,7 @@ SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
         (lambda: LogisticTasks(WORLD.landscape, 1, 0), "queries is 0, but must be"),
         (
             lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape),
-            "noise is 0.1, but logistic regression has no noise",
+            "noise is 0.1, but must be 0, because the labels of LogisticTasks",
         ),
         (lambda: ENVIRONMENTS[0].sample(0, seeded()), "tasks is 0, but must be"),
         (lambda: ENVIRONMENTS[0].sample_every_group(0, seeded()), "episodes is 0, but must be"),

@@ -89,7 +89,7 @@ def test_tasks_are_regressions_with_one_output_and_no_persistent_classes(environ
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Sinusoid(shots=0), "shots is 0, but must be a whole number of at least 1. Use shots=1 or more."),
+        (lambda: Sinusoid(shots=0), "shots is 0, but must be an integer of at least 1. Use shots=1 or more."),
         (lambda: Quadratic(queries=-2), "queries is -2, but must be"),
         (lambda: Quadratic(dimension=2.5), "dimension is 2.5, but must be"),  # type: ignore[arg-type]
         (lambda: Sinusoid().sample(0, seeded()), "tasks is 0, but must be"),

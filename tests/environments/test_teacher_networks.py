@@ -5,7 +5,7 @@ import torch
 
 from metabridge import method, parameters
 from metabridge.environments import FixedNeurons, GaussianNeurons, Mixture, TeacherTasks
-from metabridge.environments.teacher_networks import ACTIVATIONS, neuron_sum
+from metabridge.environments.teacher_networks import ACTIVATIONS, teacher_output
 from metabridge.errors import InputError
 from metabridge.learners import meta_gradient
 from metabridge.models import mlp
@@ -32,7 +32,7 @@ def test_a_network_with_the_neurons_of_the_teacher_has_zero_error(activation):
 
 def test_fixed_teachers_are_equally_frequent():
     tasks = TeacherTasks(FixedNeurons(NEURONS), "tanh").sample(2000, seeded()).without_split()
-    outputs = torch.stack([neuron_sum("tanh", teacher, tasks.support_x) for teacher in NEURONS])
+    outputs = torch.stack([teacher_output("tanh", teacher, tasks.support_x) for teacher in NEURONS])
     matches = (outputs - tasks.support_y).abs().amax((-2, -1)) < 1e-12
     assert matches.sum(0).eq(1).all()
     assert abs(int(matches[0].sum()) - 1000) < 4 * math.sqrt(500)
@@ -43,7 +43,7 @@ def test_inputs_and_noise_have_the_given_variances():
     tasks = noisy.sample(4000, seeded())
     inputs = tasks.support_x.flatten(0, 1)
     torch.testing.assert_close(inputs.T.cov(), 0.5 * torch.eye(2, dtype=torch.float64), atol=0.02, rtol=0)
-    noise = tasks.support_y - neuron_sum("softplus", NEURONS[0], tasks.support_x)
+    noise = tasks.support_y - teacher_output("softplus", NEURONS[0], tasks.support_x)
     assert noise.var().item() == pytest.approx(0.09, rel=0.03)
     assert abs(noise.mean()) < 0.01
     assert torch.equal(quiet.sample(5, seeded()).support_x, noisy.sample(5, seeded()).support_x)

@@ -30,7 +30,7 @@ def outcome(glyphs, tmp_path_factory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         training = replace(quick.training, iterations=1, batch_size=1, test_tasks=4, filters=4)
         patch.setitem(SETTINGS, "quick", replace(quick, tasks=20, ranking=1, training=training))
-        patch.setattr(estimates, "RESAMPLINGS", 10)
+        patch.setattr(estimates, "BOOTSTRAP_SAMPLES", 10)
         patch.setattr(advice, "TRAINING_EXAMPLES", 160)
         patch.setattr(advice, "TEST_TASKS", 16)
         patch.setattr(advice, "VALIDATION_TASKS", 8)

@@ -17,19 +17,20 @@ from metabridge.experiments import (
     mini_imagenet_training_runs,
 )
 from metabridge.experiments.mini_imagenet_training_runs import EVALUATIONS, VIEWS
-from metabridge.experiments.training_records import SplitAccuracy, TrainingRecord, config_dict
+from metabridge.experiments.training_records import TrainingRecord, config_dict
 from metabridge.report.results import Machine, Result
 from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.head_selection import SplitAccuracy
 
 EXPERIMENTS = ("bridge-table3", "bridge-table4", "bridge-table5", "bridge-fig2")
 
 
 def shrink(patch: pytest.MonkeyPatch, glyphs: LabeledImages) -> None:
-    """Make every training two steps long on few classes, and evaluate it on four tasks."""
-    few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
+    """Shorten all training runs to two steps on a few classes, and evaluate them on four tasks."""
+    few_classes = replace(glyphs, splits={split: classes[:8] for split, classes in glyphs.splits.items()})
     configs = mini_imagenet_training_runs.configs
 
-    def short(scale: str) -> dict[str, ImageTrainingConfig]:
+    def small_configs(scale: str) -> dict[str, ImageTrainingConfig]:
         small = {}
         for name, config in configs(scale).items():
             options = {"filters": 4} if config.model == "conv4" else {"widths": [4, 4, 8, 8]}
@@ -38,9 +39,9 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabeledImages) -> None:
         return small
 
     for module in (mini_imagenet_training_runs, bridge_table3):
-        patch.setattr(module, "configs", short)
+        patch.setattr(module, "configs", small_configs)
     patch.setitem(EVALUATIONS, "quick", replace(EVALUATIONS["quick"], tasks=4, views=VIEWS[1:2]))
-    patch.setattr(mini_imagenet_training_runs, "load", lambda name: few)
+    patch.setattr(ExperimentOptions, "load_images", lambda *_, **__: few_classes)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def small(monkeypatch, glyphs) -> None:
 
 @pytest.fixture(scope="module")
 def out(glyphs, tmp_path_factory) -> Path:
-    """A folder with the records of all trainings."""
+    """A folder with the records of all training runs."""
     folder = tmp_path_factory.mktemp("bridge")
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, glyphs)
@@ -59,15 +60,15 @@ def out(glyphs, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def untrainable(monkeypatch) -> None:
+def no_training(monkeypatch) -> None:
     monkeypatch.setattr(
         "metabridge.experiments.training_records.train_on_images", lambda *_, **__: pytest.fail("trained")
     )
 
 
 @pytest.mark.parametrize("id", EXPERIMENTS)
-def test_records_are_read_instead_of_training_again(small, out, untrainable, monkeypatch, tmp_path, id):
-    monkeypatch.setattr(mini_imagenet_training_runs, "load", lambda *_, **__: pytest.fail("loaded images"))
+def test_records_are_read_instead_of_training_again(small, out, no_training, monkeypatch, tmp_path, id):
+    monkeypatch.setattr(ExperimentOptions, "load_images", lambda *_, **__: pytest.fail("loaded images"))
     first, again = (load_experiment(id).run(ExperimentOptions("quick", out=out, progress=False)) for _ in range(2))
     assert first.result == again.result
     assert Result.read(first.result.write(tmp_path)).rows == first.result.rows
@@ -117,7 +118,7 @@ def test_figure_2_has_accuracy_and_minutes_of_every_method(small, out):
         assert table[f"{name}, training"].ours > 0
 
 
-def test_only_runs_the_named_training(small, tmp_path):
+def test_only_selects_the_training_run(small, tmp_path):
     table = rows("bridge-table4", tmp_path, only=("metaoptnet",))
     assert set(table) == {"metaoptnet, training"}
     assert [file.name for file in (tmp_path / "records").iterdir()] == ["glyphs-metaoptnet-quick-0.json"]
@@ -129,7 +130,7 @@ def test_unknown_names_in_only_raise_an_error(tmp_path):
         load_experiment("bridge-table4").run(ExperimentOptions("quick", out=tmp_path, only=("maml-1",), progress=False))
 
 
-def test_interrupted_trainings_leave_no_record_and_resume(small, tmp_path):
+def test_interrupted_training_runs_leave_no_record_and_resume(small, tmp_path):
     with pytest.raises(InputError, match="no part of bridge-table5 is finished"):
         rows("bridge-table5", tmp_path, minutes=0)
     assert not (tmp_path / "records").exists()
@@ -141,8 +142,8 @@ def test_the_paper_scale_without_its_dataset_raises_an_error(tmp_path, data):
     with pytest.raises(InputError) as caught:
         load_experiment("bridge-table3").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
     assert str(caught.value) == (
-        f"the paper scale needs mini-ImageNet, but --data is {data}, which has no folder mini-imagenet. "
-        "Use --scale quick to try the experiment without it."
+        f"data is {data}, but the paper scale needs a folder that contains mini-imagenet. "
+        "Use --data with that folder, or --scale quick to try the experiment without it."
     )
 
 
@@ -181,7 +182,7 @@ def record(name: str, curve: list[tuple[float, float]], scores: tuple[SplitAccur
         ([(3, 0.5)], [(6, 0.5)], "50.0 %", 2.0),
     ],
 )
-def test_the_ratio_of_hours_is_that_of_the_times_to_the_best_accuracy_that_both_reach(
+def test_the_ratio_of_hours_compares_the_times_to_the_best_accuracy_that_both_methods_reach(
     monkeypatch, tmp_path, mtl, metaoptnet, target, ratio
 ):
     records = {"mtl": record("mtl", mtl), "metaoptnet": record("metaoptnet", metaoptnet)}
@@ -192,12 +193,12 @@ def test_the_ratio_of_hours_is_that_of_the_times_to_the_best_accuracy_that_both_
     assert table["mtl, training"].ours == pytest.approx(mtl[-1][0] / 60)
 
 
-def test_trainings_have_the_seed_of_the_options(monkeypatch, tmp_path):
+def test_training_runs_have_the_seed_of_the_options(monkeypatch, tmp_path):
     seeds = {}
 
-    def note_seed(options: ExperimentOptions, training: str, name: str, config: ImageTrainingConfig, *_) -> None:
+    def record_seed(options: ExperimentOptions, part: str, name: str, config: ImageTrainingConfig, *_) -> None:
         seeds[name] = config.seed
 
-    monkeypatch.setattr(mini_imagenet_training_runs, "train_or_load", note_seed)
+    monkeypatch.setattr(mini_imagenet_training_runs, "train_or_load", record_seed)
     mini_imagenet_training_runs.train_or_load_all(ExperimentOptions("quick", out=tmp_path, seed=3), ("mtl", "maml-5"))
     assert seeds == {"glyphs-mtl-quick-3": 3, "glyphs-maml-5-quick-3": 3}

@@ -43,7 +43,9 @@ def test_an_interrupted_search_resumes_and_finds_the_same_cells(glyphs, monkeypa
 
 @pytest.mark.parametrize("data", [None, Path("nowhere")])
 def test_the_paper_scale_without_mini_imagenet_raises_an_error(tmp_path, data):
-    with pytest.raises(InputError, match=rf"--data is {data}, which has no folder mini-imagenet. Use --scale quick"):
+    with pytest.raises(
+        InputError, match=rf"data is {data}, but the paper scale needs a folder that contains mini-imagenet. Use --data"
+    ):
         load_experiment("nas-fig2").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
 
 

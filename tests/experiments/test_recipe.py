@@ -15,38 +15,38 @@ from metabridge.experiments import (
 from metabridge.report.results import Result
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-FEW = ("muon", "distilled", "mixup")
+CASES = ("muon", "distilled", "mixup")
 
 
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
-    """Make every training four steps long on few classes, and evaluate it on four tasks."""
-    few = replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
-    net = {"model_options": {"widths": [4, 4, 8, 8]}, "batch_size": 4, "validate_tasks": 2}
+    """Shorten all training runs to four steps on a few classes, and evaluate them on four tasks."""
+    few_classes = replace(glyphs, splits={split: classes[:8] for split, classes in glyphs.splits.items()})
+    small_options = {"model_options": {"widths": [4, 4, 8, 8]}, "batch_size": 4, "validate_tasks": 2}
     configs = {
-        scale: {"rfs": replace(mini_imagenet_training_runs.configs(scale)["rfs"], **net)}
+        scale: {"rfs": replace(mini_imagenet_training_runs.configs(scale)["rfs"], **small_options)}
         for scale in ("quick", "paper")
     }
     monkeypatch.setattr(recipe, "configs", configs.get)
     monkeypatch.setattr(recipe, "STEPS", {"quick": 4, "paper": 4})
-    monkeypatch.setattr(mini_imagenet_training_runs, "load", lambda name: few)
+    monkeypatch.setattr(ExperimentOptions, "load_images", lambda *_, **__: few_classes)
     evaluations = mini_imagenet_training_runs.EVALUATIONS
     monkeypatch.setitem(evaluations, "quick", replace(evaluations["quick"], tasks=4))
 
 
 def test_cases_are_trained_with_their_changes_and_students_with_their_teacher(small, tmp_path):
-    outcome = load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=FEW, progress=False))
-    assert set(outcome.data) == set(FEW)
+    outcome = load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=CASES, progress=False))
+    assert set(outcome.data) == set(CASES)
     assert outcome.data["mixup"].plan["soft_targets"]["mixup"] == 0.2
     assert outcome.data["muon"].plan["soft_targets"] is None
-    folders = {name: tmp_path / "runs" / f"recipe-glyphs-{name}-quick-0" for name in FEW}
+    folders = {name: tmp_path / "runs" / f"recipe-glyphs-{name}-quick-0" for name in CASES}
     assert "teacher" in load(folders["distilled"]).settings
     assert "teacher" not in load(folders["mixup"]).settings
     recipe.EXPERIMENT.draw(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_student_without_its_teacher_is_refused(small, tmp_path):
+def test_a_student_without_its_teacher_raises_an_error(small, tmp_path):
     with pytest.raises(InputError, match=r"distilled needs the trained run of muon\. Add muon to --only"):
         load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=("distilled",), progress=False))
 

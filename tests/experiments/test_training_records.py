@@ -7,10 +7,10 @@ import torch
 
 from metabridge import InputError
 from metabridge.experiments import ExperimentOptions, training_records
-from metabridge.experiments.training_records import SplitAccuracy
-from metabridge.training import TestTimeAugmentation
+from metabridge.training import TestTimeAugmentation, head_selection
 from metabridge.training.config import ImageTrainingConfig
 from metabridge.training.evaluation import Score
+from metabridge.training.head_selection import SplitAccuracy
 from small_searches import make_record, small_images
 
 
@@ -23,11 +23,11 @@ class EncodingTable:
 
     def evaluate(self, models, environment, *, tasks, seed=0) -> list[Score]:
         code = 1000 * seed + 100 * (environment.split == "test") + 10 * environment.shots
-        return [Score.of(torch.tensor([code + model.method.test.penalty] * tasks)) for model in models]
+        return [Score.of(torch.tensor([code + model.method.test_solver.penalty] * tasks)) for model in models]
 
 
 def test_every_score_belongs_to_its_split_shots_penalty_and_seed(glyphs, monkeypatch, tmp_path):
-    monkeypatch.setattr(training_records, "FeatureTable", EncodingTable)
+    monkeypatch.setattr(head_selection, "FeatureTable", EncodingTable)
     options = ExperimentOptions("quick", out=tmp_path, seed=7, progress=False)
     config = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
     images, evaluation = small_images(glyphs), training_records.Evaluation((1, 5), 2, ())

@@ -48,7 +48,7 @@ def test_a_larger_penalty_makes_the_weights_smaller(name):
 
 @every_head
 def test_a_head_is_solved_for_the_tasks_of_a_trained_network(name):
-    learner, net, episodes = method("mtl", test=name), smooth_mlp(), clusters((4,))
+    learner, net, episodes = method("mtl", test_solver=name), smooth_mlp(), clusters((4,))
     assert predict(learner, net, parameters(learner, net, classes=CLASSES), episodes).isfinite().all()
 
 
@@ -58,10 +58,10 @@ def test_a_head_declares_whether_it_is_calibrated_and_whether_it_fits_real_value
     assert isinstance(kind.calibrated, bool)
     x = torch.randn(2, 6, 3)
     values = torch.randn(2, 6, 1)
-    if kind.fits_values:
+    if kind.supports_regression:
         assert create_head(name).fit(x, values, 1).weight.shape == (2, 1, 3)
     else:
-        with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 6, 1\).*fits real values"):
+        with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 6, 1\).*For real-valued targets, use"):
             create_head(name).fit(x, values, 1)
 
 

@@ -222,13 +222,13 @@ def test_invalid_inputs_raise_errors_that_name_them(head):
     x, y = torch.randn(2, 4, 3), torch.tensor([[0, 1, 0, 1], [0, 1, 1, 1]])
     with pytest.raises(InputError, match="class 2 of task 0 has no support example"):
         head.fit(x, y, 3)
-    with pytest.raises(InputError, match="labels are between -1 and 0"):
+    with pytest.raises(InputError, match="labels has values from -1 to 0"):
         head.fit(x, y - 1, 2)
     with pytest.raises(InputError, match="labels is int64 of shape"):
         head.fit(x, y[:, :3], 2)
     with pytest.raises(InputError, match="features contains NaN or infinite values"):
         head.fit(x.where(x < x.max(), torch.nan), y, 2)
-    with pytest.raises(InputError, match="the head was fitted with the task axes"):
+    with pytest.raises(InputError, match="the head was fitted to task dimensions"):
         head.fit(x, y, 2).scores(torch.randn(2, 4, 5))
 
 
@@ -254,7 +254,9 @@ def test_heads_of_half_precision_features_equal_those_of_the_features_in_float32
 
 @pytest.mark.parametrize("head", [LogisticRegression(), SVM(), SVM(loss="hinge"), NearestCentroid()], ids=repr)
 def test_classifiers_reject_real_targets(head):
-    with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 4, 1\).*Only RidgeClassifier fits real"):
+    with pytest.raises(
+        InputError, match=r"labels is float32 of shape \(2, 4, 1\).*For real-valued targets, use RidgeClassifier"
+    ):
         head.fit(torch.randn(2, 4, 3), torch.randn(2, 4, 1), 1)
 
 
@@ -284,21 +286,23 @@ def test_heads_score_on_a_gpu_as_on_the_cpu(head):
 )
 def test_a_head_that_is_not_solved_logs_one_warning(head, remedy, monkeypatch, caplog):
     tasks = gaussian_tasks(3, [5, 5], 4, spread=2.0)
-    monkeypatch.setattr("metabridge.heads.newton.STEPS", 1)
-    monkeypatch.setattr("metabridge.heads.newton.HINGE_STEPS", 1)
+    monkeypatch.setattr("metabridge.heads.newton.MAX_STEPS", 1)
+    monkeypatch.setattr("metabridge.heads.newton.MAX_HINGE_STEPS", 1)
     monkeypatch.setattr("metabridge.heads.svm_duals.MAX_EXAMPLES", 1)
     head.fit(tasks.x, tasks.y, tasks.ways)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{head!r} stopped ")
-    assert record.getMessage().endswith(f"in 3 of 3 tasks. Use {remedy}, or normalize=True.")
+    assert record.getMessage().startswith(f"{head!r} did not converge in 3 of 3 tasks")
+    assert record.getMessage().endswith(f"Use {remedy}, or normalize=True.")
 
 
 def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
     tasks = gaussian_tasks(3, [9, 9], 4, spread=2.0)
-    monkeypatch.setattr("metabridge.heads.svm_duals._MAX_EXCHANGES", 0)
-    monkeypatch.setattr("metabridge.heads.svm_duals.INTERIOR_STEPS", 3)
+    monkeypatch.setattr("metabridge.heads.svm_duals._MAX_ACTIVE_SET_STEPS", 0)
+    monkeypatch.setattr("metabridge.heads.svm_duals.MAX_INTERIOR_POINT_STEPS", 3)
     SVM(10.0, "hinge").fit(tasks.x, tasks.y, tasks.ways)
-    assert [record.getMessage().split(" stopped ")[0] for record in caplog.records] == [repr(SVM(10.0, "hinge"))]
+    assert [record.getMessage().split(" did not converge ")[0] for record in caplog.records] == [
+        repr(SVM(10.0, "hinge"))
+    ]
 
 
 def test_a_head_warns_if_its_objective_is_more_than_1e_5_above_the_minimum(monkeypatch, caplog):

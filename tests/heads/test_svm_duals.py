@@ -9,7 +9,7 @@ from sklearn import svm
 from torch import Tensor
 
 from metabridge.heads import svm_duals
-from metabridge.heads.svm_duals import one_against_one
+from metabridge.heads.svm_duals import one_vs_one
 
 
 def points(*shape: int, seed: int = 0) -> Tensor:
@@ -20,9 +20,9 @@ def test_classes_may_have_different_sizes_in_one_batch():
     x = points(2, 9, 4)
     labels = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 2, 2, 2, 2, 2]])
     gram = x @ x.mT
-    coefficient, bias, _ = one_against_one(gram, labels, 3, 1.0)
+    coefficient, bias, _ = one_vs_one(gram, labels, 3, 1.0)
     for task in range(2):
-        single = one_against_one(gram[task : task + 1], labels[task : task + 1], 3, 1.0)
+        single = one_vs_one(gram[task : task + 1], labels[task : task + 1], 3, 1.0)
         torch.testing.assert_close(single[:2], (coefficient[task : task + 1], bias[task : task + 1]))
 
 
@@ -63,7 +63,7 @@ every_machine = pytest.mark.parametrize(("x", "labels"), MACHINES.values(), ids=
 
 
 def decisions(x: Tensor, labels: Tensor, C: float, query: Tensor) -> Tensor:
-    coefficient, bias, _ = one_against_one(x @ x.mT, labels, 3, C)
+    coefficient, bias, _ = one_vs_one(x @ x.mT, labels, 3, C)
     return query @ (coefficient @ x).mT + bias[:, None]
 
 
@@ -75,7 +75,7 @@ def test_pairwise_svms_decide_as_svc_and_as_the_interior_point_method(x, labels,
     reference = svm.SVC(C=C, kernel="linear", tol=1e-10, decision_function_shape="ovo")
     theirs = [reference.fit(a.numpy(), b.numpy()).decision_function(c.numpy()) for a, b, c in zip(x, labels, query)]
     torch.testing.assert_close(ours, torch.from_numpy(np.stack(theirs)), rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(svm_duals, "_MAX_EXCHANGES", 0)
+    monkeypatch.setattr(svm_duals, "_MAX_ACTIVE_SET_STEPS", 0)
     torch.testing.assert_close(ours, decisions(x, labels, C, query), rtol=1e-5, atol=1e-5)
 
 
@@ -89,6 +89,6 @@ def test_pairwise_svms_of_few_points_in_many_features_need_no_interior_point_met
 def test_a_point_at_its_bound_does_not_count_for_the_bias():
     x = torch.tensor([[[0.0], [1.0], [10.0], [11.0]]], dtype=torch.float64)
     labels = torch.tensor([[0, 1, 0, 1]])
-    _, bias, _ = one_against_one(x @ x.mT, labels, 2, 0.01)
+    _, bias, _ = one_vs_one(x @ x.mT, labels, 2, 0.01)
     reference = svm.SVC(C=0.01, kernel="linear", tol=1e-10).fit(x[0].numpy(), labels[0].numpy())
     assert abs(bias.item() + reference.intercept_.item()) < 1e-6

@@ -22,7 +22,7 @@ def run(glyphs: LabeledImages, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("runs") / "run"
     net = conv4(1, 28, outputs=WAYS, statistics="running")
     tasks = glyphs.tasks("train", ways=WAYS, shots=5, queries=5)
-    learner = method("r2d2", test=LogisticRegression(penalty=0.33))
+    learner = method("r2d2", test_solver=LogisticRegression(penalty=0.33))
     fit(net, learner, tasks, iterations=40, lr=5e-3, validate_every=40, out=folder, progress=False)
     return folder
 

@@ -91,7 +91,7 @@ def test_with_two_classes_a_positive_decision_predicts_the_second(run, support, 
 def test_images_are_predicted_independently_with_running_statistics(fitted, query, monkeypatch):
     together = fitted.predict_proba(query[0])
     one_by_one = np.concatenate([fitted.predict_proba([file]) for file in query[0]])
-    monkeypatch.setattr("metabridge.inference.classifier.CHUNK", 5)
+    monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
     np.testing.assert_allclose(one_by_one, together, atol=1e-5)
     np.testing.assert_allclose(fitted.predict_proba(query[0]), together, atol=1e-5)
 
@@ -101,7 +101,7 @@ def test_batch_statistics_predict_images_together_with_a_warning(anil, support, 
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         together = classifier.predict_proba(query[0])
     assert (classifier.classes_[together.argmax(1)] == query[1]).mean() > 0.5
-    with pytest.warns(UserWarning, match="a single image is normalized by its own statistics"):
+    with pytest.warns(UserWarning, match="a single image is normalized with its own statistics"):
         alone = classifier.predict_proba(query[0][:1])
     assert not np.allclose(alone, together[:1], atol=1e-3)
 
@@ -110,7 +110,7 @@ def test_batch_statistics_never_split_a_call_into_chunks(anil, support, query, m
     classifier = FewShotClassifier(anil).fit(*support)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         together = classifier.decision_function(query[0])
-    monkeypatch.setattr("metabridge.inference.classifier.CHUNK", 5)
+    monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         again = classifier.decision_function(query[0])
     np.testing.assert_array_equal(again, together)
@@ -174,7 +174,7 @@ def test_a_saved_model_predicts_the_same_without_its_run(run, support, query, tm
 
 def test_a_saved_model_keeps_adapted_features_and_pairwise_heads(run, anil, support, query, tmp_path):
     pairs, gradient = mb.load(run), mb.load(anil)
-    pairs = replace(pairs, method=replace(pairs.method, test=SVM(loss="hinge")))
+    pairs = replace(pairs, method=replace(pairs.method, test_solver=SVM(loss="hinge")))
     gradient = replace(gradient, method=mb.method("maml", steps=2, lr=0.1))
     for number, model in enumerate((pairs, gradient)):
         classifier = FewShotClassifier(model).fit(*support)
@@ -208,7 +208,7 @@ def test_accuracy_equals_that_of_evaluate(run, glyphs):
 def test_a_fixed_head_needs_its_number_of_classes_and_a_fitted_head_does_not(anil, support, query):
     pairs = [(file, label) for file, label in zip(*support) if label != "character 0"]
     files, labels = zip(*pairs)
-    with pytest.raises(InputError, match=r"y has 3 classes, but .* trained for 4 .*--ways 3, or use head='logistic'"):
+    with pytest.raises(InputError, match=r"y has 3 classes, but .* trained for 4.*--ways 3, or use head='logistic'"):
         FewShotClassifier(anil).fit(files, labels)
     assert len(FewShotClassifier(anil, head="logistic").fit(files, labels).classes_) == 3
 
@@ -373,8 +373,8 @@ def test_a_saved_model_with_invalid_notes_is_damaged(fitted, tmp_path, change):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("head.bias", torch.zeros(1, 3), "its head has another shape or dtype"),
-        ("head.weight", torch.zeros(1, 4, 1, dtype=torch.float64), "its head has another shape or dtype"),
+        ("head.bias", torch.zeros(1, 3), "its head has the wrong shape or dtype"),
+        ("head.weight", torch.zeros(1, 4, 1, dtype=torch.float64), "its head has the wrong shape or dtype"),
         ("params.features.0.0.weight", torch.zeros(2), "the network has 'features.0.0.weight' of shape"),
         ("head.bias", torch.full((1, 4), torch.nan), "the weight 'bias' contains NaN or infinite values"),
     ],

@@ -85,7 +85,7 @@ def test_adapt_warns_that_images_are_predicted_together(on_cpu, anil, folders, t
         "adapt", anil, "--support", folders / "support", "--query", folders / "query", "--out", file
     )
     assert status == 0
-    assert errors.startswith("Note: this network's batch norms use the statistics of each batch")
+    assert errors.startswith("Note: the batch norm of this network uses batch statistics")
     assert errors.count("\n") == 1
 
 
@@ -105,23 +105,23 @@ def broken(folders, tmp_path):
 @pytest.mark.parametrize(
     ("support", "query", "message"),
     [
-        ("nowhere", "good", "support is {}/nowhere, which does not exist. Name a folder of images."),
-        ("good", "loose/1.png", "query is {}/loose/1.png, which is not a folder."),
+        ("nowhere", "good", "--support is {}/nowhere, which does not exist. Pass a folder of images."),
+        ("good", "loose/1.png", "--query is {}/loose/1.png, which is not a folder."),
         (
             "void",
             "good",
-            "support is {}/void, which has 0 folders with images, but at least 2 classes are needed.",
+            "--support is {}/void, but at least 2 subfolders with images are needed, and it has 0.",
         ),
-        ("loose", "good", "support is {}/loose, which has 0 folders with images"),
-        ("one", "good", "support is {}/one, which has 1 folders with images"),
+        ("loose", "good", "--support is {}/loose, but at least 2 subfolders with images are needed, and it has 0"),
+        ("one", "good", "--support is {}/one, but at least 2 subfolders with images are needed, and it has 1"),
         ("gap", "good", "class 'c' in {}/gap has no images. Add some, or remove the folder."),
         (
             "bad",
             "good",
             "{}/bad/b/2.png cannot be read (it is not an image that Pillow reads). Fix or remove it.",
         ),
-        ("good", "void", "query is {}/void, which contains no images"),
-        ("good", "unreadable", "query is {}/unreadable, but none of its 1 images can be read ("),
+        ("good", "void", "--query is {}/void, which contains no images"),
+        ("good", "unreadable", "--query is {}/unreadable, but none of its images can be read ("),
     ],
 )
 def test_folders_that_cannot_be_used_are_named_and_nothing_is_written(
@@ -152,9 +152,9 @@ def test_export_writes_the_graph_and_the_head_next_to_it(metabridge, anil, folde
         "export", anil, "--out", file, "--support", folders / "support", "--head", "logistic"
     )
     assert status == 0
-    assert f"The features are in {file}" in printed
+    assert f"The ONNX model is in {file}" in printed
     assert f"The head for 4 classes is in {tmp_path / 'features.json'}" in printed
-    assert "the features of an image depend on the rest of its batch" in errors
+    assert "the features of an image depend on the other images of its batch" in errors
     assert json.loads((tmp_path / "features.json").read_text())["normalize"]
     assert file.stat().st_size > 1000
 
@@ -166,19 +166,19 @@ def test_export_writes_the_graph_to_standard_output(metabridge, anil, folders, t
     monkeypatch.setattr("metabridge.files._write_stdout", written.append)
     status, printed, errors = metabridge("export", anil, "--out", "-")
     assert (status, printed) == (0, "")
-    assert "The features are in -" in errors
+    assert "The ONNX model is in -" in errors
     assert [len(content) > 1000 for content in written] == [True]
     assert not list(tmp_path.iterdir())
     status, _, errors = metabridge("export", anil, "--out", "-", "--support", folders / "support")
     assert status == 2
-    assert errors.startswith("metabridge export: --out is -, but --support writes a second file next to the graph.")
+    assert errors.startswith("metabridge export: --out is -, but --support writes a second file next to the model.")
 
 
 def test_export_does_not_write_the_head_over_the_graph(metabridge, run, folders, tmp_path):
     file = tmp_path / "both.json"
     status, _, errors = metabridge("export", run, "--out", file, "--support", folders / "support")
     assert status == 2
-    assert f"--out is {file}, but the head is written there. Use another name, such as both.onnx." in errors
+    assert f"--out is {file}, but the head is written to that file. Use another name, such as both.onnx." in errors
     assert not file.exists()
 
 

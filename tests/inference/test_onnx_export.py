@@ -68,7 +68,7 @@ def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
 
 def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support, tmp_path):
     model = mb.load(run)
-    model = replace(model, method=replace(model.method, test=mb.heads.SVM(loss="hinge")))
+    model = replace(model, method=replace(model.method, test_solver=mb.heads.SVM(loss="hinge")))
     head = json.loads(write_head(FewShotClassifier(model).fit(*support), tmp_path / "pairs.json").read_text())
     assert head["kind"] == "pairwise"
     assert len(head["weight"]) == len(head["bias"]) == 6
@@ -81,7 +81,7 @@ def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support,
 
 def test_without_onnx_the_error_names_the_install_command(run, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.inference.onnx_export.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"needs onnx, which is not installed: pip install 'metabridge\[onnx\]'"):
+    with pytest.raises(InputError, match=r"needs onnx, which is not installed. Run pip install 'metabridge\[onnx\]'"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
 
 
@@ -89,7 +89,7 @@ def test_without_onnx_the_error_names_the_install_command(run, tmp_path, monkeyp
 def test_a_written_head_predicts_like_the_classifier(run, anil, support, query, tmp_path, kind):
     model = mb.load(anil if kind == "gradient" else run)
     if kind == "pairs":
-        model = replace(model, method=replace(model.method, test=mb.heads.SVM(loss="hinge")))
+        model = replace(model, method=replace(model.method, test_solver=mb.heads.SVM(loss="hinge")))
     if kind == "gradient":
         bias = model.params["head.bias"] + torch.tensor([3.0, -2.0, 1.0, 0.0])
         model = replace(model, params=model.params | {"head.bias": bias})

@@ -57,7 +57,7 @@ IMAGE_KERNELS = {
     "conv4 flatten": conv4_kernel(),
     "conv4 global": conv4_kernel("global", **BIASED),
 }
-EXAMPLES = {
+KERNELS = {
     "relu": fully_connected_kernel(4),
     "erf with bias": fully_connected_kernel(3, "erf", 1.5, 0.3),
     "residual": residual_kernel(5),
@@ -246,18 +246,18 @@ def test_kernel_of_equal_points_equals_the_diagonal(dtype: torch.dtype) -> None:
     torch.testing.assert_close(same, 20 * 2 * x.square().mean(1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernel_is_symmetric_and_equals_the_general_computation(name: str) -> None:
-    kernel = EXAMPLES[name]
+    kernel = KERNELS[name]
     x = points(kernel, 7)
     for symmetric, general in zip(kernel.both(x), kernel.both(x, x.clone())):
         assert torch.equal(symmetric, symmetric.mT)
         torch.testing.assert_close(symmetric, general, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernel_does_not_depend_on_the_tiles(name: str) -> None:
-    kernel = EXAMPLES[name]
+    kernel = KERNELS[name]
     x, z = points(kernel, 13), points(kernel, 11, seed=1)
     smallest = next(bytes for bytes in (2**power for power in range(5, 40)) if _fits(replace(kernel, memory=bytes), x))
     for memory in (smallest, 5 * smallest, 30 * smallest):
@@ -299,9 +299,9 @@ class MemoryMeter(TorchDispatchMode):
         self.current -= size
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernel_stays_within_its_memory(name: str) -> None:
-    kernel = replace(EXAMPLES[name], memory=2**22 if EXAMPLES[name].pixel_dims == 4 else 2**20)
+    kernel = replace(KERNELS[name], memory=2**22 if KERNELS[name].pixel_dims == 4 else 2**20)
     x = points(kernel, 12 if kernel.pixel_dims == 4 else 60 if kernel.pixel_dims else 400)
     with MemoryMeter() as meter:
         kernel.both(x, x.clone())
@@ -326,16 +326,16 @@ def test_residual_nets_double_per_layer_and_grow_linearly_with_layer_norm(depth:
     torch.testing.assert_close(ntk.diagonal(), (depth / 2 + 1) * torch.ones(5, dtype=x.dtype), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_are_positive_definite(name: str) -> None:
-    kernel = EXAMPLES[name]
+    kernel = KERNELS[name]
     for matrix in kernel.both(points(kernel, 12)):
         assert torch.linalg.eigvalsh(matrix).min() > 0
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_nngp_and_ntk_equal_the_results_of_both(name: str) -> None:
-    kernel = EXAMPLES[name]
+    kernel = KERNELS[name]
     x, z = points(kernel, 4), points(kernel, 3, seed=1)
     assert torch.equal(kernel.nngp(x, z), kernel.both(x, z)[1])
     assert torch.equal(kernel.ntk(x), kernel.both(x)[0])
@@ -399,7 +399,7 @@ ONES = torch.ones(2, 3)
             lambda: convolutional_kernel([Conv(3), Residual((ReLU(), Conv(3, 2))), Flatten(), Dense()]).ntk(
                 torch.ones(1, 1, 8, 8)
             ),
-            "changes the images' size",
+            "changes the size of the images",
         ),
     ],
 )
@@ -425,9 +425,9 @@ def test_layer_norm_makes_the_kernel_independent_of_the_scale_of_points() -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_on_the_gpu_equal_those_on_the_cpu(name: str) -> None:
-    kernel = EXAMPLES[name]
+    kernel = KERNELS[name]
     x, z = points(kernel, 9), points(kernel, 6, seed=1)
     for columns in (None, z):
         gpu_kernels = kernel.both(x.cuda(), None if columns is None else columns.cuda())

@@ -186,7 +186,7 @@ class Mixing(nn.Module):
     ("make", "message"),
     [
         (lambda: EmpiricalKernel(conv4(2, 16, 3)), "with_group_norm"),
-        (lambda: EmpiricalKernel(conv4(2, 16, 3, statistics="running")), "evaluation mode with statistics='running'"),
+        (lambda: EmpiricalKernel(conv4(2, 16, 3, statistics="running")), "Use running statistics"),
         (lambda: EmpiricalKernel(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))), "normalizes by the batch"),
         (lambda: EmpiricalKernel(with_group_norm(resnet12(2, 16, 3))), "drops values at random"),
         (lambda: EmpiricalKernel(nn.Flatten()), "no parameters"),
@@ -194,16 +194,16 @@ class Mixing(nn.Module):
         (lambda: EmpiricalKernel(mlp(5, 3), part="tail"), "part is 'tail'"),  # type: ignore[arg-type]
         (lambda: EmpiricalKernel(mlp(5, 3), {"head": torch.ones(2)}), "no such parameter"),
         (lambda: EmpiricalKernel(mlp(5, 3), memory=0), "memory is 0"),
-        (lambda: EmpiricalKernel(mlp(5, 3), memory=100).ntk(torch.ones(2, 5)), "too few for one sample"),
+        (lambda: EmpiricalKernel(mlp(5, 3), memory=100).ntk(torch.ones(2, 5)), "one sample of this network needs more"),
         (
             lambda: EmpiricalKernel(mlp(5, 3), memory=100).jacobian(torch.ones(2, 5)).__next__(),
-            "too few for one sample",
+            "one sample of this network needs more",
         ),
         (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.full((2, 5), math.nan)), "x contains values that are NaN"),
         (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.ones(2, 5), torch.full((2, 5), math.inf)), "z contains values"),
         (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.ones(2, 5).double()), "Convert one of them"),
         (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.ones(2, 4)), "which the network does not accept"),
-        (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.ones(2, 5), torch.ones(2, 4)), "must have x's shape"),
+        (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.ones(2, 5), torch.ones(2, 4)), "must have the shape of those"),
         (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.ones(0, 5)), "at least one sample"),
         (lambda: EmpiricalKernel(nn.Sequential(nn.Linear(5, 3), nn.Tanh())).nngp(torch.ones(2, 5)), "no head"),
         (lambda: EmpiricalKernel(nn.Conv2d(2, 3, 3)).ntk(torch.ones(2, 2, 4, 4)), "must return"),

@@ -118,11 +118,11 @@ def test_a_repeated_computation_is_replayed_until_something_changes(monkeypatch:
             self.replays += 1
             return self.compute(x, z)
 
-    monkeypatch.setattr(empirical, "_RecordedKernel", FakeRecording)
+    monkeypatch.setattr(empirical, "_CapturedKernel", FakeRecording)
     net, x, z = mlp(5, 3).double(), random_normal(1, 4, 5), random_normal(2, 4, 5)
     kernel = EmpiricalKernel(net)
     for points in (x, x, z):
-        kernel._prepare("all", points, None)[1].recordable = True  # as on a GPU
+        kernel._prepare("all", points, None)[1].capturable = True  # as on a GPU
         assert relative_error(kernel.ntk(points), EmpiricalKernel(net).ntk(points)) < 1e-12
     assert [recording.replays for recording in recordings] == [2]
     assert relative_error(kernel.ntk(x[:3]), EmpiricalKernel(net).ntk(x[:3])) < 1e-12  # another size

@@ -16,7 +16,7 @@ from metabridge import Engine, Episodes, method, parameters
 from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, mtl_kernel, split_kernel
 from metabridge.kernels.finite_width import (
     CenteredTraining,
-    LinearConvergence,
+    ConvergenceRate,
     empirical_meta_ntk,
     gradient_descent,
     squared_loss,
@@ -84,14 +84,14 @@ def test_mtl_kernel_is_the_limit_of_gradients_in_the_body_and_one_head_per_task(
 
 def test_mtl_kernel_between_tasks_with_independent_heads_vanishes(episodes):
     mtl, tasks, points = method("mtl", loss=squared_loss), 3, 5
-    same_task = torch.block_diag(*torch.ones(tasks, points, points, dtype=torch.float64))
-    limit = (1 - same_task) * mtl_kernel(KERNEL, episodes.without_split().support_x)
+    same_task_mask = torch.block_diag(*torch.ones(tasks, points, points, dtype=torch.float64))
+    limit = (1 - same_task_mask) * mtl_kernel(KERNEL, episodes.without_split().support_x)
 
     def compare(net):
         params = parameters(mtl, net, classes=tasks)
         generator = torch.Generator().manual_seed(net.recipe["seed"])
         params["heads.weight"].data.normal_(generator=generator)
-        between = (1 - same_task) * empirical_meta_ntk(mtl, net, params, episodes)
+        between = (1 - same_task_mask) * empirical_meta_ntk(mtl, net, params, episodes)
         return limit + between, limit  # the error is the kernel between tasks, relative to its value with shared heads
 
     means = mean_errors(compare)
@@ -125,11 +125,11 @@ def test_a_step_of_gradient_descent_moves_the_outputs_as_the_meta_ntk_predicts(e
 
 def test_gradient_descent_on_a_quadratic_loss_converges_as_its_kernel_predicts():
     eigenvalues = torch.tensor([0.2, 0.7, 1.5], dtype=torch.float64)
-    convergence = LinearConvergence.of(torch.diag(eigenvalues))
+    convergence = ConvergenceRate.from_kernel(torch.diag(eigenvalues))
     residuals = torch.stack([(1 - convergence.lr * eigenvalues) ** step for step in range(200)])
     losses = residuals.square().sum(1) / 2
-    assert float(losses[-1] / losses[-2]) == pytest.approx(convergence.loss_factor)
-    assert all(later <= convergence.loss_bound_factor * earlier for earlier, later in pairwise(losses))
+    assert float(losses[-1] / losses[-2]) == pytest.approx(convergence.loss_contraction)
+    assert all(later <= convergence.bound_contraction * earlier for earlier, later in pairwise(losses))
     steps = convergence.steps(0.01)
     slowest = residuals[:, 0]
     assert slowest[steps] <= 0.01 < slowest[steps - 1]

@@ -58,9 +58,9 @@ def test_prediction_without_a_split_equals_lemma_1(small, name, inner, outer):
     tasks = train.without_split()
     x, y, test_time = tasks.support_x, tasks.support_y, 0.7
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
-    same_task = torch.block_diag(*torch.ones(4, 10, 10)).bool()
+    same_task_mask = torch.block_diag(*torch.ones(4, 10, 10)).bool()
     decay = torch.block_diag(*(torch.from_numpy(expm(-inner * KERNEL.nngp(points).numpy())) for points in x))
-    phi = torch.where(same_task, ntk, ntk - nngp) if name == "mtl" else decay @ ntk @ decay
+    phi = torch.where(same_task_mask, ntk, ntk - nngp) if name == "mtl" else decay @ ntk @ decay
     weights = decay @ flow(phi, outer) @ decay @ y.flatten(0, 1)
     fitted = KernelLearner(KERNEL, name, inner_time=inner, test_time=test_time, outer_time=outer).fit(train)
     predictions = fitted.predict(test)

@@ -11,11 +11,11 @@ from metabridge.kernels import fully_connected_kernel
 from metabridge.kernels.meta_kernels import (
     adaptation_operator,
     anil_kernel,
+    block_diagonal_product,
     diagonal_blocks,
     mtl_kernel,
+    query_residual_operator,
     residual_decay,
-    residual_operator,
-    sandwich,
     split_kernel,
 )
 from metabridge.models import wide
@@ -104,7 +104,7 @@ def test_sandwich_equals_a_product_of_block_diagonal_matrices():
     left, right = torch.randn(2, 3, 4, generator=generator), torch.randn(5, 2, 6, generator=generator)
     matrix = torch.randn(8, 30, generator=generator)
     expected = torch.block_diag(*left) @ matrix @ torch.block_diag(*right).mT
-    assert torch.allclose(sandwich(left, matrix, right), expected, atol=1e-5)
+    assert torch.allclose(block_diagonal_product(left, matrix, right), expected, atol=1e-5)
 
 
 def gradients(net, x, head):
@@ -141,7 +141,7 @@ def test_body_kernel_between_tasks_remains_with_shared_heads_and_vanishes_with_i
 
 def test_support_set_explains_its_points_completely_at_infinite_time(tasks):
     support = tasks[1]
-    operator = residual_operator(KERNEL, support, support, "all", math.inf)
+    operator = query_residual_operator(KERNEL, support, support, "all", math.inf)
     assert torch.allclose(operator[..., :2] + operator[..., 2:], torch.zeros(3, 2, 2, dtype=torch.float64), atol=1e-10)
 
 

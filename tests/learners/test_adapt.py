@@ -45,7 +45,7 @@ def test_adaptation_lowers_the_support_loss():
 def test_the_representation_of_an_adapted_network_is_short():
     net, episodes = mlp(4, 3), clusters((4,), tasks=1).to(dtype=torch.float32)
     x, y = episodes.support_x[0], episodes.support_y[0]
-    anil, with_svm = method("anil"), method("anil", test="svm")
+    anil, with_svm = method("anil"), method("anil", test_solver="svm")
     assert repr(adapt(anil, net, parameters(anil, net), x, y)) == "Adapted(mlp)"
     assert repr(adapt(with_svm, net, parameters(with_svm, net), x, y)) == "Adapted(mlp, with a test-time head)"
 
@@ -90,7 +90,7 @@ def test_a_solved_head_does_not_depend_on_the_initial_head():
 @pytest.mark.parametrize("head", [SVM(loss="hinge"), SVM(), RidgeClassifier(), NearestCentroid()])
 def test_predictions_with_a_test_time_head_equal_the_scores_of_the_fitted_head(head):
     net, episodes = smooth_mlp(), clusters((4,))
-    learner = method("mtl", test=head)
+    learner = method("mtl", test_solver=head)
     params = parameters(learner, net, classes=CLASSES)
     with torch.no_grad():
         support, query = compute_features(net, params, episodes)

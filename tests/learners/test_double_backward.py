@@ -9,7 +9,7 @@ from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from cases import CLASSES, SOLVED, WAYS, flattened, odd_episodes, odd_net
+from cases import CLASSES, CONVERGED_PROXIMAL, WAYS, flattened, odd_episodes, odd_net
 from metabridge import Engine, InputError, meta_gradient, method, parameters
 from metabridge.learners.double_backward import second_derivatives
 from metabridge.models import Network
@@ -55,7 +55,7 @@ def test_weight_norm_has_the_correct_second_derivative_inside_the_context(dim):
 
 @pytest.mark.parametrize("name", ["attention", "multi-head attention"])
 def test_imaml_through_attention_matches_finite_differences(name):
-    learner, net, episodes = method("imaml", inner=SOLVED), odd_net(name), odd_episodes(name, tasks=1)
+    learner, net, episodes = method("imaml", inner=CONVERGED_PROXIMAL), odd_net(name), odd_episodes(name, tasks=1)
     params = parameters(learner, net, classes=CLASSES)
     engine = Engine(learner, net)
     gradients = engine(params, episodes).gradients

@@ -363,7 +363,7 @@ def test_whole_numbers_that_bfloat16_rounds_and_integer_inputs_of_float_networks
     x, y = torch.tensor([[[999.0, 3.0]]]), torch.zeros(1, 1, dtype=torch.int64)
     net, learner = mlp(2, 3), method("maml")
     params = parameters(learner, net)
-    with pytest.raises(InputError, match=r"whole numbers such as 999, which torch\.bfloat16 rounds to 1000"):
+    with pytest.raises(InputError, match=r"integers such as 999, which torch\.bfloat16 rounds to 1000"):
         Engine(learner, net, dtype=torch.bfloat16)(params, Episodes(x, y, x, y))
     for fine in (x / 999, x.clamp(max=256)):
         assert Engine(learner, net, dtype=torch.bfloat16)(params, Episodes(fine, y, fine, y)).loss.isfinite()
@@ -389,7 +389,7 @@ def test_a_network_that_vmap_cannot_run_is_computed_task_by_task_with_one_warnin
 
 
 def test_one_classifier_over_all_classes_raises_an_error_for_real_targets():
-    learner, net = method("rfs", test=heads.RidgeClassifier()), mlp(2, 1)
+    learner, net = method("rfs", test_solver=heads.RidgeClassifier()), mlp(2, 1)
     x, y = torch.randn(3, 4, 2), torch.randn(3, 4, 1)
     episodes = Episodes(x, y, x, y, classes=torch.tensor([[0], [1], [2]]))
     with pytest.raises(InputError, match="one classifier over all classes, but the targets are values"):
@@ -454,5 +454,5 @@ def test_query_indices_that_bfloat16_rounds_raise_an_error():
     net, learner = smooth_mlp().float(), METHODS["anil"]
     x = torch.ones(1, 3, 4)
     episodes = Episodes(x, torch.arange(3)[None], x * 999, torch.arange(3)[None])
-    with pytest.raises(InputError, match="whole numbers such as 999"):
+    with pytest.raises(InputError, match="integers such as 999"):
         Engine(learner, net, dtype=torch.bfloat16)(parameters(learner, net), episodes)

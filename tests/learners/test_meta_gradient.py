@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cases import (
     CLASSES,
+    CONVERGED_PROXIMAL,
     METHODS,
     NETS,
     ODD_FEATURES,
-    SOLVED,
     clusters,
     flattened,
     odd_episodes,
@@ -125,7 +125,7 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
 @pytest.mark.parametrize("name", METHODS)
 def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differences(name, net_name):
     learner, net, episodes = METHODS[name], odd_net(net_name), odd_episodes(net_name)
-    solved = isinstance(learner.inner, Proximal) and learner.inner is SOLVED
+    solved = isinstance(learner.inner, Proximal) and learner.inner is CONVERGED_PROXIMAL
     if solved:  # tested at its minimum above
         learner = replace(learner, inner=Proximal(steps=3, lr=0.1, cg_steps=2))
     params = parameters(learner, net, classes=CLASSES)

@@ -3,16 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import METHODS, OTHERWISE_TESTED
+from cases import METHODS, TESTED_ELSEWHERE
 from metabridge import InputError, Method, adapt, method, parameters
 from metabridge.heads import LogisticRegression
 from metabridge.learners import PRESETS
-from metabridge.learners.method import balance
+from metabridge.learners.method import balancing_regularizer
 from metabridge.models import mlp
 from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, SVMSolver
 
-EXACT_SOLVERS = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.solves_exactly)
-STEPS, STEPS_AT_TEST = GradientDescent(), GradientDescent(steps=2)
+EXACT_SOLVER_NAMES = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.solves_exactly)
+GD, GD_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 
 
 def test_a_preset_is_found_by_its_name():
@@ -21,18 +21,20 @@ def test_a_preset_is_found_by_its_name():
 
 
 def test_every_preset_is_tested_on_every_engine():
-    assert PRESETS.keys() - METHODS.keys() == OTHERWISE_TESTED
+    assert PRESETS.keys() - METHODS.keys() == TESTED_ELSEWHERE
 
 
 def test_options_change_the_solver_or_the_method():
     learner = method("maml", steps=2, lr=0.3, split=False)
     assert learner.inner == GradientDescent(steps=2, lr=0.3)
     assert not learner.split
-    assert method("nal", steps=1).test == GradientDescent(steps=1, lr=0.01)
-    assert method("mtl", penalty=2.0).test == LogisticRegression(penalty=2.0, normalize=True)
+    assert method("nal", steps=1).test_solver == GradientDescent(steps=1, lr=0.01)
+    assert method("mtl", penalty=2.0).test_solver == LogisticRegression(penalty=2.0, normalize=True)
     assert method("metaoptnet", C=1.0).inner == SVMSolver(C=1.0)
     assert method("maml", inner=Proximal(), steps=3).inner == Proximal(steps=3)
-    assert method("mtl", test=STEPS_AT_TEST, lr=0.3, training_head="learned").test == GradientDescent(steps=2, lr=0.3)
+    assert method("mtl", test_solver=GD_AT_TEST, lr=0.3, training_head="learned").test_solver == GradientDescent(
+        steps=2, lr=0.3
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,10 +48,10 @@ def test_options_change_the_solver_or_the_method():
         (lambda: method("maml", rates="all"), "rates is 'all'"),
         (lambda: method("imaml", strength=-1.0), "strength is -1.0"),
         (lambda: method("imaml", tolerance=-1.0), "tolerance is -1.0"),
-        (lambda: Method("body", STEPS), "adapts is 'body'"),
-        (lambda: Method("none", STEPS), "contradict each other"),
+        (lambda: Method("body", GD), "adapts is 'body'"),
+        (lambda: Method("none", GD), "contradict each other"),
         (lambda: Method("all", None, outer="plain"), "contradict each other"),
-        (lambda: Method("all", STEPS, outer="implicit"), "which GradientDescent does not admit"),
+        (lambda: Method("all", GD, outer="implicit"), "which GradientDescent does not admit"),
         (
             lambda: Method("head", RidgeSolver(), outer="implicit", training_head="solved"),
             "RidgeSolver does not admit",
@@ -58,16 +60,19 @@ def test_options_change_the_solver_or_the_method():
             lambda: Method("all", RidgeSolver(), training_head="solved"),
             "solves a linear head, but adapts is 'all'",
         ),
-        (lambda: Method("head", RidgeSolver()), f"solvers that compute an optimal head ({EXACT_SOLVERS})"),
-        (lambda: Method("head", STEPS, training_head="solved"), "with the solvers that compute an optimal head"),
-        (lambda: Method("head", STEPS, training_head="task-rows"), "rows are trained jointly"),
-        (lambda: Method("none", None, outer="plain", training_head="frozen", test=STEPS), "no inner solver adapts it"),
+        (lambda: Method("head", RidgeSolver()), f"solvers that compute an optimal head ({EXACT_SOLVER_NAMES})"),
+        (lambda: Method("head", GD, training_head="solved"), "with the solvers that compute an optimal head"),
+        (lambda: Method("head", GD, training_head="task-rows"), "rows are trained jointly"),
+        (
+            lambda: Method("none", None, outer="plain", training_head="frozen", test_solver=GD),
+            "no inner solver adapts it",
+        ),
         (lambda: Method("head", Proximal(), outer="displacement"), "trains only adapted parameters"),
         (
-            lambda: Method("none", None, outer="plain", training_head="task-rows", test=STEPS),
+            lambda: Method("none", None, outer="plain", training_head="task-rows", test_solver=GD),
             "from a shared head",
         ),
-        (lambda: Method("none", None, outer="plain"), "Set test to a solver or a head"),
+        (lambda: Method("none", None, outer="plain"), "Set test_solver to a solver or a head"),
     ],
 )
 def test_a_contradictory_combination_raises_an_error_with_a_clear_message(make, sentence):
@@ -79,8 +84,8 @@ def test_a_contradictory_combination_raises_an_error_with_a_clear_message(make, 
 def test_the_representation_of_a_method_names_functions_and_omits_the_default_loss():
     assert "loss" not in repr(method("maml"))
     assert repr(method("maml")).startswith("Method(adapts='all', inner=GradientDescent(steps=5, lr=0.01")
-    assert "loss=balance" in repr(method("maml", loss=balance))
-    assert "regularizer=balance)" in repr(method("burer-monteiro"))
+    assert "loss=balancing_regularizer" in repr(method("maml", loss=balancing_regularizer))
+    assert "regularizer=balancing_regularizer)" in repr(method("burer-monteiro"))
     assert all(" at 0x" not in repr(method(name)) for name in PRESETS)
 
 
@@ -91,7 +96,7 @@ def test_the_solver_at_test_time_uses_its_own_learning_rate():
     x = torch.linspace(-1, 1, 5)[:, None]
     ends = {}
     for lr in (0.01, 0.5):
-        both = Method("all", learned, test=GradientDescent(1, lr)), Method("all", GradientDescent(1, lr))
+        both = Method("all", learned, test_solver=GradientDescent(1, lr)), Method("all", GradientDescent(1, lr))
         ends[lr] = [adapt(one, net, params, x, x.sin())(x) for one in both]
         assert torch.equal(*ends[lr])
     assert not torch.allclose(ends[0.01][0], ends[0.5][0])
@@ -100,7 +105,7 @@ def test_the_solver_at_test_time_uses_its_own_learning_rate():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: method("nal", rates="per-element"), "test has rates='per-element'"),
+        (lambda: method("nal", rates="per-element"), "test_solver has rates='per-element'"),
         (lambda: method("reptile", rates="per-tensor"), "which learns no rates"),
         (lambda: Method("all", "gd"), "inner is 'gd', but must be one of GradientDescent"),
         (lambda: Method("all", GradientDescent), "inner is <class"),

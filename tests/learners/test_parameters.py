@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from cases import CLASSES, METHODS, SOLVED, clusters, relative, smooth_mlp
+from cases import CLASSES, CONVERGED_PROXIMAL, METHODS, clusters, relative, smooth_mlp
 from metabridge import InputError, fit, method
 from metabridge.environments import Sinusoid
 from metabridge.learners import adapt, parameters
@@ -44,7 +44,7 @@ def constant_mlp() -> Network:
 )
 def test_frozen_parameters_are_constants_in_training_and_adaptation(name: str, mode: Mode) -> None:
     learner, episodes, nets = METHODS[name], clusters((4,), tasks=2), (frozen_mlp(), constant_mlp())
-    if learner.inner is SOLVED:  # a less precise solution suffices
+    if learner.inner is CONVERGED_PROXIMAL:  # a less precise solution suffices
         learner = replace(learner, inner=Proximal(steps=4, lr=0.1, cg_steps=3))
     params = [parameters(learner, net, classes=CLASSES) for net in nets]
     assert params[0].keys() - params[1].keys() == {*FROZEN}  # frozen parameters have no learned rates

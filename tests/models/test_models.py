@@ -109,19 +109,31 @@ def test_build_with_a_name_gives_the_network_of_the_builder(name, options, build
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("conv5", {}, "model is 'conv5', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE.json."),
-        ("timm", {}, "model is 'timm', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE.json."),
-        ("timm:", {}, "model is 'timm:', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE.json."),
-        ("conv4:wide", {}, "model is 'conv4:wide', but must be one of conv4, resnet12, mlp, timm:NAME, wide or FILE"),
+        (
+            "conv5",
+            {},
+            "model is 'conv5', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an architecture.json.",
+        ),
+        (
+            "timm",
+            {},
+            "model is 'timm', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an architecture.json.",
+        ),
+        (
+            "timm:",
+            {},
+            "model is 'timm:', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an architecture.json.",
+        ),
+        ("conv4:wide", {}, "model is 'conv4:wide', but must be conv4, mlp, resnet12, timm:NAME, wide or the path"),
         (
             "conv4",
             {"depth": 5},
             "conv4 has no option 'depth'. Its options are channels, size, outputs, filters, statistics, seed.",
         ),
         ("conv4", {"channels": "many"}, "conv4 cannot be built with channels='many' ("),
-        ("conv4", {"filters": "many"}, "filters is 'many', but must be a whole number of at least 1."),
-        ("resnet12", {"widths": [4, 0]}, "widths is 0, but must be a whole number of at least 1."),
-        ("mlp", {"inputs": 3, "outputs": 2, "width": -1}, "width is -1, but must be a whole number of at least 1."),
+        ("conv4", {"filters": "many"}, "filters is 'many', but must be an integer of at least 1."),
+        ("resnet12", {"widths": [4, 0]}, "widths is 0, but must be an integer of at least 1."),
+        ("mlp", {"inputs": 3, "outputs": 2, "width": -1}, "width is -1, but must be an integer of at least 1."),
         ("conv4", {"statistics": "layer"}, "statistics is 'layer', but must be 'batch' or 'running'."),
         ("mlp", {"inputs": 3}, "mlp cannot be built with inputs=3 ("),
     ],

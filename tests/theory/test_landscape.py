@@ -230,7 +230,7 @@ def test_meta_gradients_vanish_at_the_empirical_solutions(inner, outer, tau, tas
         .to(dtype=torch.float64)
     )
     maml = method("maml", steps=1, lr=ALPHA)
-    nal = method("nal", test=GradientDescent(steps=1, lr=ALPHA))
+    nal = method("nal", test_solver=GradientDescent(steps=1, lr=ALPHA))
     for learner, w in ((maml, theory.empirical_maml(episodes, ALPHA)), (nal, theory.empirical_nal(episodes))):
         net = linear_net(w)
         result = meta_gradient(learner, net, parameters(learner, net), episodes)
@@ -291,10 +291,10 @@ WORLD = HardEasy(0.1, 1.0)
         (lambda: theory.noise_floor(WORLD.landscape, math.nan, M), "alpha is nan, but steps"),
         (lambda: theory.hard_easy_risks(WORLD, 3.0, M), "alpha is 3.0, but steps"),
         (lambda: theory.adapted_covariance(torch.eye(2), 1.0, 0), "s is 0, but must be"),
-        (lambda: theory.maml_solution(WORLD.landscape, 1.0, 0), "n2 is 0, but must be a whole number of at least 1"),
-        (lambda: theory.task_weights(WORLD, 1.0, 2.5), "m is 2.5, but must be a whole number"),
-        (lambda: theory.noise_floor(WORLD.landscape, 1.0, -1), "m is -1, but must be a whole number"),
-        (lambda: theory.task_weights(WORLD, 1.0, math.nan), "m is nan, but must be a whole number"),
+        (lambda: theory.maml_solution(WORLD.landscape, 1.0, 0), "n2 is 0, but must be an integer of at least 1"),
+        (lambda: theory.task_weights(WORLD, 1.0, 2.5), "m is 2.5, but must be an integer"),
+        (lambda: theory.noise_floor(WORLD.landscape, 1.0, -1), "m is -1, but must be an integer"),
+        (lambda: theory.task_weights(WORLD, 1.0, math.nan), "m is nan, but must be an integer"),
         (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(10), 1.0, 0), "m is 0, but must be"),
         (
             lambda: theory.empirical_maml(LinearTasks(WORLD.landscape).sample(9, seeded()), -1.0),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from metabridge.environments import FixedNeurons, TeacherTasks
-from metabridge.environments.teacher_networks import ACTIVATIONS, neuron_sum
+from metabridge.environments.teacher_networks import ACTIVATIONS, teacher_output
 from metabridge.errors import InputError
 from metabridge.theory.teachers import (
     HardTaskPreference,
@@ -44,7 +44,7 @@ def test_population_loss_and_its_gradient_are_the_means_of_samples(activation):
     sample = environment.sample(1, torch.Generator().manual_seed(0))
     x, y = sample.query_x[0], sample.query_y[0]
     student = STUDENT.clone().requires_grad_()
-    residual = neuron_sum(activation, student, x) - y
+    residual = teacher_output(activation, student, x) - y
     losses = residual.detach().square().squeeze(-1) / 2
     assert abs(task.loss(STUDENT) - losses.mean()) < 4 * losses.std() / len(x) ** 0.5
     (gradient,) = torch.autograd.grad(residual.square().mean() / 2, student)
@@ -138,7 +138,7 @@ def test_a_full_step_is_the_limit_of_steps_on_many_samples():
     sample = TeacherTasks(FixedNeurons(TEACHER[None, :1]), covariance=0.5, shots=400_000, queries=1)
     x, y = (part[0] for part in sample.sample(1, torch.Generator().manual_seed(0)).tensors()[:2])
     student = STUDENT[:1].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad((neuron_sum("softplus", student, x) - y).square().mean() / 2, student)
+    (gradient,) = torch.autograd.grad((teacher_output("softplus", student, x) - y).square().mean() / 2, student)
     adapted = task.adapt(STUDENT[:1], 2.0)
     torch.testing.assert_close(adapted, STUDENT[:1] - 2 * gradient, atol=0.01, rtol=0)
     assert (adapted - STUDENT[:1]).norm() > 0.2
@@ -167,7 +167,7 @@ def test_episodes_of_a_task_have_its_inputs_and_targets():
     episodes = task.environment(shots=3, queries=2000).sample(2, torch.Generator().manual_seed(0))
     assert episodes.support_x.shape == (2, 3, 2)
     assert float(episodes.query_x.var()) == pytest.approx(0.5, rel=0.05)
-    torch.testing.assert_close(episodes.query_y, neuron_sum("tanh", TEACHER, episodes.query_x))
+    torch.testing.assert_close(episodes.query_y, teacher_output("tanh", TEACHER, episodes.query_x))
 
 
 def test_loss_supports_vmap_over_students():

@@ -219,7 +219,7 @@ EVERY_METHOD: dict[str, Method] = (
     PRESETS
     | METHODS
     | {
-        f"mtl with {head}": method("mtl", test=head)
+        f"mtl with {head}": method("mtl", test_solver=head)
         for head in (
             LogisticRegression(3.0, False),
             SVM(2.0, "hinge"),
@@ -227,7 +227,10 @@ EVERY_METHOD: dict[str, Method] = (
             NearestCentroid(True),
         )
     }
-    | {f"nal with {solver}": method("nal", test=solver) for solver in (GradientDescent(3, 0.1), Proximal(steps=2))}
+    | {
+        f"nal with {solver}": method("nal", test_solver=solver)
+        for solver in (GradientDescent(3, 0.1), Proximal(steps=2))
+    }
 )
 
 

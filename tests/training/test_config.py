@@ -16,7 +16,8 @@ from metabridge.training import TrainingConfig
 from metabridge.training.config import (
     METHOD_DEFAULTS,
     ImageTrainingConfig,
-    WholeNumber,
+    IntegerRange,
+    SoftTargets,
     default_config,
     help_text,
     option,
@@ -33,11 +34,22 @@ def test_every_option_is_an_option_of_train_with_its_help_text(metabridge):
     status, printed, _ = metabridge("train", "--help")
     assert status == 0
     text = " ".join(printed.replace("│", " ").split())
-    for field in options_of(ImageTrainingConfig).values():
+    fields = options_of(ImageTrainingConfig)
+    del fields["soft_targets"]
+    for field in [*fields.values(), *options_of(SoftTargets).values()]:
         for flag in field.metadata["flags"] or [flag_name(field)]:
             assert f" {flag} " in text
-        if field.name != "soft_targets":  # which is made of three options with their own help texts
-            assert field.metadata["help"].replace("`", "") in text
+        assert field.metadata["help"].replace("`", "") in text
+
+
+def test_an_option_whose_type_the_command_line_cannot_read_raises_an_error(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Extended(ImageTrainingConfig):
+        window: tuple[int, int] = option((1, 2), help="A window.")
+
+    monkeypatch.setattr("metabridge.cli.config_options.ImageTrainingConfig", Extended)
+    with pytest.raises(TypeError, match=r"window has the type tuple\[int, int\], which is not in OPTION_TYPES"):
+        with_config_options(lambda data="glyphs", **config: None)
 
 
 def test_every_option_is_an_argument_of_fit_with_its_help_text():
@@ -64,7 +76,7 @@ def test_every_option_is_stored_with_a_run(tmp_path):
 def test_an_option_added_to_a_configuration_is_checked_documented_and_stored():
     @dataclass(frozen=True, kw_only=True)
     class Extended(TrainingConfig):
-        warmup_steps: int = option(0, help="Number of steps.", check=WholeNumber(0))
+        warmup_steps: int = option(0, help="Number of steps.", check=IntegerRange(0))
 
     assert Extended(warmup_steps=3).as_dict()["warmup_steps"] == 3
     assert help_text(options_of(Extended)["warmup_steps"]) == "Number of steps. Default: 0."
@@ -81,8 +93,15 @@ def test_a_command_receives_only_the_options_on_the_command_line():
     run = with_config_options(command)
     names = list(inspect.signature(run).parameters)
     assert names[:3] == ["data", "method", "method_options"]
-    run(**dict.fromkeys(names) | {"data": "folder", "lr": 0.1, "schedule": "cosine", "method_options": ["steps=3"]})
-    assert received == {"data": "folder", "lr": 0.1, "schedule": Cosine(), "method_options": {"steps": 3}}
+    passed = {"data": "folder", "lr": 0.1, "schedule": "cosine", "method_options": ["steps=3"], "mixup": 0.2}
+    run(**dict.fromkeys(names) | passed)
+    assert received == {
+        "data": "folder",
+        "lr": 0.1,
+        "schedule": Cosine(),
+        "method_options": {"steps": 3},
+        "soft_targets": {"mixup": 0.2},
+    }
 
 
 def test_options_of_fit_take_precedence_over_its_configuration(tmp_path):
@@ -104,7 +123,7 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ways": 1}, "ways is 1, but must be a whole number of at least 2. Use ways=2 or more."),
+        ({"ways": 1}, "ways is 1, but must be an integer of at least 2. Use ways=2 or more."),
         ({"statistics": "none"}, "statistics is 'none', but must be one of batch, running."),
         ({"augment": "yes"}, r"augment is 'yes', but must be an Augment\(\) or None."),
         ({"ema_decay": 1.0}, "ema_decay is 1.0, but must be a decay between 0 and 1, such as 0.999."),

@@ -158,7 +158,7 @@ def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_n
 
 
 def test_a_feature_table_scores_another_head_on_the_tasks_of_evaluate(glyphs, test_tasks):
-    logistic, ridge = (inductive(glyphs, "mtl", test=create_head(name)) for name in ("logistic", "ridge"))
+    logistic, ridge = (inductive(glyphs, "mtl", test_solver=create_head(name)) for name in ("logistic", "ridge"))
     found = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
     for model, score in zip((logistic, ridge), found):
         assert torch.equal(score.values, evaluate(model, test_tasks, tasks=520, seed=2).values)

@@ -9,10 +9,10 @@ from metabridge.datasets import load
 from metabridge.errors import InputError
 from metabridge.learners.method import method
 from metabridge.models.network import apply_features
-from metabridge.training.config import ImageTrainingConfig
+from metabridge.training.config import ImageTrainingConfig, SoftTargets
 from metabridge.training.evaluation import Model
 from metabridge.training.image_training import image_trainer, method_of, network_of, train_on_images, training_tasks
-from metabridge.training.soft_targets import Softener, SoftTargets
+from metabridge.training.soft_targets import Softener, mix_up
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_full_distillation_gives_the_teachers_predictions_as_targets(name: str, 
 def test_mixed_targets_have_the_weights_of_mixed_images() -> None:
     x = torch.eye(6)[None]  # the image says which it is
     y = torch.eye(6)[None]
-    mixed_x, mixed_y = SoftTargets(mixup=0.5).mixed(x, y, torch.Generator().manual_seed(0))
+    mixed_x, mixed_y = mix_up(x, y, 0.5, torch.Generator().manual_seed(0))
     assert torch.allclose(mixed_x, mixed_y)
     assert torch.allclose(mixed_y.sum(-1), torch.ones(1, 6))
     assert ((mixed_y > 0.01) & (mixed_y < 0.99)).any()

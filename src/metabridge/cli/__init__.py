@@ -1,4 +1,4 @@
-"""The command line. Commands import PyTorch and other large packages only when they run."""
+"""The command-line interface. Commands import PyTorch and other large packages only when they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn, cast
 
 import typer
 
-from metabridge.cli import (  # noqa: F401  # registers the commands
+from metabridge.cli import (  # noqa: F401  # importing these modules registers their commands
     data_commands,
     diagnose_command,
     experiment_commands,
@@ -18,41 +18,41 @@ from metabridge.cli import (  # noqa: F401  # registers the commands
     train_commands,
 )
 from metabridge.cli.options import app
-from metabridge.cli.terminal import note, terminal_output
+from metabridge.cli.terminal import print_stderr, terminal_output
 from metabridge.errors import InputError
 
 __all__ = ["app", "main"]
 
-# The base class of typer's usage errors; typer does not export it.
+# Base class of typer's usage errors, which typer does not export.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
-INTERRUPTED = 130  # exit status
+INTERRUPTED_STATUS = 130  # exit status after Ctrl+C
 
 
 def main() -> None:
-    """Run the command line. For errors that the user can fix, print one message and exit with status 2."""
+    """Run the command-line interface. On errors that users can fix, print one message and exit with status 2."""
     try:
         with terminal_output():
             status = app(prog_name="metabridge", standalone_mode=False)
     except InputError as error:
-        _end(_with_option_names(str(error)), 2)
+        _exit_with_error(_with_option_names(str(error)), 2)
     except UsageError as error:
-        _end(error.format_message(), 2)
+        _exit_with_error(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
+        status = INTERRUPTED_STATUS
     except OSError as error:
-        _end(f"{error.filename} cannot be used ({error.strerror or error}).", 2)
+        _exit_with_error(f"{error.filename} cannot be used ({error.strerror or error}).", 2)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
             raise
-        _end("not enough memory. Use smaller images, networks or batches.", 2)
-    if status == INTERRUPTED:
-        hint = " Run the same command again to continue." if _resumes(sys.argv[1:]) else ""
-        _end(f"interrupted.{hint}", INTERRUPTED)
+        _exit_with_error("not enough memory. Use smaller images, networks or batches.", 2)
+    if status == INTERRUPTED_STATUS:
+        hint = " Run the same command again to continue." if _is_resumable(sys.argv[1:]) else ""
+        _exit_with_error(f"interrupted.{hint}", INTERRUPTED_STATUS)
     sys.exit(status)
 
 
-def _resumes(words: list[str]) -> bool:
-    """Return whether running the same command again continues the interrupted work."""
+def _is_resumable(words: list[str]) -> bool:
+    """Return whether running the command again continues the interrupted work."""
     from metabridge.experiments import experiment_modules, load_experiment
 
     if words[:1] == ["reproduce"]:
@@ -61,20 +61,20 @@ def _resumes(words: list[str]) -> bool:
 
 
 def _with_option_names(message: str) -> str:
-    """Replace `Use min_images=3` in a message by `Use --min-images 3` if the command has that option."""
+    """Replace `Use min_images=3` with `Use --min-images 3` if the current command has that option."""
     command = typer.main.get_command(app)
     for word in _command_words():
         command = command.commands[word]  # type: ignore[attr-defined]
-    flags = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
+    option_names = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
 
-    def as_flag(match: re.Match[str]) -> str:
-        return f"{flags[match[1]]} {match[3]}" if match[1] in flags else match[0]
+    def option_text(match: re.Match[str]) -> str:
+        return f"{option_names[match[1]]} {match[3]}" if match[1] in option_names else match[0]
 
-    return re.sub(r"(?<=\bUse )(\w+)=(['\"]?)([\w.-]*\w)\2", as_flag, message)
+    return re.sub(r"(?<=\bUse )(\w+)=(['\"]?)([\w.-]*\w)\2", option_text, message)
 
 
 def _command_words() -> list[str]:
-    """Return the words of the command line that name the command, such as `["data", "check"]`."""
+    """Return the name of the command in `sys.argv` as a list of words, such as `["data", "check"]`."""
     names = {command.callback.__name__ for command in app.registered_commands if command.callback}
     groups = {group.name for group in app.registered_groups if group.name}
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -83,8 +83,8 @@ def _command_words() -> list[str]:
     return words[: 2 if words[:1] and words[0] in groups else 1]
 
 
-def _end(message: str, status: int) -> NoReturn:
-    """Print an error message that starts with the command's name, and exit."""
+def _exit_with_error(message: str, status: int) -> NoReturn:
+    """Print an error message, prefixed with the command's name, and exit."""
     with contextlib.suppress(OSError):
-        note(f"{' '.join(['metabridge', *_command_words()])}: {message}")
+        print_stderr(f"{' '.join(['metabridge', *_command_words()])}: {message}")
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""Command line options derived from the fields of a configuration dataclass."""
+"""Command-line options generated from the fields of a configuration dataclass."""
 
 from __future__ import annotations
 
@@ -10,31 +10,39 @@ from typing import Annotated, Any
 
 import typer
 
-from metabridge.cli.options import MAX_SEED
+from metabridge.cli.options import MAX_SEED, at_most
 from metabridge.errors import InputError
 from metabridge.schedules import schedule
 from metabridge.training.config import (
     METHOD_DEFAULTS,
     ImageTrainingConfig,
+    IntegerRange,
+    SoftTargets,
     TrainingConfig,
-    WholeNumber,
     default_config,
     help_text,
     options_of,
 )
 
-# Types on the command line by the type of the field. Fields of all other types are read as text.
-TYPES: dict[str, Any] = {
+# Type of the command-line option for each field annotation.
+OPTION_TYPES: dict[str, Any] = {
     "int": int,
     "float": float,
     "bool": bool,
+    "str": str,
+    "OptimizerName": str,
+    "Precision": str,
+    "Statistics": str,
+    "Schedule": str,
     "Augment | bool": bool,
     "Mapping[str, object]": list[str],
 }
+# Nested configurations, whose fields also become options, for each field annotation.
+NESTED: dict[str, Any] = {"SoftTargets": SoftTargets}
 
 
-def key_values(texts: list[str], flag: str) -> dict[str, Any]:
-    """Return KEY=VALUE pairs as a dictionary. Values are read as JSON, or as text if they are not JSON."""
+def parse_key_values(texts: list[str], flag: str) -> dict[str, Any]:
+    """Parse KEY=VALUE pairs into a dictionary. Values that are not valid JSON are kept as text."""
     pairs: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -47,22 +55,26 @@ def key_values(texts: list[str], flag: str) -> dict[str, Any]:
     return pairs
 
 
-# Functions that convert what typer reads (text or a list of texts) to the type of the field, by this type. Their
-# arguments are the value and the name of the option.
-READERS: dict[str, Callable[[Any, str], Any]] = {
-    "Mapping[str, object]": key_values,
+# Function that converts the value of an option for each field annotation; its arguments are the value and the flag.
+PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    "Mapping[str, object]": parse_key_values,
     "Schedule": lambda name, flag: schedule(name),
 }
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the `**config` parameter of a command by one option per field of `ImageTrainingConfig`.
+    """Replace the `**config` parameter of a command with one option per field of `ImageTrainingConfig`.
 
-    There is no option for soft targets. The command receives only the options that the user passed.
+    The fields of a nested configuration (`SoftTargets`) also become options. The command receives only the options that
+    the user passed; those of a nested configuration are passed as one dictionary.
     """
     general_options = options_of(TrainingConfig)
-    options = {name: field for name, field in options_of(ImageTrainingConfig).items() if _type(field) is not None}
-    options = dict(sorted(options.items(), key=lambda item: item[0] in general_options))  # options for images first
+    fields = options_of(ImageTrainingConfig)
+    fields = dict(sorted(fields.items(), key=lambda item: item[0] in general_options))  # image options first
+    nested = {name: options_of(NESTED[_annotation(field)]) for name, field in fields.items() if _is_nested(field)}
+    options: dict[str, Field[Any]] = {}
+    for name, field in fields.items():
+        options |= nested.get(name, {name: field})
     signature = inspect.signature(command, eval_str=True)
     command_parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -71,12 +83,15 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def run(**values: Any) -> None:
-        config_values = {name: values.pop(name) for name in options}
-        config = {name: _read(options[name], value) for name, value in config_values.items() if value not in (None, [])}
+        passed = {name: value for name in options if (value := values.pop(name)) not in (None, [])}
+        config = {name: _parse(options[name], value) for name, value in passed.items()}
+        for name, members in nested.items():
+            if used := {member: config.pop(member) for member in members if member in config}:
+                config[name] = used
         command(**values, **config)
 
     config_parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(field))
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_parameter_type(field))
         for name, field in options.items()
     ]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -87,40 +102,46 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def flag_name(field: Field[Any]) -> str:
-    """Return the name of a field's option on the command line."""
+    """Return the command-line option of a field, such as `--batch-size`."""
     return str(field.metadata["flags"][0]) if field.metadata["flags"] else f"--{field.name.replace('_', '-')}"
 
 
-def _annotation(field: Field[Any]) -> Any:
-    """Return the annotation of an option's parameter, from which typer makes the option."""
-    check, option_type = field.metadata["check"], _type(field)
+def _annotation(field: Field[Any]) -> str:
+    """Return the annotation of a field without `| None`."""
+    return str(field.type).removesuffix(" | None")
+
+
+def _is_nested(field: Field[Any]) -> bool:
+    """Return whether a field holds a nested configuration."""
+    return _annotation(field) in NESTED
+
+
+def _parameter_type(field: Field[Any]) -> Any:
+    """Return the parameter annotation from which typer creates the option of a field."""
+    if _annotation(field) not in OPTION_TYPES:
+        raise TypeError(f"{field.name} has the type {field.type}, which is not in OPTION_TYPES of {__name__}.")
+    check, option_type = field.metadata["check"], OPTION_TYPES[_annotation(field)]
     bounds: dict[str, Any] = {}
-    if option_type is int:
-        whole = isinstance(check, WholeNumber)
-        # the only integer without a `WholeNumber` check is the seed
-        bounds = {"min": check.minimum if whole else 0, "max": check.maximum if whole else MAX_SEED}
+    if option_type is int:  # the seed is the only integer without an `IntegerRange`
+        has_range = isinstance(check, IntegerRange)
+        maximum = check.maximum if has_range else MAX_SEED
+        bounds = {"min": check.minimum if has_range else 0, "callback": at_most(maximum)}
     metavar = "KEY=VALUE" if option_type == list[str] else None
     flags = field.metadata["flags"] or ()
     return Annotated[option_type | None, typer.Option(*flags, help=_help(field), metavar=metavar, **bounds)]
 
 
-def _type(field: Field[Any]) -> Any:
-    """Return the type of a field's option; None for soft targets, which several options of `train` set."""
-    if field.type == "SoftTargets | None":
-        return None
-    return TYPES.get(str(field.type).removesuffix(" | None"), str)
-
-
 def _help(field: Field[Any]) -> str:
-    """Return an option's help text, with the default if all methods have the same."""
-    repeatable = " Can be repeated." if _type(field) == list[str] else ""
-    defaults = [getattr(config, field.name) for config in (default_config("maml"), *METHOD_DEFAULTS.values())]
+    """Return the help text of an option, with its default unless the default depends on the method."""
+    repeatable = " Can be repeated." if OPTION_TYPES[_annotation(field)] == list[str] else ""
+    configs = (default_config("maml"), *METHOD_DEFAULTS.values())
+    defaults = [getattr(config, field.name, field.default) for config in configs]
     if field.name == "method" or all(default == defaults[0] for default in defaults):
         return help_text(field) + repeatable
     return f"{field.metadata['help']} Default: depends on the method."
 
 
-def _read(field: Field[Any], value: Any) -> Any:
-    """Return the value of an option, converted to the type of the field."""
-    reader = READERS.get(str(field.type))
-    return value if reader is None else reader(value, flag_name(field))
+def _parse(field: Field[Any], value: Any) -> Any:
+    """Convert the value of an option to the type of its field."""
+    parser = PARSERS.get(_annotation(field))
+    return value if parser is None else parser(value, flag_name(field))

@@ -1,4 +1,4 @@
-"""The commands `metabridge data …`, which inspect image data sets on disk."""
+"""The subcommands of `metabridge data`, which inspect image data sets on disk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from metabridge.cli.options import QueriesOption, ShotsOption, app
-from metabridge.cli.terminal import print_table, say
+from metabridge.cli.options import QueriesOption, ShotsOption, app, at_most
+from metabridge.cli.terminal import print_stdout, print_table
 from metabridge.errors import MAX_COUNT
 
 if TYPE_CHECKING:
@@ -29,23 +29,25 @@ def show_help(context: typer.Context) -> None:
 def check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder or file of the data set.")],
     data: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the data set, such as omniglot. Default: detected.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Format of the data set, such as omniglot. Default: detected from the files."
+        ),
     ] = None,
-    ways: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of classes per task.")] = 5,
+    ways: Annotated[int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of classes per task.")] = 5,
     shots: ShotsOption = 1,
     queries: QueriesOption = 15,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with status 2 instead of 1 if there are problems.")
     ] = False,
 ) -> None:
-    """Read every image of a data set, and report its splits, its problems and whether each split has enough images.
+    """Read every image of a data set, and report its splits and any problems.
 
     Problems are unreadable images, duplicate images across splits, empty classes, and splits with too few classes or
-    images for the tasks. The validation split counts as too small only if it has fewer than two classes. The exit
-    status is 0 if there are no problems, 1 if there are problems (2 with --strict), and 2 if the data set cannot be
-    read at all.
+    images for the tasks. The validation split needs only two classes. The exit status is 0 if there are no problems,
+    1 if there are problems (2 with --strict), and 2 if the data set cannot be read.
 
-    Example: **metabridge data check photographs --ways 5 --shots 1**
+    Example: **metabridge data check photos --ways 5 --shots 1**
     """
     from metabridge.datasets import check_dataset
 
@@ -56,14 +58,14 @@ def check(
 
 
 def _print_report(report: DatasetReport, tasks_column: str) -> None:
-    """Print a report. `tasks_column` is the heading of the column that says whether a split allows the tasks."""
-    say(f"{report.data}: {report.description}")
+    """Print a report. `tasks_column` is the heading of the column that tells which splits are large enough."""
+    print_stdout(f"{report.data}: {report.description}")
     rows = []
     for split in report.splits:
-        numbers = (split.classes, split.images, split.fewest, split.median, split.most)
-        rows.append([split.name, *(f"{number:.10g}" for number in numbers), "no" if split.obstacle else "yes"])
+        counts = (split.classes, split.images, split.fewest, split.median, split.most)
+        rows.append([split.name, *(f"{count:.10g}" for count in counts), "no" if split.obstacle else "yes"])
     columns = ("split", "classes", "images", "smallest class", "median class", "largest class", tasks_column)
-    print_table(columns, rows, text=("split", tasks_column))
+    print_table(columns, rows, left_aligned=("split", tasks_column))
     lines = [f"modes: {_format_counts(report.modes)}", f"sizes: {_format_sizes(report.sizes)}"]
     lines += [f"{split.name}: {split.obstacle}." for split in report.splits if split.obstacle]
     lines += report.notes
@@ -72,9 +74,9 @@ def _print_report(report: DatasetReport, tasks_column: str) -> None:
         f"duplicate in {' and '.join(f'{split} ({name})' for split, name in group)}" for group in report.duplicates
     ]
     lines += [f"empty class: {name}" for name in report.empty_classes]
-    lines.append("No problems found." if report.fine else "There are problems.")
+    lines.append("No problems found." if report.fine else "Problems found; see above.")
     for line in lines:
-        say(line)
+        print_stdout(line)
 
 
 def _format_counts(counts: dict[str, int]) -> str:
@@ -86,5 +88,5 @@ def _format_sizes(sizes: dict[tuple[int, int], int]) -> str:
         return _format_counts({f"{width}×{height}": count for (width, height), count in sizes.items()})
     widths, heights = zip(*sizes)
     return (
-        f"{len(sizes)} different sizes, {min(widths)} to {max(widths)} wide and {min(heights)} to {max(heights)} high"
+        f"{len(sizes)} different sizes, widths {min(widths)} to {max(widths)}, heights {min(heights)} to {max(heights)}"
     )

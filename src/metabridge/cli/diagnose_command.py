@@ -1,4 +1,4 @@
-"""The command `diagnose`, which recommends a method for a data set before anything is trained."""
+"""The command `diagnose`, which recommends a method for a data set without training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from metabridge.choices import alternatives, model_names
 from metabridge.cli.options import (
-    MODELS,
     Device,
     DeviceOption,
     MinImagesOption,
@@ -22,13 +22,13 @@ from metabridge.cli.options import (
     device_name,
     images_for,
 )
-from metabridge.cli.terminal import say
+from metabridge.cli.terminal import print_stdout
 from metabridge.cli.train_commands import DataOption
 from metabridge.errors import InputError
 
 
 class Groups(StrEnum):
-    """How tasks are divided into hard and easy ones."""
+    """Criteria for dividing tasks into hard and easy ones."""
 
     hardness = "hardness"
     superclasses = "superclasses"
@@ -39,7 +39,10 @@ def diagnose(
     data: DataOption = "glyphs",
     model: Annotated[
         str,
-        typer.Option(help=f"Network that computes the features: {MODELS} (untrained), or the folder of a trained run."),
+        typer.Option(
+            help=f"Feature extractor: an untrained network ({alternatives(model_names())}), or the folder of a "
+            "trained run."
+        ),
     ] = "conv4",
     out: Annotated[
         Path, typer.Option(help="Folder for the report: index.html, its figures, and diagnosis.json with all numbers.")
@@ -52,30 +55,30 @@ def diagnose(
     groups: Annotated[
         Groups,
         typer.Option(
-            help="How to divide tasks into hard and easy ones. hardness: by the estimated hardness of each task; "
-            "superclasses: tasks within one superclass, such as one alphabet of Omniglot, are hard, and tasks across "
-            "superclasses easy."
+            help="Criterion for hard and easy tasks. hardness: the estimated hardness of each task; superclasses: "
+            "tasks with classes from one superclass, such as one alphabet of Omniglot, are hard, and tasks with "
+            "classes from several superclasses are easy."
         ),
     ] = Groups.hardness,
     alpha: Annotated[
         float | None,
-        typer.Option(help="Inner learning rate. Default: chosen so that adaptation diverges on no task."),
+        typer.Option(help="Inner learning rate. Default: a value for which the inner step is stable on every task."),
     ] = None,
     kernels: Annotated[
-        bool, typer.Option(help="Also predict accuracies with the kernels of infinitely wide networks.")
+        bool, typer.Option(help="Also predict accuracies with the kernels (NTK) of infinitely wide networks.")
     ] = True,
     size: SizeOption = None,
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Recommend plain pre-training, ANIL or MAML for a data set, without training a network.
+    """Recommend pre-training without adaptation, ANIL or MAML for a data set, without training a network.
 
-    Samples tasks and fits a linear model of the network's features to each. From these models it estimates how hard
-    the tasks are and how far apart their solutions are. It predicts how much adaptation in training lowers the risk,
-    and compares this gain with the cost.
+    Samples tasks and fits a linear model on the network's features to each task. From these models, estimates the
+    hardness of the tasks and the distances between their solutions. Predicts how much an inner loop in training
+    lowers the risk, and compares this gain with the cost.
 
-    If --model is a run, --data and --ways still default to glyphs and 5: pass the data and the ways of the run.
+    If --model is a run, pass its --data and --ways; they default to glyphs and 5, not to the values of the run.
 
     Example: **metabridge diagnose --data omniglot:data/omniglot --groups superclasses --out diagnosis**
     """
@@ -94,7 +97,7 @@ def diagnose(
             builder(model)  # raises InputError before the images are loaded
         except InputError as error:
             raise InputError(
-                f"{error} --model can also be the folder of a run, but {model} is not a folder."
+                f"{error} --model can also be the folder of a run, but there is no folder {model}."
             ) from error
     make_folder(out)
     if is_run:
@@ -102,7 +105,8 @@ def diagnose(
         images = images_for(run, data, min_images)
         if size not in (None, images.images.shape[-1]):
             raise InputError(
-                f"--size is {size}, but the run was trained on images of {images.images.shape[-1]} pixels. Omit --size."
+                f"--size is {size}, but the run was trained on images of "
+                f"{images.images.shape[-1]}×{images.images.shape[-1]} pixels. Omit --size."
             )
     else:
         images = load(data, size=size, min_images=min_images)
@@ -118,5 +122,5 @@ def diagnose(
         progress=True,
     )
     for line in str(diagnosis).splitlines():
-        say(line)
-    say(f"The report is {diagnosis_page.write(diagnosis, out)}")
+        print_stdout(line)
+    print_stdout(f"The report is in {diagnosis_page.write(diagnosis, out)}")

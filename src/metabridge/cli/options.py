@@ -1,8 +1,9 @@
-"""The command line application, and the options that several commands share."""
+"""The typer application, and the options shared by several commands."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,28 +27,40 @@ class Device(StrEnum):
 
 
 MAX_SEED = 2**63 - 1
-MODELS = "conv4, resnet12, mlp, timm:NAME or the path of an architecture.json"  # what --model accepts
 
 
 def reject_nan(value: float | None) -> float | None:
-    """Return an option's value, or raise an error if it is NaN, which typer's check of bounds accepts."""
+    """Option callback that rejects NaN, which typer's range check accepts."""
     if value is not None and math.isnan(value):
         raise typer.BadParameter("nan is not a number.")
     return value
 
 
-DeviceOption = Annotated[Device, typer.Option(help="Device to compute on; auto uses a GPU if there is one.")]
+def at_most(maximum: int) -> Callable[[int | None], int | None]:
+    """Return an option callback that rejects integers above a technical limit, which help texts need not show."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value > maximum:
+            raise typer.BadParameter(f"{value} is too large. Use {maximum} or less.")
+        return value
+
+    return check
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Device to compute on; auto uses a GPU if one is available.")]
 SeedOption = Annotated[
     int,
-    typer.Option(min=0, max=MAX_SEED, help="Random seed. The same seed gives the same result on the same machine."),
+    typer.Option(
+        min=0, callback=at_most(MAX_SEED), help="Random seed. Results are deterministic for a given seed and machine."
+    ),
 ]
 SizeOption = Annotated[
     int | None,
     typer.Option(
         min=8,
         max=1024,
-        help="Width and height to resize images to, in pixels. Default: 32 for CIFAR data sets, 28 for Omniglot, 84 "
-        "for all others. Glyphs always have 28.",
+        help="Width and height to which images are resized, in pixels. Default: 32 for CIFAR data sets, 28 for "
+        "Omniglot, 84 for all others. Glyphs are always 28×28.",
     ),
 ]
 MinutesOption = Annotated[
@@ -60,15 +73,21 @@ MinutesOption = Annotated[
 ]
 MinImagesOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_COUNT, help="Omit classes with fewer images than this. Default: use all classes."),
+    typer.Option(
+        min=1, callback=at_most(MAX_COUNT), help="Omit classes with fewer images than this. Default: use all classes."
+    ),
 ]
-WaysOption = Annotated[int, typer.Option(min=2, max=MAX_COUNT, help="Number of classes per task.")]
-ShotsOption = Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of support images per class.")]
-QueriesOption = Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Number of query images per class.")]
+WaysOption = Annotated[int, typer.Option(min=2, callback=at_most(MAX_COUNT), help="Number of classes per task.")]
+ShotsOption = Annotated[
+    int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of support images per class.")
+]
+QueriesOption = Annotated[
+    int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of query images per class.")
+]
 
 
 def images_for(model: Model, data: str, min_images: int | None) -> LabeledImages:
-    """Load a data set, with the image size and number of channels that a trained network takes."""
+    """Load a data set in the image size and number of channels of a trained network."""
     from metabridge.datasets import load
     from metabridge.datasets.loading import parse_name
     from metabridge.inference.image_input import image_shape
@@ -79,24 +98,24 @@ def images_for(model: Model, data: str, min_images: int | None) -> LabeledImages
     images = load(data, min_images=min_images)
     if images.images.shape[1:] != (channels, size, size):
         raise InputError(
-            f"glyphs have 1 channel and 28×28 pixels, but the run takes images with {channels} channels and "
+            f"glyphs have 1 channel and 28×28 pixels, but the network of the run needs {channels} channels and "
             f"{size}×{size} pixels. Use another data set."
         )
     return images
 
 
 def device_name(device: Device) -> str:
-    """Return the name of the PyTorch device.
+    """Return the name of the PyTorch device, with `auto` resolved.
 
     Raises:
-        InputError: If the device is cuda and PyTorch finds no GPU.
+        InputError: If the device is cuda and no CUDA device is available.
     """
     import torch
 
     if device is Device.auto:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device is Device.cuda and not torch.cuda.is_available():
-        raise InputError("device is cuda, but PyTorch finds no GPU. Use --device cpu.")
+        raise InputError("device is cuda, but no CUDA device is available. Use --device cpu.")
     return device.value
 
 
@@ -108,7 +127,7 @@ def metabridge(
 
     Start with **metabridge demo**, which takes a few minutes and needs no data.
 
-    To use your own images, put them into a folder with one subfolder per class. Check the folder with
+    To train on your own images, put them into a folder with one subfolder per class. Check the folder with
     **metabridge data check FOLDER**, and then run **metabridge train**, **evaluate** and **adapt**.
     """
     if version:

@@ -1,4 +1,4 @@
-"""The commands `search`, which finds an architecture without training, and `score`, which prints proxies."""
+"""The commands `search`, a training-free architecture search, and `score`, which computes zero-cost proxies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from metabridge.choices import alternatives, model_names
 from metabridge.cli.options import (
-    MODELS,
     Device,
     DeviceOption,
     MinImagesOption,
@@ -26,13 +26,13 @@ from metabridge.cli.options import (
     device_name,
     reject_nan,
 )
-from metabridge.cli.terminal import print_table, say
+from metabridge.cli.terminal import print_stdout, print_table
 from metabridge.cli.train_commands import DataOption
 from metabridge.errors import InputError
 
 
 class ScoreKernel(StrEnum):
-    """The kernels of `score`: the values of `nas.proxies.KernelName`, which cannot be imported without PyTorch."""
+    """Kernels of `score`. Repeats the values of `nas.proxies.KernelName`, whose module imports PyTorch."""
 
     maml = "maml"
     anil = "anil"
@@ -40,7 +40,7 @@ class ScoreKernel(StrEnum):
 
 
 class SearchKernel(StrEnum):
-    """The values of `nas.architecture_search.SearchKernel`, which cannot be imported without PyTorch."""
+    """The values of `nas.architecture_search.SearchKernel`, repeated here because its module imports PyTorch."""
 
     maml = "maml"
     anil = "anil"
@@ -57,7 +57,7 @@ TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of tasks
 RepeatsOption = Annotated[
     int,
     typer.Option(
-        min=1, max=1000, help="Number of repeats to average over, each with a new initialization and new tasks."
+        min=1, max=1000, help="Number of evaluations to average over, each with a new initialization and new tasks."
     ),
 ]
 AdaptationTimeOption = Annotated[
@@ -65,7 +65,8 @@ AdaptationTimeOption = Annotated[
     typer.Option(
         min=0,
         callback=reject_nan,
-        help="Inner-loop time of the maml and anil kernels: learning rate × number of steps; inf: until convergence.",
+        help="Training time of the inner loop of the maml and anil kernels: learning rate × number of steps; inf: "
+        "until convergence.",
     ),
 ]
 RidgeOption = Annotated[
@@ -73,19 +74,19 @@ RidgeOption = Annotated[
     typer.Option(
         min=0,
         callback=reject_nan,
-        help="Ridge added to the diagonal of the kernel matrices that the maml and anil kernels invert.",
+        help="Ridge added to the diagonal of kernel matrices before they are inverted (maml and anil kernels).",
     ),
 ]
 PatchesOption = Annotated[
-    int, typer.Option(min=2, max=100_000, help="Number of image patches on which linear regions are counted.")
+    int, typer.Option(min=2, max=100_000, help="Number of image patches used to count linear regions.")
 ]
 RegionInputsOption = Annotated[
     int,
     typer.Option(
         min=2,
         max=100_000,
-        help="Number of inputs on which linear regions are counted: image patches for an architecture.json, whole "
-        "training images (at most all) for other networks.",
+        help="Number of inputs used to count linear regions: image patches for an architecture.json, whole training "
+        "images for other networks (or all images, if there are fewer).",
     ),
 ]
 
@@ -97,7 +98,7 @@ def search(
         SearchKernel,
         typer.Option(
             help="Kernel whose condition number guides the search, together with the number of linear regions. "
-            "none: only linear regions; random: random cells, without any evaluation."
+            "none: use linear regions only; random: draw random cells without scoring them."
         ),
     ] = SearchKernel.maml,
     cells: CellsOption = 5,
@@ -119,7 +120,7 @@ def search(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Operators to choose from, separated by commas: max_pool_3x3, avg_pool_3x3, skip, conv_1x5_5x1, "
+            help="Candidate operators, separated by commas: max_pool_3x3, avg_pool_3x3, skip, conv_1x5_5x1, "
             "conv_3x3, sep_conv_3x3, dil_conv_3x3. Default: all.",
         ),
     ] = None,
@@ -127,12 +128,12 @@ def search(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Search for a network architecture for few-shot learning, without training any network.
+    """Run a training-free architecture search for few-shot learning.
 
-    Starts from a network with all operators on all edges and removes operators step by step. Two proxies of the
-    untrained network decide which: the condition number of its kernel and its number of linear regions. Writes
-    architecture.json, a drawing of the cells (cells.png) and all scores (search.jsonl). Run the same command again to
-    continue a stopped search.
+    Starts from a supernet with all operators on all edges and removes operators step by step. Operators are ranked by
+    two zero-cost proxies of the untrained network: the condition number of its kernel and its number of linear
+    regions. Writes architecture.json, a drawing of the cells (cells.png) and all scores (search.jsonl). Run the same
+    command again to continue a stopped search.
 
     Example: **metabridge search --data mini-imagenet:data --size 32 --cells 5 --kernel maml --out runs/search**
     """
@@ -163,23 +164,27 @@ def search(
         images = load(data, size=size, min_images=min_images)
         result = search_architecture(images, **options, device=device_name(device), out=out, minutes=minutes)
     except TimeLimitError:
-        say(f"Stopped after {minutes:g} minutes. The scores are in {out}. Run the same command again to continue.")
+        print_stdout(
+            f"Stopped after {minutes:g} minutes. The scores are in {out}. Run the same command again to continue."
+        )
         return
     result.architecture.draw(out / "cells.png")
     for line in str(result.architecture).splitlines():
-        say(line)
+        print_stdout(line)
     if result.failed:
-        say(f"A proxy failed for {result.failed} of {result.evaluated} networks. The reasons are in search.jsonl.")
-    say(f"The architecture is in {out}.")
+        print_stdout(
+            f"A proxy failed for {result.failed} of {result.evaluated} networks. The reasons are in search.jsonl."
+        )
+    print_stdout(f"The architecture is in {out}.")
     train_options = ["--model", out / "architecture.json", "--data", data]
     train_options += ["--model-option", f"cells={cells}", "--model-option", f"channels={channels}"]
     train_options += [*(["--size", size] if size else []), *(["--min-images", min_images] if min_images else [])]
-    say(f"Next: metabridge train {shlex.join(map(str, train_options))}")
+    print_stdout(f"Next: metabridge train {shlex.join(map(str, train_options))}")
 
 
 @app.command()
 def score(
-    model: Annotated[str, typer.Option(help=f"Network: {MODELS}.")],
+    model: Annotated[str, typer.Option(help=f"Network: {alternatives(model_names())}.")],
     data: DataOption = "glyphs",
     kernel: Annotated[
         list[ScoreKernel] | None, typer.Option(help="Kernel to compute. Can be repeated. Default: all.")
@@ -202,17 +207,18 @@ def score(
         Path | None,
         typer.Option(
             "--json",
-            help="Also write the scores to this JSON file. If it is `-`, print JSON to standard output instead of the "
-            "table.",
+            metavar="FILE",
+            help="JSON file to which the scores are also written. With `-`, JSON is printed to standard output instead "
+            "of the table.",
         ),
     ] = None,
 ) -> None:
-    """Print the proxies of an untrained network: condition numbers of its kernels and its number of linear regions.
+    """Compute zero-cost proxies of an untrained network: condition numbers of its kernels, and linear regions.
 
-    Linear regions of an architecture.json are counted as in a search: on image patches, in a network that always has
-    three cells, with one channel in the first. For other networks they are counted in the network itself, on whole
-    images. For the kernels, and for linear regions of other networks, group norms replace batch norms, so that images
-    do not influence each other.
+    For an architecture.json, linear regions are counted as in a search: with image patches, in a network of three
+    cells whose first cell has one channel, whatever --cells and --channels are. For other networks, they are counted
+    in the network itself, with whole images. Group norm replaces batch norm, so that the output for an image does not
+    depend on the batch, except when linear regions of an architecture.json are counted.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
@@ -245,16 +251,16 @@ def score(
         only_regions = search_kernel is SearchKernel.none
         proxy = "linear regions" if only_regions else f"condition number, {search_kernel.upper()}"
         values = ", ".join(f"{repeat.value:.4g}" for repeat in repeated_score.repeats)
-        mean = repeated_score.mean
-        rows.append([proxy, f"{mean.value:.4g}", values, mean.failure or ""])
+        mean_score = repeated_score.mean
+        rows.append([proxy, f"{mean_score.value:.4g}", values, mean_score.failure or ""])
         json_values = [repeat.value if math.isfinite(repeat.value) else None for repeat in repeated_score.repeats]
         failures = [repeat.failure for repeat in repeated_score.repeats]
         report.append({"proxy": proxy, "values": json_values, "failures": failures})
     columns = ("proxy", "mean", "per initialization", "failure")
     if str(json_file) != STDOUT:
         title = f"{model}, initializations: {repeats}"
-        print_table(columns, rows, text=("proxy", "per initialization", "failure"), title=title)
+        print_table(columns, rows, left_aligned=("proxy", "per initialization", "failure"), title=title)
     if json_file is not None:
         write_output(json_file, json_bytes(report, indent=2))
         if str(json_file) != STDOUT:
-            say(f"The scores are in {json_file}")
+            print_stdout(f"The scores are in {json_file}")

@@ -1,7 +1,7 @@
-"""Output to the terminal: results on standard output, notes on standard error.
+"""Terminal output: results go to standard output, messages to standard error.
 
-Names of classes and files can contain anything. They are never interpreted as markup, and control characters in them
-are printed as visible escapes.
+Names of classes and files can contain any characters. They are never interpreted as markup, and their control
+characters are escaped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TextIO
 
 from metabridge.errors import InputError
 
-MIN_TEXT_WIDTH = 12  # minimal width of a wrapped column, in characters
-PIPE_CLOSED = 1  # exit status if the program that reads the output has closed the pipe, as in Rich
+MIN_WRAPPED_WIDTH = 12  # minimum width of a wrapped column, in characters
+BROKEN_PIPE_STATUS = 1  # exit status if the reader of standard output has closed the pipe, as in Rich
 
 
 def printable(text: object) -> str:
-    r"""Return text in which control characters and bytes that are not UTF-8 are replaced by visible escapes.
+    r"""Escape the control characters and the invalid UTF-8 bytes of a text.
 
     >>> printable("\x1b[31mred\n"), printable("caf\udce9")
     ('\\x1b[31mred\\n', 'caf\\xe9')
@@ -29,22 +29,27 @@ def printable(text: object) -> str:
     return "".join(character if character.isprintable() else _escape(character) for character in str(text))
 
 
-def say(text: object) -> None:
-    """Print one line of results to standard output."""
+def print_stdout(text: object) -> None:
+    """Print one line to standard output, with control characters escaped."""
     print(printable(text))
 
 
-def note(text: object) -> None:
-    """Print one line that is not a result to standard error."""
+def print_stderr(text: object) -> None:
+    """Print one line to standard error, with control characters escaped."""
     print(printable(text), file=sys.stderr)
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], *, text: Sequence[str] = (), title: str | None = None
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    left_aligned: Sequence[str] = (),
+    title: str | None = None,
 ) -> None:
-    """Print a table. Cells of the columns in `text` are wrapped if necessary; cells are never truncated.
+    """Print a table without truncating any cell.
 
-    If the columns do not fit side by side, each cell is printed as a line `heading: cell`.
+    The columns in `left_aligned` contain text, which is wrapped if necessary. All other columns contain numbers and are
+    right-aligned. If the terminal is too narrow for the table, print each cell on its own line as `heading: cell`.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -56,17 +61,17 @@ def print_table(
     min_widths, full_widths = [], []  # with and without wrapping
     for index, column in enumerate(columns):
         widest_cell = max((cell_len(row[index]) for row in cells), default=0)
-        min_cell = min(widest_cell, MIN_TEXT_WIDTH) if column in text else widest_cell
+        min_cell = min(widest_cell, MIN_WRAPPED_WIDTH) if column in left_aligned else widest_cell
         full_widths.append(max(cell_len(column), widest_cell))
         min_widths.append(max(*map(cell_len, column.split()), min_cell))
-    available = console.width - 3 * len(columns) - 1  # without borders and padding
+    available = console.width - 3 * len(columns) - 1  # width without borders and padding
     if sum(min_widths) > available:
         _print_rows(columns, cells, title)
         return
     widths = full_widths if sum(full_widths) <= available else min_widths
     table = Table(title=None if title is None else Text(printable(title)))
     for column, width in zip(columns, widths):
-        if column in text:
+        if column in left_aligned:
             table.add_column(Text(column), overflow="fold")
         else:
             table.add_column(Text(column), justify="right", width=width)
@@ -76,21 +81,21 @@ def print_table(
 
 
 def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    """Print each cell of a table as a line `heading: cell`, with an empty line before each row."""
+    """Print each cell of a table on its own line as `heading: cell`, with an empty line before each row."""
     if title is not None:
-        say(title)
+        print_stdout(title)
     for row in rows:
         print()
         for column, cell in zip(columns, row):
             if cell:
-                say(f"{column}: {cell}")
+                print_stdout(f"{column}: {cell}")
 
 
 @contextlib.contextmanager
 def terminal_output() -> Iterator[None]:
-    """Escape characters that the terminal's encoding lacks, and print warnings and logged errors as notes.
+    """Escape characters that the terminal cannot encode, and print warnings and logged errors as single lines.
 
-    If another program reads standard output and has closed the pipe, exit without a message.
+    If the reader of standard output has closed the pipe, exit without a message.
 
     Raises:
         InputError: If standard output cannot be written.
@@ -99,7 +104,7 @@ def terminal_output() -> Iterator[None]:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with warnings.catch_warnings(), _log_as_notes():
+        with warnings.catch_warnings(), _logging_to_stderr():
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = _show_warning
             yield
@@ -108,7 +113,7 @@ def terminal_output() -> Iterator[None]:
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):
             _discard(stream)
-        sys.exit(PIPE_CLOSED)
+        sys.exit(BROKEN_PIPE_STATUS)
     except OSError as error:
         if error.filename is not None:
             raise
@@ -116,17 +121,17 @@ def terminal_output() -> Iterator[None]:
         raise InputError(f"the output cannot be written ({error.strerror}).") from error
 
 
-class _NoteHandler(logging.Handler):
-    """A handler that prints log messages as notes."""
+class _StderrHandler(logging.Handler):
+    """Print log messages to standard error, with control characters escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage())
+        print_stderr(record.getMessage())
 
 
 @contextlib.contextmanager
-def _log_as_notes() -> Iterator[None]:
-    """Print logged warnings and errors as notes. Python's default handler would not escape control characters."""
-    logger, handler = logging.getLogger("metabridge"), _NoteHandler(logging.WARNING)
+def _logging_to_stderr() -> Iterator[None]:
+    """Print logged warnings and errors with escaped control characters, unlike Python's default handler."""
+    logger, handler = logging.getLogger("metabridge"), _StderrHandler(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield
@@ -142,19 +147,19 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning as a note."""
-    note(f"Note: {message}")
+    """Print a warning as one line; see `warnings.showwarning` for the arguments."""
+    print_stderr(f"Note: {message}")
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect a stream that cannot be written to the null device; otherwise flushing it at exit would fail."""
+    """Redirect an unwritable stream to the null device, so that Python can flush it at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
 
 
 def _escape(character: str) -> str:
-    """Return a visible escape of a character. Python decodes bytes that are not UTF-8 as U+DC80 to U+DCFF."""
+    """Return the escape sequence of a character. Python decodes invalid UTF-8 bytes as U+DC80 to U+DCFF."""
     code = ord(character)
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else repr(character)[1:-1]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from metabridge.choices import alternatives, head_names
 from metabridge.cli.config_options import with_config_options
 from metabridge.cli.options import (
     Device,
@@ -18,15 +19,16 @@ from metabridge.cli.options import (
     SeedOption,
     SizeOption,
     app,
+    at_most,
     device_name,
     images_for,
 )
-from metabridge.cli.terminal import note, print_table, say
+from metabridge.cli.terminal import print_stderr, print_stdout, print_table
 from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
     from metabridge.environments import LabeledImages
-    from metabridge.training import Run, Score, SoftTargets, Trainer
+    from metabridge.training import Run, Score, Trainer
     from metabridge.training.assessment import Assessment
     from metabridge.training.config import ImageTrainingConfig
 
@@ -36,7 +38,8 @@ HeadOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Test-time head to fit on the features: centroid, logistic, ridge or svm. Default: the method's head.",
+        help=f"Classifier to fit on the features at test time: {alternatives(head_names())}. Default: the head of the "
+        "method.",
     ),
 ]
 DataOption = Annotated[
@@ -53,32 +56,14 @@ DataOption = Annotated[
 @with_config_options
 def train(
     data: DataOption = "glyphs",
-    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/run"),
+    out: Annotated[Path, typer.Option(help="Folder in which the run is saved.")] = Path("runs/run"),
     size: SizeOption = None,
     min_images: MinImagesOption = None,
-    smoothing: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Label smoothing: share of the target probability that is spread evenly over all classes (only mtl, "
-            "rfs).",
-        ),
-    ] = 0.0,
-    mixup: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=100,
-            help="Mixup: train on weighted averages of two images and their labels, with weights from Beta(A, A) for "
-            "this value of A. 0: no mixup (only mtl, rfs).",
-        ),
-    ] = 0.0,
     teacher: Annotated[
         Path | None,
         typer.Option(
-            help="Distillation: folder of a trained run, the teacher. Targets are the averages of its predicted "
-            "probabilities and the labels (only mtl, rfs). Default: no teacher."
+            help="Folder of the trained run that is the teacher for distillation (only mtl, rfs). With a teacher, "
+            "--distillation defaults to 0.5. Default: no teacher."
         ),
     ] = None,
     minutes: MinutesOption = None,
@@ -87,8 +72,8 @@ def train(
 ) -> None:
     """Train a few-shot model.
 
-    Options that you omit take the method's usual values. The folder of the run contains the settings, the best weights,
-    the learning curve and the training state. Run the same command again to continue a stopped run.
+    The defaults of most options depend on the method. The run folder contains the settings, the best weights, the
+    learning curve and a checkpoint. Run the same command again to continue a stopped run.
 
     Example: **metabridge train --data photos --method mtl --out runs/photos**
     """
@@ -97,40 +82,32 @@ def train(
     from metabridge.datasets import load as load_images
     from metabridge.models import builder
     from metabridge.training import load as load_run
-    from metabridge.training.config import ImageTrainingConfig, default_config
+    from metabridge.training.config import ImageTrainingConfig, SoftTargets, default_config
     from metabridge.training.fitting import run_to_end
     from metabridge.training.image_training import image_trainer
 
-    # Check everything that does not depend on the images before they are read.
+    # Check everything that does not depend on the images before reading them, which can take long.
     defaults = default_config(config.pop("method", ImageTrainingConfig.method))
     torch_device = device_name(device)
-    options = replace(defaults, **config, soft_targets=_soft_targets(smoothing, mixup, teacher))
+    targets = SoftTargets(**({"distillation": 0.5} if teacher else {}) | config.pop("soft_targets", {}))
+    options = replace(defaults, **config, soft_targets=None if targets == SoftTargets() else targets)
     _check_method(options)
     builder(options.model, **options.model_options)
     if out.is_file():
-        raise InputError(f"--out is {out}, which is a file. Name a folder.")
+        raise InputError(f"--out is {out}, which is a file. Pass a folder.")
     images = load_images(data, size=size, min_images=min_images)
     teacher_run = None if teacher is None else load_run(teacher, device=torch_device)
     trainer = image_trainer(options, images, device=torch_device, out=out, teacher=teacher_run)
-    _note_validation(trainer, options.ways)
+    _print_validation_ways(trainer, options.ways)
     run = run_to_end(trainer, options.method, minutes=minutes)
     _draw_curve(run, out, options.method)
     if run.best is not None:
         ways = getattr(trainer.validate, "ways", options.ways)
-        say(f"Best score on {run.best.tasks} {ways}-way validation tasks: {run.best}")
+        print_stdout(f"Best score on {run.best.tasks} {ways}-way validation tasks: {run.best}")
     if run.finished:
-        say(f"The run is in {out}. {_next_step(out, images, options.ways)}")
+        print_stdout(f"The run is in {out}. {_next_step(out, images, options.ways)}")
     else:
-        say(f"Stopped after {minutes:g} minutes. Run the same command again to continue.")
-
-
-def _soft_targets(smoothing: float, mixup: float, teacher: Path | None) -> SoftTargets | None:
-    """Return the soft targets that three options describe, or None if none of them is used."""
-    from metabridge.training import SoftTargets
-
-    if not (smoothing or mixup or teacher):
-        return None
-    return SoftTargets(smoothing, mixup, 0.5 if teacher else 0.0)
+        print_stdout(f"Stopped after {minutes:g} minutes. Run the same command again to continue.")
 
 
 def _check_method(config: ImageTrainingConfig) -> None:
@@ -144,21 +121,21 @@ def _check_method(config: ImageTrainingConfig) -> None:
         raise
     except (TypeError, ValueError, KeyError) as error:
         values = ", ".join(f"{name}={value}" for name, value in config.method_options.items())
-        raise InputError(f"--option is {values}, but {config.method} cannot take it ({error}).") from error
+        raise InputError(f"{config.method} does not accept --option {values} ({error}).") from error
 
 
-def _note_validation(trainer: Trainer, ways: int) -> None:
-    """Print a note if validation is impossible or its tasks have fewer classes than `ways`."""
+def _print_validation_ways(trainer: Trainer, ways: int) -> None:
+    """Print a message if validation is impossible or its tasks have fewer than `ways` classes."""
     if trainer.validate is None:
-        note("Fewer than two validation classes: keeping the last weights instead of the best.")
+        print_stderr("Fewer than two validation classes: keeping the last weights instead of the best.")
         return
     validation_ways = getattr(trainer.validate, "ways", ways)
     if validation_ways < ways:
-        note(f"Only {validation_ways} validation classes: validation tasks have {validation_ways} ways.")
+        print_stderr(f"Only {validation_ways} validation classes: validation tasks have {validation_ways} ways.")
 
 
 def _next_step(out: Path, images: LabeledImages, ways: int) -> str:
-    """Return a message with the command that evaluates a finished run, with options that the test classes allow."""
+    """Return a message with a command that evaluates the run on its test classes."""
     classes = images.splits.get("test", ())
     if len(classes) < 2:
         return "Fewer than two test classes: evaluate the run on other data with metabridge evaluate --data."
@@ -170,7 +147,7 @@ def _next_step(out: Path, images: LabeledImages, ways: int) -> str:
 
 
 def _draw_curve(run: Run, folder: Path, name: str) -> None:
-    """Draw the learning curve if the run was validated and matplotlib is installed."""
+    """Draw the learning curve if there is one and matplotlib is installed."""
     from metabridge.files import write_atomically
 
     if run.best is None:
@@ -185,20 +162,20 @@ def _draw_curve(run: Run, folder: Path, name: str) -> None:
 
 @app.command()
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of trained runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of trained runs.")],
     shots: Annotated[
         str,
-        typer.Option(metavar="K,...", help="Numbers of support images per class, each evaluated separately."),
+        typer.Option(metavar="K,...", help="Numbers of support images per class; each is evaluated separately."),
     ] = "1,5",
     tasks: Annotated[
-        int, typer.Option(min=2, max=MAX_COUNT, help="Number of tasks for each number of support images.")
+        int, typer.Option(min=2, callback=at_most(MAX_COUNT), help="Number of tasks for each value of --shots.")
     ] = 2000,
     ways: Annotated[
         int | None,
         typer.Option(
             min=2,
-            max=MAX_COUNT,
-            help="Number of classes per task. Default: the value of --ways in the training of the first run.",
+            callback=at_most(MAX_COUNT),
+            help="Number of classes per task. Default: the --ways that the first run was trained with.",
         ),
     ] = None,
     queries: QueriesOption = 15,
@@ -206,41 +183,45 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA", help="Data set, as for metabridge train. Default: the data on which the runs were trained."
+            metavar="DATA",
+            help="Data set, as for metabridge train --data. Default: the data set that the runs were trained on.",
         ),
     ] = None,
-    trained_classes: Annotated[
+    allow_training_class_names: Annotated[
         bool,
         typer.Option(
-            "--trained-classes",
-            help="Allow evaluation on classes with the same names as training classes, which otherwise is an error.",
+            "--allow-training-class-names",
+            help="Do not raise an error if a test class has the name of a training class.",
         ),
     ] = False,
     min_images: Annotated[
         int | None,
         typer.Option(
             min=1,
-            max=MAX_COUNT,
-            help="Omit classes with fewer images than this. Default: as in training, or all classes with --data.",
+            callback=at_most(MAX_COUNT),
+            help="Omit classes with fewer images than this. Default: as in training; with --data, use all classes.",
         ),
     ] = None,
     head: HeadOption = None,
     penalty: Annotated[
         float | None,
-        typer.Option(help="L2 penalty of --head (1/C for svm); requires --head. Default: depends on the head."),
+        typer.Option(
+            help="L2 penalty of the classifier selected with --head (1/C for svm). Default: depends on the head."
+        ),
     ] = None,
     copies: Annotated[
         int,
         typer.Option(
             min=0,
             max=1000,
-            help="Test-time augmentation: also adapt to this number of random copies per support image.",
+            help="Test-time augmentation: add this many randomly augmented copies of each support image.",
         ),
     ] = 0,
     mirrored: Annotated[
         bool,
         typer.Option(
-            "--mirrored", help="Test-time augmentation: average the features of each image and its mirror image."
+            "--mirrored",
+            help="Test-time augmentation: average the features of each image and its horizontal flip.",
         ),
     ] = False,
     rotated: Annotated[
@@ -254,7 +235,7 @@ def evaluate(
     cropped: Annotated[
         bool,
         typer.Option(
-            "--cropped", help="Test-time augmentation: average the features of each image and five crops of it."
+            "--cropped", help="Test-time augmentation: average the features of each image and five of its crops."
         ),
     ] = False,
     seed: SeedOption = 0,
@@ -264,16 +245,16 @@ def evaluate(
         typer.Option(
             "--json",
             metavar="FILE",
-            help="Also write all results to this JSON file. If it is `-`, print JSON to standard output instead of the "
-            "table.",
+            help="JSON file to which all results are also written. With `-`, JSON is printed to standard output "
+            "instead of the table.",
         ),
     ] = None,
 ) -> None:
     """Evaluate trained runs on new tasks, with 95 % confidence intervals.
 
     Prints the mean accuracy over tasks, the class with the lowest accuracy, and the expected calibration error if the
-    head predicts probabilities. All runs are evaluated on the same tasks. With several runs it also prints the mean
-    difference between the accuracy of each run and of the first, with the 95 % confidence interval of the per-task
+    head predicts probabilities. All runs are evaluated on the same tasks. With several runs, also prints the mean
+    difference in accuracy between each run and the first, with the 95 % confidence interval of the per-task
     differences.
 
     Example: **metabridge evaluate runs/mtl runs/maml --shots 1,5 --tasks 2000**
@@ -286,11 +267,11 @@ def evaluate(
     from metabridge.training.assessment import assess
 
     if penalty is not None and head is None:
-        raise InputError("--penalty requires a head. Name one with --head.")
+        raise InputError("--penalty requires a head. Select one with --head.")
     test_head = None if head is None else create_head(head, penalty)
     if json_file is not None:
         make_parent_folder(json_file)
-    shot_counts = _shot_counts(shots)
+    shot_counts = _parse_shots(shots)
     augmentation = TestTimeAugmentation(copies, mirrored, rotated, cropped)
     torch_device = device_name(device)
     loaded_runs = [load(folder, device=torch_device) for folder in runs]
@@ -298,91 +279,93 @@ def evaluate(
     load_arguments = _load_arguments(runs, loaded_runs) if data is None else [None] * len(runs)
     rows: list[list[str]] = []
     report: list[dict[str, object]] = []
-    first_assessments: dict[int, Assessment] = {}  # of the first run, by number of shots
+    first_assessments: dict[int, Assessment] = {}  # assessments of the first run, by number of shots
     for folder, run, arguments in zip(runs, loaded_runs, load_arguments):
-        model = run if test_head is None else replace(run, method=replace(run.method, test=test_head))
+        model = run if test_head is None else replace(run, method=replace(run.method, test_solver=test_head))
         images = _images(folder, run, arguments, data, min_images).to(torch_device)
-        if not trained_classes:
+        if not allow_training_class_names:
             _check_new_classes(folder, run, images, split, same_data=data is None)
         environments = {
             count: images.tasks(split, ways=ways, shots=count, queries=queries)
-            for count in sorted(shot_counts, reverse=True)  # so that an error names the largest
+            for count in sorted(shot_counts, reverse=True)  # largest first, so that an error names the largest count
         }
         for count in shot_counts:
             environment = environments[count]
             assessment = assess(model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=True)
             first = first_assessments.setdefault(count, assessment)
             difference = None if assessment is first else assessment.score.minus(first.score)
-            calibrated = _has_probabilities(model)
+            calibrated = _predicts_probabilities(model)
             rows.append(_table_row(folder, count, assessment, difference, calibrated=calibrated))
             report.append(_json_entry(folder, count, assessment, difference, calibrated=calibrated))
-    columns = ("run", "shots", "accuracy, %", "worst class", "calibration error", "difference to the first, %")
-    title = f"{ways}-way tasks of the {split} split, {tasks} for each number of shots"
+    columns = ("run", "shots", "accuracy, %", "worst class", "calibration error", "difference from first run, points")
+    title = f"{tasks} {ways}-way tasks of the {split} split for each number of shots"
     if str(json_file) != STDOUT:
-        print_table(columns, rows, text=("run", "worst class"), title=title)
+        print_table(columns, rows, left_aligned=("run", "worst class"), title=title)
     if json_file is not None:
         write_output(json_file, json_bytes(report, indent=2))
         if str(json_file) != STDOUT:
-            say(f"All results, including the accuracy of every class, are in {json_file}")
+            print_stdout(f"All results, including the accuracy of every class, are in {json_file}")
 
 
-def _shot_counts(shots: str) -> list[int]:
-    """Return the numbers of shots in the value of --shots, such as "1,5"."""
+def _parse_shots(shots: str) -> list[int]:
+    """Parse the value of --shots, such as "1,5"."""
     try:
         counts = [int(number) for number in shots.split(",")]
     except ValueError:
-        raise InputError(f"shots is {shots!r}, but must be whole numbers separated by commas, such as 1,5.") from None
+        raise InputError(f"--shots is {shots!r}, but must be integers separated by commas, such as 1,5.") from None
     if max(counts) > MAX_COUNT:
-        raise InputError(f"shots is {max(counts)}, but must be {MAX_COUNT} or less.")
+        raise InputError(f"--shots is {max(counts)}, but must be {MAX_COUNT} or less.")
     return counts
 
 
-def _has_probabilities(run: Run) -> bool:
-    """Return whether the softmax of the outputs gives probabilities. The outputs of some heads only rank classes."""
+def _predicts_probabilities(run: Run) -> bool:
+    """Return whether the softmax of the outputs estimates probabilities; outputs of some heads only rank classes."""
     from metabridge.heads import Head
 
-    return not isinstance(run.method.test, Head) or run.method.test.calibrated
+    return not isinstance(run.method.test_solver, Head) or run.method.test_solver.calibrated
 
 
 def _default_ways(folder: Path, run: Run) -> int:
-    """Return the number of outputs of the run's network, which is the value of --ways in training; 5 if unknown."""
+    """Return the number of outputs of the run's network, which is its --ways in training; 5 if unknown."""
     from metabridge.training.checkpoint import damaged
 
     ways = (run.settings["model"] or {}).get("outputs", 5)
     if not isinstance(ways, int):
-        raise damaged(folder / "settings.json", f"its outputs are {ways!r}")
+        raise damaged(folder / "settings.json", f"its number of outputs is {ways!r}")
     return ways
 
 
 def _task_setting(folder: Path, run: Run, key: str, expected_type: type[T]) -> T | None:
-    """Return one of the stored settings of the run's training tasks, or None if it is not stored."""
+    """Return a stored setting of the run's training tasks, or None if it is not stored."""
     from metabridge.training.checkpoint import damaged
 
     value = (run.settings["tasks"] or {}).get(key)
     if value is not None and not isinstance(value, expected_type):
-        raise damaged(folder / "settings.json", f"its tasks have the {key} {value!r}")
+        raise damaged(folder / "settings.json", f"{key} of its tasks is {value!r}")
     return value
 
 
 def _load_arguments(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the arguments of `datasets.load` for the training data of each run.
+    """Return the arguments of `datasets.load` that load the training data of each run.
 
     Raises:
-        InputError: If a run does not store these arguments, or the runs were trained on different data. The size and
-            channels of the images may differ.
+        InputError: If the settings of a run do not contain these arguments, or if the runs were trained on different
+            data. Different image sizes and channels are allowed.
     """
     load_arguments, data_sets = [], []
     for folder, run in zip(folders, runs):
         stored = _task_setting(folder, run, "data", dict)
         if stored is None:
-            raise InputError(f"the settings of the run in {folder} do not name its data. Name a data set with --data.")
-        is_glyphs = stored.get("name") == "glyphs"  # their root is only a cache folder
+            raise InputError(
+                f"the settings of the run in {folder} do not contain its data set. Specify one with --data."
+            )
+        is_glyphs = stored.get("name") == "glyphs"  # the root of glyphs is only a cache folder
         load_arguments.append({key: value for key, value in stored.items() if not (is_glyphs and key == "root")})
         data_sets.append({key: value for key, value in stored.items() if key not in ("size", "channels")})
         if data_sets[-1] != data_sets[0]:
             raise InputError(
                 f"the runs in {folders[0]} and {folder} were trained on different data, so they cannot be evaluated on "
-                "the same tasks. Name a data set for both with --data, or evaluate them separately."
+                "the same tasks. Specify a data set for both with --data, or evaluate them separately."
             )
     return load_arguments
 
@@ -390,7 +373,7 @@ def _load_arguments(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]
 def _images(
     folder: Path, run: Run, arguments: dict[str, Any] | None, data: str | None, min_images: int | None
 ) -> LabeledImages:
-    """Load `data`, or by default the run's training data, with the size and channels that its network takes."""
+    """Load `data` (default: the run's training data) in the image size and channels of its network."""
     from metabridge.datasets import load
     from metabridge.inference.image_input import image_shape
     from metabridge.training.checkpoint import damaged
@@ -404,35 +387,35 @@ def _images(
         raise damaged(folder / "settings.json", f"its data {arguments} cannot be read ({error})") from error
     channels, size = image_shape(run.net)
     if images.images.shape[1:] != (channels, size, size):
-        raise damaged(folder / "settings.json", f"its data {arguments} are not images that its network takes")
+        raise damaged(folder / "settings.json", f"the images of its data {arguments} do not fit its network")
     return images
 
 
 def _check_new_classes(folder: Path, run: Run, images: LabeledImages, split: str, *, same_data: bool) -> None:
-    """Raise an `InputError` if classes of the split, unless it is "train", have the same names as training classes."""
+    """Raise an `InputError` if a class of the split has the name of a training class; "train" is always allowed."""
     if split == "train" or split not in images.splits:
         return
-    trained_names = _task_setting(folder, run, "class_names", list) or []
-    names = images.split_class_names(split)
-    shared_names = [name for name in names if name in trained_names]
+    training_names = _task_setting(folder, run, "class_names", list) or []
+    split_names = images.split_class_names(split)
+    shared_names = [name for name in split_names if name in training_names]
     if not shared_names:
         return
     if same_data:
         raise InputError(
-            f"class '{shared_names[0]}' is in the {split} split, but the run in {folder} was trained on it: the data "
-            "or --min-images differ from those in training. Restore them, or name other data with --data."
+            f"class '{shared_names[0]}' is in the {split} split, but the run in {folder} was trained on it, "
+            "because the data or --min-images have changed since. Restore them, or specify other data with --data."
         )
     raise InputError(
-        f"{len(shared_names)} of {len(names)} classes in the {split} split, such as '{shared_names[0]}', have names "
-        f"of classes that the run in {folder} was trained on, but evaluation needs new classes. Remove them from "
-        "the data, or add --trained-classes if only the names are the same."
+        f"{len(shared_names)} of {len(split_names)} classes in the {split} split, such as '{shared_names[0]}', have "
+        f"names of classes that the run in {folder} was trained on, but evaluation needs new classes. Remove them from "
+        "the data, or add --allow-training-class-names if only the names are the same."
     )
 
 
 def _table_row(
     folder: Path, shots: int, assessment: Assessment, difference: Score | None, *, calibrated: bool
 ) -> list[str]:
-    """Return the cells of one row of the table."""
+    """Return the cells of a table row."""
     worst_class, accuracy = assessment.worst
     return [
         str(folder),

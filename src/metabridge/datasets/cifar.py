@@ -1,16 +1,16 @@
 """CIFAR-FS, FC100 and FS-CIFAR100: three ways to split the 100 classes of CIFAR-100.
 
 CIFAR-100 has 600 RGB images of 32 × 32 pixels per class. They are read from the folder `cifar-100-python` (the pickles
-train, test and meta), from the folder `cifar-100-binary` (train.bin, test.bin and the label names), or from one of the
-published archives of these folders (.tar.gz). Superclasses are the 20 coarse labels of CIFAR-100.
+train, test and meta), from the folder `cifar-100-binary` (train.bin, test.bin and the label names), or from the
+published archive of either folder (.tar.gz). The superclasses are the 20 coarse labels of CIFAR-100.
 
 - CIFAR-FS (Bertinetto et al. 2019): 64, 16 and 20 classes.
-- FC100 (Oreshkin et al. 2018): 60, 20 and 20 classes; no coarse label is in two splits.
+- FC100 (Oreshkin et al. 2018): 60, 20 and 20 classes. The splits share no coarse label.
 - FS-CIFAR100 (Collins et al. 2022): 80 training and 20 test classes. The paper does not list them and cites Oreshkin
-  et al., so the test classes here are those of FC100. As in the paper, 450 images of each training class are used for
-  training and 150 for measuring the accuracy on seen classes. These 150 images form the validation split, with class
-  names such as "apple (held out)". The paper does not say which images are held out; here, they are the 100 images of
-  the class in CIFAR-100's test file and the last 50 in its training file.
+  et al., so metabridge uses the test classes of FC100. As in the paper, 450 images of each training class are used for
+  training, and 150 to measure the accuracy on seen classes. These 150 images form the validation split, with class
+  names such as "apple (held out)". The paper does not say which images are held out; metabridge holds out
+  all 100 images of the class in CIFAR-100's test file and the last 50 in its training file.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from metabridge.datasets.splits import read_split_table
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=32, channels=3)
-IMAGE_VALUES = 3 * 32 * 32  # uint8 values per image
-MAX_ARCHIVE_BYTES = 2**29  # compressed or not; CIFAR-100 has 178 MiB
-MAX_ARCHIVE_FILES = 1000  # CIFAR-100 has five
+IMAGE_BYTES = 3 * 32 * 32  # one uint8 value per pixel and channel
+MAX_ARCHIVE_BYTES = 2**29  # before and after decompression; CIFAR-100 is 178 MiB
+MAX_ARCHIVE_FILES = 1000  # CIFAR-100 has five files
 GZIP_MAGIC = b"\x1f\x8b"
 TRAINING_IMAGES = 450  # per training class of FS-CIFAR100
-FILES = {  # by layout, which is also the name of the folder
+LAYOUT_FILES = {  # folder name of each layout -> its files
     "cifar-100-python": ("train", "test", "meta"),
     "cifar-100-binary": ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt"),
 }
 
 
 class _Cifar(NamedTuple):
-    images: NDArray[np.uint8]  # (n, 3072): the red, green and blue planes of each image
+    images: NDArray[np.uint8]  # (n, 3072): red, green and blue plane of each image
     fine_labels: NDArray[np.int64]
     coarse_labels: NDArray[np.int64]
     fine_names: list[str]
     coarse_names: list[str]
-    train_count: int  # number of images from the training file, which come first
+    train_count: int  # the first `train_count` images are from the training file
 
 
 def matches(root: Path) -> bool:
-    """Return whether a path is the folder or the archive of CIFAR-100, or a folder that contains one of these.
+    """Return whether a path is the CIFAR-100 folder or archive, or a folder that contains one of them.
 
     >>> matches(Path("nowhere"))
     False
@@ -86,7 +86,7 @@ def list_files(root: Path) -> list[Path]:
             f"{root} does not contain CIFAR-100. Put cifar-100-python.tar.gz or cifar-100-binary.tar.gz there."
         )
     layout, path = location
-    return [path / file for file in FILES[layout]] if path.is_dir() else [path]
+    return [path / file for file in LAYOUT_FILES[layout]] if path.is_dir() else [path]
 
 
 def open_source(root: Path, name: str = "cifar-fs") -> ImageSource:
@@ -129,8 +129,8 @@ def open_source(root: Path, name: str = "cifar-fs") -> ImageSource:
 
 
 def _locate(root: Path) -> tuple[str, Path] | None:
-    """Return the layout (a key of `FILES`) of the data set at a path, and its folder or archive; None without one."""
-    for layout, files in FILES.items():
+    """Return the layout (a key of `LAYOUT_FILES`) and the folder or archive of the data set; None if there is none."""
+    for layout, files in LAYOUT_FILES.items():
         for folder in (root, root / layout):
             if all((folder / file).is_file() for file in files):
                 return layout, folder
@@ -144,7 +144,7 @@ def _read(layout: str, path: Path) -> _Cifar:
     if path.is_file():
         contents = _read_archive(path, layout)
     else:
-        contents = {file: read_file(path / file) for file in FILES[layout]}
+        contents = {file: read_file(path / file) for file in LAYOUT_FILES[layout]}
     parse = _parse_python if layout == "cifar-100-python" else _parse_binary
     cifar = parse(contents, path)
     if not len(cifar.images) == len(cifar.fine_labels) == len(cifar.coarse_labels):
@@ -157,7 +157,7 @@ def _read(layout: str, path: Path) -> _Cifar:
 
 
 def _read_archive(archive: Path, folder: str) -> dict[str, bytes]:
-    """Return the contents of the needed files in an archive, by file name."""
+    """Return the contents of the files of a layout in an archive, as a dict from file name to bytes."""
     with reading_errors(archive), open_regular(archive) as stream:
         archive_bytes = stream.read(MAX_ARCHIVE_BYTES)
     contents = {}
@@ -172,14 +172,14 @@ def _read_archive(archive: Path, folder: str) -> dict[str, bytes]:
             for index, member in enumerate(tar):
                 if index == MAX_ARCHIVE_FILES:
                     raise tarfile.TarError(f"it contains more than {MAX_ARCHIVE_FILES} files")
-                # tarfile would not stop reading if a size is negative; a sparse file may declare any size.
+                # With a negative size, tarfile would read forever. A sparse file may declare any size.
                 if not 0 <= member.size <= len(tar_bytes):
                     raise tarfile.TarError(f"its entry {member.name} declares {member.size} bytes")
                 if member.isreg() and member.name.startswith(f"{folder}/"):
                     contents[member.name.removeprefix(f"{folder}/")] = tar.extractfile(member).read()  # type: ignore[union-attr]
     except Exception as error:  # damaged archives raise exceptions of many types
         raise InputError(f"{archive} is not a valid CIFAR-100 archive ({error}). Download the file again.") from error
-    for file in FILES[folder]:
+    for file in LAYOUT_FILES[folder]:
         if file not in contents:
             raise InputError(f"{archive} does not contain {folder}/{file}. Download the file again.")
     return contents
@@ -187,7 +187,7 @@ def _read_archive(archive: Path, folder: str) -> dict[str, bytes]:
 
 def _parse_python(contents: dict[str, bytes], path: Path) -> _Cifar:
     train, test, meta = (
-        _with_text_keys(unpickle(contents[file], f"{path / file}")) for file in FILES["cifar-100-python"]
+        _with_text_keys(unpickle(contents[file], f"{path / file}")) for file in LAYOUT_FILES["cifar-100-python"]
     )
     fine_names, coarse_names = (
         parse_names(path / "meta", key, meta.get(key)) for key in ("fine_label_names", "coarse_label_names")
@@ -215,9 +215,9 @@ def _parse_python(contents: dict[str, bytes], path: Path) -> _Cifar:
 
 def _parse_planes(file: Path, images: Any) -> NDArray[np.uint8]:
     planes = parse_uint8(file, "data", images)
-    if planes.ndim != 2 or planes.shape[1] != IMAGE_VALUES:
+    if planes.ndim != 2 or planes.shape[1] != IMAGE_BYTES:
         raise InputError(
-            f"{file} has data of shape {planes.shape}, but expected shape (images, {IMAGE_VALUES}). "
+            f"{file} has data of shape {planes.shape}, but expected shape (images, {IMAGE_BYTES}). "
             "Download the file again."
         )
     return planes
@@ -225,10 +225,10 @@ def _parse_planes(file: Path, images: Any) -> NDArray[np.uint8]:
 
 def _parse_binary(contents: dict[str, bytes], path: Path) -> _Cifar:
     """Parse files in which each image is a row of bytes: coarse label, fine label and pixel values."""
-    train, test, fine_text, coarse_text = (contents[file] for file in FILES["cifar-100-binary"])
-    if len(train) % (IMAGE_VALUES + 2) or len(test) % (IMAGE_VALUES + 2):
+    train, test, fine_text, coarse_text = (contents[file] for file in LAYOUT_FILES["cifar-100-binary"])
+    if len(train) % (IMAGE_BYTES + 2) or len(test) % (IMAGE_BYTES + 2):
         raise InputError(f"{path} has a file that ends in the middle of an image. Download the files again.")
-    rows = np.frombuffer(train + test, dtype=np.uint8).reshape(-1, IMAGE_VALUES + 2)
+    rows = np.frombuffer(train + test, dtype=np.uint8).reshape(-1, IMAGE_BYTES + 2)
     fine_names, coarse_names = (text.decode("latin1").split() for text in (fine_text, coarse_text))
     return _Cifar(
         images=rows[:, 2:],
@@ -236,7 +236,7 @@ def _parse_binary(contents: dict[str, bytes], path: Path) -> _Cifar:
         coarse_labels=np.array(parse_indices(path, "the coarse labels", rows[:, 0], len(coarse_names)), dtype=np.int64),
         fine_names=fine_names,
         coarse_names=coarse_names,
-        train_count=len(train) // (IMAGE_VALUES + 2),
+        train_count=len(train) // (IMAGE_BYTES + 2),
     )
 
 

@@ -1,4 +1,4 @@
-"""Check an image data set before training: its sizes, unreadable and duplicate images, and the tasks it allows."""
+"""Check an image data set before training: sizes, unreadable and duplicate images, and which tasks are possible."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class SplitReport(NamedTuple):
 
     Args:
         name: "train", "validation" or "test".
-        classes: The number of classes.
-        images: The number of readable images.
-        fewest: The number of images of the smallest class.
-        median: The median number of images per class.
-        most: The number of images of the largest class.
-        obstacle: Why the requested tasks cannot be sampled, and how to change that; empty if they can.
+        classes: Number of classes.
+        images: Number of readable images.
+        fewest: Number of images of the smallest class.
+        median: Median number of images per class.
+        most: Number of images of the largest class.
+        obstacle: The reason why the requested tasks cannot be sampled, with a fix; empty if they can be sampled.
 
     >>> SplitReport("test", classes=2, images=9, fewest=4, median=4.5, most=5, obstacle="").median
     4.5
@@ -41,7 +41,7 @@ class SplitReport(NamedTuple):
 
 
 class ImageSummary(NamedTuple):
-    """The width, height and mode of an image file, and a digest of its pixels in RGB."""
+    """The width, height and Pillow mode of an image file, and a digest of its RGB pixels."""
 
     width: int
     height: int
@@ -56,11 +56,11 @@ class DatasetReport:
     Args:
         data: The name of the data set.
         description: A description of the files, such as "folders of images".
-        splits: The splits.
-        sizes: The number of images of each (width, height), most frequent first.
-        modes: The number of images of each Pillow mode, such as "RGB", most frequent first.
-        unreadable: The name of each unreadable image, with the reason.
-        duplicates: Groups of equal images from more than one split; each image is given as (split, name).
+        splits: The report of each split.
+        sizes: Number of images of each size (width, height), most frequent first.
+        modes: Number of images of each Pillow mode, such as "RGB", most frequent first.
+        unreadable: The unreadable images, as pairs (name, reason).
+        duplicates: Groups of equal images that are in more than one split. Each image is a pair (split, name).
         empty_classes: The names of classes without a readable image.
         notes: Remarks on how the files were read.
 
@@ -80,17 +80,17 @@ class DatasetReport:
 
     @property
     def fine(self) -> bool:
-        """Whether there are no problems and every split allows the requested tasks.
+        """Whether there are no problems, and the requested tasks can be sampled from every split.
 
-        Validation may use fewer ways and queries, so an obstacle in that split counts only if it has fewer than
-        two classes.
+        Validation can use tasks with fewer ways and queries, so an obstacle in the validation split is ignored if that
+        split has at least two classes.
         """
         obstacles = any(split.obstacle for split in self.splits if split.name != "validation" or split.classes < 2)
         return not (self.unreadable or self.duplicates or self.empty_classes or obstacles)
 
 
 def summarize_image(content: Content) -> ImageSummary:
-    """Decode an image and return its summary.
+    """Decode an image and summarize it.
 
     >>> import numpy as np
     >>> summarize_image(np.zeros((4, 6), dtype=np.uint8))[:3]
@@ -108,7 +108,7 @@ def check_dataset(
 ) -> DatasetReport:
     """Read every image of a data set and report problems. Nothing is written.
 
-    Images count as duplicates if their pixels are equal at full size and in RGB, even in files of different formats.
+    Images are duplicates if their RGB pixels at full size are equal, even if the file formats differ.
 
     Args:
         path: The folder or file of the data set.
@@ -116,7 +116,7 @@ def check_dataset(
         ways: Number of classes per task.
         shots: Support images per class.
         queries: Query images per class.
-        seed: The seed for splitting the classes as `load` does, if the data set does not define splits.
+        seed: Seed of the random split of the classes, as in `load`. Unused if the data set defines splits.
 
     Returns:
         The report. Its property `fine` is true if there are no problems.
@@ -175,7 +175,7 @@ def check_dataset(
         for split in ("train", "validation", "test")
         if split in split_of.values()
     }
-    smallest_class: dict[str, str] = {}  # its name, by split
+    smallest_class: dict[str, str] = {}  # split -> name of its smallest class
     for label in sorted(labels, key=counts.__getitem__):
         smallest_class.setdefault(split_of[label], source.classes[label].name)
     return DatasetReport(
@@ -207,10 +207,10 @@ def check_dataset(
 def _obstacle(
     class_sizes: list[int], smallest_class: str, ways: int, shots: int, queries: int, large_class_count: int
 ) -> str:
-    """Return why tasks cannot be sampled from a split, and how to change that; an empty string if they can.
+    """Return the reason why tasks cannot be sampled from a split, with a fix; an empty string if they can be sampled.
 
-    `class_sizes` are the numbers of images per class, `smallest_class` is the name of the smallest class, and
-    `large_class_count` is the number of classes that the split has if classes with too few images are omitted.
+    `class_sizes` contains the number of images of each class, `smallest_class` is the name of the smallest class, and
+    `large_class_count` is the number of classes in the split after classes with too few images are omitted.
     """
     if len(class_sizes) < ways:
         if len(class_sizes) == 1:

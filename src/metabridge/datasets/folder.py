@@ -1,14 +1,14 @@
-"""Images in folders: a folder per class, optionally in a parent folder per superclass.
+"""Folders of images: one folder per class, optionally inside one folder per superclass.
 
-A folder that contains images, or no folders, is a class, named by its path. Its superclass is the parent folder, or
-"all" without one: in `animals/cat/1.jpg`, the class is `animals/cat` and the superclass `animals`. Images may have any
-size and mode, and any format in `image_decoding.FORMATS`. By default the central square of each image is resized to
-84 × 84 pixels in RGB.
+A folder is a class if it contains images or no folders. The class is named by its path, and its superclass is the
+parent folder, or "all" if there is none. For example, the image `animals/cat/1.jpg` has the class `animals/cat` and the
+superclass `animals`. Images may have any size and mode, and any format in `image_decoding.FORMATS`. By default, the
+central square of each image is resized to 84 × 84 pixels in RGB.
 
-If at least two of the folders train, validation (or val, valid) and test exist, they define splits of the classes. A
-single one of them is read as the whole data set. Without splits, classes are split at random, 64 % train, 16 %
-validation and 20 % test. They are also split at random if two of the split folders share a class, because few-shot
-learning is evaluated on classes that are not in the training set.
+If at least two of the folders train, validation (or val, valid) and test exist, they are the splits of the classes. If
+only one of them exists, it is the whole data set. Without splits, the classes are split at random: 64 % train, 16 %
+validation and 20 % test. They are also split at random if two split folders share a class, because few-shot learning is
+evaluated on classes that are not in the training set.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DECODE_OPTIONS = DecodeOptions(size=84, channels=3, crop=True)
 
 
 def matches(root: Path) -> bool:
-    """Return whether a folder inside `root` contains images.
+    """Return whether any folder inside `root` contains images.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -48,7 +48,7 @@ def matches(root: Path) -> bool:
 
 
 def list_files(root: Path) -> list[Path]:
-    """Return the files and empty folders that are not hidden, in the split folders or, without these, in `root`.
+    """Return all files and empty folders, except hidden ones, in the split folders or, if there are none, in `root`.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:

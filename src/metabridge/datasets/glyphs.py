@@ -1,7 +1,7 @@
 """Glyphs, the built-in data set: characters of many alphabets, drawn with the fonts that come with matplotlib.
 
-Like Omniglot, it has many classes (characters) of 20 images, grouped into superclasses (alphabets), and no alphabet
-is in two splits. The images of a character differ in typeface, stroke width, rotation, slant, size, position and an
+Like Omniglot, it has many classes (characters) with 20 images each, grouped into superclasses (alphabets). The splits
+share no alphabet. The images of a character differ in typeface, stroke width, rotation, slant, size, position and
 elastic deformation.
 """
 
@@ -27,29 +27,32 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.ImageFont import FreeTypeFont
 
-FORMAT = 1  # part of the name of the cache file; increase it when the images are drawn or stored differently
-VARIANTS = 20  # images per character
-SIZE = 28
-MAX_ARRAY_BYTES = 2**26  # per array in the cache file; the images have 18 MB
-COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile unpacks other methods without a limit
-_FRAME_SIDE = 84  # in pixels, of the square frame in which a shape is drawn before it is deformed
-_SHAPE_SIDE = 60  # in pixels, the longer side of the shape in the frame
+FORMAT = 1  # version in the cache file name; increase it if the images are drawn or stored differently
+IMAGES_PER_CHARACTER = 20
+IMAGE_SIZE = 28
+MAX_ARRAY_BYTES = 2**26  # per array in the cache file; the images are 18 MB
+COMPRESSIONS = (
+    zipfile.ZIP_STORED,
+    zipfile.ZIP_DEFLATED,
+)  # with other methods, zipfile does not limit the unpacked size
+_FRAME_SIZE = 84  # width and height of the frame in which a shape is drawn before it is deformed, in pixels
+_SHAPE_SIZE = 60  # max(width, height) of the shape in the frame, in pixels
 
-# No italic fonts: in some scripts, italic letters look like other letters (т becomes m), and a shear adds slant.
+# No italic fonts: some italic letters look like other letters (italic т looks like m), and a shear adds slant anyway.
 REGULAR = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral")
 BOLD = ("DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSansMono-Bold", "STIXGeneralBol")
 
 
 class Alphabet(NamedTuple):
-    """The characters of a script as Unicode ranges, before those without a font and look-alikes are removed."""
+    """The characters of a script as Unicode ranges. Characters without a font and look-alikes are removed later."""
 
     name: str
     split: Literal["train", "validation", "test"]
     ranges: str
 
 
-# Of characters that look alike, only the first in this list is kept, so letters come before signs.
-# The ranges omit marks, accented letters, and characters that differ only in the number of dots or strokes.
+# Only the first of several characters that look alike is kept, so letters come before signs in this list.
+# The ranges omit diacritical marks, accented letters, and characters that differ only in the number of dots or strokes.
 ALPHABETS = (
     Alphabet("Latin", "train", "41-5A 61-7A DE-DF E6 F0 FE"),
     Alphabet("Greek", "train", "391-3A9 3B1-3BC 3BE-3C9 3D0-3D1 3D5-3F0 3F7-3FB"),
@@ -89,17 +92,18 @@ ALPHABETS = (
 
 
 def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabeledImages:
-    """Return the glyphs. They are drawn on first use and cached on disk.
+    """Load the glyphs data set. The glyphs are drawn on first use and cached on disk.
 
     Args:
-        seed: The seed for drawing; each seed gives other images of the same characters.
+        seed: Seed for drawing. Each seed gives different images of the same characters.
         cache: The cache folder. Default: `$METABRIDGE_CACHE` or `~/.cache/metabridge`.
 
     Returns:
         Images of 28 × 28 pixels with one channel, with classes, superclasses and splits.
 
     Raises:
-        InputError: The seed is negative, or matplotlib is not installed and the cache has no glyphs.
+        InputError: The seed is negative, the cache cannot be written, or matplotlib is not installed and the cache
+            does not contain the glyphs.
 
     >>> glyphs = load_glyphs()
     >>> glyphs.images.shape[1:], sorted(glyphs.splits)
@@ -112,7 +116,7 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabeledImages
     try:
         version = metadata.version("matplotlib")
     except metadata.PackageNotFoundError:
-        version = "*"  # without matplotlib's fonts, use the cached glyphs of any version
+        version = "*"  # without matplotlib, accept glyphs that were drawn with any version
     files = [folder / f"{stem}{version}.npz"] if version != "*" else sorted(folder.glob(f"{stem}*.npz"))
     for file in files:
         try:
@@ -132,8 +136,8 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabeledImages
 class _Character(NamedTuple):
     alphabet: int  # index in `ALPHABETS`
     code: int
-    shapes: NDArray[np.uint8]  # (fonts, _FRAME_SIDE, _FRAME_SIDE), one for each font that contains the character
-    regular_count: int  # number of shapes from regular fonts, which come first
+    shapes: NDArray[np.uint8]  # (fonts, _FRAME_SIZE, _FRAME_SIZE), for the fonts that contain the character
+    regular_count: int  # the first `regular_count` shapes are from regular fonts
 
 
 def _draw(seed: int) -> LabeledImages:
@@ -141,25 +145,25 @@ def _draw(seed: int) -> LabeledImages:
     from rich.progress import track
 
     characters = _remove_lookalikes(_candidates())
-    # Render 32 characters at once, since PyTorch is slow at many small operations.
+    # Render 32 characters at once, because many small PyTorch operations are slow.
     batches = [characters[first : first + 32] for first in range(0, len(characters), 32)]
     images = []
     for batch in track(batches, "Drawing glyphs", console=Console(stderr=True), transient=True):
-        parameters = zip(*(_sample_variants(character, seed) for character in batch))
+        parameters = zip(*(_sample_render_parameters(character, seed) for character in batch))
         images.append(_render(*(torch.from_numpy(np.concatenate(arrays)) for arrays in parameters)))
     superclasses = torch.tensor([character.alphabet for character in characters])
     return LabeledImages(
         images=torch.cat(images),
-        labels=torch.arange(len(characters)).repeat_interleave(VARIANTS),
+        labels=torch.arange(len(characters)).repeat_interleave(IMAGES_PER_CHARACTER),
         class_names=tuple(f"{ALPHABETS[c.alphabet].name}/U+{c.code:04X}" for c in characters),
         superclasses=superclasses,
         superclass_names=tuple(alphabet.name for alphabet in ALPHABETS),
-        splits=_splits(superclasses, [alphabet.split for alphabet in ALPHABETS]),
+        splits=_class_splits(superclasses, [alphabet.split for alphabet in ALPHABETS]),
     )
 
 
-def _splits(superclasses: Tensor, split_of: list[str]) -> dict[str, Tensor]:
-    """Return the classes of each split, given the superclass of each class and the split of each superclass."""
+def _class_splits(superclasses: Tensor, split_of: list[str]) -> dict[str, Tensor]:
+    """Return the class indices of each split, given the superclass of each class and the split of each superclass."""
     split_names = [split_of[superclass] for superclass in superclasses.tolist()]
     return {
         split: torch.tensor([index for index, name in enumerate(split_names) if name == split])
@@ -168,7 +172,7 @@ def _splits(superclasses: Tensor, split_of: list[str]) -> dict[str, Tensor]:
 
 
 def _candidates() -> list[_Character]:
-    """Return the characters of `ALPHABETS` that a font contains, without those that a font draws blank."""
+    """Return the characters of `ALPHABETS` that are in at least one font, except those that a font draws blank."""
     import matplotlib
     from matplotlib.ft2font import FT2Font
     from PIL import ImageFont
@@ -188,65 +192,65 @@ def _candidates() -> list[_Character]:
 
 
 def _draw_shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
-    """Draw a character in the center of a frame; its longer side is `_SHAPE_SIDE`. A blank character is all zero."""
+    """Draw a character in the center of a frame, scaled to `_SHAPE_SIZE`. For a blank character, all pixels are 0."""
     from PIL import Image, ImageDraw
 
     left, top, right, bottom = (int(edge) for edge in font.getbbox(chr(code)))
     canvas = Image.new("L", (max(right - left, 1), max(bottom - top, 1)))
     ImageDraw.Draw(canvas).text((-left, -top), chr(code), fill=255, font=font)
-    frame = Image.new("L", (_FRAME_SIDE, _FRAME_SIDE))
+    frame = Image.new("L", (_FRAME_SIZE, _FRAME_SIZE))
     box = canvas.getbbox()
     if box is not None:
         shape = canvas.crop(box)
-        scale = _SHAPE_SIDE / max(shape.size)
+        scale = _SHAPE_SIZE / max(shape.size)
         shape = shape.resize((max(round(shape.width * scale), 1), max(round(shape.height * scale), 1)))
-        frame.paste(shape, ((_FRAME_SIDE - shape.width) // 2, (_FRAME_SIDE - shape.height) // 2))
+        frame.paste(shape, ((_FRAME_SIZE - shape.width) // 2, (_FRAME_SIZE - shape.height) // 2))
     return np.asarray(frame)
 
 
 def _remove_lookalikes(candidates: list[_Character]) -> list[_Character]:
-    """Remove each character that looks like an earlier one in a regular font.
+    """Remove each character that looks like an earlier character in a regular font.
 
-    Two shapes, at half resolution, look alike if at most `tolerance` pixels of ink of each of them are more than
-    `distance` pixels away from the other. Shapes are compared at equal size, so letters whose cases differ only in
-    size (o and O) look alike.
+    Shapes are compared at half resolution. Two shapes look alike if in each of them, at most `tolerance` foreground
+    pixels are more than `distance` pixels away from the other shape. All shapes are scaled to equal size, so upper and
+    lower case letters that differ only in size (o and O) look alike.
     """
     distance, tolerance = 2, 5.0
     shapes = torch.from_numpy(np.concatenate([c.shapes[: c.regular_count] for c in candidates]))
-    ink = avg_pool2d(shapes[:, None].float() / 255, 2)
+    foreground = avg_pool2d(shapes[:, None].float() / 255, 2)
     y, x = torch.meshgrid(*2 * [torch.arange(-distance, distance + 1)], indexing="ij")
     disc = (x**2 + y**2 <= distance**2).float()
-    is_near = conv2d((ink > 0.35).float(), disc[None, None], padding=distance) > 0
-    ink, is_far = ink.flatten(1), (~is_near).float().flatten(1)
+    is_near = conv2d((foreground > 0.35).float(), disc[None, None], padding=distance) > 0
+    foreground, is_far = foreground.flatten(1), (~is_near).float().flatten(1)
     character_of = torch.arange(len(candidates)).repeat_interleave(torch.tensor([c.regular_count for c in candidates]))
-    far_ink = ink @ is_far.T
-    shapes_alike = torch.maximum(far_ink, far_ink.T) <= tolerance
+    far_pixels = foreground @ is_far.T  # entry (i, j): foreground of shape i that is far from shape j
+    shapes_alike = torch.maximum(far_pixels, far_pixels.T) <= tolerance
     characters_alike = torch.zeros(len(candidates), len(candidates), dtype=torch.bool)
     first, second = shapes_alike.nonzero(as_tuple=True)
     characters_alike[character_of[first], character_of[second]] = True
     return [character for index, character in enumerate(candidates) if not characters_alike[index, :index].any()]
 
 
-def _sample_variants(character: _Character, seed: int) -> tuple[NDArray[np.float32], ...]:
-    """Sample the random parameters of each image of a character.
+def _sample_render_parameters(character: _Character, seed: int) -> tuple[NDArray[np.float32], ...]:
+    """Sample the rendering parameters of the n images of a character.
 
-    Return the signed distance to the outline, positive inside the strokes (VARIANTS, _FRAME_SIDE, _FRAME_SIDE), affine
-    maps (VARIANTS, 2, 3), and displacements of a coarse grid (VARIANTS, 2, 5, 5). A constant is added to the distance,
-    which changes the stroke width.
+    Return the signed distances to the outline, positive inside the strokes (n, _FRAME_SIZE, _FRAME_SIZE), the affine
+    maps (n, 2, 3), and the displacements of a coarse grid (n, 2, 5, 5). A constant added to the distances changes the
+    stroke width.
     """
     from scipy.ndimage import distance_transform_edt
 
     rng = np.random.default_rng((seed, character.code))
 
     def uniform(low: float, high: float) -> NDArray[np.float64]:
-        return rng.uniform(low, high, VARIANTS)
+        return rng.uniform(low, high, IMAGES_PER_CHARACTER)
 
     inside = character.shapes > 127
     distance = np.stack([distance_transform_edt(shape) - distance_transform_edt(~shape) for shape in inside])
-    # Half the stroke width is twice the mean distance inside. If it is below 1.8, strokes are thinner than a pixel of
-    # the image.
+    # Half the stroke width is about twice the mean distance inside the strokes. Below 1.8, strokes would be thinner
+    # than a pixel of the final image.
     half_width = 2 * np.array([values[shape].mean() for values, shape in zip(distance, inside)])
-    font = rng.integers(len(distance), size=VARIANTS)
+    font = rng.integers(len(distance), size=IMAGES_PER_CHARACTER)
     widening = np.maximum(uniform(-0.8, 1.6), 1.8 - half_width[font])
 
     angle, shear, size, aspect = uniform(-0.25, 0.25), uniform(-0.3, 0.3), uniform(0.76, 1.04), uniform(0.85, 1.18)
@@ -255,19 +259,19 @@ def _sample_variants(character: _Character, seed: int) -> tuple[NDArray[np.float
         [cosine * aspect, (sine + shear * cosine) / aspect, uniform(-0.12, 0.12)],
         [-sine * aspect, (cosine - shear * sine) / aspect, uniform(-0.12, 0.12)],
     ]
-    displacements = rng.normal(0, 0.07, (VARIANTS, 2, 5, 5))
+    displacements = rng.normal(0, 0.07, (IMAGES_PER_CHARACTER, 2, 5, 5))
     parameters = (distance[font] + widening[:, None, None], np.array(affine).transpose(2, 0, 1), displacements)
     return tuple(array.astype(np.float32) for array in parameters)
 
 
 def _render(distance: Tensor, affine: Tensor, displacements: Tensor) -> Tensor:
-    """Deform the shapes and render them, uint8 of shape (n, 1, SIZE, SIZE)."""
-    side = 2 * SIZE  # strokes are thin, so render at twice the resolution and average
-    coordinates = (2 * torch.arange(side) + 1) / side - 1
-    # The same as affine_grid, whose many small matrix products would take most of the time.
+    """Deform the shapes and render them as uint8 images of shape (n, 1, IMAGE_SIZE, IMAGE_SIZE)."""
+    size = 2 * IMAGE_SIZE  # render at twice the resolution and average, because strokes are thin
+    coordinates = (2 * torch.arange(size) + 1) / size - 1
+    # Equivalent to torch's affine_grid, but faster: its many small matrix products would dominate the run time.
     x_column, y_column, translation = affine[:, None, None].unbind(-1)
     grid = x_column * coordinates[:, None] + y_column * coordinates[:, None, None] + translation
-    warp = interpolate(displacements, (side, side), mode="bicubic", align_corners=True).movedim(1, -1)
+    warp = interpolate(displacements, (size, size), mode="bicubic", align_corners=True).movedim(1, -1)
     warped = grid_sample(distance[:, None], grid + warp, padding_mode="border", align_corners=False)
     return (255 * avg_pool2d(torch.sigmoid(2 * warped), 2)).round().to(torch.uint8)
 
@@ -278,10 +282,10 @@ def _read(file: Path) -> LabeledImages:
         if not all(
             0 <= entry.file_size <= MAX_ARRAY_BYTES and entry.compress_type in COMPRESSIONS for entry in entries
         ):
-            raise ValueError(f"{file} contains too large arrays or uses an unknown compression method")
+            raise ValueError(f"{file} contains arrays that are too large, or uses an unknown compression method")
 
         def read_array(name: str) -> NDArray[Any]:
-            # zipfile compares the checksum at the end of an entry, so read all of it, which np.load alone may not do.
+            # Read the whole entry, because zipfile checks its checksum only at the end. np.load may stop earlier.
             return np.load(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)  # type: ignore[no-any-return]
 
         superclasses = torch.from_numpy(read_array("superclasses"))
@@ -291,7 +295,7 @@ def _read(file: Path) -> LabeledImages:
             class_names=tuple(read_array("class_names").tolist()),
             superclasses=superclasses,
             superclass_names=tuple(read_array("superclass_names").tolist()),
-            splits=_splits(superclasses, read_array("superclass_splits").tolist()),
+            splits=_class_splits(superclasses, read_array("superclass_splits").tolist()),
         )
 
 

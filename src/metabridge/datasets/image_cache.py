@@ -1,10 +1,10 @@
-"""A cache of decoded images on disk: each data set is decoded once and memory-mapped after that.
+"""A disk cache of decoded images: each data set is decoded once and memory-mapped on later loads.
 
-An entry of the cache folder, `$METABRIDGE_CACHE` or `~/.cache/metabridge`, is two files: the pixels, laid out as in
-memory, and an index in JSON with the classes, the labels, and a list of what could not be read. The file names
-contain a fingerprint of the data set's files, so changed files get a new entry. The index is written after the
-pixels, so an entry that a killed process left incomplete is not used. The index contains checksums of itself and of
-the pixels; an entry that does not match its checksums is decoded again.
+The cache folder is `$METABRIDGE_CACHE` or `~/.cache/metabridge`. A cache entry consists of two files: the raw pixels,
+and a JSON index with the classes, the labels and the unreadable images. The file names contain a fingerprint of the
+data set's files, so a changed data set gets a new entry. The index is written after the pixels, so incomplete entries
+of killed processes are never used. The index contains checksums of itself and of the pixels; if they do not match, the
+data set is decoded again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metabridge.datasets.image_decoding import (
-    CHUNK,
+    CHUNK_SIZE,
     DecodeOptions,
     Unreadable,
     decode,
@@ -53,12 +53,11 @@ from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 from metabridge.files import atomic_writer
 
-FORMAT = 2  # increase it when the stored data changes, or when the files of a data set are read differently
-# A fingerprint covers the contents of up to this many files and bytes, which takes about a second to compute, and the
-# modification times if there are more.
-HASHED_FILES, HASHED_BYTES = 64, 2**30
-MAX_PART_AGE = 24 * 3600  # in seconds; older temporary files of other processes are considered abandoned
-MAX_WRITES = 3  # attempts to write an entry that other processes write at the same time
+FORMAT = 2  # version in the file names; increase it if the stored data changes, or data sets are read differently
+# Up to these limits, which take about a second, a fingerprint hashes file contents; above them, modification times.
+MAX_HASHED_FILES, MAX_HASHED_BYTES = 64, 2**30
+MAX_PART_AGE = 24 * 3600  # in seconds; older temporary files (*.part) are treated as abandoned
+MAX_WRITES = 3  # number of attempts to write an entry, because other processes may write the same entry
 CHECKSUM_BYTES = 2**24  # approximate number of bytes per checksum of the pixels
 
 logger = logging.getLogger("metabridge")
@@ -66,17 +65,18 @@ logger = logging.getLogger("metabridge")
 
 @dataclass(frozen=True, eq=False)
 class CachedImages:
-    """A decoded data set: images, labels, classes, and what could not be read.
+    """A decoded data set: images, labels, classes, and the images and classes that were skipped.
 
     Args:
-        images: uint8 of shape (n, channels, size, size).
-        labels: The index in `classes` of each image's class, int64 of shape (n,).
+        images: The images, uint8 of shape (n, channels, size, size).
+        labels: The class of each image as an index into `classes`, int64 of shape (n,).
         classes: The classes with at least one readable image.
         empty_classes: The names of classes without a readable image.
-        skipped: The name of each unreadable image, with the reason.
-        notes: Remarks for the user on how the files were read.
+        skipped: The unreadable images, as pairs (name, reason).
+        notes: Notes for the user on how the files were read.
         incomplete: Whether an image was skipped for a reason that may be temporary.
-        duplicates: Groups of images with equal pixels from more than one class; each image is given as (index, name).
+        duplicates: Groups of images with equal pixels that are in more than one class; each image is a pair
+            (index, name).
     """
 
     images: Tensor
@@ -130,7 +130,7 @@ class CachedImages:
         )
 
     def problems(self) -> list[str]:
-        """Return sentences that say which images and classes were skipped.
+        """Return sentences that list the skipped images and classes.
 
         >>> CachedImages(torch.empty(0), torch.empty(0), (), empty_classes=("oak",)).problems()
         ["Skipped 1 class without a readable image: 'oak'."]
@@ -153,7 +153,7 @@ class CachedImages:
         descriptions = []
         for group in self.duplicates:
             name_in_split = {split_of.get(labels[row]): name for row, name in group}
-            name_in_split.pop(None, None)  # of classes in no split
+            name_in_split.pop(None, None)  # ignore classes that are in no split
             if len(name_in_split) > 1:
                 descriptions.append(" and ".join(f"{name} in {split}" for split, name in name_in_split.items()))
         if descriptions:
@@ -166,7 +166,7 @@ class CachedImages:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache.
+    """Return the cache folder.
 
     >>> cache_folder() == Path(os.environ.get("METABRIDGE_CACHE") or Path.home() / ".cache" / "metabridge")
     True
@@ -177,8 +177,8 @@ def cache_folder() -> Path:
 def fingerprint(files: Iterable[Path], root: Path) -> str:
     """Return a hash of the names, sizes and contents of files below `root`.
 
-    For more than `HASHED_FILES` files, or more than `HASHED_BYTES` bytes, it is a hash of the names, sizes and
-    modification times: reading 60,000 images from a cold disk takes minutes, reading their times takes a second.
+    If there are more than `MAX_HASHED_FILES` files or `MAX_HASHED_BYTES` bytes, modification times are hashed instead
+    of contents: reading 60,000 images from a cold disk takes minutes, reading their modification times takes a second.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -187,27 +187,28 @@ def fingerprint(files: Iterable[Path], root: Path) -> str:
     >>> keys[0] == keys[1]
     False
     """
-    names = sorted(map(str, files))  # strings, since tens of thousands of Path objects are slow
+    names = sorted(map(str, files))  # tens of thousands of Path objects would be slow
     stats = [_size_and_time(name) for name in names]
-    by_content = len(names) <= HASHED_FILES and sum(size for size, _ in stats) <= HASHED_BYTES
+    hash_contents = len(names) <= MAX_HASHED_FILES and sum(size for size, _ in stats) <= MAX_HASHED_BYTES
     root_length = len(str(root)) if str(root) != "." else -1
     key = hashlib.sha256()
     for name, (size, modified) in zip(names, stats):
-        state = _digest(name) if by_content else str(modified)
+        state = _digest(name) if hash_contents else str(modified)
         key.update(f"{name[root_length + 1 :]}\0{size}\0{state}\0".encode("utf-8", "surrogateescape"))
     return key.hexdigest()[:24]
 
 
 def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Callable[[], ImageSource]) -> CachedImages:
-    """Return the images of a data set from the cache; if its entry is missing or damaged, decode and store them first.
+    """Return the images of a data set from the cache, after decoding and storing them if necessary.
 
-    An entry is also decoded again if an image was skipped for a reason that may be temporary.
+    The data set is decoded if its entry is missing or damaged, or if an image was skipped for a reason that may be
+    temporary.
 
     Args:
-        name: The name of the data set, for the file name and for messages.
+        name: The name of the data set, used in file names and messages.
         key: The fingerprint of the data set's files.
-        options: The options for decoding the images.
-        open_source: Function that returns the undecoded images. It is called only if they must be decoded.
+        options: Decoding options.
+        open_source: Returns the undecoded images. Called only if they must be decoded.
 
     >>> import numpy as np
     >>> from metabridge.datasets.image_files import RawImage
@@ -219,16 +220,17 @@ def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Cal
     stem = f"{name}-v{FORMAT}-{options.size}px-{options.channels}-{key}"
     pixel_file, index_file = (cache_folder() / f"{stem}.{suffix}" for suffix in ("pixels", "json"))
     with contextlib.suppress(Exception):  # reading a damaged entry can raise exceptions of many types
-        cached = _read(pixel_file, index_file)
+        cached = _read_entry(pixel_file, index_file)
         if not cached.incomplete:
             return cached
     for _ in range(MAX_WRITES):
-        _write(name, open_source, options, pixel_file, index_file)
+        _write_entry(name, open_source, options, pixel_file, index_file)
         with contextlib.suppress(Exception):  # another process may have replaced the pixels in the meantime
-            return _read(pixel_file, index_file)
+            return _read_entry(pixel_file, index_file)
     raise InputError(
-        f"the images in the cache {pixel_file.parent} differ from what was written: other processes write the same "
-        "entry, or the disk is damaged. Wait for the other processes, or set METABRIDGE_CACHE to another folder."
+        f"the images read from the cache {pixel_file.parent} differ from the images written to it: other processes are "
+        "writing the same entry, or the disk is damaged. Wait for the other processes, or set METABRIDGE_CACHE to "
+        "another folder."
     )
 
 
@@ -236,7 +238,7 @@ def _size_and_time(file: str) -> tuple[int, int]:
     try:
         status = os.stat(file)
     except OSError:
-        return 0, 0  # for example a broken link, which is reported during decoding
+        return 0, 0  # for example a broken symlink, which is reported during decoding
     return status.st_size, status.st_mtime_ns
 
 
@@ -248,10 +250,11 @@ def _digest(file: str) -> str:
         return "unreadable"
 
 
-# The keys of the index, such as "form", "same" and "blocks", are those of version 0.1.0.
+# Stored since version 0.1.0: the keys of the index, such as "form" (description), "same" (duplicates) and "blocks"
+# (checksums of the pixels).
 
 
-def _read(pixel_file: Path, index_file: Path) -> CachedImages:
+def _read_entry(pixel_file: Path, index_file: Path) -> CachedImages:
     with open_regular(index_file) as stream:
         entry = json.load(stream)
     if entry.pop("checksum") != _checksum(entry):
@@ -262,8 +265,8 @@ def _read(pixel_file: Path, index_file: Path) -> CachedImages:
         raise ValueError(f"{pixel_file} is {pixel_file.stat().st_size} bytes, but its index says {size}")
     images = torch.from_file(str(pixel_file), shared=False, size=size, dtype=torch.uint8).view(shape)
     with decoding_executor() as executor:
-        blocks = (block.numpy().data for block in images.split(_images_per_checksum(math.prod(shape[1:]))))
-        if list(executor.map(zlib.crc32, blocks)) != entry["blocks"]:
+        chunks = (chunk.numpy().data for chunk in images.split(_images_per_checksum(math.prod(shape[1:]))))
+        if list(executor.map(zlib.crc32, chunks)) != entry["blocks"]:
             raise ValueError(f"{pixel_file} does not match its checksums")
     labels, classes = entry["labels"], tuple(ClassInfo(*info) for info in entry["classes"])
     duplicate_rows = [row for group in entry["same"] for row, _ in group]
@@ -291,14 +294,14 @@ def _checksum(entry: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
-def _write(
+def _write_entry(
     name: str, open_source: Callable[[], ImageSource], options: DecodeOptions, pixel_file: Path, index_file: Path
 ) -> None:
     with cache_writer(index_file) as index_stream:
         with cache_writer(pixel_file) as pixel_stream:
             with reading_errors(name):
                 source = open_source()
-            _check_space(source.total, options, pixel_file.parent)
+            _check_free_space(source.total, options, pixel_file.parent)
             labels: list[int] = []
             skipped: list[tuple[str, str]] = []
             incomplete = False
@@ -346,26 +349,27 @@ def _decode_with_digest(content: Content, options: DecodeOptions) -> tuple[NDArr
     return array, hashlib.blake2b(array.data, digest_size=16).digest()
 
 
-def _check_space(count: int, options: DecodeOptions, folder: Path) -> None:
-    """Raise `InputError` if the images do not fit on the disk, or decoding them takes more than the free memory."""
+def _check_free_space(count: int, options: DecodeOptions, folder: Path) -> None:
+    """Raise `InputError` if the decoded images do not fit on the disk, or decoding needs more than the free memory."""
     image_bytes = options.channels * options.size**2
     free = shutil.disk_usage(folder).free
     if count * image_bytes > free:
         raise InputError(
             f"{count} images of {options.size} × {options.size} pixels take {count * image_bytes / 2**30:.1f} GiB, but "
-            f"{folder} has {free / 2**30:.1f} GiB free. Use a smaller size, or set METABRIDGE_CACHE to another folder."
+            f"{folder} has only {free / 2**30:.1f} GiB free. Use a smaller size, or set METABRIDGE_CACHE to another "
+            "folder."
         )
-    memory = min(count, (2 * decoding_threads() + 1) * CHUNK) * image_bytes
+    memory = min(count, (2 * decoding_threads() + 1) * CHUNK_SIZE) * image_bytes
     if memory > free_memory():
         raise InputError(
             f"decoding images of {options.size} × {options.size} pixels takes {memory / 2**30:.1f} GiB of memory, but "
-            f"{free_memory() / 2**30:.1f} GiB are free. Use a smaller size."
+            f"only {free_memory() / 2**30:.1f} GiB is free. Use a smaller size."
         )
 
 
 @contextlib.contextmanager
 def cache_writer(file: Path) -> Iterator[BinaryIO]:
-    """Write a file of the cache with `atomic_writer`, and remove abandoned temporary files of the same name.
+    """Write a cache file with `atomic_writer`, and remove abandoned temporary files of the same cache file.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -387,8 +391,8 @@ def cache_writer(file: Path) -> Iterator[BinaryIO]:
 
 
 def _remove_abandoned_parts(file: Path) -> None:
-    """Remove old temporary files. Processes are not checked, since the writer may run on another machine."""
-    for pattern in (f".{file.name[:40]}.*.part", f"{file.name}.*.part"):  # the second was used by version 0.1.0
+    """Remove old temporary files by age, because their writer may still run on another machine."""
+    for pattern in (f".{file.name[:40]}.*.part", f"{file.name}.*.part"):  # version 0.1.0 used the second pattern
         for part in file.parent.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - part.stat().st_mtime > MAX_PART_AGE:

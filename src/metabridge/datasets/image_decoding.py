@@ -1,4 +1,4 @@
-"""Decode images of any format and mode that Pillow reads into square uint8 arrays, in several threads."""
+"""Decode images into square uint8 arrays in several threads. Supports all common formats and modes of Pillow."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Result = TypeVar("Result")
-CHUNK = 16  # images per job of a thread
-# Photographs decode faster with each additional thread. Images of about 100 × 100 pixels decode fastest with two
-# threads; with 16, waiting for Python's interpreter lock makes decoding slower.
+CHUNK_SIZE = 16  # images per job of a thread
+# Decoding photographs scales with the number of threads. Images of about 100 × 100 pixels decode fastest with two
+# threads; with 16, contention for Python's interpreter lock makes decoding slower.
 MAX_THREADS = 8
-# Pillow reads more formats, but some start other programs (EPS), and the others are not used for image data sets.
+# Pillow reads other formats too, but some start external programs (EPS), and the rest are not used in image data sets.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF", "JXL")
 MAX_PIXELS = 50_000_000  # per image; Pillow keeps up to five copies of a WebP image
-MAX_SIDE = 2**16 - 1  # in pixels; for longer rows, some decoders and resizing take gigabytes
-MAX_SCANNED_PIXELS = 2**32  # pixels × scans of a JPEG: each scan visits all pixels, even a scan of 10 bytes
+MAX_WIDTH_OR_HEIGHT = 2**16 - 1  # in pixels; above, some decoders and resizing need gigabytes of memory
+MAX_SCANNED_PIXELS = 2**32  # pixels × scans of a JPEG: every scan processes all pixels, even a scan of 10 bytes
 SCAN_MARKER = b"\xff\xda"
-ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # tags of EXIF and TIFF
-OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # messages of Pillow
+ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # EXIF and TIFF tags
+OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # Pillow's messages
 _memory_freed = threading.Condition()
-_pixels_in_use = [0]  # number of pixels of the images that are being converted
+_pixels_in_use = [0]  # total number of pixels of the images that are being converted
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How images are converted.
+    """Options for decoding images.
 
     Args:
-        size: The width and height of the result in pixels.
-        channels: 1 for gray, 3 for RGB.
-        crop: Keep the largest central square. By default the whole image is resized to a square, as in the published
-            data sets.
-        invert: Replace each value v by 255 - v, so that dark ink on white paper becomes 255 on 0.
+        size: Width and height of the result in pixels.
+        channels: Number of channels: 1 (gray) or 3 (RGB).
+        crop: Whether to crop the largest central square. By default, the whole image is resized to a square, as in the
+            published data sets.
+        invert: Whether to replace each value v by 255 - v, so that black strokes on white become 255 on 0.
     """
 
     size: int
@@ -58,11 +58,11 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Why an image could not be decoded.
+    """The result for an image that could not be decoded.
 
     Args:
-        reason: The reason, as a clause that follows the name of the image.
-        temporary: Whether the failure may be temporary, such as a lack of memory or of permission.
+        reason: The reason, as in the message "NAME (REASON)".
+        temporary: Whether the failure may be temporary, such as missing memory or permission.
     """
 
     reason: str
@@ -70,9 +70,9 @@ class Unreadable:
 
 
 def open_image(content: Content) -> Image:
-    """Open an image from the bytes of its file or from pixels; an animation is opened at its first frame.
+    """Open an image from the bytes of its file or from pixels. For an animation, open the first frame.
 
-    Raise an error for formats that are not in `FORMATS`, for images of more than `MAX_PIXELS` pixels and for JPEG
+    Raise an error for formats that are not in `FORMATS`, for images with more than `MAX_PIXELS` pixels, and for JPEG
     files with so many scans that decoding would take minutes.
 
     >>> open_image(np.zeros((4, 6), dtype=np.uint8)).size
@@ -86,10 +86,10 @@ def open_image(content: Content) -> Image:
     formats = [name for name in FORMATS if name in Image.OPEN]
     data = content if isinstance(content, bytes) else content()
     image = Image.open(BytesIO(data), formats=formats)
-    tags = getattr(image, "tag_v2", {})  # a small TIFF file may declare huge tiles
+    tags = getattr(image, "tag_v2", {})  # check tiles too: a small TIFF file may declare huge tiles
     for width, height in (image.size, (tags.get(TILE_WIDTH, 0), tags.get(TILE_HEIGHT, 0))):
         if not (isinstance(width, int) and isinstance(height, int)):
-            raise ValueError("the sides of its tiles are not whole numbers")
+            raise ValueError("the width or height of its tiles is not an integer")
         if width * height > MAX_PIXELS:
             raise ValueError(f"it has {width} × {height} pixels, but at most {MAX_PIXELS} pixels are decoded")
     if image.format in ("JPEG", "MPO") and data.count(SCAN_MARKER) * image.width * image.height > MAX_SCANNED_PIXELS:
@@ -100,25 +100,27 @@ def open_image(content: Content) -> Image:
 
 
 def to_8_bit(image: Image, channels: int) -> Image:
-    """Convert an image to 8 bits, gray for one channel and RGB for three, rotated upright by its EXIF tag.
+    """Convert an image to 8-bit gray (1 channel) or RGB (3 channels), and apply its EXIF orientation.
 
-    Integers of 16 or 32 bits are scaled from [0, 65535], and floats from [0, 1], or from [0, 255] if any value exceeds
-    1. Transparent images are composited onto white. Raise `ValueError` for values outside these ranges, and for images
-    with more than `MAX_SIDE` pixels per side.
+    16-bit and 32-bit integers are scaled from [0, 65535]. Floats are scaled from [0, 1], or from [0, 255] if any value
+    exceeds 1. Transparent images are composited onto white. Raise `ValueError` for values outside these ranges, and for
+    images whose width or height exceeds `MAX_WIDTH_OR_HEIGHT`.
 
     >>> deep = open_image(np.full((2, 2), 65535, dtype=np.uint16))
     >>> deep.mode, to_8_bit(deep, 1).getpixel((0, 0))
     ('I;16', 255)
     """
-    if max(image.size) > MAX_SIDE:
-        raise ValueError(f"it has {image.width} × {image.height} pixels, but at most {MAX_SIDE} per side are decoded")
+    if max(image.size) > MAX_WIDTH_OR_HEIGHT:
+        raise ValueError(
+            f"it has {image.width} × {image.height} pixels, but width and height must be at most {MAX_WIDTH_OR_HEIGHT}"
+        )
     with _limit_pixels(image.width * image.height):
         return _convert(image, channels)
 
 
 @contextlib.contextmanager
 def _limit_pixels(pixels: int) -> Iterator[None]:
-    """Wait until this image and those being converted have at most `MAX_PIXELS` pixels together, to save memory."""
+    """Limit memory: wait until this image and all images being converted have at most `MAX_PIXELS` pixels in total."""
     with _memory_freed:
         _memory_freed.wait_for(lambda: _pixels_in_use[0] == 0 or _pixels_in_use[0] + pixels <= MAX_PIXELS)
         _pixels_in_use[0] += pixels
@@ -138,13 +140,13 @@ def _convert(image: Image, channels: int) -> Image:
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         integers = np.asarray(image).astype(np.int32)
-        _check_range(integers, 65535)
-        integers += 128  # in place, since the array may be large
+        _check_pixel_range(integers, 65535)
+        integers += 128  # in-place, because the array may be large
         integers //= 257
         image = Image.fromarray(integers.astype(np.uint8))
     elif image.mode == "F":
         floats = np.asarray(image)
-        _check_range(floats, 255)
+        _check_pixel_range(floats, 255)
         scale = 255 if floats.max(initial=0) <= 1 else 1
         image = Image.fromarray((scale * floats).round().astype(np.uint8))
     elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -153,14 +155,14 @@ def _convert(image: Image, channels: int) -> Image:
     return image.convert("L" if channels == 1 else "RGB")
 
 
-def _check_range(values: NDArray[Any], maximum: int) -> None:
+def _check_pixel_range(values: NDArray[Any], maximum: int) -> None:
     for value in (values.min(initial=0), values.max(initial=0)):
-        if not 0 <= value <= maximum:  # written so that NaN is rejected
-            raise ValueError(f"it has a pixel of value {value}, but pixels are from 0 to {maximum}")
+        if not 0 <= value <= maximum:  # also true for NaN
+            raise ValueError(f"it has a pixel of value {value}, but pixels must be from 0 to {maximum}")
 
 
 def decode(content: Content, options: DecodeOptions) -> NDArray[np.uint8]:
-    """Return the pixels of an image, uint8 of shape (channels, size, size).
+    """Decode an image to uint8 pixels of shape (channels, size, size).
 
     >>> decode(np.full((40, 30, 3), 200, dtype=np.uint8), DecodeOptions(size=8, channels=1)).shape
     (1, 8, 8)
@@ -168,14 +170,14 @@ def decode(content: Content, options: DecodeOptions) -> NDArray[np.uint8]:
     from PIL.Image import Resampling
 
     image = open_image(content)
-    if options.crop:  # photographs may be much larger than needed, and JPEG can be decoded at a fraction of its size
+    if options.crop:  # likely a photograph, and JPEG decodes large photographs faster at reduced resolution
         image.draft(None, (4 * options.size, 4 * options.size))
     image = to_8_bit(image, options.channels)
     width, height = image.size
     if (width, height) != (options.size, options.size):
-        side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        box = (left, top, left + side, top + side) if options.crop else None
+        crop_size = min(width, height)
+        left, top = (width - crop_size) // 2, (height - crop_size) // 2
+        box = (left, top, left + crop_size, top + crop_size) if options.crop else None
         image = image.resize((options.size, options.size), Resampling.LANCZOS, box)
     pixels = np.asarray(image).reshape(options.size, options.size, options.channels).transpose(2, 0, 1)
     return np.ascontiguousarray(255 - pixels if options.invert else pixels)
@@ -184,10 +186,10 @@ def decode(content: Content, options: DecodeOptions) -> NDArray[np.uint8]:
 def map_images(
     source: ImageSource, function: Callable[[Content], Result], title: str
 ) -> Iterator[tuple[RawImage, Result | Unreadable]]:
-    """Apply a function to the content of every image in threads, and yield the images with the results in order.
+    """Apply a function to the content of every image in several threads, and yield (image, result) pairs in order.
 
-    If the function raises an error, the result is an `Unreadable`. A progress bar is shown on a terminal. Only the
-    images that are being processed are in memory.
+    If the function raises an error, the result is an `Unreadable`. Only the images that are being processed are in
+    memory. On a terminal, a progress bar is shown.
 
     >>> source = ImageSource("a toy", (), 1, lambda: iter([RawImage("a.png", 0, b"no image")]))
     >>> [result for _, result in map_images(source, open_image, "Opening")]
@@ -200,8 +202,8 @@ def map_images(
         return [(image, _try_apply(function, image.content)) for image in chunk]
 
     console = Console(stderr=True)
-    images = _iterate(source)
-    chunks = iter(lambda: tuple(islice(images, CHUNK)), ())
+    images = _iterate_images(source)
+    chunks = iter(lambda: tuple(islice(images, CHUNK_SIZE)), ())
     pending: deque[Future[list[tuple[RawImage, Result | Unreadable]]]] = deque()
     progress_bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     with decoding_executor() as executor, progress_bar as progress:
@@ -216,7 +218,7 @@ def map_images(
 
 @contextlib.contextmanager
 def decoding_executor() -> Iterator[ThreadPoolExecutor]:
-    """Start `decoding_threads()` threads, and stop them after the block without starting pending jobs.
+    """Start `decoding_threads()` threads. On exit, cancel pending jobs and stop the threads.
 
     >>> with decoding_executor() as executor:
     ...     list(executor.map(abs, [-1, 2]))
@@ -230,7 +232,7 @@ def decoding_executor() -> Iterator[ThreadPoolExecutor]:
 
 
 def decoding_threads() -> int:
-    """Return the number of threads that decode images.
+    """Return the number of decoding threads.
 
     >>> 1 <= decoding_threads() <= MAX_THREADS
     True
@@ -238,7 +240,7 @@ def decoding_threads() -> int:
     return min(os.cpu_count() or 1, MAX_THREADS)
 
 
-def _iterate(source: ImageSource) -> Iterator[RawImage]:
+def _iterate_images(source: ImageSource) -> Iterator[RawImage]:
     with reading_errors(source.description):
         yield from source.images()
 

@@ -375,11 +375,11 @@ def path_inside(folder: Path, name: object, source: Path) -> Path:
 
 
 def parse_indices(file: Path, key: str, values: Any, count: int) -> list[int]:
-    """Return labels or row numbers as integers; raise `InputError` unless all are whole numbers from 0 to count - 1.
+    """Return labels or row numbers as integers; raise `InputError` unless all are integers from 0 to count - 1.
 
     >>> parse_indices(Path("train"), "fine_labels", [0, -1], 100)
     Traceback (most recent call last):
-    metabridge.errors.InputError: train has -1 in fine_labels, but expected whole numbers from 0 to 99. Download ...
+    metabridge.errors.InputError: train has -1 in fine_labels, but expected integers from 0 to 99. Download ...
     """
     if isinstance(values, np.ndarray) and values.ndim == 1:
         values = values.tolist()
@@ -388,7 +388,7 @@ def parse_indices(file: Path, key: str, values: Any, count: int) -> list[int]:
     for value in values:
         if not (isinstance(value, int | float | np.number) and 0 <= value < count and value == int(value)):
             raise InputError(
-                f"{file} has {short_repr(value)} in {key}, but expected whole numbers from 0 to {count - 1}. "
+                f"{file} has {short_repr(value)} in {key}, but expected integers from 0 to {count - 1}. "
                 "Download the file again."
             )
     return [int(value) for value in values]
@@ -399,7 +399,7 @@ def parse_uint8(file: object, key: str, values: Any) -> NDArray[np.uint8]:
 
     >>> parse_uint8("train", "data", np.array([300]))
     Traceback (most recent call last):
-    metabridge.errors.InputError: train has 300 in data, but expected whole numbers from 0 to 255. Download ...
+    metabridge.errors.InputError: train has 300 in data, but expected integers from 0 to 255. Download ...
     """
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
         raise InputError(f"{file} has no array of numbers {key}. Download the file again.")
@@ -408,8 +408,7 @@ def parse_uint8(file: object, key: str, values: Any) -> NDArray[np.uint8]:
     wrong = ~((values >= 0) & (values <= 255) & (values == np.floor(values)))
     if wrong.any():
         raise InputError(
-            f"{file} has {values[wrong][0]} in {key}, but expected whole numbers from 0 to 255. "
-            "Download the file again."
+            f"{file} has {values[wrong][0]} in {key}, but expected integers from 0 to 255. Download the file again."
         )
     return values.astype(np.uint8)
 

@@ -171,7 +171,7 @@ def _row_class_names(shard: Path) -> list[str | None]:
     for value in values:
         if not (value is None or isinstance(value, str | int)):
             raise InputError(
-                f"{shard} has {short_repr(value)} in column {column}, but labels are whole numbers or names. "
+                f"{shard} has {short_repr(value)} in column {column}, but labels are integers or names. "
                 "Download the file again."
             )
     name_of: dict[Any, str | None] = {None: None}
@@ -182,7 +182,7 @@ def _row_class_names(shard: Path) -> list[str | None]:
             name_of[value] = None
         elif declared_names is not None and value >= len(declared_names):
             raise InputError(
-                f"{shard} has {value} in column {column}, but expected whole numbers from 0 to "
+                f"{shard} has {value} in column {column}, but expected integers from 0 to "
                 f"{len(declared_names) - 1}, since it names {len(declared_names)} classes. Download the file again."
             )
         else:

@@ -296,7 +296,7 @@ def _make_dictionary(items: list[Any]) -> dict[Any, Any]:
     keys = items[::2]
     for key in keys:  # hashing a nested tuple, or looking up integers with colliding hashes, can take very long
         if not isinstance(key, str | bytes) and not (isinstance(key, int) and -MAX_KEY <= key <= MAX_KEY):
-            raise ValueError(f"it has a dictionary whose keys are neither text nor whole numbers up to {MAX_KEY}")
+            raise ValueError(f"it has a dictionary whose keys are neither text nor integers up to {MAX_KEY}")
     if len(items) % 2:
         raise ValueError("it has a dictionary with a key that has no value")
     return dict(zip(keys, items[1::2]))

@@ -1,4 +1,4 @@
-"""Predict before training which method is worth its cost on some tasks: plain pre-training, ANIL or MAML."""
+"""Predict before training which method is worth its cost: pre-training without adaptation (NAL), ANIL or MAML."""
 
 from metabridge.diagnosis.advice import Advice, KernelPrediction, MethodCost
 from metabridge.diagnosis.diagnose_tasks import Diagnosis, Group, diagnose, untrained_network

@@ -1,4 +1,4 @@
-"""The recommendation of a diagnosis, and the kernel predictions and costs that it shows besides the risks."""
+"""Recommend a method, and compute the kernel predictions and costs that a diagnosis reports."""
 
 from __future__ import annotations
 
@@ -19,28 +19,35 @@ from metabridge.progress import track_progress
 from metabridge.solvers import Solver
 from metabridge.training.evaluation import Score, evaluate, select_model
 
-MIN_RATIO = 1.25  # smallest ratio of risks for which adaptation in training is recommended
-MIN_SAVING = 0.001  # smallest saved share of the whole loss for which adaptation in training is recommended
-MIN_AGREEMENT = 0.8  # smallest share of resampled sets of tasks that must favor the same recommendation
-NO_GAIN = "no method is expected to beat plain pre-training here"
+MIN_RATIO = 1.25  # smallest risk ratio, NAL to MAML, for which training with adaptation is recommended
+MIN_RELATIVE_GAIN = 0.001  # smallest relative reduction of the expected loss for which it is recommended
+MIN_AGREEMENT = 0.8  # smallest fraction of bootstrap samples that must give the same recommendation
+NO_GAIN = "training with adaptation is not expected to be worth its cost"
 KERNEL_METHODS: tuple[kernel_predictors.KernelMethod, ...] = ("mtl", "anil", "maml")
-TRAINING_EXAMPLES, VALIDATION_TASKS, TEST_TASKS = 1600, 40, 100  # for kernel predictions
-RIDGES = (0.01, 1.0, 100.0)  # as multiples of the mean of the NTK's diagonal
-MIN_RATE_RATIO = 1.5  # smallest ratio of the rates of easy and hard tasks for which the groups differ clearly
-LARGE_REMAINDER = 0.5  # if a larger share of the explainable loss remains after a step, the features are the problem
-DIFFERENTIATED_STEP_COST = 3  # in gradients: one for the step, and two for a Hessian-vector product
+# The training examples, validation tasks and test tasks of kernel predictions.
+TRAINING_EXAMPLES, VALIDATION_TASKS, TEST_TASKS = 1600, 40, 100
+RIDGES = (0.01, 1.0, 100.0)  # candidate ridges of kernel predictions, relative to the mean of the NTK's diagonal
+MIN_RATE_RATIO = (
+    1.5  # smallest ratio of the convergence rates of easy and hard tasks at which the groups clearly differ
+)
+# If a larger fraction of the reducible loss remains after an adaptation step, the features limit the accuracy.
+MAX_RESIDUAL_FRACTION = 0.5
+# Cost of an inner step that is backpropagated through, in gradient evaluations: one for the step, and two for a
+# Hessian-vector product.
+BACKPROPAGATED_STEP_COST = 3
 
 
 @dataclass(frozen=True)
 class KernelPrediction:
-    """The score of a method at infinite width, where training is equivalent to a prediction with a kernel.
+    """The score of a method at infinite width, where training is equivalent to kernel regression.
 
     Args:
-        method: Name of the method, or "support alone" for regression on the support set without training.
+        method: Name of the method, or "support alone" for the baseline: kernel regression on the support set, without
+            meta-training.
         metric: "accuracy" or "squared error".
         mean: Mean of the metric over test tasks.
         ci95: Half-width of the 95 % confidence interval of `mean`.
-        gain: Improvement of the metric over "support alone", positive if the method is better.
+        gain: Improvement of the metric over the baseline, positive if the method is better.
         gain_ci95: Half-width of the 95 % confidence interval of `gain`.
 
     >>> prediction = KernelPrediction("maml", "accuracy", mean=0.8, ci95=0.02, gain=0.05, gain_ci95=0.01)
@@ -63,12 +70,14 @@ class MethodCost:
     Args:
         method: Name of the method.
         adapted_parameters: Number of parameters that adapt to a test task.
-        test_gradients: Number of gradients of the network for this adaptation; 0 if only the head adapts.
-        training_gradients: Number of gradients of the whole network per training task; 1 for plain pre-training.
+        test_gradients: Number of gradient evaluations of the network to adapt to a test task; 0 if only the head
+            adapts.
+        training_gradients: Number of gradient evaluations of the network per training task; 1 for pre-training without
+            adaptation.
 
     >>> cost = MethodCost("maml", adapted_parameters=5000, test_gradients=5, training_gradients=16.0)
-    >>> f"{cost.method} costs {cost.training_gradients:.0f} times as much as plain pre-training"
-    'maml costs 16 times as much as plain pre-training'
+    >>> f"{cost.method} costs {cost.training_gradients:.0f} times as much as pre-training"
+    'maml costs 16 times as much as pre-training'
     """
 
     method: str
@@ -79,17 +88,17 @@ class MethodCost:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation.
+    """The recommended method, with reasons.
 
     Args:
         method: The recommended method, or None if there is not enough evidence.
         adapts: Whether this method adapts to tasks during training, or None if `method` is None.
-        confidence: Share of resampled sets of tasks that favor the same recommendation.
-        reasons: Reasons for and against the recommendation, after all problems but the first.
-        problem: The first problem: why no method is recommended and what to do about it. None without problems.
+        confidence: Fraction of bootstrap samples of the tasks that give the same recommendation.
+        reasons: All problems except the first, followed by the reasons for and against the recommendation.
+        problem: The first problem: why no method is recommended and what to do about it. None if there are no problems.
 
     >>> Advice("maml", adapts=True, confidence=0.95, reasons=()).headline
-    'Train with MAML. Resampled tasks agree in 95 % of cases.'
+    'Train with MAML. 95 % of bootstrap samples give the same recommendation.'
     """
 
     method: str | None
@@ -103,33 +112,34 @@ class Advice:
         """The recommendation in one line."""
         if self.method is None:
             return f"Undecided: {self.problem}."
-        text = f"train with {self.method.upper()}" if self.adapts else f"{NO_GAIN} ({self.method.upper()})"
-        return f"{text[0].upper()}{text[1:]}. Resampled tasks agree in {100 * self.confidence:.0f} % of cases."
+        name = self.method.upper()
+        text = f"Train with {name}" if self.adapts else f"Pre-train without adaptation ({name}); {NO_GAIN}"
+        return f"{text}. {100 * self.confidence:.0f} % of bootstrap samples give the same recommendation."
 
 
 def predict_with_kernels(
     kernel: Kernel, environment: Environment, seed: int, *, progress: bool = False
 ) -> tuple[KernelPrediction, ...]:
-    """Return the scores of MTL, ANIL and MAML on new tasks at infinite width, and of regression on the support alone.
+    """Predict the scores on new tasks of infinitely wide networks: without meta-training, and with MTL, ANIL and MAML.
 
-    At test time, support sets are fitted to convergence. The training ridge is chosen from `RIDGES` on validation
-    tasks.
+    At test time, the support sets are fitted to convergence. The ridge of each method is selected from `RIDGES` on
+    validation tasks.
     """
     task_x = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
     training = environment.sample(max(2, TRAINING_EXAMPLES // task_x.shape[1]), torch.Generator().manual_seed(seed))
-    prepared = KernelLearner(kernel, "maml").prepare(training, "training task")
-    scale = float(kernel.ntk(prepared.support_x[0]).diagonal().mean())
-    untrained = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)
-    baseline = evaluate(untrained, environment, tasks=TEST_TASKS, seed=seed + 2)
+    prepared_tasks = KernelLearner(kernel, "maml").prepare(training, "training task")
+    scale = float(kernel.ntk(prepared_tasks.support_x[0]).diagonal().mean())
+    support_predictor = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)  # ignores the training tasks
+    baseline = evaluate(support_predictor, environment, tasks=TEST_TASKS, seed=seed + 2)
     predictions = [_kernel_prediction("support alone", baseline, baseline.minus(baseline))]
     for name in track_progress(KERNEL_METHODS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
-        learners = (
+        predictors = (
             KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)
             for ridge in RIDGES
         )
-        learner = select_model(learners, environment, tasks=VALIDATION_TASKS, seed=seed + 1)
-        score = evaluate(learner, environment, tasks=TEST_TASKS, seed=seed + 2)
+        predictor = select_model(predictors, environment, tasks=VALIDATION_TASKS, seed=seed + 1)
+        score = evaluate(predictor, environment, tasks=TEST_TASKS, seed=seed + 2)
         predictions.append(_kernel_prediction(name, score, score.minus(baseline)))
     return tuple(predictions)
 
@@ -140,7 +150,7 @@ def _kernel_prediction(name: str, score: Score, difference: Score) -> KernelPred
 
 
 def method_costs(names: tuple[str, ...], net: Network | None, dimension: int) -> tuple[MethodCost, ...]:
-    """Return the cost of each preset, for a network, or for a linear model with `dimension` inputs if `net` is None."""
+    """Return the cost of each preset for `net`, or for a linear model with `dimension` inputs if `net` is None."""
     net_size, head_size = dimension, dimension
     if net is not None:
         net_size = sum(param.numel() for param in net.parameters())
@@ -149,13 +159,13 @@ def method_costs(names: tuple[str, ...], net: Network | None, dimension: int) ->
 
 
 def _method_cost(name: str, method: Method, net_size: int, head_size: int) -> MethodCost:
-    """Return the cost of a method for a network and a head with these numbers of parameters."""
-    solver = method.inner or method.test
-    adapts_all = method.adapts == "all" or isinstance(method.test, Solver)
+    """Return the cost of a method for a network of `net_size` parameters, `head_size` of them in the head."""
+    solver = method.inner or method.test_solver
+    adapts_all = method.adapts == "all" or isinstance(method.test_solver, Solver)
     steps = getattr(solver, "steps", 0)
     inner_gradients = 0
     if method.inner is not None:
-        inner_gradients = steps * (DIFFERENTIATED_STEP_COST if method.outer == "exact" else 1)
+        inner_gradients = steps * (BACKPROPAGATED_STEP_COST if method.outer == "exact" else 1)
     adapted_size = net_size if adapts_all else head_size
     training_gradients = 1 + inner_gradients * (adapted_size / net_size)
     return MethodCost(name, adapted_size, steps if adapts_all else 0, training_gradients)
@@ -163,74 +173,81 @@ def _method_cost(name: str, method: Method, net_size: int, head_size: int) -> Me
 
 def _describe_rate_ratio(ratio: float) -> str:
     if ratio < 1 / MIN_RATE_RATIO:
-        return ": the tasks of the hard group are the faster ones"
+        return ", so the group of hard tasks is learned faster"
     return "" if ratio >= MIN_RATE_RATIO else ", so the two groups hardly differ"
 
 
 def advise(
     prediction: Prediction,
-    plain: str,
-    adaptive: str,
+    pretraining_method: str,
+    adaptive_method: str,
     rates: tuple[float, float],
     kernel_predictions: tuple[KernelPrediction, ...],
     problems: tuple[str, ...] = (),
 ) -> Advice:
-    """Return a recommendation based on the predicted ratio of risks, with the reasons for and against it.
+    """Recommend a method based on the predicted risk ratio, with the reasons for and against it.
 
     Args:
         prediction: Predicted risks.
-        plain: Name of the method without adaptation in training.
-        adaptive: Name of the cheapest method that adapts. MAML replaces it if the kernel predictions of MAML are
-            significantly better than those of ANIL.
-        rates: Mean convergence rates of hard and of easy tasks.
-        kernel_predictions: Result of `predict_with_kernels`, or ().
+        pretraining_method: Name of the method without adaptation during training.
+        adaptive_method: Name of the cheapest method with adaptation during training. MAML replaces it if the kernel
+            prediction of MAML is significantly better than that of ANIL.
+        rates: Mean convergence rates of the hard tasks and of the easy tasks.
+        kernel_predictions: Result of `predict_with_kernels`; empty if no kernel is used.
         problems: Reasons not to trust the prediction. If there are any, no method is recommended.
 
     Returns:
-        The recommendation, without a method if there are problems or resampled tasks do not agree.
+        The recommendation. Its `method` is None if there are problems or the bootstrap samples disagree.
     """
     ratio = prediction.ratio
-    favors_adaptation = (prediction.resampled_ratios >= MIN_RATIO) & (prediction.resampled_savings >= MIN_SAVING)
-    adaptive_share = float(favors_adaptation.double().mean())
-    adapts = adaptive_share > 0.5  # the majority of resamplings; an uncertain estimate may differ from it
-    agreement = adaptive_share if adapts else 1 - adaptive_share
+    favors_adaptation = (prediction.bootstrap_ratios >= MIN_RATIO) & (
+        prediction.bootstrap_relative_gains >= MIN_RELATIVE_GAIN
+    )
+    adaptive_fraction = float(favors_adaptation.double().mean())
+    adapts = adaptive_fraction > 0.5  # decided by the bootstrap majority, which may differ from the point estimate
+    agreement = adaptive_fraction if adapts else 1 - adaptive_fraction
     rate_ratio = rates[1] / rates[0]
     reasons = [
-        f"plain pre-training is predicted to have {ratio} times the risk of training that adapts; "
-        f"adaptation is worth its cost from {MIN_RATIO:g} times",
-        f"adapting saves {prediction.saved.as_percent()} of the whole loss, noise included",
-        f"gradient descent is {rate_ratio:.2g} times as fast on easy tasks as on hard ones"
+        f"the predicted risk ratio of pre-training without adaptation to training with adaptation is {ratio}; "
+        f"adaptation is recommended only if this ratio is at least {MIN_RATIO:g}",
+        f"adaptation reduces the expected loss, including label noise, by {prediction.relative_gain.as_percent()}",
+        f"gradient descent converges {rate_ratio:.2g} times as fast on easy tasks as on hard tasks"
         + _describe_rate_ratio(rate_ratio),
     ]
-    if not adapts and prediction.saved.value < MIN_SAVING:
-        reasons.append(f"less than {100 * MIN_SAVING:g} % of the loss is negligible, whatever the ratio of risks")
+    if not adapts and prediction.relative_gain.value < MIN_RELATIVE_GAIN:
+        reasons.append(f"a loss reduction below {100 * MIN_RELATIVE_GAIN:g} % is negligible, whatever the risk ratio")
     if not ratio.has_upper_bound:
-        unbounded = "the risk after adaptation may be zero, so the ratio of risks has no upper bound"
-        if ratio.low < MIN_RATIO and prediction.saved.high >= MIN_SAVING:
-            problems += (f"{unbounded}, and its lower end {ratio.low:#.3g} is below {MIN_RATIO:g}: sample more tasks",)
+        unbounded = "the risk after adaptation may be zero, so the risk ratio has no upper bound"
+        if ratio.low < MIN_RATIO and prediction.relative_gain.high >= MIN_RELATIVE_GAIN:
+            problems += (
+                f"{unbounded}, and the lower end of its interval, {ratio.low:#.3g}, is below {MIN_RATIO:g}: "
+                "sample more tasks",
+            )
         else:
             reasons.append(unbounded)
     if agreement < MIN_AGREEMENT:
         problems += (
-            f"{100 * adaptive_share:.0f} % of resampled sets of tasks favor adaptation and "
-            f"{100 - 100 * adaptive_share:.0f} % plain pre-training: sample more tasks, or use the cheaper method",
+            f"{100 * adaptive_fraction:.0f} % of bootstrap samples favor training with adaptation and "
+            f"{100 - 100 * adaptive_fraction:.0f} % favor pre-training without adaptation: sample more tasks, or use "
+            "the cheaper method",
         )
-    if prediction.remaining > LARGE_REMAINDER:
+    if prediction.residual_fraction > MAX_RESIDUAL_FRACTION:
         reasons.append(
-            f"after a step, {100 * prediction.remaining:.0f} % of the loss that the features can explain remains: "
+            f"{100 * prediction.residual_fraction:.0f} % of the reducible loss remains after an adaptation step: "
             "better features would help more than a better initialization, and the formulas do not predict which "
             "method learns better features"
         )
     if kernel_predictions:
         better_methods = [result.method.upper() for result in kernel_predictions if result.gain > result.gain_ci95]
         reasons.append(
-            f"by the kernels of infinitely wide networks, {', '.join(better_methods) or 'no method'} "
-            f"{'are' if len(better_methods) > 1 else 'is'} better than regression on the support alone"
+            f"according to the infinite-width kernel predictions, {', '.join(better_methods) or 'no method'} "
+            f"{'are' if len(better_methods) > 1 else 'is'} better than regression on the support set without "
+            "meta-training"
         )
-        by_method = {result.method: result for result in kernel_predictions}
-        maml, anil = by_method["maml"], by_method["anil"]
+        predictions = {result.method: result for result in kernel_predictions}
+        maml, anil = predictions["maml"], predictions["anil"]
         if maml.gain - anil.gain > math.hypot(maml.gain_ci95, anil.gain_ci95):
-            adaptive = "maml"
+            adaptive_method = "maml"
     if problems:
         return Advice(None, None, agreement, (*problems[1:], *reasons), problems[0])
-    return Advice(adaptive if adapts else plain, adapts, agreement, tuple(reasons))
+    return Advice(adaptive_method if adapts else pretraining_method, adapts, agreement, tuple(reasons))

@@ -1,4 +1,4 @@
-"""Diagnose sampled tasks: predict before training which method is worth its cost on them."""
+"""Predict from sampled tasks, before training, which method is worth its cost."""
 
 from __future__ import annotations
 
@@ -44,14 +44,20 @@ log = logging.getLogger("metabridge")
 
 Grouping = Literal["hardness", "superclasses", "parts"]
 GROUPINGS: dict[str, str] = {
-    "hardness": "two groups with one covariance each; the hard group is the one with the lower rates",
-    "superclasses": "hard tasks have classes of a single superclass, easy tasks classes of different superclasses",
-    "parts": "the two parts of the mixture, the hard one first",
+    "hardness": "clustered by convergence rate and covariance; the group with the lower rates is hard",
+    "superclasses": "the classes of a hard task share a superclass, those of an easy task have different superclasses",
+    "parts": "the first part of the mixture is hard, the second part is easy",
 }
 TASKS_PER_BATCH = 16
-FEW_TASKS = 50  # with fewer tasks, resampling underestimates the uncertainty
-MAX_DIVERGING_SHARE = 0.05  # of the tasks; if the step diverges on more, no method is recommended
+FEW_TASKS = 50  # with fewer tasks, the bootstrap underestimates the uncertainty
+MAX_DIVERGING_SHARE = 0.05  # if the step diverges on a larger share of the tasks, no method is recommended
 STATISTICS_IMAGES = 512  # images for the batch norm statistics of an untrained network
+# Keys in diagnosis.json that differ from the field names of `Diagnosis`.
+_JSON_KEYS = {
+    "projected_solutions": "solution_map",
+    "relative_gain": "saved",
+    "residual_fraction": "remaining",
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class Group:
         name: "hard" or "easy".
         tasks: Number of tasks.
         rate: Geometric mean of the convergence rates of the tasks.
-        dispersion: Variance r of the solutions of the tasks.
-        kurtosis: Fourth moments of the features, divided by those of normal features.
+        dispersion: Variance r of the tasks' solutions.
+        kurtosis: Fourth moments of the features, divided by those of Gaussian features.
 
     >>> hard = Group("hard", tasks=100, rate=0.1, dispersion=0.5, kurtosis=1.0)
     >>> easy = Group("easy", tasks=100, rate=1.0, dispersion=0.5, kurtosis=1.0)
@@ -80,38 +86,38 @@ class Group:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """Estimates from sampled tasks, predicted risks, and the recommendation. `print` shows a summary.
+    """Estimates from sampled tasks, predicted risks, and the recommendation. Print it to see a summary.
 
     Args:
-        space: Name of the space in which solutions are compared.
+        space: Name of the feature space in which the solutions of tasks are compared.
         dimension: Dimension of this space.
-        alpha: Step size of adaptation.
-        m: Number of samples of an adaptation step.
+        alpha: Step size of the adaptation step.
+        m: Number of samples of the adaptation step.
         seed: Seed of the sampled tasks.
         grouping: How hard and easy tasks were separated.
         rates: Convergence rate of gradient descent on each task.
         curvatures: Largest eigenvalue λ_max of each task's covariance.
         diverging_share: Share of tasks on which the step diverges, because α·λ_max is 2 or more.
         is_hard: Whether each task is hard.
-        solution_map: Coordinates of each task's solution in two dimensions.
+        projected_solutions: Solution of each task, projected to two dimensions.
         groups: Estimates for the hard and the easy tasks.
         distance: Distance R between the centers of the two groups.
-        ratio_limit: 1 + R²/r_H, the limit of the ratio of risks as hard tasks get slower (Collins et al. 2022,
-            corollary 2); None if r_H is 0.
-        nal: Risk of non-adaptive learning (NAL) above the noise floor, after the step.
-        maml: Risk of MAML above the noise floor, after the step.
+        ratio_limit: 1 + R²/r_H, the limit of the risk ratio as the convergence rate of the hard tasks goes to 0
+            (Collins et al. 2022, corollary 2); None if r_H is 0.
+        nal: Risk of non-adaptive learning (NAL) after the adaptation step, above the noise floor.
+        maml: Risk of MAML after the adaptation step, above the noise floor.
         ratio: Risk of NAL divided by the risk of MAML.
-        saved: Share of NAL's whole loss, noise included, that MAML saves.
-        remaining: Risk of MAML after the step, divided by the risk of NAL before the step.
-        kernel_predictions: Scores of methods at infinite width; empty if no kernel was given.
-        costs: Costs of the methods that were compared.
+        relative_gain: Relative reduction of the expected loss, including label noise, by MAML compared with NAL.
+        residual_fraction: Risk of MAML after the adaptation step, divided by the risk of NAL before it.
+        kernel_predictions: Predicted scores of methods at infinite width; empty if no kernel was passed.
+        costs: Costs of the compared methods.
         advice: The recommendation.
 
     >>> from metabridge.environments import HardEasy, LinearTasks
     >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
     >>> diagnosis = diagnose(LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0, tasks=100)
     >>> diagnosis
-    Diagnosis('Train with MAML. Resampled tasks agree in 100 % of cases.')
+    Diagnosis('Train with MAML. 100 % of bootstrap samples give the same recommendation.')
     >>> [group.name for group in diagnosis.groups]
     ['hard', 'easy']
     """
@@ -126,29 +132,29 @@ class Diagnosis:
     curvatures: tuple[float, ...]
     diverging_share: float
     is_hard: tuple[bool, ...]
-    solution_map: tuple[tuple[float, float], ...]
+    projected_solutions: tuple[tuple[float, float], ...]
     groups: tuple[Group, Group]
     distance: float
     ratio_limit: float | None
     nal: float
     maml: float
     ratio: Interval
-    saved: Interval
-    remaining: float
+    relative_gain: Interval
+    residual_fraction: float
     kernel_predictions: tuple[KernelPrediction, ...]
     costs: tuple[MethodCost, ...]
     advice: Advice
 
     def gains_more_than(self, other: Diagnosis) -> bool:
-        """Return whether adaptation gains more on these tasks than on others, by comparing `ratio_limit`.
+        """Return whether adaptation gains more on these tasks than on the tasks of another diagnosis.
 
-        `ratio` is not compared: if the step is short, it is close to 1 and determined by noise.
+        The comparison uses `ratio_limit`, because for small step sizes `ratio` is close to 1 and dominated by noise.
 
         Args:
-            other: Diagnosis of the other tasks.
+            other: The other diagnosis.
 
         Returns:
-            True if `ratio_limit` is larger than that of `other`.
+            True if `ratio_limit` is larger than `other.ratio_limit`.
         """
         limit, other_limit = (
             math.inf if diagnosis.ratio_limit is None else diagnosis.ratio_limit for diagnosis in (self, other)
@@ -164,35 +170,36 @@ class Diagnosis:
             self.advice.headline,
             *(f"- {reason}" for reason in self.advice.reasons),
             "",
-            f"Solutions are compared in the space of {self.space}, with {self.dimension} dimensions.",
+            f"Feature space: {self.space}, {self.dimension} dimensions.",
             f"Groups: {self.grouping}.",
             *(
-                f"{group.name}: {group.tasks} tasks, rate {group.rate:.3g}, dispersion r {group.dispersion:.3g}, "
-                f"fourth moments {group.kurtosis:.2g} times those of normal inputs"
+                f"{group.name}: {group.tasks} tasks, convergence rate {group.rate:.3g}, variance r of the solutions "
+                f"{group.dispersion:.3g}, fourth moments {group.kurtosis:.2g} times those of Gaussian inputs"
                 for group in self.groups
             ),
-            f"Distance R between the centers of the groups: {self.distance:.3g}{limit}",
-            f"Ratio of risks after a step of {self.alpha:.3g} on {self.m} samples: {self.ratio}",
+            f"Distance R between the mean solutions of the groups: {self.distance:.3g}{limit}",
+            f"Risk ratio of NAL to MAML, after a step of size {self.alpha:.3g} on {self.m} samples: {self.ratio}",
             f"Stability: {self.stability()}",
             *(
-                f"Kernel of {prediction.method}: {prediction.metric} {prediction.mean:.3g} ± {prediction.ci95:.2g}"
-                for prediction in self.kernel_predictions
+                f"Infinite width, {score.method}: {score.metric} {score.mean:.3g} ± {score.ci95:.2g}"
+                for score in self.kernel_predictions
             ),
-            f"These estimates are for {self.space} as they are now; training may change the features.",
+            f"All estimates are for the current {self.space}; training may change the features.",
         ]
         return "\n".join(lines)
 
     def stability(self) -> str:
-        """Return a sentence on how many tasks the step diverges on, and on the distribution of α·λ_max."""
-        steps = sorted(self.alpha * curvature for curvature in self.curvatures)
+        """Describe on how many tasks the adaptation step diverges, and the distribution of α·λ_max."""
+        products = sorted(self.alpha * curvature for curvature in self.curvatures)
         return (
-            f"the step diverges on {100 * self.diverging_share:.1f} % of the tasks, where α·λ_max is "
-            f"{DIVERGENCE_LIMIT} or more; its median is {statistics.median(steps):.2g} and its maximum {steps[-1]:.2g}"
+            f"the step diverges on {100 * self.diverging_share:.1f} % of the tasks (α·λ_max ≥ {DIVERGENCE_LIMIT}); "
+            f"the median of α·λ_max is {statistics.median(products):.2g}, the maximum {products[-1]:.2g}"
         )
 
     def to_json(self) -> str:
         """Return all fields as JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
+        fields = {_JSON_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return json.dumps(fields, indent=1, allow_nan=False, ensure_ascii=False)
 
 
 def diagnose(
@@ -207,22 +214,23 @@ def diagnose(
     seed: int = 0,
     progress: bool = False,
 ) -> Diagnosis:
-    """Predict from sampled tasks whether training that adapts is worth its cost, by Collins et al. (2022).
+    """Predict from sampled tasks whether training with adaptation is worth its cost (Collins et al. 2022).
 
-    Tasks are compared as linear models of features. Classification tasks are compared by pairs of examples, since the
-    order of their classes is arbitrary.
+    Each task is treated as linear regression on features. Classification tasks are treated as regression on pairs of
+    examples, because the order of their classes is arbitrary.
 
     Args:
         environment: Source of the tasks.
         net: Network or trained model that computes the features.
-        features: Function from inputs (n, ...) to features (n, d), instead of `net`. If both are None, the inputs must
-            be vectors and are used as features.
-        kernel: Kernel of an infinitely wide network, to also predict the scores of MTL, ANIL and MAML.
-        groups: How hard and easy tasks are separated: by "hardness", by "superclasses" of images, or as the two "parts"
-            of a `Mixture`, with the hard part first.
+        features: Function from inputs (n, ...) to features (n, d), as an alternative to `net`. If both are None, the
+            inputs must be vectors and are used as features.
+        kernel: Kernel of an infinitely wide network. If it is passed, the scores of MTL, ANIL and MAML at infinite
+            width are also predicted.
+        groups: How to separate hard and easy tasks: by estimated "hardness", by "superclasses" of images, or by the two
+            "parts" of a `Mixture`, of which the first is hard.
         tasks: Number of tasks to sample, at least 10. Half of them are hard if `groups` is not "hardness".
-        alpha: Step size of adaptation. The default is the inverse of the largest curvature of the groups, but at most
-            1.9 divided by the largest curvature of a single task.
+        alpha: Step size of the adaptation step (default: the inverse of the largest curvature of the groups, but at
+            most 1.9 divided by the largest curvature of a single task).
         seed: Seed of the sampled tasks.
         progress: Whether to show a progress bar.
 
@@ -230,8 +238,8 @@ def diagnose(
         The estimates, the predicted risks and the recommendation.
 
     Raises:
-        InputError: If the arguments do not suit the environment or contradict each other, or the features are
-            degenerate.
+        InputError: If the arguments are invalid for this environment or contradict each other, or the feature
+            covariance is singular.
 
     >>> from metabridge.environments import HardEasy, LinearTasks
     >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
@@ -244,9 +252,11 @@ def diagnose(
     parts = _hard_and_easy_parts(environment, groups)
     tasks_per_part = tasks // len(parts)
     if tasks_per_part < MIN_TASKS_PER_GROUP:
-        raise InputError(f"tasks is {tasks}, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more.")
+        raise InputError(
+            f"tasks is {tasks}, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more tasks."
+        )
     if tasks < FEW_TASKS:
-        log.warning("tasks is %d: intervals from fewer than %d tasks are too narrow.", tasks, FEW_TASKS)
+        log.warning("tasks is %d, but intervals from fewer than %d tasks are too narrow.", tasks, FEW_TASKS)
     example_count = min(TASKS_PER_BATCH, tasks_per_part)
     example_tasks = [part.sample(example_count, torch.Generator().manual_seed(seed)) for part in parts]
     space = FeatureSpace.for_tasks(example_tasks, net, features)
@@ -254,15 +264,15 @@ def diagnose(
     rates, m = convergence_rates(moments), space.sample_count(example_tasks[0])
     groups_are_known = len(parts) == 2
     is_hard = torch.arange(len(moments)) < tasks_per_part if groups_are_known else find_hard_tasks(moments)
-    estimate = LandscapeEstimate(moments, is_hard, m, _hard_share(environment) if groups_are_known else None)
-    stable_step = estimate.stable_step()
-    step = stable_step if alpha is None else alpha
-    if not estimate.adapted_covariances(step).isfinite().all():
-        raise InputError(f"alpha is {alpha}, so large that the risk overflows. Use alpha={stable_step:.3g} or less.")
-    prediction = estimate.predict(step, torch.Generator().manual_seed(seed))
+    estimate = LandscapeEstimate(moments, is_hard, m, _hard_probability(environment) if groups_are_known else None)
+    default_step_size = estimate.default_step_size()
+    step_size = default_step_size if alpha is None else alpha
+    if not estimate.adapted_covariances(step_size).isfinite().all():
+        raise InputError(f"alpha is {alpha}, for which the risk overflows. Use alpha={default_step_size:.3g} or less.")
+    prediction = estimate.predict(step_size, torch.Generator().manual_seed(seed))
     curvatures = largest_curvatures(moments)
-    diverging_share = float((step * curvatures >= DIVERGENCE_LIMIT).double().mean())
-    landscape = estimate.landscape(step)
+    diverging_share = float((step_size * curvatures >= DIVERGENCE_LIMIT).double().mean())
+    landscape = estimate.landscape(step_size)
     hard_group, easy_group = (
         Group(
             name, len(indices), float(rates[indices].log().mean().exp()), float(torch.as_tensor(group.spread)), kurtosis
@@ -271,21 +281,21 @@ def diagnose(
             ("hard", "easy"), estimate.group_indices, landscape.groups, estimate.kurtosis.tolist()
         )
     )
-    distance = estimate.distance(landscape, step)
+    distance = estimate.distance(landscape, step_size)
     network = net.net if isinstance(net, Model) else net
-    plain = "rfs" if space.is_classification else "nal"
-    multitask = ("mtl",) if space.is_classification else ()
-    methods = (plain, "maml") if network is None else (plain, *multitask, "anil", "maml")
+    pretraining_method = "rfs" if space.is_classification else "nal"
+    multitask_methods = ("mtl",) if space.is_classification else ()
+    methods = (pretraining_method, *(() if network is None else (*multitask_methods, "anil")), "maml")
     kernel_predictions: tuple[KernelPrediction, ...] = ()
     if kernel is not None:
         try:
             kernel_predictions = predict_with_kernels(kernel, environment, seed, progress=progress)
-        except InputError as error:  # for example duplicate images, for which only the kernel predictions fail
+        except InputError as error:  # kernel predictions can fail on valid tasks, for example with duplicate images
             log.warning("Continuing without kernel predictions: %s", error)
     return Diagnosis(
         space=space.name,
         dimension=moments.dimension,
-        alpha=step,
+        alpha=step_size,
         m=m,
         seed=seed,
         grouping=GROUPINGS[groups],
@@ -293,60 +303,60 @@ def diagnose(
         curvatures=tuple(curvatures.tolist()),
         diverging_share=diverging_share,
         is_hard=tuple(is_hard.tolist()),
-        solution_map=tuple((x, y) for x, y in estimate.solution_map().tolist()),
+        projected_solutions=tuple((x, y) for x, y in estimate.project_solutions().tolist()),
         groups=(hard_group, easy_group),
         distance=distance,
         ratio_limit=1 + distance**2 / hard_group.dispersion if hard_group.dispersion else None,
         nal=prediction.risks.nal,
         maml=prediction.risks.maml,
         ratio=prediction.ratio,
-        saved=prediction.saved,
-        remaining=prediction.remaining,
+        relative_gain=prediction.relative_gain,
+        residual_fraction=prediction.residual_fraction,
         kernel_predictions=kernel_predictions,
         costs=method_costs(methods, network, moments.dimension),
         advice=advise(
             prediction,
-            plain,
+            pretraining_method,
             "maml" if network is None else "anil",
             (hard_group.rate, easy_group.rate),
             kernel_predictions,
-            _find_problems(estimate, step, diverging_share, stable_step),
+            _find_problems(estimate, step_size, diverging_share, default_step_size),
         ),
     )
 
 
 def _find_problems(
-    estimate: LandscapeEstimate, step: float, diverging_share: float, stable_step: float
+    estimate: LandscapeEstimate, step_size: float, diverging_share: float, default_step_size: float
 ) -> tuple[str, ...]:
-    """Return the reasons not to trust the prediction, each with a way to avoid it."""
+    """Return the reasons not to trust the prediction, each with a remedy."""
     problems = []
     heavy_tailed = estimate.heavy_tails()
     if heavy_tailed:
         problems.append(
-            f"few values dominate the variance of the {' and of the '.join(heavy_tailed)}, so it may be infinite: clip "
-            "or transform them, or sample more tasks"
+            f"a few values dominate the variance of the {' and of the '.join(heavy_tailed)}, so the variance may be "
+            "infinite: clip or transform these values, or sample more tasks"
         )
     if diverging_share > MAX_DIVERGING_SHARE:
         problems.append(
-            f"a step of {step:.3g} diverges on {100 * diverging_share:.1f} % of the tasks, which the formulas do not "
-            f"take into account: use alpha={stable_step:.3g} or less"
+            f"an adaptation step of size {step_size:.3g} diverges on {100 * diverging_share:.1f} % of the tasks, "
+            f"which the formulas do not take into account: use alpha={default_step_size:.3g} or less"
         )
     return tuple(problems)
 
 
 def untrained_network(images: LabeledImages, model: str = "conv4", *, seed: int = 0) -> Network:
-    """Return an untrained network for a data set, with batch norm statistics of some of its images.
+    """Return an untrained network whose batch norm statistics are estimated on images of a data set.
 
     Args:
         images: Data set.
-        model: Model name that `metabridge.models.build` takes.
-        seed: Seed of the weights and of the choice of images.
+        model: Model name accepted by `metabridge.models.build`.
+        seed: Seed of the weights and of the sample of images.
 
     Returns:
         The network, on the device of the images.
 
     Raises:
-        InputError: If there is no such model, or it cannot process the images.
+        InputError: If the model does not exist, or cannot process the images.
 
     >>> from metabridge.datasets import load
     >>> untrained_network(load("glyphs")).head.in_features
@@ -361,7 +371,7 @@ def untrained_network(images: LabeledImages, model: str = "conv4", *, seed: int 
 
 
 def _hard_and_easy_parts(environment: Environment, groups: Grouping) -> tuple[Environment, ...]:
-    """Return the environments of hard and of easy tasks, or the whole environment if `groups` is "hardness"."""
+    """Return the environments of the hard and of the easy tasks, or only `environment` if `groups` is "hardness"."""
     if groups not in GROUPINGS:
         raise InputError(f"groups is {groups!r}, but must be one of {', '.join(GROUPINGS)}.")
     if groups == "hardness":
@@ -375,18 +385,19 @@ def _hard_and_easy_parts(environment: Environment, groups: Grouping) -> tuple[En
     if not isinstance(environment, ImageTasks):
         raise InputError("groups is 'superclasses', but only image tasks have superclasses. Use groups='hardness'.")
     superclasses = environment.data.superclasses[environment.data.splits[environment.split]]
-    count = len(superclasses.unique())
-    if count in (1, len(superclasses)):
-        problem = "all classes have the same superclass" if count == 1 else "every class has its own superclass"
+    superclass_count = len(superclasses.unique())
+    if superclass_count in (1, len(superclasses)):
+        same_superclass = superclass_count == 1
+        problem = "all classes have the same superclass" if same_superclass else "no two classes share a superclass"
         raise InputError(
-            f"groups is 'superclasses', but split '{environment.split}' has no superclasses to group by: {problem}. "
+            f"groups is 'superclasses', but split '{environment.split}' cannot be grouped by superclass: {problem}. "
             "Use groups='hardness'."
         )
     return replace(environment, superclass="same"), replace(environment, superclass="different")
 
 
-def _hard_share(environment: Environment) -> float:
-    """Return the probability of hard tasks: the weight of a mixture's first part, or one half for superclasses."""
+def _hard_probability(environment: Environment) -> float:
+    """Return the probability of hard tasks: the weight of the first part of a mixture, 0.5 for superclasses."""
     if not isinstance(environment, Mixture):
         return 0.5
     return environment.weights[0] / sum(environment.weights)
@@ -395,7 +406,7 @@ def _hard_share(environment: Environment) -> float:
 def _sample_moments(
     space: FeatureSpace, parts: tuple[Environment, ...], tasks_per_part: int, seed: int, progress: bool
 ) -> SplitMoments:
-    """Sample tasks of each part in batches and return their moments."""
+    """Return the moments of tasks sampled from each part, in batches."""
     generator = torch.Generator().manual_seed(seed)
     batches = [
         (part, min(TASKS_PER_BATCH, tasks_per_part - start))

@@ -1,9 +1,9 @@
-"""Estimate the landscape of hard and easy tasks from sampled tasks, and predict risks by closed forms.
+"""Estimate the landscape of hard and easy tasks from sampled tasks, and predict risks with closed-form expressions.
 
-The closed forms are those of Collins et al. (2022, sec. 3), in `metabridge.theory.landscape`. w* is the solution of a
-task, z are its features and Σ is their covariance. The noise floor is the part of the expected loss that is due to
-noise. 𝓔_m is the excess risk: the expected loss after an adaptation step on m samples, minus the noise floor. F_m is
-𝓔_m plus the noise floor. Q^{(m)} is the matrix of the quadratic form 𝓔_m.
+The expressions are those of Collins et al. (2022, §3), in `metabridge.theory.landscape`. w* is the solution of a task,
+x are its features, Σ is their covariance E[xxᵀ], and y are its targets. F_m is the expected loss after an adaptation
+step on m samples. The noise floor is the part of F_m that is due to label noise, and the excess risk 𝓔_m is F_m minus
+the noise floor. 𝓔_m is a quadratic form with the matrix Q^{(m)}.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from metabridge.theory.landscape import (
 
 MIN_TASKS_PER_GROUP = 5
 DIVERGENCE_LIMIT = 2  # a step of size α diverges along an eigenvector with eigenvalue λ if αλ is this or more
-MAX_DEFAULT_STEP = 1.9  # the default step size α is so short that αλ_max is at most this on every single task
-# Minimum numbers of effective tasks and examples (see `heavy_tails`), as fractions of all in the group.
+MAX_STEP_TIMES_CURVATURE = 1.9  # upper limit of αλ_max over the tasks for the default step size α
+# Minimum effective sample sizes (tasks, examples) of a group, as fractions of the sample sizes; see `heavy_tails`.
 MIN_EFFECTIVE_TASKS, MIN_EFFECTIVE_EXAMPLES = 0.1, 0.01
-RESAMPLINGS = 200  # bootstrap samples
+BOOTSTRAP_SAMPLES = 200
 TINY = 1e-300  # lower limit of denominators, so that 0/0 gives 0
-UNBOUNDED = 1e4  # a larger ratio of risks means that the denominator may be zero
+MAX_RATIO = 1e4  # larger risk ratios are reported as unbounded, because their denominator may be zero
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Interval:
     >>> print(Interval(2.0, 1.5, 2.75))
     2.00 (1.50 to 2.75)
     >>> print(Interval(2.0, 1.5, 3e7))
-    2.00 (1.50 and more)
+    2.00 (at least 1.50)
     >>> print(Interval(2e7, 1.5, 3e7))
-    more than 10000 (1.50 and more)
+    more than 10000 (at least 1.50)
     """
 
     value: float
@@ -76,16 +76,17 @@ class Interval:
         return cls(value, value - margin, value + margin)
 
     def __str__(self) -> str:
-        value = f"{self.value:#.3g}" if self.value < UNBOUNDED else f"more than {UNBOUNDED:.0f}"
-        return f"{value} ({self.low:#.3g} {f'to {self.high:#.3g}' if self.has_upper_bound else 'and more'})"
+        value = f"{self.value:#.3g}" if self.value < MAX_RATIO else f"more than {MAX_RATIO:.0f}"
+        interval = f"{self.low:#.3g} to {self.high:#.3g}" if self.has_upper_bound else f"at least {self.low:#.3g}"
+        return f"{value} ({interval})"
 
     @property
     def has_upper_bound(self) -> bool:
-        """Whether the upper end is meaningful, and not a quotient with a denominator close to zero."""
-        return self.high < UNBOUNDED
+        """Whether `high` is below `MAX_RATIO`. Larger values result from a denominator close to zero."""
+        return self.high < MAX_RATIO
 
     def as_percent(self) -> str:
-        """Return the value and the interval as percentages.
+        """Format the value and the interval as percentages.
 
         Returns:
             The text.
@@ -109,42 +110,82 @@ class Interval:
         """
         return self.low <= other.high and other.low <= self.high
 
+    def contains(self, true_value: float) -> bool:
+        """Return whether a value is in the interval.
+
+        Args:
+            true_value: The value.
+
+        Returns:
+            True if the value is between both ends.
+
+        >>> Interval(2.0, 1.5, 2.75).contains(2.5)
+        True
+        """
+        return self.low <= true_value <= self.high
+
+    def standardized_error(self, true_value: float) -> float:
+        """Return the true value minus the estimate, divided by the half-width of the interval on that side.
+
+        Args:
+            true_value: The true value.
+
+        Returns:
+            The error. It is between −1 and 1 if the interval contains the true value.
+
+        >>> Interval(2.0, 1.5, 3.0).standardized_error(2.5), Interval(2.0, 1.5, 3.0).standardized_error(1.0)
+        (0.5, -2.0)
+        """
+        half_width = self.high - self.value if true_value > self.value else self.value - self.low
+        return (true_value - self.value) / max(half_width, 1e-12)
+
+    def excess_percent(self) -> Interval:
+        """Return by how many percent a ratio exceeds 1.
+
+        Returns:
+            The interval of the percentage.
+
+        >>> Interval(1.5, 1.25, 1.75).excess_percent()
+        Interval(value=50.0, low=25.0, high=75.0)
+        """
+        return Interval(*(100 * (ratio - 1) for ratio in (self.value, self.low, self.high)))
+
 
 class Prediction(NamedTuple):
-    """Risks predicted by the closed forms.
+    """Risks predicted with closed-form expressions.
 
     - `risks`: 𝓔_m of NAL and MAML
     - `ratio`: the risk of NAL divided by the risk of MAML
-    - `saved`: the share of NAL's whole loss F_m, noise included, that MAML saves
-    - `remaining`: the risk of MAML after the step, divided by the risk of NAL before the step
-    - `resampled_ratios`, `resampled_savings`: `ratio` and `saved` for each resampling of the tasks
+    - `relative_gain`: the relative reduction of the expected loss, 1 − F_m(MAML)/F_m(NAL)
+    - `residual_fraction`: the risk of MAML after the step, divided by the risk of NAL before the step
+    - `bootstrap_ratios`, `bootstrap_relative_gains`: `ratio` and `relative_gain` for each bootstrap sample of the tasks
     """
 
     risks: Risks
     ratio: Interval
-    saved: Interval
-    remaining: float
-    resampled_ratios: Tensor
-    resampled_savings: Tensor
+    relative_gain: Interval
+    residual_fraction: float
+    bootstrap_ratios: Tensor
+    bootstrap_relative_gains: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class LandscapeEstimate:
-    """Estimates for a group of hard tasks and a group of easy tasks.
+    """Estimates of the groups of hard and easy tasks, and predictions from them.
 
-    All tasks of a group are assumed to have the same covariance of the features.
+    All tasks of a group are assumed to have the same feature covariance.
 
     Args:
         moments: Moments of the tasks.
-        is_hard: Whether each task is hard (tasks,).
+        is_hard: Mask of the hard tasks (tasks,).
         m: Number of samples that adaptation uses.
-        hard_share: Probability of hard tasks; None to estimate it by the share of hard tasks in `is_hard`.
+        hard_probability: Probability of hard tasks (default: the fraction of hard tasks in `is_hard`).
     """
 
     moments: SplitMoments
     is_hard: Tensor
     m: int
-    hard_share: float | None = None
+    hard_probability: float | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("hard", int(self.is_hard.sum())), ("easy", int((~self.is_hard).sum()))):
@@ -161,15 +202,15 @@ class LandscapeEstimate:
 
     @cached_property
     def covariances(self) -> Tensor:
-        """Covariances of the hard and of the easy tasks (2, d, d)."""
+        """Feature covariances of the hard and of the easy tasks (2, d, d)."""
         return torch.stack([self.moments.covariance[tasks].mean((0, 1)) for tasks in self.group_indices])
 
     @cached_property
     def fourth_moments(self) -> Tensor:
-        """E[zzᵀΣzzᵀ] of the hard and of the easy tasks (2, d, d).
+        """E[xxᵀΣxxᵀ] of the hard and of the easy tasks (2, d, d).
 
-        The matrix minus Σ³ is E[(zzᵀ − Σ)Σ(zzᵀ − Σ)], which is positive semi-definite. Negative eigenvalues of the
-        estimated difference are therefore set to zero.
+        E[xxᵀΣxxᵀ] − Σ³ = E[(xxᵀ − Σ)Σ(xxᵀ − Σ)] is positive semi-definite, so negative eigenvalues of its estimate are
+        set to zero.
         """
         cubes = self.covariances @ self.covariances @ self.covariances
         fourths = torch.stack([self.moments.fourth[tasks].mean((0, 1)) for tasks in self.group_indices])
@@ -182,7 +223,7 @@ class LandscapeEstimate:
 
     @cached_property
     def kurtosis(self) -> Tensor:
-        """tr E[zzᵀΣzzᵀ] of the hard and of the easy tasks (2,), divided by its value for normal features."""
+        """tr E[xxᵀΣxxᵀ] of the hard and of the easy tasks (2,), divided by its value for Gaussian features."""
         squares, cubes = (torch.linalg.matrix_power(self.covariances, power) for power in (2, 3))
         return _trace(self.fourth_moments) / (_trace(squares) * _trace(self.covariances) + 2 * _trace(cubes))
 
@@ -191,16 +232,15 @@ class LandscapeEstimate:
         """The largest eigenvalue of the covariances of both groups."""
         return float(torch.linalg.eigvalsh(self.covariances).max())
 
-    def stable_step(self) -> float:
-        """Return 1/curvature, but at most `MAX_DEFAULT_STEP` divided by the largest curvature of a single task."""
-        return 1 / max(self.curvature, float(largest_curvatures(self.moments).max()) / MAX_DEFAULT_STEP)
+    def default_step_size(self) -> float:
+        """Return 1/curvature, but at most `MAX_STEP_TIMES_CURVATURE` divided by the largest curvature of any task."""
+        return 1 / max(self.curvature, float(largest_curvatures(self.moments).max()) / MAX_STEP_TIMES_CURVATURE)
 
     def heavy_tails(self) -> tuple[str, ...]:
-        """Return the variables whose variance is dominated by a few tasks or examples, such as "targets of hard tasks".
+        """Return the variables whose variance is dominated by few tasks or examples, such as "targets of hard tasks".
 
-        For a sum of n contributions c, the number of effective contributions is (Σc)²/Σc²: a sum of this number of
-        equal contributions has the same relative error. For squares of a variable, it is n/3 if the variable is normal,
-        and does not grow with n if its variance is infinite.
+        The criterion is Kish's effective sample size (Σc)²/Σc² of the squares c of a variable. If the variable is
+        Gaussian, it is n/3 for n samples; if its variance is infinite, it does not grow with n.
         """
         squares = _trace(self.moments.covariance), self.moments.target_square
         fourth_powers = self.moments.fourth_powers.unbind(-1)
@@ -217,25 +257,27 @@ class LandscapeEstimate:
         return tuple(heavy_tailed)
 
     def landscape(self, alpha: float) -> Landscape:
-        """Return the two groups as a `Landscape`, the hard one first.
+        """Return the two groups as a `Landscape`, the hard group first.
 
-        The spread of a group is rI, with r such that tr(Q^{(m)}·rI) equals tr(Q^{(m)}·S) for the estimated covariance
-        S of the solutions, or 0 if this r is negative. 𝓔_m depends on S only through this trace. S itself cannot be
-        used, since the estimate is unbiased and may have negative eigenvalues.
+        The solutions of a group have the covariance rI, where r satisfies tr(Q^{(m)}·rI) = tr(Q^{(m)}·S) for the
+        estimated covariance S, or r = 0 if this value is negative. 𝓔_m depends on S only through this trace. S itself
+        is not used, because the unbiased estimate may have negative eigenvalues.
         """
         groups = []
-        hard_share = float(self.is_hard.double().mean()) if self.hard_share is None else self.hard_share
-        probabilities = hard_share, 1 - hard_share
+        hard_probability = (
+            float(self.is_hard.double().mean()) if self.hard_probability is None else self.hard_probability
+        )
+        probabilities = hard_probability, 1 - hard_probability
         for tasks, covariance, Q, probability in zip(
             self.group_indices, self.covariances, self.adapted_covariances(alpha), probabilities
         ):
             first, second = self.solutions[tasks].unbind(1)
             center = (first.mean(0) + second.mean(0)) / 2
-            # The halves have independent noise, so their product estimates the covariance without bias from noise.
+            # The two halves of a task have independent noise, so their product is an unbiased estimate.
             S = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
             r = float((Q * S).sum() / Q.trace())
-            explained = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
-            noise = float(self.moments.target_square[tasks].mean() - explained)
+            signal_variance = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
+            noise = float(self.moments.target_square[tasks].mean() - signal_variance)
             groups.append(TaskGroup(covariance, center, max(r, 0.0), max(noise, 0.0), probability))
         return Landscape(tuple(groups), self.moments.dimension)
 
@@ -245,10 +287,10 @@ class LandscapeEstimate:
         return self.is_hard.nonzero().flatten(), (~self.is_hard).nonzero().flatten()
 
     def distance(self, landscape: Landscape, alpha: float) -> float:
-        """Return the distance R between the centers of the groups, corrected for the noise of the centers.
+        """Return the distance R between the centers of the groups, corrected for their sampling error.
 
         It is measured in the norm of Q/tr Q, where Q is Q^{(m)} of the hard tasks. If Q is a multiple of I and the
-        centers are the vectors (0, …, 0) and (R, …, R), this is R in Collins et al. (2022).
+        centers are the vectors (0, …, 0) and (R, …, R), the distance is R of Collins et al. (2022).
         """
         distribution, Q = landscape.distribution, self.adapted_covariances(alpha)[0]
         gap = distribution.center[0] - distribution.center[1]
@@ -257,43 +299,44 @@ class LandscapeEstimate:
         return float(squared_distance.clamp_min(0).sqrt())
 
     def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
-        """Return the risks of NAL and MAML after a step `alpha`, with intervals from resampling the tasks.
+        """Predict the risks of NAL and MAML after a step of size `alpha`, with bootstrap intervals over the tasks.
 
-        The noise of the estimated centers increases the risks. Resampling increases them by the same amount once more.
-        Therefore the difference between the resampled and the original risks is subtracted.
+        The sampling error of the estimated centers biases the risks upward. The bias is estimated with the bootstrap
+        and subtracted.
         """
         losses = self._losses(alpha)
-        resampled = (self._resample(generator) for _ in range(RESAMPLINGS))
-        # A step that is stable for these tasks may diverge for resampled tasks. In this case it is shortened.
-        resampled_losses = torch.stack(
-            [sample._losses(min(alpha, 0.999 * DIVERGENCE_LIMIT / sample.curvature)) for sample in resampled]
+        bootstrap_samples = (self._bootstrap_sample(generator) for _ in range(BOOTSTRAP_SAMPLES))
+        # A step size that is stable for these tasks may diverge for a bootstrap sample; it is then reduced.
+        bootstrap_losses = torch.stack(
+            [sample._losses(min(alpha, 0.999 * DIVERGENCE_LIMIT / sample.curvature)) for sample in bootstrap_samples]
         )
-        bias = resampled_losses.mean(0) - losses
-        minimum = torch.tensor([0.0, 1e-9 * float(losses[1])], dtype=torch.float64)  # of the gain and MAML's risk
-        gain, maml_risk = (losses - bias)[:2].clamp_min(minimum).tolist()
-        gains, maml_risks = (resampled_losses - 2 * bias)[:, :2].clamp_min(minimum).unbind(1)
+        bias = bootstrap_losses.mean(0) - losses
+        # Lower limits of the gain and of MAML's risk.
+        lower_limits = torch.tensor([0.0, 1e-9 * float(losses[1])], dtype=torch.float64)
+        gain, maml_risk = (losses - bias)[:2].clamp_min(lower_limits).tolist()
+        gains, maml_risks = (bootstrap_losses - 2 * bias)[:, :2].clamp_min(lower_limits).unbind(1)
         floor, nal_before = losses[2:].tolist()
         ratios = 1 + gains / maml_risks.clamp_min(TINY)
-        savings = gains / (gains + maml_risks + resampled_losses[:, 2]).clamp_min(TINY)
+        relative_gains = gains / (gains + maml_risks + bootstrap_losses[:, 2]).clamp_min(TINY)
         return Prediction(
             Risks(maml_risk + gain, maml_risk),
             self._interval(1 + gain / max(maml_risk, TINY), ratios),
-            self._interval(gain / max(gain + maml_risk + floor, TINY), savings),
+            self._interval(gain / max(gain + maml_risk + floor, TINY), relative_gains),
             maml_risk / max(nal_before, TINY),
             ratios,
-            savings,
+            relative_gains,
         )
 
-    def _interval(self, value: float, resampled: Tensor) -> Interval:
-        """Return the expanded percentile interval of resampled values, extended to contain `value`."""
+    def _interval(self, value: float, bootstrap_values: Tensor) -> Interval:
+        """Return the expanded percentile interval (Hesterberg 2015), extended to contain `value` if necessary."""
         tail = percentile_tail(min(map(len, self.group_indices)))
-        low, high = resampled.quantile(torch.tensor([tail, 1 - tail], dtype=resampled.dtype)).tolist()
+        low, high = bootstrap_values.quantile(torch.tensor([tail, 1 - tail], dtype=bootstrap_values.dtype)).tolist()
         return Interval(value, min(low, value), max(high, value))
 
     def _losses(self, alpha: float) -> Tensor:
         """Return 𝓔_m(NAL) − 𝓔_m(MAML), 𝓔_m(MAML), the noise floor, and 𝓔_m(NAL) for a step of size 0.
 
-        MAML is trained with n₂ = m samples in the inner step.
+        During training, the inner step of MAML uses n₂ = m samples.
         """
         landscape, m = self.landscape(alpha), self.m
         solutions = torch.stack(
@@ -303,10 +346,10 @@ class LandscapeEstimate:
         nal_before = risk_above_floor(landscape, solutions[0], 0.0, m)
         return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), nal_before])
 
-    def _resample(self, generator: torch.Generator) -> LandscapeEstimate:
-        """Return the estimate for as many tasks drawn with replacement, by group if `hard_share` is known."""
+    def _bootstrap_sample(self, generator: torch.Generator) -> LandscapeEstimate:
+        """Return the estimate for a bootstrap sample of the tasks, stratified by group if `hard_probability` is set."""
         while True:
-            if self.hard_share is None:
+            if self.hard_probability is None:
                 tasks = torch.randint(len(self.is_hard), (len(self.is_hard),), generator=generator)
             else:
                 tasks = torch.cat(
@@ -319,12 +362,11 @@ class LandscapeEstimate:
             if min(int(is_hard.sum()), int((~is_hard).sum())) >= MIN_TASKS_PER_GROUP:
                 return replace(self, moments=self.moments.select(tasks), is_hard=is_hard)
 
-    def solution_map(self) -> Tensor:
-        """Return the solution of every task in two dimensions (tasks, 2).
+    def project_solutions(self) -> Tensor:
+        """Project the solution of every task to two dimensions (tasks, 2).
 
-        The origin is the center of the easy tasks. The first axis points to the center of the hard tasks, the second
-        axis is the direction with the largest remaining variance. Lengths are measured in the norm of the mean
-        covariance of the features.
+        The origin is the center of the easy tasks. The first axis points to the center of the hard tasks; the second
+        is the orthogonal direction of largest variance. The norm is that of the mean feature covariance.
         """
         values, vectors = torch.linalg.eigh(self.moments.covariance.mean((0, 1)))
         solutions = self.solutions.mean(1) @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T
@@ -336,12 +378,12 @@ class LandscapeEstimate:
 
 
 def find_hard_tasks(moments: SplitMoments) -> Tensor:
-    """Return whether each task belongs to the group of hard tasks, which has the lower rates (tasks,).
+    """Return a mask of the hard tasks (tasks,), the group with the lower convergence rates.
 
-    Tasks are first split by their rates. Then each task is assigned to the group under whose covariance its examples
-    are more likely. A rate describes only one direction of the features, while covariances also distinguish groups
-    whose rates overlap. Tasks are reassigned only once, because repeated reassignment can converge to groups that do
-    not differ in hardness.
+    The tasks are first split by convergence rate. Then each task is assigned to the group whose covariance makes its
+    examples more likely: a rate depends on a single direction of the features, whereas covariances also distinguish
+    groups with overlapping rates. Tasks are reassigned only once, because repeated reassignment can converge to groups
+    that do not differ in hardness.
     """
     rates = convergence_rates(moments)
     is_hard = split_by_rate(rates)
@@ -355,14 +397,16 @@ def find_hard_tasks(moments: SplitMoments) -> Tensor:
 
 
 def split_by_rate(rates: Tensor) -> Tensor:
-    """Return whether each task has a low rate, by the split of the log rates with the smallest variance within groups.
+    """Return a mask of the tasks with low convergence rates.
+
+    The threshold on the log rates minimizes the within-group sum of squares.
 
     >>> split_by_rate(torch.tensor([0.1] * 5 + [1.0] * 7)).sum()
     tensor(5)
     """
     if len(rates) < 2 * MIN_TASKS_PER_GROUP:
         raise InputError(
-            f"tasks is {len(rates)}, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more tasks."
+            f"there are {len(rates)} tasks, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more tasks."
         )
     values = rates.double().log().sort().values
     sizes = range(MIN_TASKS_PER_GROUP, len(values) - MIN_TASKS_PER_GROUP + 1)

@@ -25,20 +25,21 @@ from metabridge.learners.parameters import parameters
 from metabridge.models.network import Network
 from metabridge.training.evaluation import Model
 
-MAX_PAIR_DIMENSION = 10  # of features in classification; d features of two examples have d(d + 1)/2 products
+# Maximum feature dimension d of classification tasks, because pairs of examples have d(d + 1)/2 products of features.
+MAX_PAIR_DIMENSION = 10
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureSpace:
-    """Features of inputs, projected to so few dimensions that the examples of a single task determine its solution.
+    """Features of inputs, projected to a dimension at which each task has enough examples to determine its solution.
 
-    Only regression tasks whose inputs are the features are not projected.
+    Regression tasks without a network or feature function are not projected.
 
     Args:
         name: Name in reports.
         features: Function from inputs (n, ...) to features (n, d).
         project: Projection of features (..., d).
-        is_classification: Whether tasks have class labels and are compared by pairs of examples.
+        is_classification: Whether tasks have class labels and are treated as regression on pairs of examples.
     """
 
     name: str
@@ -50,28 +51,32 @@ class FeatureSpace:
     def for_tasks(
         cls, sampled_tasks: Sequence[Episodes], net: Network | Model | None, features: FeatureMap | None
     ) -> FeatureSpace:
-        """Return the space for tasks like `sampled_tasks`: features of a network or of a function, or the inputs."""
-        first = sampled_tasks[0]
+        """Return the feature space for `sampled_tasks`: that of a network, of a feature function, or of the inputs."""
+        first_batch = sampled_tasks[0]
         if net is not None and features is not None:
-            raise InputError("net and features are both given, but only one of them can be used. Omit one of them.")
+            raise InputError("net and features are both set, but only one of them can be used. Omit one of them.")
         if net is None and features is None:
-            if first.support_x.ndim != 3:
+            if first_batch.support_x.ndim != 3:
                 raise InputError(
-                    f"inputs are {describe(first.support_x)}, but without a network they must be vectors. "
-                    "Give net or features."
+                    f"inputs are {describe(first_batch.support_x)}, but without a network they must be vectors. "
+                    "Pass net or features."
                 )
-            if not first.is_classification:
+            if not first_batch.is_classification:
                 return cls("inputs", _identity, _identity, False)
         feature_map = features or (_identity if net is None else _network_features(net))
-        examples_per_half = (first.support_x.shape[1] + (first.query_x.shape[1] if first.is_split else 0)) // 2
-        sample = torch.cat([_compute_features(episodes, feature_map).flatten(0, 1) for episodes in sampled_tasks])
-        if sample.ndim != 2:
-            raise InputError(f"features returns {describe(sample)}, but must return one vector for each input.")
+        examples_per_half = (
+            first_batch.support_x.shape[1] + (first_batch.query_x.shape[1] if first_batch.is_split else 0)
+        ) // 2
+        feature_sample = torch.cat(
+            [_compute_features(episodes, feature_map).flatten(0, 1) for episodes in sampled_tasks]
+        )
+        if feature_sample.ndim != 2:
+            raise InputError(f"features returns {describe(feature_sample)}, but must return one vector for each input.")
         dimension = max(1, examples_per_half // MIN_EXAMPLES_PER_DIMENSION)
-        if first.is_classification:
-            project = principal_projection(sample, min(dimension, MAX_PAIR_DIMENSION))
+        if first_batch.is_classification:
+            project = principal_projection(feature_sample, min(dimension, MAX_PAIR_DIMENSION))
             return cls(f"pairs of {'inputs' if feature_map is _identity else 'features'}", feature_map, project, True)
-        project = principal_projection(sample, max(1, dimension - 1))
+        project = principal_projection(feature_sample, max(1, dimension - 1))
         return cls("features and a constant", feature_map, lambda φ: _append_constant(project(φ)), False)
 
     def coordinates(self, x: Tensor) -> Tensor:
@@ -85,29 +90,27 @@ class FeatureSpace:
         return pair_moments(φ, y) if self.is_classification else regression_moments(φ, y)
 
     def sample_count(self, episodes: Episodes) -> int:
-        """Return the number m of samples that adaptation uses: the examples in a support set, or the pairs of them."""
+        """Return the number m of samples for adaptation: support examples, or pairs of them in classification."""
         support_size = episodes.support_x.shape[1]
         m = support_size * (support_size - 1) // 2 if self.is_classification else support_size
         if m < 1:
-            raise InputError(
-                f"support sets have {support_size} example, but pairs need at least 2. Use more shots or ways."
-            )
+            raise InputError(f"support sets have {support_size} example, but a pair needs 2. Use more shots or ways.")
         return m
 
 
 def mean_rates(
     environments: Mapping[str, Environment], net: Network | Model, *, tasks: int, seed: int = 0
 ) -> tuple[FeatureSpace, dict[str, float]]:
-    """Return the feature space of a network for the tasks of several environments, and how fast they are learned.
+    """Return the mean convergence rates of tasks from several environments, in a common feature space of a network.
 
     Args:
         environments: Sources of tasks, by name.
-        net: The network that computes the features.
+        net: Network that computes the features.
         tasks: Number of tasks to sample from each environment.
         seed: Seed of the tasks.
 
     Returns:
-        The common feature space, and the geometric mean of the tasks' convergence rates for each environment.
+        The feature space, and for each environment the geometric mean of the convergence rates of its tasks.
 
     >>> from metabridge.datasets import load
     >>> from metabridge.diagnosis import untrained_network
@@ -136,7 +139,7 @@ def _network_features(net: Network | Model) -> FeatureMap:
 
 
 def _compute_features(episodes: Episodes, features: FeatureMap) -> Tensor:
-    """Return the features of all inputs (tasks, inputs, d), computed for one task at a time."""
+    """Compute the features of all inputs (tasks, inputs, d), one task at a time."""
     with torch.no_grad():
         result = torch.stack([features(task).double().cpu() for task in episodes.without_split().support_x])
     if not result.isfinite().all():

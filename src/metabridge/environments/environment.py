@@ -10,7 +10,7 @@ from metabridge.episodes import Episodes
 
 
 class Environment(Protocol):
-    """A distribution of tasks that can be sampled; any object with these two members can be trained on.
+    """A distribution of tasks. Methods can be trained on any object with these two members.
 
     >>> from metabridge.environments import Sinusoid
     >>> environment: Environment = Sinusoid()
@@ -20,7 +20,7 @@ class Environment(Protocol):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs that a network needs for one task."""
+        """Number of network outputs needed for one task."""
         ...
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:

@@ -1,24 +1,24 @@
-"""Other divisions of labeled images: classes by superclass, random subsets, and images held out of the classes."""
+"""Regroup labeled images: classes by superclass, random subsets, and held-out images of the training classes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from metabridge.environments.image_tasks import LabeledImages
+from metabridge.environments.image_tasks import ImageTasks, LabeledImages, Superclass
 
 
 def classes_by_superclass(images: LabeledImages) -> dict[str, Tensor]:
-    """Return the classes of each superclass in all splits, without superclasses that have none.
+    """Group the classes of all splits by superclass. Superclasses without classes are omitted.
 
     Args:
         images: Labeled images.
 
     Returns:
-        The classes in ascending order, by the name of the superclass.
+        A dict from superclass name to class indices in ascending order.
 
     >>> from metabridge.datasets import load
     >>> len(classes_by_superclass(load("glyphs"))["Latin"])
@@ -26,62 +26,118 @@ def classes_by_superclass(images: LabeledImages) -> dict[str, Tensor]:
     """
     classes = torch.cat(list(images.splits.values())).sort().values
     superclasses = images.superclasses[classes]
-    by_name = {name: classes[superclasses == index] for index, name in enumerate(images.superclass_names)}
-    return {name: members for name, members in by_name.items() if len(members)}
+    groups = {name: classes[superclasses == index] for index, name in enumerate(images.superclass_names)}
+    return {name: group for name, group in groups.items() if len(group)}
+
+
+def superclass_tasks(
+    images: LabeledImages,
+    names: Iterable[str],
+    *,
+    superclass: Superclass,
+    ways: int = 5,
+    shots: int = 1,
+    queries: int = 15,
+) -> ImageTasks:
+    """Return the environment of tasks with classes of the named superclasses, which may be in any split.
+
+    Args:
+        images: Labeled images.
+        names: Names of the superclasses.
+        superclass: Whether the classes of a task have "any", the "same" or "different" superclasses.
+        ways: Number of classes per task.
+        shots: Support images per class.
+        queries: Query images per class.
+
+    Returns:
+        The environment.
+
+    >>> from metabridge.datasets import load
+    >>> superclass_tasks(load("glyphs"), ["Latin", "Greek"], superclass="same")
+    ImageTasks('glyphs', 'superclasses', 5-way 1-shot, 15 queries per class, 86 classes, superclass='same')
+    """
+    classes = classes_by_superclass(images)
+    split = {"superclasses": torch.cat([classes[name] for name in names])}
+    return replace(images, splits=split).tasks(
+        "superclasses", ways=ways, shots=shots, queries=queries, superclass=superclass
+    )
+
+
+def tasks_by_superclass(
+    images: LabeledImages, *, ways: int = 5, shots: int = 1, queries: int = 15
+) -> dict[str, ImageTasks]:
+    """Return an environment of tasks for each superclass that has enough classes for a task.
+
+    Args:
+        images: Labeled images.
+        ways: Number of classes per task.
+        shots: Support images per class.
+        queries: Query images per class.
+
+    Returns:
+        The environments by name of the superclass.
+
+    >>> from metabridge.datasets import load
+    >>> tasks_by_superclass(load("glyphs"), ways=40)["Latin"]
+    ImageTasks('glyphs', 'Latin', 40-way 1-shot, 15 queries per class, 45 classes)
+    """
+    classes = {name: members for name, members in classes_by_superclass(images).items() if len(members) >= ways}
+    split_images = replace(images, splits=classes)
+    return {name: split_images.tasks(name, ways=ways, shots=shots, queries=queries) for name in classes}
 
 
 def random_subset(images: LabeledImages, sizes: Mapping[str, tuple[int, int]], *, seed: int = 0) -> LabeledImages:
-    """Return random classes of some splits, with some random images of each class.
+    """Select random classes of some splits, and random images of each class.
 
-    `sizes` maps splits to the number of classes and the number of images per class, at least 2. The classes and images
-    of a split do not depend on the sizes of the other splits.
+    `sizes` maps a split to its number of classes and its number of images per class, which must be at least 2. The
+    selection in one split does not depend on the sizes of the other splits.
 
     >>> from metabridge.datasets import load
     >>> random_subset(load("glyphs"), {"train": (50, 5), "test": (8, 6)})
     LabeledImages(298 images of 1×28×28, 50 train / 8 test classes)
     """
-    rows, splits = [], {}
+    image_indices, splits = [], {}
     for split, (classes, images_per_class) in sizes.items():
         tasks = images.tasks(split, ways=classes, shots=1, queries=images_per_class - 1)
         sampled = tasks.sample_indices(1, torch.Generator().manual_seed(seed))
         splits[split] = images.splits[split][sampled.classes[0]]
-        rows.append(torch.cat([sampled.support[0], sampled.query[0]], 1).flatten())
-    selected = torch.cat(rows)
+        image_indices.append(torch.cat([sampled.support[0], sampled.query[0]], 1).flatten())
+    selected = torch.cat(image_indices)
     pixels = images.images[selected.to(images.images.device)]
     return replace(images, images=pixels, labels=images.labels[selected], splits=splits, load_arguments=None)
 
 
 def hold_out_images(images: LabeledImages, minimum: int) -> LabeledImages:
-    """Return images whose validation split has other images of the training classes, as in FS-CIFAR100.
+    """Validate on held-out images of the training classes, as in FS-CIFAR100.
 
-    The training and validation classes of `images` become the training split. The last images of each, a quarter but
-    at least `minimum`, become a new class in the validation split, which measures the accuracy on classes seen in
-    training.
+    The training and validation classes of `images` become the training split. The last quarter of the images of each
+    class, but at least `minimum` images, are moved to a new class of the validation split. So this split measures the
+    accuracy on classes seen in training.
 
     Args:
         images: Labeled images with the splits "train", "validation" and "test".
-        minimum: Smallest number of images to hold out of each class.
+        minimum: Minimum number of images to hold out of each class.
 
     Returns:
-        The same images, with more classes.
+        The same images with the additional validation classes.
 
     >>> from metabridge.datasets import load
     >>> hold_out_images(load("glyphs"), minimum=5)
     LabeledImages('glyphs', 22,500 images of 1×28×28, 863 train / 863 validation / 262 test classes)
     """
-    seen = torch.cat([images.splits["train"], images.splits["validation"]])
+    training_classes = torch.cat([images.splits["train"], images.splits["validation"]])
     labels = images.labels.clone()
-    for i, class_index in enumerate(seen.tolist()):
+    for i, class_index in enumerate(training_classes.tolist()):
         image_indices = (images.labels == class_index).nonzero().squeeze(1)
         labels[image_indices[-max(len(image_indices) // 4, minimum) :]] = len(images.class_names) + i
     return replace(
         images,
         labels=labels,
-        class_names=(*images.class_names, *(f"{images.class_names[i]} (held out)" for i in seen.tolist())),
-        superclasses=torch.cat([images.superclasses, images.superclasses[seen]]),
+        class_names=(*images.class_names, *(f"{images.class_names[i]} (held out)" for i in training_classes.tolist())),
+        superclasses=torch.cat([images.superclasses, images.superclasses[training_classes]]),
         splits={
-            "train": seen,
-            "validation": len(images.class_names) + torch.arange(len(seen)),
+            "train": training_classes,
+            "validation": len(images.class_names) + torch.arange(len(training_classes)),
             "test": images.splits["test"],
         },
     )

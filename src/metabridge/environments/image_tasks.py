@@ -1,4 +1,4 @@
-"""Labeled images, N-way K-shot classification tasks sampled from them, and ordinary batches of them."""
+"""Labeled images, and the N-way K-shot classification tasks and ordinary mini-batches sampled from them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class LabeledImages:
     """Images with classes, superclasses and splits of the classes. Use `datasets.load` to load them from disk.
 
     Args:
-        images: uint8 of shape (n, channels, height, width).
-        labels: The class of each image, as an index in `class_names`, int64 of shape (n,).
+        images: The images, uint8 of shape (n, channels, height, width).
+        labels: The class of each image as an index into `class_names`, int64 of shape (n,).
         class_names: The names of the classes.
-        superclasses: The superclass of each class, as an index in `superclass_names`, int64 of shape (classes,).
+        superclasses: The superclass of each class as an index into `superclass_names`, int64 of shape (classes,).
         superclass_names: The names of the superclasses.
-        splits: The classes of each split, int64. A class is in at most one split.
-        load_arguments: The arguments of `datasets.load` that return these images; a saved run stores them.
+        splits: The class indices of each split, int64. A class is in at most one split.
+        load_arguments: The arguments with which `datasets.load` returns these images. Saved runs store them.
 
     Raises:
         InputError: A shape or dtype is wrong, an index is out of range, or a class is in two splits.
@@ -74,11 +74,11 @@ class LabeledImages:
                 raise InputError(f"split '{split}' has no classes. Add classes, or remove the split.")
             for index in class_indices.tolist():
                 if index in split_of:
-                    where = f"twice in split '{split}'"
+                    location = f"twice in split '{split}'"
                     if split_of[index] != split:
-                        where = f"in the splits '{split_of[index]}' and '{split}'"
+                        location = f"in the splits '{split_of[index]}' and '{split}'"
                     raise InputError(
-                        f"class '{self.class_names[index]}' is {where}. List every class once, in one split."
+                        f"class '{self.class_names[index]}' is {location}. List every class once, in one split."
                     )
                 split_of[index] = split
 
@@ -88,7 +88,7 @@ class LabeledImages:
         return f"LabeledImages({_data_name(self)}{len(self.images):,} images of {shape}, {splits} classes)"
 
     def _repr_html_(self) -> str:
-        """Return a table of the splits for notebooks."""
+        """Return a table of the splits, for notebooks."""
         counts = torch.bincount(self.labels, minlength=len(self.class_names))
         rows = [
             (split, f"{len(classes):,}", f"{int(counts[classes].sum()):,}") for split, classes in self.splits.items()
@@ -98,14 +98,14 @@ class LabeledImages:
     def tasks(
         self, split: str, *, ways: int = 5, shots: int = 1, queries: int = 15, superclass: Superclass = "any"
     ) -> ImageTasks:
-        """Return the environment of tasks with classes of one split.
+        """Return an environment of tasks that are sampled from the classes of one split.
 
         Args:
-            split: "train", "validation" or "test", or another key of `splits`.
+            split: A key of `splits`, such as "train", "validation" or "test".
             ways: Number of classes per task.
             shots: Support images per class.
             queries: Query images per class.
-            superclass: Whether the classes of a task have "any", the "same" or "different" superclasses.
+            superclass: Whether the classes of a task have "any" superclasses, the "same" or "different" ones.
 
         Returns:
             The environment.
@@ -116,7 +116,7 @@ class LabeledImages:
         return ImageTasks(self, split, ways=ways, shots=shots, queries=queries, superclass=superclass)
 
     def batches(self, split: str, *, size: int = 64) -> ImageBatches:
-        """Return the environment of ordinary batches, for training one classifier for all classes of a split.
+        """Return an environment of ordinary mini-batches, for training one classifier of all classes of a split.
 
         Args:
             split: A key of `splits`.
@@ -128,9 +128,9 @@ class LabeledImages:
         return ImageBatches(self, split, size=size)
 
     def with_rotations(self, splits: Collection[str] | None = None) -> LabeledImages:
-        """Add each class rotated by 90°, 180° and 270° as three further classes.
+        """Add copies of each class, rotated by 90°, 180° and 270°, as three new classes.
 
-        The new classes have the superclass and the split of the original class.
+        A new class has the superclass and the split of the original class.
 
         Args:
             splits: The splits whose classes are rotated. Default: all splits.
@@ -150,17 +150,19 @@ class LabeledImages:
         if height != width:
             raise InputError(f"images are {height}×{width} pixels, but only square images can be rotated by 90°.")
         rotated_classes = torch.cat([classes for split, classes in self.splits.items() if split in rotated_splits])
-        position = torch.full((len(self.class_names),), -1)  # of each class in `rotated_classes`
+        position = torch.full((len(self.class_names),), -1)  # index of each class in `rotated_classes`, or -1
         position[rotated_classes] = torch.arange(len(rotated_classes))
-        rows = (position[self.labels] >= 0).nonzero().squeeze(1)
-        originals = self.images[rows.to(self.images.device)]
-        offsets = [len(self.class_names) + turns * len(rotated_classes) for turns in range(3)]
+        image_indices = (position[self.labels] >= 0).nonzero().squeeze(1)
+        originals = self.images[image_indices.to(self.images.device)]
+        offsets = [len(self.class_names) + copy * len(rotated_classes) for copy in range(3)]
         names = [self.class_names[index] for index in rotated_classes.tolist()]
         return replace(
             self,
-            images=torch.cat([self.images, *(torch.rot90(originals, turns, (2, 3)) for turns in (1, 2, 3))]),
-            labels=torch.cat([self.labels, *(position[self.labels[rows]] + offset for offset in offsets)]),
-            # Saved runs contain these names since version 0.1.0.
+            images=torch.cat(
+                [self.images, *(torch.rot90(originals, quarter_turns, (2, 3)) for quarter_turns in (1, 2, 3))]
+            ),
+            labels=torch.cat([self.labels, *(position[self.labels[image_indices]] + offset for offset in offsets)]),
+            # Saved runs contain these class names, so the suffix must stay as in version 0.1.0.
             class_names=(*self.class_names, *(f"{name}/turned{angle}" for angle in (90, 180, 270) for name in names)),
             superclasses=torch.cat([self.superclasses, self.superclasses[rotated_classes].repeat(3)]),
             splits={
@@ -172,7 +174,7 @@ class LabeledImages:
         )
 
     def downscaled(self, size: int) -> LabeledImages:
-        """Return smaller images, in which each pixel is the mean of the pixels that it replaces.
+        """Downscale the images by averaging (area interpolation).
 
         Args:
             size: Height and width of the new images.
@@ -181,19 +183,19 @@ class LabeledImages:
             The images, with the same classes and splits.
 
         Raises:
-            InputError: If the images are smaller than `size`.
+            InputError: The images are smaller than `size`.
         """
         height, width = self.images.shape[-2:]
         if not 1 <= size <= min(height, width):
             raise InputError(f"size is {size}, but must be from 1 to {min(height, width)}, the size of the images.")
         batches = [
             interpolate(batch.float(), size=(size, size), mode="area").round().byte()
-            for batch in self.images.split(4096)  # floats take four times as much memory
+            for batch in self.images.split(4096)  # as floats, images take four times the memory
         ]
         return replace(self, images=torch.cat(batches), load_arguments=None)
 
     def split_class_names(self, split: str) -> tuple[str, ...]:
-        """Return the names of the classes of a split.
+        """Return the class names of a split.
 
         Args:
             split: A key of `splits`.
@@ -203,25 +205,25 @@ class LabeledImages:
         """
         return tuple(self.class_names[index] for index in self.splits[split].tolist())
 
-    def float_images(self, rows: Tensor) -> Tensor:
-        """Return images as floats from 0 to 1.
+    def float_images(self, indices: Tensor) -> Tensor:
+        """Return the selected images as floats between 0 and 1.
 
         Args:
-            rows: Indices of images, int64 of any shape.
+            indices: Indices of images, int64 of any shape.
 
         Returns:
-            The images, of shape (*rows.shape, channels, height, width), on the device of `images`.
+            The images, of shape (*indices.shape, channels, height, width), on the device of `images`.
         """
-        return self.images[copy_to_device(rows, self.images.device)].float() / 255
+        return self.images[copy_to_device(indices, self.images.device)].float() / 255
 
     def to(self, device: torch.device | str) -> LabeledImages:
-        """Copy the images to a device, unless they would take more than 70 % of a GPU's free memory.
+        """Move the images to a device, unless they would take more than 70 % of a GPU's free memory.
 
-        Labels and splits stay on the CPU, where tasks are sampled. Images that do not fit stay in main memory and
-        are copied batch by batch, with a warning.
+        Labels and splits stay on the CPU, where tasks are sampled. If the images do not fit, they stay in main memory,
+        each batch is copied to the GPU, and a warning is logged.
 
         Args:
-            device: A device of PyTorch.
+            device: A PyTorch device.
 
         Returns:
             The images, on the device if they fit.
@@ -231,7 +233,7 @@ class LabeledImages:
             free = torch.cuda.mem_get_info(device)[0]
             if self.images.nbytes > 0.7 * free:
                 log.warning(
-                    "%.1f GiB of images stay in main memory, since the GPU has %.1f GiB free. Training will be slower.",
+                    "%.1f GiB of images stay in main memory: the GPU has only %.1f GiB free. Training will be slower.",
                     self.images.nbytes / 2**30,
                     free / 2**30,
                 )
@@ -241,9 +243,9 @@ class LabeledImages:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageTasks:
-    """The environment of N-way K-shot classification tasks.
+    """N-way K-shot classification tasks, sampled from the classes of one split.
 
-    Tasks are sampled on the CPU, so a seed gives the same tasks on every device.
+    Sampling runs on the CPU, so a seed gives the same tasks on every device.
 
     Args:
         data: The images.
@@ -284,13 +286,14 @@ class ImageTasks:
             raise InputError(f"superclass is '{self.superclass}', but must be one of {_quote(get_args(Superclass))}.")
         if self.ways > self.classes:
             suggestion = f"Use ways={self.classes} or fewer" if self.classes > 1 else "Add classes"
-            available = _count(self.classes, "class", "classes")
+            available = _quantity(self.classes, "class", "classes")
             raise InputError(f"ways is {self.ways}, but split '{self.split}' has {available}. {suggestion}.")
         self._check_superclasses()
         self._check_image_counts()
 
     def __repr__(self) -> str:
-        queries, classes = _count(self.queries, "query", "queries"), _count(self.classes, "class", "classes")
+        queries = _quantity(self.queries, "query", "queries")
+        classes = _quantity(self.classes, "class", "classes")
         superclass = "" if self.superclass == "any" else f", superclass={self.superclass!r}"
         return (
             f"ImageTasks({_data_name(self.data)}{self.split!r}, {self.ways}-way {self.shots}-shot, "
@@ -298,31 +301,31 @@ class ImageTasks:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table of the tasks for notebooks."""
+        """Return a table of the task settings, for notebooks."""
         counts = self._is_image.sum(dim=1)
-        numbers = (self.ways, self.shots, self.queries, self.classes, int(counts.sum()))
+        cells = (self.ways, self.shots, self.queries, self.classes, int(counts.sum()))
         columns = ("ways", "shots per class", "queries per class", "classes", "images")
-        return html_table(repr(self), columns, [[f"{number:,}" for number in numbers]])
+        return html_table(repr(self), columns, [[f"{number:,}" for number in cells]])
 
     @property
     def outputs(self) -> int:
-        """One output per way."""
+        """Number of network outputs: one per way."""
         return self.ways
 
     @property
     def classes(self) -> int:
-        """The number of classes in the split."""
+        """Number of classes in the split."""
         return len(self.data.splits[self.split])
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the split's classes, which `Episodes.classes` indexes."""
+        """Names of the split's classes. `Episodes.classes` contains indices into them."""
         return self.data.split_class_names(self.split)
 
     @property
     def image_indices(self) -> Tensor:
-        """The indices of the split's images, int64."""
-        return self._rows[self._is_image]
+        """Indices of the split's images, int64."""
+        return self._class_images[self._is_image]
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Sample tasks. The images of a task are ordered by class.
@@ -337,23 +340,23 @@ class ImageTasks:
         return self.sample_indices(tasks, generator).to_episodes(self.data.float_images)
 
     def sample_indices(self, tasks: int, generator: torch.Generator) -> TaskIndices:
-        """Sample tasks as `sample` does, but return the indices of their images instead of the images.
+        """Sample the same tasks as `sample`, but return indices of images instead of images.
 
         Args:
             tasks: Number of tasks.
             generator: A random generator on the CPU.
 
         Returns:
-            The indices of the classes and of the images of each task.
+            The classes and the images of each task, as indices.
         """
         check_count("tasks", tasks)
         classes = self._sample_classes(tasks, generator)
         columns = _sample_columns(self._is_image[classes], self.shots + self.queries, generator)
-        rows = self._rows[classes].gather(-1, columns)
-        return TaskIndices(classes, rows[..., : self.shots], rows[..., self.shots :])
+        images = self._class_images[classes].gather(-1, columns)
+        return TaskIndices(classes, images[..., : self.shots], images[..., self.shots :])
 
     def _sample_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
-        """Return indices of classes within the split, (tasks, ways), in random order."""
+        """Return random classes in random order, as indices into the split, (tasks, ways)."""
         if self.superclass == "any":
             return _sample_columns(torch.ones(tasks, self.classes, dtype=torch.bool), self.ways, generator)
         if self.superclass == "same":
@@ -366,35 +369,38 @@ class ImageTasks:
         return _sample_columns(self._class_masks[superclasses], 1, generator).squeeze(-1)
 
     @cached_property
-    def _rows_and_mask(self) -> tuple[Tensor, Tensor]:
-        """The image indices of each class, padded to the largest class, and a mask that is false for the padding."""
+    def _padded_class_images(self) -> tuple[Tensor, Tensor]:
+        """Image indices of each class, padded to the size of the largest class, and a mask that is false for padding.
+
+        Both have shape (classes, images).
+        """
         split, labels = self.data.splits[self.split], self.data.labels
-        by_class = torch.argsort(labels, stable=True)
+        image_order = torch.argsort(labels, stable=True)  # image indices sorted by class
         counts = torch.bincount(labels, minlength=len(self.data.class_names))
         starts = counts.cumsum(0) - counts
         columns = torch.arange(int(counts[split].max()))
         is_image = columns < counts[split][:, None]
-        rows = by_class[torch.where(is_image, starts[split][:, None] + columns, 0)]
-        return rows, is_image
+        class_images = image_order[torch.where(is_image, starts[split][:, None] + columns, 0)]
+        return class_images, is_image
 
     @property
-    def _rows(self) -> Tensor:
-        return self._rows_and_mask[0]
+    def _class_images(self) -> Tensor:
+        return self._padded_class_images[0]
 
     @property
     def _is_image(self) -> Tensor:
-        return self._rows_and_mask[1]
+        return self._padded_class_images[1]
 
     @cached_property
     def _class_masks(self) -> Tensor:
-        """For each superclass in the split (rows), which classes of the split (columns) belong to it."""
+        """Boolean mask (superclasses, classes): whether each class of the split belongs to each superclass."""
         superclasses = self.data.superclasses[self.data.splits[self.split]]
         masks = superclasses == torch.arange(len(self.data.superclass_names))[:, None]
         return masks[masks.any(dim=1)]
 
     @cached_property
     def _large_superclasses(self) -> Tensor:
-        """The superclasses (rows of `_class_masks`) with enough classes for a task."""
+        """Superclasses with enough classes for a task, as rows of `_class_masks`."""
         return (self._class_masks.sum(dim=1) >= self.ways).nonzero().squeeze(1)
 
     def _check_superclasses(self) -> None:
@@ -422,61 +428,62 @@ class ImageTasks:
                     f"--min-images {needed})"
                 )
             raise InputError(
-                f"class '{self.class_names[smallest]}' has {_count(fewest, 'image')}, but "
-                f"{_count(self.shots, 'shot')} + {_count(self.queries, 'query', 'queries')} need {needed}. "
+                f"class '{self.class_names[smallest]}' has {_quantity(fewest, 'image')}, but "
+                f"{_quantity(self.shots, 'shot')} + {_quantity(self.queries, 'query', 'queries')} need {needed}. "
                 f"{suggestion}."
             )
 
 
 class TaskIndices(NamedTuple):
-    """Tasks as indices: the classes of each task within the split, and the images of each class.
+    """Tasks as indices of classes and images.
 
     Args:
-        classes: (tasks, ways).
-        support: (tasks, ways, shots).
-        query: (tasks, ways, queries).
+        classes: Indices into the classes of the split, (tasks, ways).
+        support: Indices of the support images, (tasks, ways, shots).
+        query: Indices of the query images, (tasks, ways, queries).
     """
 
     classes: Tensor
     support: Tensor
     query: Tensor
 
-    def sorted_by(self, values: Tensor) -> TaskIndices:
-        """Return the tasks with their classes in the order of the mean value of their support images.
+    def sorted_by(self, sort_keys: Tensor) -> TaskIndices:
+        """Sort the classes of each task by the mean sort key of their support images, in ascending order.
 
         Args:
-            values: One value per image (images,).
+            sort_keys: One number per image, (images,).
 
         Returns:
-            The tasks, with ascending mean values.
+            The tasks with sorted classes.
         """
-        order = values[self.support].mean(-1).argsort(-1)
+        order = sort_keys[self.support].mean(-1).argsort(-1)
         tasks = torch.arange(len(order))[:, None]
         return TaskIndices(*(field[tasks, order] for field in self))
 
     def to_episodes(self, load_images: Callable[[Tensor], Tensor]) -> Episodes:
-        """Return the tasks with their images.
+        """Load the images of the tasks.
 
         Args:
-            load_images: Maps indices of images, (n,), to images or features, (n, ...).
+            load_images: Maps image indices (n,) to images or features (n, ...).
 
         Returns:
             The tasks.
         """
         tasks, ways = self.classes.shape
         sets = (self.support, self.query)
-        images = load_images(torch.cat([rows.flatten() for rows in sets]))  # one copy to a GPU instead of two
-        support_x, query_x = (x.unflatten(0, (tasks, -1)) for x in images.split([rows.numel() for rows in sets]))
+        # A single call for both sets needs only one transfer to the GPU.
+        images = load_images(torch.cat([indices.flatten() for indices in sets]))
+        support_x, query_x = (x.unflatten(0, (tasks, -1)) for x in images.split([indices.numel() for indices in sets]))
         labels = torch.arange(ways, device=images.device)
-        support_y, query_y = (labels.repeat_interleave(rows.shape[-1]).expand(tasks, -1).clone() for rows in sets)
+        support_y, query_y = (labels.repeat_interleave(indices.shape[-1]).expand(tasks, -1).clone() for indices in sets)
         return Episodes(support_x, support_y, query_x, query_y, copy_to_device(self.classes, images.device))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageBatches:
-    """The environment of ordinary batches of images, for training one classifier for all classes of a split.
+    """Ordinary mini-batches of images, for training one classifier of all classes of a split.
 
-    Each batch is a task whose ways are all classes and whose support and query set are the same images.
+    Each mini-batch is a task that has all classes as ways, and the same images as support and query set.
 
     Args:
         data: The images.
@@ -500,65 +507,66 @@ class ImageBatches:
 
     def __post_init__(self) -> None:
         check_count("size", self.size)
-        ImageTasks(self.data, self.split, ways=1, shots=1, queries=1)  # checks the split
+        ImageTasks(self.data, self.split, ways=1, shots=1, queries=1)  # raises an InputError if the split is invalid
 
     def __repr__(self) -> str:
         return (
-            f"ImageBatches({_data_name(self.data)}{self.split!r}, {_count(self.size, 'image')} per batch, "
-            f"{_count(self.classes, 'class', 'classes')})"
+            f"ImageBatches({_data_name(self.data)}{self.split!r}, {_quantity(self.size, 'image')} per batch, "
+            f"{_quantity(self.classes, 'class', 'classes')})"
         )
 
     @property
     def outputs(self) -> int:
-        """One output per class."""
+        """Number of network outputs: one per class."""
         return self.classes
 
     @property
     def classes(self) -> int:
-        """The number of classes in the split."""
+        """Number of classes in the split."""
         return len(self.data.splits[self.split])
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the split's classes, in the order of the outputs."""
+        """Names of the split's classes, in the order of the outputs."""
         return self.data.split_class_names(self.split)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample batches uniformly from the images of the split, with replacement.
+        """Sample mini-batches uniformly from the images of the split, with replacement.
 
         Args:
-            tasks: Number of batches.
+            tasks: Number of mini-batches.
             generator: A random generator on the CPU.
 
         Returns:
-            The batches, each as a task.
+            The mini-batches, one per task.
         """
         check_count("tasks", tasks)
-        rows, labels = self._images
-        sampled = torch.randint(len(rows), (tasks, self.size), generator=generator)
-        x = self.data.float_images(rows[sampled])
+        images, labels = self._indices_and_labels
+        sampled = torch.randint(len(images), (tasks, self.size), generator=generator)
+        x = self.data.float_images(images[sampled])
         y = copy_to_device(labels[sampled], x.device)
         return Episodes(x, y, x, y, torch.arange(self.classes, device=x.device).expand(tasks, -1))
 
     @cached_property
-    def _images(self) -> tuple[Tensor, Tensor]:
-        """The indices of the split's images, and the class of each within the split."""
-        position = torch.full((len(self.data.class_names),), -1)  # of each class in the split
+    def _indices_and_labels(self) -> tuple[Tensor, Tensor]:
+        """Indices of the split's images, and their labels: indices into the classes of the split."""
+        position = torch.full((len(self.data.class_names),), -1)  # index of each class in the split, or -1
         position[self.data.splits[self.split]] = torch.arange(self.classes)
         labels = position[self.data.labels]
-        rows = (labels >= 0).nonzero().squeeze(1)
-        return rows, labels[rows]
+        images = (labels >= 0).nonzero().squeeze(1)
+        return images, labels[images]
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; copies to a GPU are asynchronous, after operations that were queued before."""
+    """Copy a CPU tensor to a device; to a GPU, asynchronously from pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _sample_columns(allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Sample `count` true columns of each row without replacement, (..., columns) -> (..., count).
+    """Sample `count` columns of each row in which `allowed` is true, without replacement.
 
-    The columns with the highest random scores are a uniform sample in uniform order.
+    `allowed` has shape (..., columns), and the result (..., count). The top-k of random scores is a uniform sample in
+    random order.
     """
     scores = torch.rand(allowed.shape, generator=generator).masked_fill(~allowed, -1)
     return scores.topk(count, dim=-1).indices
@@ -579,7 +587,7 @@ def _data_name(data: LabeledImages) -> str:
     return f"{str(data.load_arguments['name'])!r}, " if data.load_arguments else ""
 
 
-def _count(number: int, singular: str, plural: str | None = None) -> str:
+def _quantity(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 

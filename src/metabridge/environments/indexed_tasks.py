@@ -1,4 +1,4 @@
-"""Image tasks whose inputs are the indices of images, for kernels with precomputed values."""
+"""Image tasks whose inputs are image indices, for kernels with precomputed values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from metabridge.episodes import Episodes
 
 @dataclass(frozen=True, eq=False)
 class IndexedTasks:
-    """Tasks whose inputs are the indices of images, of shape (tasks, images, 1), instead of the images.
+    """Image tasks whose inputs are image indices of shape (tasks, images, 1), instead of images.
 
     Args:
-        tasks: The tasks.
-        order: One value per image (images,). The label of a class is then its rank by the mean value of its support
-            images, so that labels have the same meaning in all tasks. None: labels are in random order.
+        tasks: The image tasks.
+        sort_keys: One number per image, (images,). The classes of a task are labeled in ascending order of the mean
+            sort key of their support images, so that labels have the same meaning in all tasks. Default: classes are
+            labeled in random order.
 
     Example:
         >>> from metabridge.datasets import load
@@ -28,11 +29,11 @@ class IndexedTasks:
     """
 
     tasks: ImageTasks
-    order: Tensor | None = None
+    sort_keys: Tensor | None = None
 
     @property
     def outputs(self) -> int:
-        """The number of classes of a task."""
+        """Number of network outputs: one per class of a task."""
         return self.tasks.outputs
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
@@ -46,6 +47,6 @@ class IndexedTasks:
             The tasks, with inputs in float64.
         """
         indices = self.tasks.sample_indices(tasks, generator)
-        if self.order is not None:
-            indices = indices.sorted_by(self.order)
+        if self.sort_keys is not None:
+            indices = indices.sorted_by(self.sort_keys)
         return indices.to_episodes(lambda image_indices: image_indices[..., None].double())

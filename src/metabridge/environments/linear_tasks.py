@@ -1,4 +1,4 @@
-"""Linear and logistic regression on groups of tasks, such as hard and easy tasks (Collins et al. 2022, §3)."""
+"""Linear and logistic regression tasks from groups, such as hard and easy tasks (Collins et al. 2022, §3)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from metabridge.errors import InputError, check_count, check_not_negative, check
 
 @dataclass(frozen=True, eq=False)
 class TaskGroup:
-    """A group of similar tasks: inputs are x ~ N(0, Σ), and each task has a solution w* ~ N(center, spread).
+    """A group of similar tasks: inputs are x ~ N(0, Σ), and the solution of each task is w* ~ N(center, spread).
 
     Args:
-        covariance: The covariance Σ of the inputs, or a number ρ for ρI. The smaller it is, the slower gradient
-            descent on the tasks converges.
-        center: The mean of w*, or a number that is the mean of every coordinate.
-        spread: The covariance of w*, or a number r for rI. With 0, all tasks of the group have the same solution.
-        noise: The variance σ² of the noise on the targets of a regression.
-        probability: The probability of this group.
+        covariance: The covariance Σ of the inputs, or a number ρ for Σ = ρI. Smaller covariances make gradient descent
+            converge more slowly.
+        center: The mean of w*, or a number if all coordinates have the same mean.
+        spread: The covariance of w*, or a number r for rI. If 0, all tasks of the group have the same solution.
+        noise: The variance σ² of the noise on regression targets.
+        probability: The probability that a task is from this group.
 
     >>> TaskGroup(covariance=0.1, center=2.0, probability=0.25).noise
     0.0
@@ -38,12 +38,12 @@ class TaskGroup:
 
     def __repr__(self) -> str:
         values = {name: getattr(self, name) for name in ("covariance", "center", "spread", "noise", "probability")}
-        short = {name: describe(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        return f"TaskGroup({', '.join(f'{name}={value}' for name, value in short.items())})"
+        texts = {name: describe(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        return f"TaskGroup({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 class TaskDistribution(NamedTuple):
-    """The fields of all groups of a landscape as tensors in float64, with a row for each group."""
+    """The fields of all groups of a landscape as float64 tensors; the first dimension indexes the groups."""
 
     probability: Tensor  # (groups,)
     covariance: Tensor  # (groups, dimension, dimension)
@@ -54,10 +54,10 @@ class TaskDistribution(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Landscape:
-    """A task landscape: groups of tasks, each with its probability. `HardEasy` builds the most common one.
+    """A task landscape: groups of tasks and their probabilities. `HardEasy` builds the most common one.
 
     Args:
-        groups: The groups, whose probabilities add up to 1.
+        groups: The groups. Their probabilities must add up to 1.
         dimension: The dimension of the inputs and of w*.
 
     Raises:
@@ -74,12 +74,12 @@ class Landscape:
     def __post_init__(self) -> None:
         check_count("dimension", self.dimension)
         if not self.groups:
-            raise InputError("groups is empty, but there must be at least one group of tasks.")
+            raise InputError("groups is empty, but must contain at least one group of tasks.")
         for index, group in enumerate(self.groups):
             _check_group(index, group, self.dimension)
-        total = math.fsum(group.probability for group in self.groups)
-        if abs(total - 1) > 1e-9:
-            raise InputError(f"the probabilities of the groups add up to {total:g}, but must add up to 1.")
+        probability_sum = math.fsum(group.probability for group in self.groups)
+        if abs(probability_sum - 1) > 1e-9:
+            raise InputError(f"the probabilities of the groups add up to {probability_sum:g}, but must add up to 1.")
 
     def __repr__(self) -> str:
         return f"Landscape({len(self.groups)} groups, dimension={self.dimension})"
@@ -97,54 +97,54 @@ class Landscape:
         )
 
     def sample_finite(self, tasks: int, generator: torch.Generator) -> Landscape:
-        """Return a landscape of finitely many tasks, sampled from this one; each is a group with a fixed w*.
+        """Sample a finite set of tasks, and return it as a landscape with one group per task.
 
         Args:
             tasks: Number of tasks.
             generator: A random generator on the CPU.
 
         Returns:
-            The landscape, in which all tasks are equally likely.
+            The landscape. Each group has a fixed w*, and all groups have the same probability.
 
         >>> few = HardEasy(rho_hard=0.1, rho_easy=1.0).landscape.sample_finite(4, torch.Generator().manual_seed(0))
         >>> len(few.groups), float(few.distribution.spread.abs().max())
         (4, 0.0)
         """
         check_count("tasks", tasks)
-        group_of, solutions = self._sample_solutions(tasks, generator)
+        group_indices, solutions = self._sample_solutions(tasks, generator)
         distribution = self.distribution
         groups = (
             TaskGroup(distribution.covariance[group], solution, 0.0, float(distribution.noise[group]), 1 / tasks)
-            for group, solution in zip(group_of, solutions)
+            for group, solution in zip(group_indices, solutions)
         )
         return Landscape(tuple(groups), self.dimension)
 
     def _sample_solutions(self, tasks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the group and the solution w* of each task."""
-        group_of = torch.multinomial(self.distribution.probability, tasks, replacement=True, generator=generator)
-        return group_of, self._sample_solutions_in(group_of, generator)
+        """Return the group index and the solution w* of each task."""
+        group_indices = torch.multinomial(self.distribution.probability, tasks, replacement=True, generator=generator)
+        return group_indices, self._sample_solutions_given_groups(group_indices, generator)
 
-    def _sample_solutions_in(self, group_of: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a solution w* of each task, given the groups of the tasks."""
-        normal = torch.randn(len(group_of), self.dimension, generator=generator)
-        deviations = (self._spread_roots[group_of] @ normal.double()[..., None]).squeeze(-1)
-        return self.distribution.center[group_of] + deviations
+    def _sample_solutions_given_groups(self, group_indices: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the solution w* of each task, given its group."""
+        normal = torch.randn(len(group_indices), self.dimension, generator=generator)
+        deviations = (self._spread_sqrt[group_indices] @ normal.double()[..., None]).squeeze(-1)
+        return self.distribution.center[group_indices] + deviations
 
     def _sample_inputs(
-        self, group_of: Tensor, solutions: Tensor, count: int, generator: torch.Generator
+        self, group_indices: Tensor, solutions: Tensor, count: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Return `count` inputs x of each task and the values ⟨w*, x⟩, given the groups and solutions of the tasks."""
-        normal = torch.randn(len(group_of), count, self.dimension, generator=generator)
-        x = normal @ self._covariance_roots.to(normal.dtype)[group_of]
+        """Return `count` inputs x of each task and the values ⟨w*, x⟩, given its group and solution."""
+        normal = torch.randn(len(group_indices), count, self.dimension, generator=generator)
+        x = normal @ self._covariance_sqrt.to(normal.dtype)[group_indices]
         return x, x @ solutions.to(x.dtype)[..., None]
 
     @cached_property
-    def _covariance_roots(self) -> Tensor:
-        return _symmetric_root(self.distribution.covariance)
+    def _covariance_sqrt(self) -> Tensor:
+        return _symmetric_sqrt(self.distribution.covariance)
 
     @cached_property
-    def _spread_roots(self) -> Tensor:
-        return _symmetric_root(self.distribution.spread)
+    def _spread_sqrt(self) -> Tensor:
+        return _symmetric_sqrt(self.distribution.spread)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class LinearTasks:
     """Linear regression tasks y = ⟨w*, x⟩ + z on a landscape (Collins et al. 2022, §3).
 
     Inputs are x ~ N(0, Σ) and noise is z ~ N(0, σ²); Σ, σ² and the distribution of w* depend on the task's group.
-    Multi-task methods have one head row for each group.
+    In multi-task methods, the head has one output unit for each group.
 
     Args:
         landscape: The groups of tasks.
@@ -207,7 +207,7 @@ class LinearTasks:
         queries: Query examples per task.
 
     Raises:
-        InputError: A count is not a whole number of at least 1.
+        InputError: `shots` or `queries` is not a positive integer.
 
     >>> tasks = LinearTasks(HardEasy(rho_hard=0.1, rho_easy=1.0).landscape, shots=25, queries=10)
     >>> tasks.sample(4, torch.Generator().manual_seed(0)).query_x.shape
@@ -224,16 +224,16 @@ class LinearTasks:
 
     @property
     def outputs(self) -> int:
-        """One output: the function value."""
+        """Number of network outputs: 1, the function value."""
         return 1
 
     @property
     def classes(self) -> int:
-        """The number of head rows of multi-task methods: one for each group."""
+        """Number of output units of the head in multi-task methods: one for each group."""
         return len(self.landscape.groups)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample tasks. The `classes` of the episodes are the groups of the tasks.
+        """Sample tasks. `Episodes.classes` contains the group of each task.
 
         Args:
             tasks: Number of tasks.
@@ -246,30 +246,30 @@ class LinearTasks:
         return self._sample_episodes(*self.landscape._sample_solutions(tasks, generator), generator)
 
     def sample_every_group(self, episodes: int, generator: torch.Generator) -> Episodes:
-        """Sample one task of every group, regardless of its probability, and several episodes of each task.
+        """Sample one task from every group, regardless of its probability, and several episodes of each task.
 
-        On a landscape from `Landscape.sample_finite`, these are τ episodes of each of T fixed tasks (Collins et al.
-        2022, eq. 4).
+        If the landscape is from `Landscape.sample_finite`, the result has τ episodes of each of the T fixed tasks
+        (Collins et al. 2022, eq. 4).
 
         Args:
-            episodes: The number of episodes τ of each task, which have different inputs.
+            episodes: Number of episodes τ per task. They have the same w*, but different inputs.
             generator: A random generator on the CPU.
 
         Returns:
             The episodes, ordered by group.
         """
         check_count("episodes", episodes)
-        group_of = torch.arange(self.classes)
-        solutions = self.landscape._sample_solutions_in(group_of, generator)
+        group_indices = torch.arange(self.classes)
+        solutions = self.landscape._sample_solutions_given_groups(group_indices, generator)
         return self._sample_episodes(
-            group_of.repeat_interleave(episodes), solutions.repeat_interleave(episodes, 0), generator
+            group_indices.repeat_interleave(episodes), solutions.repeat_interleave(episodes, 0), generator
         )
 
-    def _sample_episodes(self, group_of: Tensor, solutions: Tensor, generator: torch.Generator) -> Episodes:
-        x, y = self.landscape._sample_inputs(group_of, solutions, self.shots + self.queries, generator)
-        deviation = self.landscape.distribution.noise.sqrt().to(y.dtype)[group_of, None, None]
-        y = y + deviation * torch.randn(y.shape, generator=generator)
-        return Episodes.split(x, y, self.shots, group_of[:, None])
+    def _sample_episodes(self, group_indices: Tensor, solutions: Tensor, generator: torch.Generator) -> Episodes:
+        x, y = self.landscape._sample_inputs(group_indices, solutions, self.shots + self.queries, generator)
+        noise_std = self.landscape.distribution.noise.sqrt().to(y.dtype)[group_indices, None, None]
+        y = y + noise_std * torch.randn(y.shape, generator=generator)
+        return Episodes.split(x, y, self.shots, group_indices[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,15 +277,15 @@ class LogisticTasks:
     """Logistic regression tasks on a landscape (Collins et al. 2022, fig. 7).
 
     The label of an input x is 1 with probability 1/(1 + e^{−⟨w*, x⟩}), and 0 otherwise; x and w* are as in
-    `LinearTasks`. Multi-task methods have two head rows for each group.
+    `LinearTasks`. In multi-task methods, the head has two output units for each group.
 
     Args:
-        landscape: The groups of tasks, whose `noise` must be 0.
+        landscape: The groups of tasks. Their `noise` must be 0.
         shots: Support examples per task.
         queries: Query examples per task.
 
     Raises:
-        InputError: A count is not a whole number of at least 1, or a group has noise.
+        InputError: `shots` or `queries` is not a positive integer, or a group has noise.
 
     >>> tasks = LogisticTasks(HardEasy(rho_hard=0.1, rho_easy=1.0).landscape)
     >>> tasks.sample(4, torch.Generator().manual_seed(0)).query_y.shape, tasks.outputs
@@ -299,24 +299,25 @@ class LogisticTasks:
     def __post_init__(self) -> None:
         check_count("shots", self.shots)
         check_count("queries", self.queries)
-        noisy = [group.noise for group in self.landscape.groups if group.noise]
-        if noisy:
+        noise = [group.noise for group in self.landscape.groups if group.noise]
+        if noise:
             raise InputError(
-                f"noise is {noisy[0]}, but logistic regression has no noise on its labels. Use groups with noise=0."
+                f"noise is {noise[0]}, but must be 0, because the labels of LogisticTasks are already random. "
+                "Use groups with noise=0."
             )
 
     @property
     def outputs(self) -> int:
-        """Two outputs; the second minus the first is the logit."""
+        """Number of network outputs: 2. The second minus the first is the logit."""
         return 2
 
     @property
     def classes(self) -> int:
-        """The number of head rows of multi-task methods: two for each group."""
+        """Number of output units of the head in multi-task methods: two for each group."""
         return 2 * len(self.landscape.groups)
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample tasks. The `classes` of the episodes are the two head rows of each task's group.
+        """Sample tasks. `Episodes.classes` contains the two output units of each task's group.
 
         Args:
             tasks: Number of tasks.
@@ -326,18 +327,18 @@ class LogisticTasks:
             The tasks.
         """
         check_count("tasks", tasks)
-        group_of, solutions = self.landscape._sample_solutions(tasks, generator)
-        x, logit = self.landscape._sample_inputs(group_of, solutions, self.shots + self.queries, generator)
+        group_indices, solutions = self.landscape._sample_solutions(tasks, generator)
+        x, logit = self.landscape._sample_inputs(group_indices, solutions, self.shots + self.queries, generator)
         labels = torch.rand(logit.shape, generator=generator) < logit.sigmoid()
-        return Episodes.split(x, labels.squeeze(-1).long(), self.shots, 2 * group_of[:, None] + torch.arange(2))
+        return Episodes.split(x, labels.squeeze(-1).long(), self.shots, 2 * group_indices[:, None] + torch.arange(2))
 
 
-def random_covariance(dimension: int, deviation: float, generator: torch.Generator) -> Tensor:
-    """Return a random covariance, with uniformly distributed eigenvectors and log-normal eigenvalues of mean 1.
+def random_covariance(dimension: int, log_std: float, generator: torch.Generator) -> Tensor:
+    """Return a random covariance with uniformly distributed eigenvectors and log-normal eigenvalues of mean 1.
 
     Args:
         dimension: The dimension d.
-        deviation: The standard deviation of the logarithms of the eigenvalues.
+        log_std: The standard deviation of the logarithms of the eigenvalues.
         generator: A random generator on the CPU.
 
     Returns:
@@ -347,7 +348,7 @@ def random_covariance(dimension: int, deviation: float, generator: torch.Generat
     5.0
     """
     eigenvectors = torch.linalg.qr(torch.randn(dimension, dimension, generator=generator).double()).Q
-    eigenvalues = (deviation * torch.randn(dimension, generator=generator).double()).exp()
+    eigenvalues = (log_std * torch.randn(dimension, generator=generator).double()).exp()
     return (eigenvectors * (eigenvalues / eigenvalues.mean())) @ eigenvectors.T  # type: ignore[no-any-return]
 
 
@@ -360,11 +361,11 @@ def _as_matrix(value: Tensor | float, identity: Tensor) -> Tensor:
     return matrix if matrix.ndim else matrix * identity
 
 
-def _symmetric_root(matrices: Tensor) -> Tensor:
+def _symmetric_sqrt(matrices: Tensor) -> Tensor:
     """Return the symmetric square roots of positive semi-definite matrices."""
-    values, vectors = torch.linalg.eigh(matrices)
-    root: Tensor = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
-    return root
+    eigenvalues, eigenvectors = torch.linalg.eigh(matrices)
+    square_roots: Tensor = (eigenvectors * eigenvalues.clamp_min(0).sqrt()[..., None, :]) @ eigenvectors.mT
+    return square_roots
 
 
 def _check_group(index: int, group: TaskGroup, dimension: int) -> None:
@@ -389,7 +390,7 @@ def _check_group(index: int, group: TaskGroup, dimension: int) -> None:
 def _check_shape(name: str, value: Tensor | float, shape: tuple[int, ...]) -> None:
     tensor = torch.as_tensor(value)
     if tensor.ndim and tensor.shape != shape:
-        raise InputError(f"{name} is {describe(tensor)}, but must be a number or of shape {shape}.")
+        raise InputError(f"{name} is {describe(tensor)}, but must be a number or a tensor of shape {shape}.")
     if not tensor.isfinite().all():
         raise InputError(f"{name} has infinite or NaN values, but must be finite.")
 
@@ -404,5 +405,5 @@ def _extreme_eigenvalues(name: str, value: Tensor | float) -> tuple[float, float
             f"{name} is not symmetric: it differs from its transpose by up to "
             f"{float((matrix - matrix.mT).abs().max()):.3g}. Use (M + Mᵀ)/2 to make it symmetric."
         )
-    values = torch.linalg.eigvalsh(matrix)
-    return float(values[0]), float(values[-1])
+    eigenvalues = torch.linalg.eigvalsh(matrix)
+    return float(eigenvalues[0]), float(eigenvalues[-1])

@@ -16,22 +16,23 @@ from metabridge.errors import InputError, check_count
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Tasks from several environments, each of which is sampled with a given probability.
+    """Tasks from several environments. Each environment is sampled with a given probability.
 
     If the tasks of all environments have the same shapes, the environment of each task is sampled independently, and
     the tasks of a batch are ordered by environment. Tasks of different shapes, such as 2 and 20 ways, do not fit into
-    one tensor, so each batch has tasks of one environment: the gradient of a batch has the same mean, but a higher
+    one tensor, so all tasks of a batch are from one environment: the batch gradient has the same mean, but a higher
     variance.
 
-    `Episodes.classes` is set only if all environments have the same `class_names`, as image tasks of one split do. Only
-    methods with a head row per class need it.
+    `Episodes.classes` is set only if all environments have the same `class_names`, such as image tasks of one split.
+    Only methods whose head has one output unit per training class need it.
 
     Args:
         environments: The environments, which must not be mixtures.
-        weights: The probability of each environment, up to a common factor.
+        weights: Unnormalized probabilities of the environments.
 
     Raises:
-        InputError: The numbers of environments and weights differ, or a weight is negative or not finite.
+        InputError: The numbers of environments and weights differ, an environment is a mixture, or the weights are
+            negative, not finite, or all zero.
 
     >>> from metabridge.datasets import load
     >>> glyphs = load("glyphs")
@@ -47,7 +48,7 @@ class Mixture:
         if not self.environments or len(self.environments) != len(self.weights):
             raise InputError(
                 f"there are {len(self.environments)} environments and {len(self.weights)} weights, "
-                "but there must be at least one environment, and one weight for each."
+                "but there must be at least one environment and one weight per environment."
             )
         if not all(math.isfinite(weight) and weight >= 0 for weight in self.weights) or sum(self.weights) == 0:
             raise InputError(
@@ -58,12 +59,12 @@ class Mixture:
 
     @property
     def outputs(self) -> int:
-        """The largest number of outputs of the environments; tasks with fewer use the first ones."""
+        """Largest number of network outputs that an environment needs. Tasks that need fewer use the first outputs."""
         return max(environment.outputs for environment in self.environments)
 
     @cached_property
     def classes(self) -> int | None:
-        """The number of classes, or None if the environments have different class names or none."""
+        """Number of classes, or None if the environments have different class names or no class names."""
         names, *other_names = (getattr(environment, "class_names", None) for environment in self.environments)
         return None if names is None or any(other != names for other in other_names) else len(names)
 
@@ -89,7 +90,7 @@ class Mixture:
                 environment.sample_indices(count, generator) for environment, count in zip(image_tasks, counts) if count
             ]
             all_indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*task_indices)))
-            # Look up all images at once: on a GPU, launching several small operations takes longer than running them.
+            # Load all images at once: on a GPU, the launch overhead of several small operations would dominate.
             return self._drop_classes(all_indices.to_episodes(image_tasks[0].data.float_images))
         return Episodes.concatenate(
             [
@@ -103,8 +104,8 @@ class Mixture:
     def _same_shapes(self) -> bool:
         """Whether the tasks of all environments fit into one batch."""
         generator = torch.Generator().manual_seed(0)
-        examples = [self._drop_classes(environment.sample(1, generator)) for environment in self.environments]
-        return len({tuple((tensor.shape, tensor.dtype) for tensor in example.tensors()) for example in examples}) == 1
+        samples = [self._drop_classes(environment.sample(1, generator)) for environment in self.environments]
+        return len({tuple((tensor.shape, tensor.dtype) for tensor in sample.tensors()) for sample in samples}) == 1
 
     @cached_property
     def _tasks_of_same_images(self) -> tuple[ImageTasks, ...]:

@@ -16,14 +16,14 @@ from metabridge.errors import check_count
 class Sinusoid:
     """Sinusoids y = A sin(x + φ), the regression tasks of MAML (Finn et al. 2017).
 
-    Each task has an amplitude A ~ U(0.1, 5) and phase φ ~ U(0, π). Inputs are x ~ U(−5, 5).
+    Each task has an amplitude A ~ U(0.1, 5) and a phase φ ~ U(0, π). Inputs are x ~ U(−5, 5).
 
     Args:
         shots: Support examples per task.
         queries: Query examples per task.
 
     Raises:
-        InputError: A count is not a whole number of at least 1.
+        InputError: An argument is not a positive integer.
 
     >>> tasks = Sinusoid(shots=10, queries=15).sample(4, torch.Generator().manual_seed(0))
     >>> tasks.support_x.shape, tasks.query_y.shape
@@ -39,7 +39,7 @@ class Sinusoid:
 
     @property
     def outputs(self) -> int:
-        """One output: the function value."""
+        """Number of network outputs: 1, the function value."""
         return 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
@@ -63,8 +63,8 @@ class Sinusoid:
 class Quadratic:
     """Quadratic functions y = ν‖x − μ‖² (Wang et al. 2021, §5.1).
 
-    Each task has a center μ ~ N(0, I) and width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). After the targets
-    are computed, the inputs are scaled to norm √d.
+    Each task has a center μ ~ N(0, I), a width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). The inputs are scaled to norm
+    √d after the targets are computed.
 
     Args:
         dimension: The dimension d of the inputs.
@@ -72,7 +72,7 @@ class Quadratic:
         queries: Query examples per task.
 
     Raises:
-        InputError: A count is not a whole number of at least 1.
+        InputError: An argument is not a positive integer.
 
     >>> tasks = Quadratic(dimension=10).sample(4, torch.Generator().manual_seed(0))
     >>> tasks.support_x.shape, tasks.query_x.shape
@@ -92,7 +92,7 @@ class Quadratic:
 
     @property
     def outputs(self) -> int:
-        """One output: the function value."""
+        """Number of network outputs: 1, the function value."""
         return 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:

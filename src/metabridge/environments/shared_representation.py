@@ -12,16 +12,16 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count, check_not_negative
 
-# The diagonal of Σ*: proportional to 1, …, 5, with Σ* scaled to Frobenius norm √5 (Yüksel et al. 2023, §5).
-VARIANCES = tuple(index / math.sqrt(11) for index in range(1, 6))
+# The diagonal of Σ*, proportional to 1, …, 5 and scaled such that ‖Σ*‖_F = √5 (Yüksel et al. 2023, §5).
+DEFAULT_VARIANCES = tuple(index / math.sqrt(11) for index in range(1, 6))
 
 
 @dataclass(frozen=True)
 class SharedRepresentation:
-    """Linear tasks y = ⟨B*w*, x⟩ + z with a common representation B* (Yüksel et al. 2023, assumption 1).
+    """Linear tasks y = ⟨B*w*, x⟩ + z that share the representation B* (Yüksel et al. 2023, assumption 1).
 
-    Inputs are x ~ N(0, I_d), task parameters w* ~ N(μ*, Σ*), and noise z ~ N(0, σ²). B* is a random d × k matrix with
-    orthonormal columns. Σ* is diagonal without loss of generality.
+    Inputs are x ~ N(0, I_d), task parameters are w* ~ N(μ*, Σ*), and noise is z ~ N(0, σ²). B* is a random d × k matrix
+    with orthonormal columns. Σ* is diagonal without loss of generality.
 
     Args:
         dimension: The dimension d of the inputs.
@@ -30,9 +30,10 @@ class SharedRepresentation:
         noise: The noise variance σ².
         shots: Support examples per task.
         queries: Query examples per task.
-        pool: The number of tasks in a pool that is generated once from `seed`, with fixed inputs and targets.
-            Multi-task methods have one head row for each of them. Default: every call of `sample` generates new tasks.
-        seed: The seed of B* and of the pool.
+        pool: Number of tasks in a pool that is generated once from `seed`. Its inputs and targets are fixed. In
+            multi-task methods, the head has one output unit for each task of the pool. Default: no pool, so that every
+            call of `sample` generates new tasks.
+        seed: Seed of B* and of the pool.
 
     Raises:
         InputError: A count, a variance, the noise or the length of `mean` is invalid.
@@ -46,7 +47,7 @@ class SharedRepresentation:
     """
 
     dimension: int = 50
-    variances: tuple[float, ...] = VARIANCES
+    variances: tuple[float, ...] = DEFAULT_VARIANCES
     mean: tuple[float, ...] | None = None
     noise: float = 4.0
     shots: int = 20
@@ -67,7 +68,7 @@ class SharedRepresentation:
         if not all(math.isfinite(value) and value > 0 for value in self.variances):
             raise InputError(
                 f"variances is {self.variances}, but all variances must be positive and finite. "
-                "Omit directions in which tasks do not differ."
+                "Omit directions in which the tasks do not differ."
             )
         check_not_negative("noise", self.noise)
         if self.mean is not None and len(self.mean) != self.rank:
@@ -75,17 +76,17 @@ class SharedRepresentation:
 
     @property
     def outputs(self) -> int:
-        """One output: the function value."""
+        """Number of network outputs: 1, the function value."""
         return 1
 
     @property
     def classes(self) -> int | None:
-        """The number of head rows of multi-task methods: one for each task of a pool, or None without a pool."""
+        """Number of output units of the head in multi-task methods: one per task of the pool; None without pool."""
         return self.pool
 
     @property
     def rank(self) -> int:
-        """The dimension k of the shared representation."""
+        """Dimension k of the shared representation."""
         return len(self.variances)
 
     @cached_property
@@ -112,7 +113,7 @@ class SharedRepresentation:
         return self._sample_parameters(self.pool, self._generator(1))
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample tasks; from a pool, without replacement.
+        """Sample tasks. If there is a pool, sample from it without replacement.
 
         Args:
             tasks: Number of tasks.
@@ -133,6 +134,7 @@ class SharedRepresentation:
         return Episodes(*(tensor[indices] for tensor in self.tasks.tensors()))
 
     def _generator(self, stream: int = 0) -> torch.Generator:
+        """Return the random generator of the representation (stream 0) or of the pool (stream 1)."""
         return torch.Generator().manual_seed(2 * self.seed + stream)
 
     def _sample_parameters(self, tasks: int, generator: torch.Generator) -> Tensor:

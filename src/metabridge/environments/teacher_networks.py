@@ -1,4 +1,4 @@
-"""Regression tasks with targets from teacher networks, whose output is the sum of one layer of neurons."""
+"""Regression tasks with targets from teacher networks: two layers, with all output weights equal to 1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
+def teacher_output(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
     """Return the output h(x) = Σ_k σ(⟨w^k, x⟩) of a teacher, (..., n, 1) (Collins et al. 2022, §4).
 
     Args:
@@ -32,7 +32,7 @@ def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
         neurons: The weights w of the M neurons, (..., M, d).
         x: The inputs, (..., n, d).
 
-    >>> neuron_sum("relu", torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, -3.0], [1.0, 4.0]]))
+    >>> teacher_output("relu", torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, -3.0], [1.0, 4.0]]))
     tensor([[2.],
             [5.]])
     """
@@ -41,7 +41,7 @@ def neuron_sum(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GaussianNeurons:
-    """A distribution of teachers whose neurons are drawn from N(mean·1, variance·I).
+    """A distribution of teachers with neurons w ~ N(mean·1, variance·I).
 
     Args:
         dimension: The dimension of the inputs.
@@ -50,13 +50,13 @@ class GaussianNeurons:
         variance: The variance of each weight.
 
     Raises:
-        InputError: A count is below 1 or the variance is negative.
+        InputError: `dimension` or `width` is not a positive integer, or the variance is negative.
 
     >>> GaussianNeurons(dimension=2, width=3).sample(4, torch.Generator().manual_seed(0)).shape
     torch.Size([4, 3, 2])
     """
 
-    stored_name: ClassVar[str] = "NormalNeurons"  # the name in the settings of runs since version 0.1.0
+    stored_name: ClassVar[str] = "NormalNeurons"  # class name in saved run settings, kept from version 0.1.0
 
     dimension: int
     width: int = 1
@@ -84,7 +84,7 @@ class GaussianNeurons:
 
 @dataclass(frozen=True, eq=False)
 class FixedNeurons:
-    """The uniform distribution on a fixed set of teachers.
+    """The uniform distribution over a fixed set of teachers.
 
     Args:
         neurons: The weights of the neurons, floating point of shape (teachers, width, dimension).
@@ -96,7 +96,7 @@ class FixedNeurons:
     torch.Size([4, 3, 2])
     """
 
-    stored_name: ClassVar[str] = "GivenNeurons"  # the name in the settings of runs since version 0.1.0
+    stored_name: ClassVar[str] = "GivenNeurons"  # class name in saved run settings, kept from version 0.1.0
 
     neurons: Tensor
 
@@ -128,19 +128,19 @@ class FixedNeurons:
 class TeacherTasks:
     """Regression tasks y = Σ_k σ(⟨w^k, x⟩) + z with a teacher network for each task (Collins et al. 2022, §4).
 
-    Inputs are x ~ N(0, ρI) and noise is z ~ N(0, σ²). The smaller ρ is, the slower gradient descent on a task
-    converges, so hard tasks have a small ρ. Combine easy and hard tasks with a `Mixture`.
+    Inputs are x ~ N(0, ρI) and noise is z ~ N(0, ν²). Gradient descent converges more slowly for smaller ρ, so hard
+    tasks have a small ρ. Combine easy and hard tasks with a `Mixture`.
 
     Args:
         neurons: The distribution of the teachers.
         activation: The activation σ.
-        covariance: The input variance ρ.
-        noise: The noise variance σ².
+        covariance: The variance ρ of each input coordinate; the covariance of the inputs is ρI.
+        noise: The variance ν² of the noise on the targets.
         shots: Support examples per task.
         queries: Query examples per task.
 
     Raises:
-        InputError: The activation is unknown, or a number is out of range.
+        InputError: The activation is unknown, or another argument is out of range.
 
     >>> from metabridge.environments import Mixture
     >>> easy = TeacherTasks(GaussianNeurons(dimension=2))
@@ -150,7 +150,7 @@ class TeacherTasks:
     (torch.Size([6, 10, 2]), torch.Size([6, 10, 1]))
     """
 
-    stored_name: ClassVar[str] = "Teachers"  # the name in the settings of runs since version 0.1.0
+    stored_name: ClassVar[str] = "Teachers"  # class name in saved run settings, kept from version 0.1.0
 
     neurons: GaussianNeurons | FixedNeurons
     activation: Activation = "softplus"
@@ -169,11 +169,11 @@ class TeacherTasks:
 
     @property
     def outputs(self) -> int:
-        """One output: the function value."""
+        """Number of network outputs: 1, the function value."""
         return 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample tasks, with the dtype of the neurons.
+        """Sample tasks. The tensors have the dtype of the neurons.
 
         Args:
             tasks: Number of tasks.
@@ -186,7 +186,7 @@ class TeacherTasks:
         neurons = self.neurons.sample(tasks, generator)
         shape = (tasks, self.shots + self.queries, neurons.shape[-1])
         x = math.sqrt(self.covariance) * torch.randn(shape, generator=generator, dtype=neurons.dtype)
-        y = neuron_sum(self.activation, neurons, x)
+        y = teacher_output(self.activation, neurons, x)
         if self.noise:
             y = y + math.sqrt(self.noise) * torch.randn(y.shape, generator=generator, dtype=y.dtype)
         return Episodes.split(x, y, self.shots)

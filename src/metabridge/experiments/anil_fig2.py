@@ -1,8 +1,8 @@
-"""Yüksel et al. 2023, figure 2: learning the shared representation B*, by the squared singular values of B*ᵀB.
+"""Yüksel et al. (2023, figure 2): learning of the shared representation B*.
 
-Here B is the representation of the network. With infinitely many tasks, the squared singular values converge to the
-eigenvalues of Λ* (theorem 1), and with infinitely many points per task to 1/α. The paper has a figure but no numbers.
-The rows therefore compare with these limits.
+B is the representation of the network. How much of B* it has learned is measured by the squared singular values of
+B*ᵀB. With infinitely many tasks, they converge to the eigenvalues of Λ* (theorem 1), and with infinitely many points
+per task to 1/α. The paper has a figure but reports no numbers, so the rows compare with these limits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from metabridge.report.results import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Largest relative difference from the limit that counts as agreement. Theorem 1 assumes infinitely many tasks. For 5000
-# tasks, the paper says that FO-ANIL and FO-MAML come close to the limit.
+# Largest relative difference from the limit that counts as agreement. FO-ANIL and FO-MAML are trained on 5000 tasks,
+# for which the paper says that they come close to the limit for infinitely many tasks.
 TOLERANCE = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "fo-maml": 0.1}
-QUANTITIES = {"smallest": "least", "largest": "largest"}  # labels of the squared singular values in the rows
+QUANTITIES = {"smallest": "least", "largest": "largest"}  # squared singular values, and their labels in the rows
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:

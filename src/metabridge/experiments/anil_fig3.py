@@ -1,9 +1,10 @@
-"""Yüksel et al. 2023, figure 3: unlearning what tasks do not share, by the squared singular values of B*⊥ᵀB.
+"""Yüksel et al. (2023, figure 3): unlearning of directions that the tasks do not share.
 
-Here B is the representation of the network, and B*⊥ spans the orthogonal complement of the shared representation B*.
-With infinitely many tasks of finitely many points, the squared singular values decrease to zero at least as fast as
-1/t (app. H). With infinitely many points per task they stay constant, and for Burer–Monteiro factorization they grow.
-The paper prints no numbers.
+B is the representation of the network, and B*⊥ spans the orthogonal complement of the shared representation B*. How
+much of B*⊥ the network has unlearned is measured by the squared singular values of B*⊥ᵀB. With infinitely many tasks
+and finitely many points per task, they decrease to zero at least as fast as 1/t (app. H). With infinitely many points
+per task, they stay constant. For Burer–Monteiro factorization, they grow. The paper has a figure but no
+numbers.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-QUANTITIES = {"orthogonal_mean": "mean", "orthogonal_largest": "largest"}  # labels of the squared singular values
+QUANTITIES = {
+    "orthogonal_mean": "mean",
+    "orthogonal_largest": "largest",
+}  # squared singular values, and their labels in the rows
 
 
-def largest_value_bounds(config: LinearAnilConfig, steps: list[int]) -> list[float]:
-    """Return the bound on the largest squared singular value after each number of steps, for BBᵀ = I/4α initially."""
+def largest_singular_value_bounds(config: LinearAnilConfig, steps: list[int]) -> list[float]:
+    """Return the bound on the largest squared singular value after each number of steps.
+
+    The initialization is BBᵀ = I/(4α).
+    """
     total_variance = sum(config.variances) + config.noise
     initial_value = 0.25 / config.alpha
     bounds: list[float] = unlearning_bound(
@@ -43,7 +50,7 @@ def largest_value_bounds(config: LinearAnilConfig, steps: list[int]) -> list[flo
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Yield the squared singular values at the end of training, and whether they change as the paper says."""
+    """Yield the squared singular values at the end of training, and whether their trend agrees with the paper."""
     config = SETTINGS[options.scale]
     for name, record in records.items():
         for quantity, label in QUANTITIES.items():
@@ -57,14 +64,14 @@ def check_claim(name: str, record: LinearRecord, quantity: str, config: LinearAn
     """Return whether the paper's claim about a method holds in all runs, and a note that states the claim."""
     curves = record.curves.values[quantity]
     if name == "infinite-tasks":
-        bounds = largest_value_bounds(config, record.curves.steps)
+        bounds = largest_singular_value_bounds(config, record.curves.steps)
         within_bounds = all(value <= 1.000001 * bound for curve in curves for value, bound in zip(curve, bounds))
-        return within_bounds, f"agrees if it never exceeds the bound of app. H, at the end {bounds[-1]:.3g}"
+        return within_bounds, f"agrees if it never exceeds the bound of app. H ({bounds[-1]:.3g} at the end)"
     if name == "infinite-samples":
         return all(abs(curve[-1] / curve[0] - 1) <= 0.01 for curve in curves), "agrees if it stays constant within 1%"
     if name == "burer-monteiro":
-        return all(max(curve) > curve[0] for curve in curves), "agrees if it grows beyond its start"
-    return all(curve[-1] < curve[0] for curve in curves), "agrees if it falls below its start"
+        return all(max(curve) > curve[0] for curve in curves), "agrees if it exceeds its initial value"
+    return all(curve[-1] < curve[0] for curve in curves), "agrees if it ends below its initial value"
 
 
 def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
@@ -73,7 +80,7 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     title = f"Unlearning what {config.tasks} tasks do not share"
     figure, panels = curve_panels(title, 2, config, outcome.data, sharey=True)
     percent = list(range(101))
-    bounds = largest_value_bounds(config, [config.steps * value // 100 for value in percent])
+    bounds = largest_singular_value_bounds(config, [config.steps * value // 100 for value in percent])
     for axes, (quantity, label) in zip(panels, QUANTITIES.items()):
         draw_curves(axes, outcome.data, quantity)
         axes.plot(percent, bounds, ":", color="gray", label="bound of app. H, infinite tasks")

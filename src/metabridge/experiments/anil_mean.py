@@ -1,8 +1,8 @@
-"""Yüksel et al. 2023, appendices A and I: tasks with a nonzero mean, μ* = (1, …, 1), which theorem 1 does not cover.
+"""Yüksel et al. (2023, appendices A and I): tasks with a nonzero mean, μ* = (1, …, 1), which theorem 1 does not cover.
 
-The function Bw before adaptation must then converge to the mean task B*μ* instead of zero. In the paper, FO-ANIL and
-FO-MAML find it. With infinitely many tasks, the limit of B*ᵀBBᵀB* is the same Λ* as for a zero mean: at Bw = B*μ*, the
-training steps depend only on the deviations of the tasks from their mean.
+For such tasks, the parameters Bw of the network before adaptation must converge to the mean task B*μ* instead of zero.
+In the paper, FO-ANIL and FO-MAML converge to it. With infinitely many tasks, the limit of B*ᵀBBᵀB* is the same Λ* as
+for a zero mean, because at Bw = B*μ* the training steps depend only on the deviations of the tasks from their mean.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOLERANCE = {"fo-anil": 0.15, "fo-maml": 0.15, "infinite-tasks": 0.01}  # methods, and their relative tolerance
-REMAINING_DISTANCE = 0.05  # largest final squared distance from the mean task, relative to the initial one
+TOLERANCE = {"fo-anil": 0.15, "fo-maml": 0.15, "infinite-tasks": 0.01}  # relative tolerance of each method
+REMAINING_DISTANCE = (
+    0.05  # the final squared distance from the mean task must be below this fraction of the initial one
+)
 QUANTITIES = {
     "start": "squared distance from the mean task, $\\|Bw - B_*\\mu_*\\|^2$",
     "smallest": "smallest squared singular value of $B_*^T B$",
@@ -35,20 +37,20 @@ QUANTITIES = {
 }
 
 
-def settings(scale: str) -> LinearAnilConfig:
-    """Return how to train the networks at this scale."""
+def linear_config(scale: str) -> LinearAnilConfig:
+    """Return the training configuration at this scale."""
     config = anil_training_runs.SETTINGS[scale]
     return replace(config, mean=(1.0,) * len(config.variances))
 
 
 def measure(options: ExperimentOptions) -> dict[str, LinearRecord]:
     """Train FO-ANIL and FO-MAML on finitely many tasks, and FO-ANIL on infinitely many."""
-    return train_methods(options, settings(options.scale), tuple(TOLERANCE))
+    return train_methods(options, linear_config(options.scale), tuple(TOLERANCE))
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
     """Yield the distance from the mean task, the smallest squared singular value with its limit, and the risks."""
-    config, paper = settings(options.scale), options.scale == "paper"
+    config, paper = linear_config(options.scale), options.scale == "paper"
     limit = config.limiting_eigenvalues(config.anil_settings)[0]
     for name, record in records.items():
         label, tolerance = METHODS[name], TOLERANCE[name]
@@ -74,8 +76,8 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
 
 
 def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
-    """Draw what is learned and what is unlearned during training."""
-    config = settings(outcome.result.scale)
+    """Draw the distance from the mean task and the squared singular values during training."""
+    config = linear_config(outcome.result.scale)
     figure, panels = curve_panels(f"{config.tasks} tasks whose mean is not zero", 3, config, outcome.data)
     for axes, (quantity, label) in zip(panels, QUANTITIES.items()):
         draw_curves(axes, outcome.data, quantity)

@@ -132,7 +132,7 @@ def measure_student(
     first_layer = next(parameter.detach() for parameter in model.net.features.parameters())
     singular_values = spectrum(first_layer.double().cpu().mT, environment.representation)
     ridge_models = [
-        replace(model, method=replace(model.method, test=RidgeClassifier(penalty))) for penalty in PENALTIES
+        replace(model, method=replace(model.method, test_solver=RidgeClassifier(penalty))) for penalty in PENALTIES
     ]
 
     def risk(model: Model, points: int, seed: int) -> float:

@@ -1,8 +1,8 @@
-"""Yüksel et al. 2023, table 1: risks on new tasks of 20 and 30 points, after one gradient step and by ridge regression.
+"""Yüksel et al. (2023, table 1): risks on new tasks of 20 and 30 points, of one gradient step and of ridge regression.
 
 A risk agrees with the published one if they differ by at most three published standard deviations plus one of ours. Our
-risks are exact expectations over tasks and noise; those of ridge regression are averaged over random designs. The error
-after one step is also compared with the bound of proposition 1.
+risks are exact expectations over tasks and noise; the risks of ridge regression are averages over random designs. The
+error after one step is also compared with the bound of proposition 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Mean and standard deviation over 10 runs, for 20 and for 30 points, by method and estimator.
+# By method and estimator: mean and standard deviation over 10 runs, for 20 and for 30 points.
 PUBLISHED = {
     ("single-task", "ridge"): ((1.84, 0.03), (1.63, 0.02)),
     ("oracle", "ridge"): ((0.50, 0.01), (0.34, 0.01)),
@@ -44,7 +44,7 @@ PUBLISHED = {
 }
 BASELINES = {"single-task": "single task", "oracle": "oracle"}  # methods without training
 
-Risks = Mapping[tuple[str, str], list[float]]  # one risk per run, by method and estimator
+Risks = Mapping[tuple[str, str], list[float]]  # risk of each run, by method and estimator
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
@@ -89,10 +89,10 @@ def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Ro
 
 
 def bound_rows(config: LinearAnilConfig, seed: int) -> Iterator[Row]:
-    """Yield the ratio of the error after one step at theorem 1's limit to proposition 1's bound without its constant.
+    """Yield the error after one step at the limit of theorem 1, divided by proposition 1's bound without its constant.
 
-    The bound holds with a certain probability. The rows contain this quantile of the ratio, which is the smallest
-    constant for which the bound holds.
+    The bound holds with a probability p. The rows contain the p-quantile of this ratio over tasks, which is the
+    smallest constant for which the bound holds.
     """
     probability = 1 - 4 * math.exp(-len(config.variances) / 2)
     for points in config.m_test:

@@ -1,4 +1,4 @@
-"""Experiments: measurements at two scales, with rows of results and a figure."""
+"""Experiments: measurements at two scales, whose results have rows of numbers and a figure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from metabridge.errors import InputError
 from metabridge.report.results import Machine, Result, Row
@@ -14,10 +14,27 @@ from metabridge.report.results import Machine, Result, Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from metabridge.experiments.records import Record
+    from metabridge.environments.image_tasks import LabeledImages
+
+
+class FinishedRun(Protocol):
+    """What the result of a `TrainingExperiment` needs to know about a training run or search. Records are such runs."""
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """All settings on which the measurements depend."""
+
+    @property
+    def environment(self) -> Machine:
+        """The machine that trained or searched."""
+
+    @property
+    def minutes(self) -> float:
+        """Duration of the training run or search."""
+
 
 D = TypeVar("D")
-R = TypeVar("R", bound="Record")
+R = TypeVar("R", bound=FinishedRun)
 
 
 @dataclass(frozen=True)
@@ -29,8 +46,8 @@ class ExperimentOptions:
         device: Name of the PyTorch device.
         seed: Seed of all random numbers.
         out: Folder for training runs and their records.
-        data: Folder with the data sets, for experiments that need one.
-        only: Names of the training runs or searches to run; empty for all.
+        data: Folder that contains the data sets in subfolders with their names.
+        only: Names of the training runs or searches to run. Default: all.
         minutes: Time limit of a training run, or of all runs that are trained together. The next call resumes them.
         progress: Whether to show progress bars.
 
@@ -51,16 +68,71 @@ class ExperimentOptions:
         if self.scale not in ("quick", "paper"):
             raise InputError(f"scale is '{self.scale}', but must be 'quick' or 'paper'.")
 
-    def includes(self, training: str) -> bool:
+    def includes(self, part: str) -> bool:
         """Return whether `only` selects the training run or search with this name."""
-        return not self.only or training in self.only
+        return not self.only or part in self.only
 
-    def check_only(self, trainings: Collection[str]) -> None:
-        """Raise an `InputError` if `only` contains a name that is not in `trainings`."""
-        unknown = sorted(set(self.only) - set(trainings))
+    def check_only(self, parts: Collection[str]) -> None:
+        """Raise an `InputError` if `only` contains a name that is not in `parts`."""
+        unknown = sorted(set(self.only) - set(parts))
         if unknown:
-            problem = f"its parts are {', '.join(trainings)}" if trainings else "it has only one part"
+            problem = f"its parts are {', '.join(parts)}" if parts else "it has only one part"
             raise InputError(f"only is {', '.join(unknown)}, which is not a part of this experiment: {problem}.")
+
+    def has_data(self, name: str) -> bool:
+        """Return whether the data set is built in or `data` contains it.
+
+        >>> ExperimentOptions("quick").has_data("glyphs"), ExperimentOptions("quick").has_data("omniglot")
+        (True, False)
+        """
+        return name == "glyphs" or self._data_path(name) is not None
+
+    def data_name(self, *names: str) -> str:
+        """Return the first of the data sets that is available.
+
+        If none is, return "glyphs" at the quick scale, and the first name at the paper scale.
+
+        >>> ExperimentOptions("quick").data_name("mini-imagenet")
+        'glyphs'
+        >>> ExperimentOptions("paper").data_name("mini-imagenet")
+        'mini-imagenet'
+        """
+        missing = "glyphs" if self.scale == "quick" else names[0]
+        return next((name for name in names if self.has_data(name)), missing)
+
+    def load_images(self, *names: str, size: int | None = None) -> LabeledImages:
+        """Load the data set with the name that `data_name` returns.
+
+        Args:
+            names: The data sets that the experiment can use, the best first.
+            size: Width and height of the images in pixels, except for the glyphs. Default: the usual size.
+
+        Raises:
+            InputError: If the scale is "paper" and none of the data sets is available.
+        """
+        from metabridge.datasets import load
+
+        name = self.data_name(*names)
+        if name == "glyphs":
+            return load(name)
+        path = self._data_path(name)
+        if path is None:
+            folders = " or ".join("cifar-100-python" if name == "fs-cifar100" else name for name in names)
+            raise InputError(
+                f"data is {self.data}, but the paper scale needs a folder that contains {folders}. "
+                "Use --data with that folder, or --scale quick to try the experiment without it."
+            )
+        return load(name, path, size=size)
+
+    def _data_path(self, name: str) -> Path | None:
+        """Return the path from which `load` reads a data set, or None if `data` does not contain it."""
+        from metabridge.datasets import cifar
+
+        if self.data is None:
+            return None
+        if name == "fs-cifar100":
+            return self.data if cifar.matches(self.data) else None
+        return self.data / name if (self.data / name).exists() else None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
 from metabridge.kernels import split_kernel
-from metabridge.kernels.finite_width import LinearConvergence, empirical_meta_ntk, gradient_descent, squared_loss
+from metabridge.kernels.finite_width import ConvergenceRate, empirical_meta_ntk, gradient_descent, squared_loss
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
@@ -70,7 +70,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The training runs of all widths, and the two factors of `LinearConvergence` by which a step reduces the loss."""
+    """The training runs of all widths, and the two factors of `ConvergenceRate` by which a step reduces the loss."""
 
     by_width: Mapping[int, list[TrainingRun]]
     bound: float
@@ -87,12 +87,12 @@ def measure(options: ExperimentOptions) -> Measurements:
     episodes = sample_tasks(settings.tasks, options.seed).to(options.device)
     double = episodes.to(dtype=torch.float64)
     limit_kernel = split_kernel(KERNEL, double.query_x, double.support_x, adapts="all", time=settings.inner_time)
-    convergence = LinearConvergence.of(limit_kernel)
+    convergence = ConvergenceRate.from_kernel(limit_kernel)
     by_width = {
         width: [train(settings, width, seed, episodes, limit_kernel, convergence.lr) for seed in seeds]
         for width, seeds in initialization_seeds(settings.widths, settings.nets, options.seed).items()
     }
-    return Measurements(by_width, convergence.loss_bound_factor, convergence.loss_factor)
+    return Measurements(by_width, convergence.bound_contraction, convergence.loss_contraction)
 
 
 def train(

@@ -19,7 +19,7 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
-from metabridge.kernels.finite_width import CenteredTraining, LinearConvergence, squared_loss
+from metabridge.kernels.finite_width import CenteredTraining, ConvergenceRate, squared_loss
 from metabridge.kernels.kernel_predictors import KernelLearner, KernelMethod
 from metabridge.learners.method import Method, method
 from metabridge.models import wide
@@ -91,8 +91,8 @@ def plan_stages(settings: Settings, name: KernelMethod, train: Episodes, test: E
     inner_time = 0.0 if name == "mtl" else settings.inner_time
     learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=settings.inner_time)
     fully_trained = learner.fit(train)
-    convergence = LinearConvergence.of(fully_trained.matrix)
-    finite_time = settings.outer_time / convergence.largest
+    convergence = ConvergenceRate.from_kernel(fully_trained.matrix)
+    finite_time = settings.outer_time / convergence.largest_eigenvalue
     stopped_early = replace(learner, outer_time=finite_time).fit(train)
     steps = convergence.steps(settings.remainder)
     return (

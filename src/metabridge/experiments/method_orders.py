@@ -1,4 +1,4 @@
-"""Compare the order of methods that a diagnosis predicts with accuracies of networks from other experiments."""
+"""Compare the order of methods that a diagnosis predicts with the accuracies of networks of other experiments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from metabridge.report.results import Result, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Methods that do not adapt in training. The formulas predict one score for these and one for all that adapt.
-NOT_ADAPTING = ("rfs", "mtl")
-METHODS = (*NOT_ADAPTING, "anil", "maml")
+# Methods that do not adapt in training. The formulas give them the same score, and another one to the methods that do.
+METHODS_WITHOUT_ADAPTATION = ("rfs", "mtl")
+METHODS = (*METHODS_WITHOUT_ADAPTATION, "anil", "maml")
 KERNEL = fully_connected_kernel(depth=3, bias_variance=0.1)
 QUERIES = 10
 
@@ -32,7 +32,7 @@ class MethodOrder:
     """Predicted scores of methods (higher is better), and the accuracies of trained networks."""
 
     nets: str  # label of the trained networks
-    source: str  # "formulas" or "kernels", which predicted the scores
+    source: str  # of the predicted scores: "formulas" or "kernels"
     predicted: Mapping[str, float]
     accuracy: Mapping[str, float]
 
@@ -44,7 +44,7 @@ class MethodOrder:
 
     @property
     def pairs_right(self) -> list[bool]:
-        """Whether the prediction is right, for each pair of methods that it ranks."""
+        """Whether the prediction ranks a pair of methods correctly, for each pair with different predicted scores."""
         return [
             (self.predicted[a] > self.predicted[b]) == (self.accuracy[a] > self.accuracy[b])
             for a, b in combinations(self.predicted, 2)
@@ -68,7 +68,7 @@ class MethodOrder:
 def predicted_orders(
     folder: Path, images: Mapping[str, LabeledImages], *, tasks: int, seed: int
 ) -> Iterator[MethodOrder]:
-    """Yield the orders that the formulas and the kernels predict for each set of trained networks in the folder."""
+    """Yield the orders that formulas and kernels predict for the trained networks of each result in `folder`."""
     diagnoses: dict[tuple[str, int], Diagnosis] = {}
     for nets, data, shots, accuracy in _trained_methods(folder):
         if data not in images:
@@ -78,7 +78,9 @@ def predicted_orders(
             net = untrained_network(images[data], seed=seed)
             diagnoses[data, shots] = diagnose(environment, net, kernel=KERNEL, tasks=tasks, seed=seed)
         diagnosis = diagnoses[data, shots]
-        recommended = {method: float((method in NOT_ADAPTING) != diagnosis.advice.adapts) for method in accuracy}
+        recommended = {
+            method: float((method in METHODS_WITHOUT_ADAPTATION) != diagnosis.advice.adapts) for method in accuracy
+        }
         yield MethodOrder(nets, "formulas", recommended, accuracy)
         kernel_gains = {
             prediction.method: prediction.gain
@@ -89,7 +91,7 @@ def predicted_orders(
 
 
 def _trained_methods(folder: Path) -> Iterator[tuple[str, str, int, dict[str, float]]]:
-    """Yield label, data set, shots and accuracies by method for each set of networks that other experiments trained."""
+    """Yield the label, data set, number of shots and accuracies by method of networks from other experiments."""
     if (folder / "glyphs.json").exists():
         rows = {row.name: row.ours for row in Result.read(folder / "glyphs.json").rows}
         accuracies = {method: rows[f"{method}, test tasks"] for method in METHODS if f"{method}, test tasks" in rows}
@@ -108,22 +110,23 @@ def _best_first(scores: Mapping[str, float]) -> list[str]:
     return sorted(scores, key=lambda name: -scores[name])
 
 
+def order_rows(orders: Sequence[MethodOrder]) -> Iterator[Row]:
+    """Yield a row for each order, and the percentage of all pairs of methods that are ranked correctly."""
+    yield from (order.row() for order in orders)
+    if orders:
+        pairs_right = [is_right for order in orders for is_right in order.pairs_right]
+        note = f"{sum(pairs_right)} of {len(pairs_right)} pairs in {len(orders)} orders"
+        yield Row.share("order of methods, all", "pairs right %", pairs_right, note=note)
+
+
 def draw_orders(axes: Axes, orders: Sequence[MethodOrder]) -> None:
     """Draw Kendall's τ of predicted scores and trained accuracies, and the number of pairs ranked correctly."""
-    from metabridge.report.figures import COLORS
+    from metabridge.report.result_figures import draw_rank_agreement
 
-    nets = list(dict.fromkeys(order.nets for order in orders))
-    for source, color, marker, shift in zip(("formulas", "kernels"), COLORS[2:], "sv", (-0.16, 0.16)):
-        source_orders = [order for order in orders if order.source == source]
-        ys = [nets.index(order.nets) + shift for order in source_orders]
-        axes.plot([order.tau for order in source_orders], ys, marker, color=color, label=f"predicted by {source}")
-        for order, y in zip(source_orders, ys):
-            text = f"{sum(order.pairs_right)}/{len(order.pairs_right)}"
-            axes.annotate(text, (1.12, y), fontsize=8, color=color, va="center")
-    axes.set(xlim=(-1.1, 1.4), title="order of methods: predicted and trained")
-    axes.set_xticks([-1, -0.5, 0, 0.5, 1])
+    agreement: dict[str, dict[str, tuple[float, str]]] = {"predicted by formulas": {}, "predicted by kernels": {}}
+    for order in orders:
+        text = f"{sum(order.pairs_right)}/{len(order.pairs_right)}"
+        agreement[f"predicted by {order.source}"][order.nets] = (order.tau, text)
+    draw_rank_agreement(axes, agreement)
+    axes.set(title="order of methods: predicted and trained")
     axes.set_xlabel("Kendall's τ (at the margin: correctly ordered pairs)")
-    axes.set_yticks(range(len(nets)), nets, fontsize=8)
-    axes.axvline(0, linewidth=0.8, color="gray")
-    axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)

@@ -1,13 +1,11 @@
-"""Training runs on mini-ImageNet for tables 3 to 5 and figure 2 of Wang et al. 2021."""
+"""Training runs on mini-ImageNet for tables 3 to 5 and figure 2 of Wang et al. (2021)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
 
-from metabridge.datasets import load
 from metabridge.environments.image_tasks import LabeledImages
-from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.training_records import Evaluation, TrainingRecord, train_or_load
 from metabridge.schedules import Cosine
@@ -17,7 +15,7 @@ from metabridge.training.config import ImageTrainingConfig
 
 SHOTS = (1, 5)
 VIEWS = (
-    TestTimeAugmentation(copies=5),  # Wang et al. 2022, section 6
+    TestTimeAugmentation(copies=5),  # Wang et al. (2022, section 6)
     TestTimeAugmentation(mirrored=True),
     TestTimeAugmentation(mirrored=True, rotated=True),
     TestTimeAugmentation(mirrored=True, cropped=True),
@@ -35,7 +33,7 @@ _RESNET = ImageTrainingConfig(
     validate_tasks=500,
     validate_shots=5,
 )
-# On a GPU, a step of 16 tasks takes little more time than a step of few.
+# On a GPU, a step of 16 tasks takes little longer than a step of a few tasks.
 _CONV = ImageTrainingConfig(
     "maml",
     batch_size=16,
@@ -47,8 +45,8 @@ _CONV = ImageTrainingConfig(
     validate_tasks=300,
 )
 
-# The options were selected on validation tasks. Where the paper lowers the learning rate at plateaus, ours has a cosine
-# schedule over a number of iterations that fits the available time.
+# The options were selected on validation tasks. The paper lowers the learning rate at plateaus. Ours follows a cosine
+# schedule, whose number of iterations fits the available time.
 _RFS = replace(
     _RESNET,
     method="rfs",
@@ -84,7 +82,7 @@ PAPER: dict[str, ImageTrainingConfig] = {
 
 
 def configs(scale: str) -> dict[str, ImageTrainingConfig]:
-    """Return how to train, by name. Names that end in -1 or -5 are trained and evaluated for this number of shots."""
+    """Return the training configurations by name. Runs whose names end in -1 or -5 are for this number of shots."""
     return PAPER if scale == "paper" else {name: quick_config(config) for name, config in PAPER.items()}
 
 
@@ -106,7 +104,7 @@ def quick_config(config: ImageTrainingConfig) -> ImageTrainingConfig:
 
 
 def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dict[str, TrainingRecord]:
-    """Return the records of the runs with these names that are finished, after training those without a record."""
+    """Return the records of the finished training runs among `names`, after training those that `only` selects."""
     selected = {name: config for name, config in configs(options.scale).items() if name in names}
     options.check_only(selected)
     images = cache(lambda: load_images(options))
@@ -114,35 +112,13 @@ def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dic
     for name, config in selected.items():
         shots, evaluation = name.partition("-")[2], EVALUATIONS[options.scale]
         evaluation = replace(evaluation, shots=(int(shots),)) if shots else evaluation
-        record_name = f"{data_name(options)}-{name}-{options.scale}-{options.seed}"
+        record_name = f"{options.data_name('mini-imagenet')}-{name}-{options.scale}-{options.seed}"
         record = train_or_load(options, name, record_name, replace(config, seed=options.seed), images, evaluation)
         if record is not None:
             records[name] = record
     return records
 
 
-def data_name(options: ExperimentOptions) -> str:
-    """Return the data set to use: mini-imagenet, or glyphs at the quick scale if mini-ImageNet is not available."""
-    available = options.data is not None and (options.data / "mini-imagenet").exists()
-    return "mini-imagenet" if available or options.scale == "paper" else "glyphs"
-
-
 def load_images(options: ExperimentOptions) -> LabeledImages:
-    """Return the images to train on."""
-    if data_name(options) == "glyphs":
-        return load("glyphs")
-    return load_mini_imagenet(options, 84 if options.scale == "paper" else 32)
-
-
-def load_mini_imagenet(options: ExperimentOptions, size: int) -> LabeledImages:
-    """Return mini-ImageNet with images of this size.
-
-    Raises:
-        InputError: If `options.data` does not contain it.
-    """
-    if options.data is None or not (options.data / "mini-imagenet").exists():
-        raise InputError(
-            f"the paper scale needs mini-ImageNet, but --data is {options.data}, which has no folder mini-imagenet. "
-            "Use --scale quick to try the experiment without it."
-        )
-    return load("mini-imagenet", options.data / "mini-imagenet", size=size)
+    """Return the images to train on: mini-ImageNet or, if it is not available at the quick scale, the glyphs."""
+    return options.load_images("mini-imagenet", size=84 if options.scale == "paper" else 32)

@@ -103,7 +103,7 @@ def figure(outcome: Outcome[Mapping[str, RankRecord]]) -> Figure:
     for position, (interval, color) in enumerate(zip(spearman.values(), figures.COLORS)):
         summary.plot([interval.low, interval.high], [position, position], color=color)
         summary.plot(interval.value, position, "o", color=color)
-    summary.axvline(0, color=figures.LIGHT.ink, linewidth=0.8)
+    summary.axvline(0, color=figures.LIGHT.text, linewidth=0.8)
     summary.set(xlim=(-1.05, 1.05), xlabel="Spearman's rank correlation\nwith accuracy, 95 % intervals")
     summary.set_yticks(range(len(PROXIES)), PROXIES)
     summary.invert_yaxis()

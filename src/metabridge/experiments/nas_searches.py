@@ -13,7 +13,7 @@ from typing import Any
 from metabridge.datasets import load
 from metabridge.environments.image_tasks import LabeledImages
 from metabridge.experiments.experiment import ExperimentOptions
-from metabridge.experiments.mini_imagenet_training_runs import VIEWS, configs, load_mini_imagenet
+from metabridge.experiments.mini_imagenet_training_runs import VIEWS, configs
 from metabridge.experiments.records import Record, as_json, run_folder
 from metabridge.models.architecture import Architecture
 from metabridge.models.cells import cell_network
@@ -194,6 +194,6 @@ def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: st
 def load_images(options: ExperimentOptions, size: int) -> LabeledImages:
     """Return mini-ImageNet with images of this size, or some classes of the glyphs at the quick scale."""
     if SETTINGS[options.scale].data != "glyphs":
-        return load_mini_imagenet(options, size)
+        return options.load_images("mini-imagenet", size=size)
     glyphs = load("glyphs")
     return replace(glyphs, splits={split: classes[:GLYPH_CLASSES] for split, classes in glyphs.splits.items()})

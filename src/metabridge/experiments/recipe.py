@@ -1,4 +1,7 @@
-"""How much each part of a training recipe improves a classifier of all training classes of mini-ImageNet."""
+"""Ablation of the training recipe of a classifier of all training classes of mini-ImageNet.
+
+There are no published numbers. Every case changes some options of the case "muon".
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,17 @@ from metabridge.experiments.mini_imagenet_training_runs import (
     SHOTS,
     VIEWS,
     configs,
-    data_name,
     load_images,
 )
-from metabridge.experiments.training_records import TrainingRecord, best_in_validation, train_or_load
+from metabridge.experiments.training_records import TrainingRecord, train_or_load
 from metabridge.report.results import Row
 from metabridge.training import Model, load
-from metabridge.training.config import ImageTrainingConfig
-from metabridge.training.soft_targets import SoftTargets
+from metabridge.training.config import ImageTrainingConfig, SoftTargets
+from metabridge.training.head_selection import best_in_validation
 
 STEPS = {"quick": 20, "paper": 12_000}
 TEST_VIEWS = {"quick": VIEWS[1:2], "paper": VIEWS[1:3]}
-# The options of each case that differ from "muon", and the case that is its teacher.
+# For each case, the options that differ from "muon", and the case that is the teacher.
 CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "sgd": ({"optimizer": "sgd"}, None),
     "muon": ({}, None),
@@ -39,20 +41,20 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
 
 
 def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
-    """Return the records of all finished cases, after training those that `only` selects."""
+    """Return the records of the finished cases, after training those that `only` selects."""
     options.check_only(CASES)
     images = cache(lambda: load_images(options))
     evaluation = replace(EVALUATIONS[options.scale], views=TEST_VIEWS[options.scale])
     records: dict[str, TrainingRecord] = {}
 
-    def load_teacher(student: str, teacher: str) -> Model:
+    def load_teacher(teacher: str, student: str) -> Model:
         if teacher not in records:
             raise InputError(f"{student} needs the trained run of {teacher}. Add {teacher} to --only.")
         return load(options.out / "runs" / record_name(options, teacher), device=options.device)
 
     for name, (changes, teacher) in CASES.items():
         config = replace(base_config(options), **changes)  # type: ignore[arg-type]
-        loader = None if teacher is None else partial(load_teacher, name, teacher)
+        loader = None if teacher is None else partial(load_teacher, teacher, name)
         record = train_or_load(options, name, record_name(options, name), config, images, evaluation, loader)
         if record is not None:
             records[name] = record
@@ -67,8 +69,8 @@ def base_config(options: ExperimentOptions) -> ImageTrainingConfig:
 
 
 def record_name(options: ExperimentOptions, name: str) -> str:
-    """Return the name of the record and of the run's folder of a case."""
-    return f"recipe-{data_name(options)}-{name}-{options.scale}-{options.seed}"
+    """Return the name of a case's record, which is also that of its run folder."""
+    return f"recipe-{options.data_name('mini-imagenet')}-{name}-{options.scale}-{options.seed}"
 
 
 def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Row]:

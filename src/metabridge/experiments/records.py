@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import PARSING_ERRORS, InputError
@@ -24,7 +24,7 @@ from metabridge.report.results import Machine
 class Record:
     """The measurements of one training run or search. Subclasses add the measurements as fields.
 
-    The field names are the keys of `records/*.json`, unless a subclass changes `to_json`.
+    The field names are the keys of `records/*.json`, except for those in `file_keys`.
 
     Args:
         name: Name of the file, without `.json`.
@@ -37,6 +37,43 @@ class Record:
     plan: dict[str, Any]
     environment: Machine
     minutes: float
+
+    file_keys: ClassVar[Mapping[str, str]] = {}  # keys in the file of the fields that have another name there
+
+    @classmethod
+    def load_or_measure(
+        cls,
+        options: ExperimentOptions,
+        part: str,
+        name: str,
+        plan: Mapping[str, Any],
+        measure: Callable[[], dict[str, Any] | None],
+    ) -> Self | None:
+        """Return the stored record of a training run or search. If there is none, measure and store the record.
+
+        Args:
+            options: Options of the experiment.
+            part: Name of the training run or search in `options.only`.
+            name: Name of the record.
+            plan: All settings on which the measurements depend.
+            measure: Function that trains or searches. It returns `minutes` and the fields that the subclass adds, or
+                None if it was stopped by the time limit.
+
+        Returns:
+            The record; None if there is none yet, because `options.only` excludes the part or `measure` was stopped.
+        """
+        record = cls.load(options, name, as_json(plan))
+        if record is not None or not options.includes(part):
+            return record
+        measurements = measure()
+        return None if measurements is None else cls.store(options, name, plan, **measurements)
+
+    @classmethod
+    def store(cls, options: ExperimentOptions, name: str, plan: Mapping[str, Any], **measurements: Any) -> Self:
+        """Write the record of measurements that were made on this machine, and return it."""
+        record = cls(name=name, plan=as_json(plan), environment=Machine.current(options.device), **measurements)
+        record.save(options)
+        return record
 
     @classmethod
     def load(cls, options: ExperimentOptions, name: str, plan: Mapping[str, Any]) -> Self | None:
@@ -53,7 +90,8 @@ class Record:
         except OSError as error:
             raise InputError(f"{file} cannot be read ({error.strerror}). Check its permissions.") from error
         try:
-            stored = json.loads(content)
+            field_names = {key: name for name, key in cls.file_keys.items()}
+            stored = rename_keys(json.loads(content), field_names)
             record = cls.from_json({**stored, "environment": Machine(**stored["environment"])})
         except PARSING_ERRORS as error:
             raise InputError(
@@ -74,7 +112,8 @@ class Record:
         """Write the record to the file that `load` reads."""
         file = _record_file(options, self.name)
         make_folder(file.parent)
-        write_atomically(file, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
+        stored = rename_keys(self.to_json(), self.file_keys)
+        write_atomically(file, f"{json.dumps(stored, indent=1)}\n".encode())
 
 
 def as_json(settings: Mapping[str, object]) -> dict[str, Any]:
@@ -84,6 +123,15 @@ def as_json(settings: Mapping[str, object]) -> dict[str, Any]:
     {'layers': [2, 3]}
     """
     return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
+
+
+def rename_keys(values: Mapping[str, Any], new_keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return a copy of a dict in which the keys in `new_keys` are replaced.
+
+    >>> rename_keys({"lr": 0.1, "test_tasks": 60}, {"test_tasks": "judged"})
+    {'lr': 0.1, 'judged': 60}
+    """
+    return {new_keys.get(key, key): value for key, value in values.items()}
 
 
 def image_description(images: LabeledImages) -> str:

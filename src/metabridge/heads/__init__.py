@@ -1,8 +1,8 @@
 """Test-time heads: classifiers that are fitted to fixed features, for all tasks at once.
 
-Importing this package imports all of its modules, and each head class registers itself in `Head.registry`. A new head
-needs only a new module: `metabridge.heads` then exports its class. The heads agree with scikit-learn's estimators for
-features of any scale and with any mean.
+Importing this package imports all its modules, and each head class registers itself in `Head.registry`. To add a head,
+add a module: `metabridge.heads` then exports its class. The heads agree with scikit-learn's estimators, whatever the
+scale and the mean of the features.
 """
 
 from metabridge.heads.fitted_heads import FITTED_HEADS, FittedHead, LinearHead, PairwiseHead

@@ -1,4 +1,4 @@
-"""Linear algebra with the features of many small tasks at once, in blocks that fit in a CPU's cache."""
+"""Principal axes, Gram matrices and weighted sums of the features of many small tasks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch.nn.functional import normalize, pad
 from metabridge.errors import InputError
 from metabridge.threads import map_over_threads
 
-MAX_SCORE_ERROR = 1e-5  # the largest rounding error of a score that float32 products may cause
-_EIGENVALUE_PRECISION = 1e-9  # eigenvalues of a Gram matrix below this fraction of the largest are rounding errors
+MAX_SCORE_ERROR = 1e-5  # largest rounding error of a score for which products are computed in float32
+_MIN_EIGENVALUE_RATIO = 1e-9  # eigenvalues of a Gram matrix below this fraction of the largest are inaccurate
+_MAX_BLOCK_ELEMENTS = 500_000  # largest number of elements of a block of tasks, 4 MB in float64
 
 
 def center(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,153 +26,164 @@ def center(x: Tensor) -> tuple[Tensor, Tensor]:
     return x - mean, mean
 
 
-def principal_axes(x: Tensor) -> tuple[Tensor, Tensor]:
+def principal_coordinates(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the coordinates of the centered features along their principal axes.
+
+    Args:
+        x: The features, (tasks, n, d).
+
+    Returns:
+        The coordinates, (tasks, n, r); matrices T that convert a weight from these coordinates; and the mean of the
+        features. For a weight with coordinates v, T v is the weight itself if n ≥ d, and its dual coefficients
+        otherwise, see `_coordinates_from_gram`.
+    """
+    centered, mean = center(x)
+    if x.shape[-2] < x.shape[-1]:
+        return *_coordinates_from_gram(centered @ centered.mT, centered.__getitem__), mean
+    return *_coordinates_from_features(centered), mean
+
+
+def principal_coordinates_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split the vectors (x − mean, 0) into their components along (mean, 1) and an orthogonal part.
+
+    Args:
+        x: The features, (tasks, n, d).
+
+    Returns:
+        The coordinates of the orthogonal part along its principal axes, (tasks, n, r); matrices that convert a weight
+        from these coordinates, as in `principal_coordinates`, to dual coefficients if n ≤ d; the components along
+        (mean, 1), (tasks, n); and the mean of the features.
+    """
+    centered, mean = center(x)
+    direction = normalize(pad(mean, (0, 1), value=1.0), dim=-1)
+    mean_component = centered @ direction[..., :-1].mT
+
+    def orthogonal_part(tasks: Tensor | slice) -> Tensor:
+        return pad(centered[tasks], (0, 1)) - mean_component[tasks] * direction[tasks]
+
+    if x.shape[-2] <= x.shape[-1]:
+        gram = centered @ centered.mT - mean_component @ mean_component.mT
+        coordinates, from_coordinates = _coordinates_from_gram(gram, orthogonal_part)
+    else:
+        coordinates, from_coordinates = _coordinates_from_features(orthogonal_part(slice(None)))
+    return coordinates, from_coordinates, mean_component[..., 0], mean
+
+
+def _coordinates_from_features(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the coordinates (tasks, n, d) of centered features along their principal axes, and the axes as columns."""
     axes = torch.linalg.eigh(x.mT @ x).eigenvectors
     return x @ axes, axes
 
 
-def dual_axes(gram: Tensor, features_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _coordinates_from_gram(gram: Tensor, centered_features: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Return the coordinates (tasks, n, n) of centered features along their principal axes, from their Gram matrix.
 
     Args:
         gram: The Gram matrices, (tasks, n, n).
-        features_of: A function that returns the centered features of the tasks that a mask selects. It is called for
-            the tasks whose smallest singular values cannot be computed from the Gram matrix.
+        centered_features: A function that returns the centered features of the tasks that a mask selects. It is called
+            for the tasks whose smallest singular values cannot be computed accurately from the Gram matrix.
 
     Returns:
-        The coordinates, and matrices `lift` (tasks, n, n): the weight with coordinates v is Σ_i a_i x_i, where
-        a = lift·v and x_i are the centered features.
+        The coordinates, and matrices T (tasks, n, n) that convert coordinates to dual coefficients: the weight with
+        coordinates v is Σ_i a_i x_i for a = T v and the centered features x_i.
     """
-    values, vectors = torch.linalg.eigh(gram)
-    singular_values = values.clamp_min(0).sqrt()
-    # The smallest eigenvalue of centered features is 0, so the second smallest decides.
-    unresolved = values[:, :2].amax(-1) < _EIGENVALUE_PRECISION * values[:, -1]
-    if unresolved.any():
-        left_vectors, exact_values, _ = torch.linalg.svd(features_of(unresolved), full_matrices=False)
-        vectors[unresolved], singular_values[unresolved] = left_vectors, exact_values
+    eigenvalues, eigenvectors = torch.linalg.eigh(gram)
+    singular_values = eigenvalues.clamp_min(0).sqrt()
+    # Centering makes the smallest eigenvalue 0, so compare the second smallest.
+    needs_svd = eigenvalues[:, :2].amax(-1) < _MIN_EIGENVALUE_RATIO * eigenvalues[:, -1]
+    if needs_svd.any():
+        left_vectors, svd_values, _ = torch.linalg.svd(centered_features(needs_svd), full_matrices=False)
+        eigenvectors[needs_svd], singular_values[needs_svd] = left_vectors, svd_values
     singular_values = singular_values[..., None, :]
-    rounding = torch.where(unresolved, 1e-13, 1e-7)[:, None, None]  # relative errors after `svd` and after `eigh`
-    nonzero = singular_values > rounding * singular_values.amax(-1, keepdim=True)
-    coordinates = vectors * torch.where(nonzero, singular_values, 0)
-    return coordinates, vectors * torch.where(nonzero, 1 / singular_values, 0)
-
-
-def centered_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the coordinates of the centered features along their principal axes, the matrices `lift`, and the mean.
-
-    If n < d, `lift` is as in `dual_axes`. Otherwise the weight with coordinates v is lift·v.
-    """
-    centered, mean = center(x)
-    if x.shape[-2] < x.shape[-1]:
-        return *dual_axes(centered @ centered.mT, centered.__getitem__), mean
-    return *principal_axes(centered), mean
-
-
-def centered_axes_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split the vectors (x − mean, 0) into a component along (mean, 1) and an orthogonal part.
-
-    Returns:
-        The coordinates of the orthogonal part along its principal axes; matrices `lift`, as in `dual_axes` if n ≤ d,
-        and otherwise such that the weight with coordinates v is lift·v; the components along (mean, 1); and the mean.
-    """
-    centered, mean = center(x)
-    direction = normalize(pad(mean, (0, 1), value=1.0), dim=-1)
-    along = centered @ direction[..., :-1].mT
-
-    def orthogonal(tasks: Tensor | slice) -> Tensor:
-        return pad(centered[tasks], (0, 1)) - along[tasks] * direction[tasks]
-
-    if x.shape[-2] <= x.shape[-1]:
-        axes = dual_axes(centered @ centered.mT - along @ along.mT, orthogonal)
-    else:
-        axes = principal_axes(orthogonal(slice(None)))
-    return *axes, along[..., 0], mean
+    relative_error = torch.where(needs_svd, 1e-13, 1e-7)[:, None, None]
+    is_nonzero = singular_values > relative_error * singular_values.amax(-1, keepdim=True)
+    coordinates = eigenvectors * torch.where(is_nonzero, singular_values, 0)
+    return coordinates, eigenvectors * torch.where(is_nonzero, 1 / singular_values, 0)
 
 
 def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
-    """Return the Gram matrix of the features as float64, and the mean that was subtracted from them, or None.
+    """Return the Gram matrix of the features in float64, and the mean that was subtracted from them, or None.
 
-    Features in float32 on a CPU are multiplied in float32, and not centered, if the rounding errors change scores by
-    less than `MAX_SCORE_ERROR` and the matrix product precision is "highest". Other features are first centered, in
-    float64.
+    The product is computed in float32, without centering, for float32 features on a CPU if the matrix product precision
+    is "highest" and the estimated rounding errors of the scores are below `MAX_SCORE_ERROR`. Otherwise the features are
+    centered and multiplied in float64.
 
     Args:
         x: The features, (tasks, n, d).
-        sensitivity: The change of a score for an error of 1 in an entry of the matrix.
+        sensitivity: The derivative of a score with respect to an entry of the Gram matrix.
     """
     if x.dtype == torch.float32 and not x.is_cuda and torch.get_float32_matmul_precision() == "highest":
         gram = (x @ x.mT).double()
-        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).max()
-        if trace * torch.finfo(x.dtype).eps * sensitivity < MAX_SCORE_ERROR:  # false for NaN
+        max_trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).max()
+        if max_trace * torch.finfo(x.dtype).eps * sensitivity < MAX_SCORE_ERROR:  # false for NaN
             return gram, None
 
     def centered_gram(x: Tensor) -> tuple[Tensor, Tensor]:
         centered, mean = center(x)
         return centered @ centered.mT, mean
 
-    gram, mean = in_blocks(centered_gram, x)
+    gram, mean = map_task_blocks(centered_gram, x)
     return gram, mean
 
 
-def combine(coefficient: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
-    """Return Σ_n coefficient_n (x_n − origin), (tasks, outputs, d), in the features' dtype.
+def weighted_sum(coefficients: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
+    """Return Σ_n coefficients_n (x_n − origin), (tasks, outputs, d), in the dtype of the features.
 
-    The sum is computed in float64 if there is an origin, and otherwise in the features' dtype.
+    The sum is computed in float64 if `origin` is not None, and in the dtype of the features otherwise.
     """
     if origin is None:
-        return coefficient.to(x.dtype) @ x
-    (weight,) = in_blocks(lambda x, origin, a: ((a @ (x - origin)).to(x.dtype),), x, origin, coefficient)
+        return coefficients.to(x.dtype) @ x
+    (weight,) = map_task_blocks(lambda x, origin, a: ((a @ (x - origin)).to(x.dtype),), x, origin, coefficients)
     return weight
 
 
-def combine_with_mean(
-    coefficient: Tensor, x: Tensor, coordinates: Tensor, mean: Tensor, mean_coefficient: Tensor | None = None
+def weighted_sum_plus_mean(
+    coefficients: Tensor, x: Tensor, coordinates: Tensor, mean: Tensor, mean_coefficient: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_n coefficient_n x_n + mean_coefficient · mean, for coefficients that sum to 0.
+    """Return Σ_n coefficients_n x_n + mean_coefficient · mean, for coefficients that sum to 0.
 
-    It is computed in the features' dtype if its rounding errors are small, otherwise in float64.
+    The sum is computed in the dtype of the features if its rounding errors are small, and in float64 otherwise.
 
     Args:
-        coefficient: The coefficients, (tasks, outputs, n).
+        coefficients: The coefficients of the features, (tasks, outputs, n).
         x: The features, (tasks, n, d).
-        coordinates: Coordinates of the centered features, from which the rounding errors are estimated.
+        coordinates: Coordinates of the centered features, used to estimate the rounding errors.
         mean: The mean of the features, (tasks, 1, d).
-        mean_coefficient: The coefficient of the mean, (tasks, outputs), or None for 0.
+        mean_coefficient: The coefficient of the mean, (tasks, outputs) (default: 0).
 
     Returns:
-        The weights (tasks, outputs, d), and the mean in the dtype of the computation.
+        The weights, (tasks, outputs, d), and the mean in the dtype of the computation.
     """
-    coefficient = coefficient - coefficient.mean(-1, keepdim=True)  # remove rounding errors of the sum
+    coefficients = coefficients - coefficients.mean(-1, keepdim=True)  # make the sum 0 despite rounding errors
     squared_length = coordinates.square().sum(-1).amax(-1) + mean[:, 0].square().sum(-1)
-    error = torch.finfo(x.dtype).eps * (squared_length * coefficient.abs().sum(-1).amax(-1)).max()
+    error = torch.finfo(x.dtype).eps * (squared_length * coefficients.abs().sum(-1).amax(-1)).max()
     if error < MAX_SCORE_ERROR:
         if mean_coefficient is not None:
-            coefficient = coefficient + mean_coefficient[..., None] / x.shape[-2]
-        return combine(coefficient, x, None), mean.to(x.dtype)
-    weight = combine(coefficient, x, mean)
+            coefficients = coefficients + mean_coefficient[..., None] / x.shape[-2]
+        return weighted_sum(coefficients, x, None), mean.to(x.dtype)
+    weight = weighted_sum(coefficients, x, mean)
     return weight if mean_coefficient is None else weight + mean_coefficient[..., None] * mean, mean
 
 
-def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply a function to all tasks; on a CPU, to blocks of tasks, each in one thread.
+def map_task_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Apply a function to all tasks at once on a GPU, and to blocks of tasks on a CPU, one block per thread at a time.
 
-    Operations on matrices this small do not profit from several threads.
+    Linear algebra on small matrices is not faster with several threads per operation.
     """
-    threads, count = torch.get_num_threads(), _block_count(tensors[0])
-    if count == 1:
+    threads, block_count = torch.get_num_threads(), _count_blocks(tensors[0])
+    if block_count == 1:
         return function(*tensors)
-    count = min(len(tensors[0]), -(-count // threads) * threads)
-    blocks = [tensor.tensor_split(count) for tensor in tensors]
+    block_count = min(len(tensors[0]), -(-block_count // threads) * threads)
+    blocks = [tensor.tensor_split(block_count) for tensor in tensors]
     return tuple(torch.cat(results) for results in zip(*map_over_threads(function, *blocks)))
 
 
-def _block_count(tensor: Tensor) -> int:
-    """Return the number of blocks of tasks such that a block in float64 fits in a CPU's cache; 1 on a GPU."""
-    return 1 if tensor.is_cuda else min(len(tensor), -(-tensor.numel() // 500_000))
+def _count_blocks(tensor: Tensor) -> int:
+    """Return the number of blocks of tasks such that each block fits in CPU cache; 1 on a GPU."""
+    return 1 if tensor.is_cuda else min(len(tensor), -(-tensor.numel() // _MAX_BLOCK_ELEMENTS))
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise an InputError if a tensor contains NaN or infinite values."""
-    if not all(bound.isfinite() for bound in tensor.aminmax()):
+    if not all(extremum.isfinite() for extremum in tensor.aminmax()):
         raise InputError(f"{name} contains NaN or infinite values. Check the data and the network that computes them.")

@@ -13,12 +13,12 @@ from metabridge.errors import InputError, describe
 
 
 class LinearHead(NamedTuple):
-    """A fitted head with one linear score for each output.
+    """A fitted head that computes a linear score for each output.
 
     Args:
-        weight: The weights, (..., outputs, d), with any task axes in front.
+        weight: The weights, (..., outputs, d), with any leading task dimensions.
         bias: The biases, (..., outputs).
-        normalize: Whether features are scaled to unit length first.
+        normalize: Whether to L2-normalize features before they are scored.
 
     >>> import torch
     >>> head = LinearHead(weight=torch.eye(2), bias=torch.zeros(2))
@@ -32,12 +32,12 @@ class LinearHead(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name of the head in exported JSON files."""
+        """The type of the head in exported JSON files."""
         return "linear"
 
     @staticmethod
     def rows(outputs: int) -> int:
-        """Return the number of rows of the weight.
+        """Return the number of rows of the weight matrix of one task.
 
         Args:
             outputs: The number of outputs.
@@ -48,16 +48,16 @@ class LinearHead(NamedTuple):
         return outputs
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return the scores wᵀx + b, with x divided by ‖x‖ if `normalize`.
+        """Return the scores wᵀx + b, or wᵀx/‖x‖ + b if `normalize` is true.
 
         Args:
-            features: The features x, (..., queries, d), with the task axes of the weight.
+            features: The features x, (..., queries, d), with the same task dimensions as the weight.
 
         Returns:
             The scores, (..., queries, outputs).
 
         Raises:
-            InputError: If the features do not have the task axes and the length d of the weight.
+            InputError: If the task dimensions or the last dimension d differ from those of the weight.
 
         >>> import torch
         >>> LinearHead(torch.eye(2), torch.tensor([0.0, 1.0])).scores(torch.tensor([[3.0, 4.0]]))
@@ -74,12 +74,14 @@ class LinearHead(NamedTuple):
 
 
 class PairwiseHead(NamedTuple):
-    """A fitted head with a linear decision function for each pair of outputs i < j, in the order (0, 1), (0, 2), ...
+    """A fitted one-vs-one head: each pair of outputs i < j has a linear decision function and one vote.
+
+    The order of the pairs is (0, 1), (0, 2), ...
 
     Args:
-        weight: The weights, (..., pairs, d), with any task axes in front.
-        bias: The biases, (..., pairs). A decision value of at least 0 is a vote for i, a negative one a vote for j.
-        normalize: Whether features are scaled to unit length first.
+        weight: The weights, (..., pairs, d), with any leading task dimensions.
+        bias: The biases, (..., pairs). A decision value of at least 0 is a vote for i, a negative one for j.
+        normalize: Whether to L2-normalize features before they are scored.
 
     >>> import torch
     >>> head = PairwiseHead(weight=torch.tensor([[1.0], [1.0], [1.0]]), bias=torch.tensor([-1.0, -2.0, -3.0]))
@@ -93,12 +95,12 @@ class PairwiseHead(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name of the head in exported JSON files."""
+        """The type of the head in exported JSON files."""
         return "pairwise"
 
     @staticmethod
     def rows(outputs: int) -> int:
-        """Return the number of rows of the weight.
+        """Return the number of rows of the weight matrix of one task.
 
         Args:
             outputs: The number of outputs.
@@ -109,40 +111,42 @@ class PairwiseHead(NamedTuple):
         return outputs * (outputs - 1) // 2
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return the votes for each output plus c / (3|c| + 3), where c is the sum of its decision values.
+        """Return the number of votes for each output, plus c / (3|c| + 3) to break ties.
 
-        In this sum, the decision values of pairs in which the output is j are negated. With three or more outputs,
-        these are the scores of scikit-learn's `decision_function_shape="ovr"`. The fraction breaks ties, since its
-        absolute value is less than a third of a vote.
+        c is the sum of the decision values of all pairs with this output, with reversed sign if the output is j. The
+        second term is smaller than a third of a vote. With three or more outputs, the scores equal those of
+        scikit-learn's `SVC(decision_function_shape="ovr")`.
 
         Args:
-            features: The features, (..., queries, d), with the task axes of the weight.
+            features: The features, (..., queries, d), with the same task dimensions as the weight.
 
         Returns:
             The scores, (..., queries, outputs).
 
         Raises:
-            InputError: If the features do not have the task axes and the length d of the weight.
+            InputError: If the task dimensions or the last dimension d differ from those of the weight.
 
         >>> import torch
         >>> PairwiseHead(torch.tensor([[1.0, 0.0]]), torch.tensor([0.0])).scores(torch.tensor([[2.0, 0.0]]))
         tensor([[ 1.2222, -0.2222]])
         """
         decisions = LinearHead(*self).scores(features)
-        outputs = (1 + isqrt(1 + 8 * self.bias.shape[-1])) // 2
-        first, second = torch.triu_indices(outputs, outputs, 1, device=decisions.device)
-        pair_signs = (one_hot(first, outputs) - one_hot(second, outputs)).to(decisions.dtype)
+        outputs = (1 + isqrt(1 + 8 * self.bias.shape[-1])) // 2  # there are outputs · (outputs − 1) / 2 pairs
+        i, j = torch.triu_indices(outputs, outputs, 1, device=decisions.device)
+        pair_signs = (one_hot(i, outputs) - one_hot(j, outputs)).to(decisions.dtype)
         votes = (0.5 - (decisions < 0).to(decisions.dtype)) @ pair_signs + (outputs - 1) / 2
         decision_sum = decisions @ pair_signs
         return votes + decision_sum / (3 * decision_sum.abs() + 3)
 
 
 FittedHead: TypeAlias = LinearHead | PairwiseHead
-FITTED_HEADS: dict[str, type[FittedHead]] = {cls.__name__: cls for cls in get_args(FittedHead)}  # by name in files
+FITTED_HEADS: dict[str, type[FittedHead]] = {
+    cls.__name__: cls for cls in get_args(FittedHead)
+}  # adapted models store the key
 
 
 def at_least_float32(features: Tensor) -> Tensor:
-    """Return float16 and bfloat16 features in float32, since norms overflow or biases are lost in half precision.
+    """Convert float16 and bfloat16 features to float32, because half-precision norms overflow and biases are rounded.
 
     >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype
     torch.float32
@@ -153,6 +157,6 @@ def at_least_float32(features: Tensor) -> Tensor:
 def _check_features(features: Tensor, weight: Tensor) -> None:
     if features.shape[:-2] != weight.shape[:-2] or features.shape[-1] != weight.shape[-1]:
         raise InputError(
-            f"features is {describe(features)}, but the head was fitted with the task axes "
-            f"{tuple(weight.shape[:-2])} and {weight.shape[-1]} features."
+            f"features is {describe(features)}, but the head was fitted to task dimensions "
+            f"{tuple(weight.shape[:-2])} and {weight.shape[-1]} features. Pass features of the same tasks."
         )

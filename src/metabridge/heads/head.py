@@ -1,4 +1,4 @@
-"""Base class of the test-time heads, and `create_head`."""
+"""The base class of test-time heads, and the function `create_head`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from metabridge.registry import Registered
 class Head(Registered, ABC, root=True):
     """Base class of test-time heads: classifiers that are fitted to fixed features, for all tasks at once.
 
-    A head is a frozen dataclass in a module of this package. All its fields need defaults. Heads that solve an
-    optimization problem do so in float64, and log a warning if an iterative solver does not reach the minimum.
+    A head is a frozen dataclass in a module of this package. All its fields need defaults. Heads solve optimization
+    problems in float64, and log a warning if an iterative solver does not converge.
 
     Attributes:
         calibrated: Whether the softmax of the scores estimates probabilities; if not, scores only rank the outputs.
-        fits_values: Whether the targets may be real values (regression) instead of class labels.
-        normalize: A field of every head: whether features are scaled to unit length.
+        supports_regression: Whether targets may be real-valued (regression) instead of class labels.
+        normalize: A field of every head: whether to L2-normalize the features.
         default_penalty: The penalty that `create_head` uses by default, or None if the head has no penalty.
 
     >>> import torch
@@ -34,26 +34,25 @@ class Head(Registered, ABC, root=True):
     required: ClassVar[tuple[str, ...]] = ("name", "label", "calibrated", "default_penalty")
     calibrated: ClassVar[bool]
     default_penalty: ClassVar[float | None]
-    fits_values: ClassVar[bool] = False
+    supports_regression: ClassVar[bool] = False
     normalize: bool
 
     @classmethod
     def with_penalty(cls, penalty: float | None = None) -> Self:
-        """Return a head of this class that scales features to unit length and has this penalty.
+        """Return a head of this class that L2-normalizes features and has this penalty.
 
         Args:
-            penalty: The strength of the L2 penalty on the weights, which is 1/C for the SVM (default:
-                `default_penalty`).
+            penalty: The strength of the L2 penalty on the weights; 1/C for the SVM (default: `default_penalty`).
 
         Returns:
-            The head, not fitted yet.
+            The head, not yet fitted.
 
         Raises:
-            InputError: If `penalty` is given but the head has none, or if `penalty` is not positive.
+            InputError: If `penalty` is passed to a head without penalty, or is not positive.
         """
         if cls.default_penalty is None:
             if penalty is not None:
-                raise InputError(f"penalty is {penalty}, but the head {cls.name!r} has no penalty. Leave it out.")
+                raise InputError(f"penalty is {penalty}, but the head {cls.name!r} has no penalty. Omit it.")
             return cls._from_penalty(0.0)
         penalty = cls.default_penalty if penalty is None else penalty
         check_positive("penalty", penalty)
@@ -62,19 +61,19 @@ class Head(Registered, ABC, root=True):
     @classmethod
     @abstractmethod
     def _from_penalty(cls, penalty: float) -> Self:
-        """Return a head of this class that scales features to unit length and has this penalty."""
+        """Return a head of this class that L2-normalizes features and has this penalty, or 0 for no penalty."""
 
     @abstractmethod
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> FittedHead:
         """Fit the head of every task.
 
         Args:
-            features: (..., n, d), with at least one task axis in front.
-            labels: int64 class labels (..., n), or real values (..., n, outputs) if `fits_values`.
-            outputs: The number of outputs.
+            features: The features, (..., n, d), with at least one leading task dimension.
+            labels: Class labels, int64 (..., n), or real-valued targets, (..., n, outputs), if `supports_regression`.
+            outputs: The number of outputs: classes, or dimensions of real-valued targets.
 
         Returns:
-            The fitted head with all task axes, in the dtype of the features, but at least float32.
+            The fitted head with the task dimensions of the features, in their dtype, but at least float32.
 
         Raises:
             InputError: If a shape or dtype is wrong, features or labels are not finite, there are fewer than two
@@ -83,18 +82,18 @@ class Head(Registered, ABC, root=True):
 
 
 def create_head(name: str, penalty: float | None = None) -> Head:
-    """Return the test-time head of a name, which scales features to unit length.
+    """Return the test-time head with this name, which L2-normalizes features.
 
     Args:
         name: A name in `Head.registry`: "centroid", "logistic", "ridge", "svm" or the name of a custom head.
-        penalty: The strength of the L2 penalty on the head's weights, which is 1/C for the SVM (default: the head's
+        penalty: The strength of the L2 penalty on the weights; 1/C for the SVM (default: the head's
             `default_penalty`).
 
     Returns:
-        The head, not fitted yet.
+        The head, not yet fitted.
 
     Raises:
-        InputError: If there is no such head, `penalty` is given but the head has none, or `penalty` is not positive.
+        InputError: If there is no such head, or `penalty` is passed to a head without penalty or is not positive.
 
     >>> create_head("svm", penalty=0.5)
     SVM(C=2.0, loss='squared-hinge', normalize=True)

@@ -11,23 +11,23 @@ from torch.nn.functional import pad
 
 from metabridge.errors import check_positive
 from metabridge.heads import newton
-from metabridge.heads.feature_gram import centered_axes, combine_with_mean, in_blocks
+from metabridge.heads.feature_gram import map_task_blocks, principal_coordinates, weighted_sum_plus_mean
+from metabridge.heads.fit_checks import prepare_tasks, warn_if_not_converged, weight_and_bias
 from metabridge.heads.fitted_heads import LinearHead
 from metabridge.heads.head import Head
-from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
 
 
 @dataclass(frozen=True)
 class LogisticRegression(Head):
     """Multinomial logistic regression: minimize ½ penalty ‖W‖² + Σ_n −log softmax(Wφ_n + b)[y_n].
 
-    φ_n are the features, y_n the labels, and the bias b is not penalized. With three or more outputs, it equals
-    scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs, scikit-learn penalizes the difference of the two
-    weights instead, which corresponds to `C=2/penalty`.
+    φ_n are the features and y_n the labels. The bias b is not penalized. With three or more outputs, this equals
+    scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs, it equals `LogisticRegression(C=2/penalty)`,
+    because scikit-learn has a single weight vector, the difference of the two.
 
     Args:
         penalty: The weight of ½‖W‖².
-        normalize: Whether features are scaled to unit length.
+        normalize: Whether to L2-normalize the features.
 
     Raises:
         InputError: If `penalty` is not positive.
@@ -42,7 +42,7 @@ class LogisticRegression(Head):
     name: ClassVar[str] = "logistic"
     label: ClassVar[str] = "logistic regression"
     calibrated: ClassVar[bool] = True
-    default_penalty: ClassVar[float | None] = 0.33  # as in the presets mtl and rfs
+    default_penalty: ClassVar[float | None] = 0.33  # the penalty of the presets mtl and rfs
 
     penalty: float = 1.0
     normalize: bool = True
@@ -57,13 +57,13 @@ class LogisticRegression(Head):
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Fit the head of every task; see `Head.fit`."""
         x, y = prepare_tasks(self, features, labels, outputs)
-        coordinates, lift, mean = in_blocks(centered_axes, x)
+        coordinates, from_coordinates, mean = map_task_blocks(principal_coordinates, x)
         design = pad(coordinates, (0, 1), value=1.0)
         penalty = pad(torch.full_like(coordinates[:, 0], self.penalty), (0, 1))
-        solution, excess = newton.minimize(newton.CROSS_ENTROPY, y, design, penalty, outputs)
-        warn_if_unsolved(self, excess, "a larger penalty")
+        solution, suboptimality = newton.minimize(newton.CROSS_ENTROPY, y, design, penalty, outputs)
+        warn_if_not_converged(self, suboptimality, "a larger penalty")
         solution = solution - solution.mean(-1, keepdim=True)  # softmax is invariant to the mean over outputs
-        weight = (lift @ solution[:, :-1]).mT
+        weight = (from_coordinates @ solution[:, :-1]).mT
         if x.shape[-2] < x.shape[-1]:
-            weight, mean = combine_with_mean(weight, x, coordinates, mean)
-        return LinearHead(*shape_solution(features, weight, solution[:, -1], mean), self.normalize)
+            weight, mean = weighted_sum_plus_mean(weight, x, coordinates, mean)
+        return LinearHead(*weight_and_bias(features, weight, solution[:, -1], mean), self.normalize)

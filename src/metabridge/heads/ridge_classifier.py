@@ -1,4 +1,4 @@
-"""Ridge regression on one-hot labels as a test-time head."""
+"""Ridge regression, on one-hot labels or real-valued targets, as a test-time head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from metabridge.errors import check_positive
-from metabridge.heads.feature_gram import centered_axes, combine, gram_matrix, in_blocks
+from metabridge.heads.feature_gram import gram_matrix, map_task_blocks, principal_coordinates, weighted_sum
+from metabridge.heads.fit_checks import prepare_tasks, weight_and_bias
 from metabridge.heads.fitted_heads import LinearHead
 from metabridge.heads.head import Head
-from metabridge.heads.task_sets import prepare_tasks, shape_solution
 from metabridge.ridge_regression import ridge_dual
 
 
@@ -21,12 +21,12 @@ from metabridge.ridge_regression import ridge_dual
 class RidgeClassifier(Head):
     """Ridge regression: minimize Σ_n ‖Wφ_n + b − y_n‖² + penalty ‖W‖², like scikit-learn's `Ridge(alpha=penalty)`.
 
-    φ_n are the features, and the bias b is not penalized. The targets y_n are one-hot encoded class labels or real
-    values, (..., n, outputs).
+    φ_n are the features, and the bias b is not penalized. The targets y_n are one-hot encoded class labels or
+    real-valued targets, (..., n, outputs).
 
     Args:
         penalty: The weight of ‖W‖².
-        normalize: Whether features are scaled to unit length.
+        normalize: Whether to L2-normalize the features.
 
     Raises:
         InputError: If `penalty` is not positive.
@@ -42,7 +42,7 @@ class RidgeClassifier(Head):
     stored_name: ClassVar[str] = "Ridge"
     calibrated: ClassVar[bool] = False
     default_penalty: ClassVar[float | None] = 1.0
-    fits_values: ClassVar[bool] = True
+    supports_regression: ClassVar[bool] = True
 
     penalty: float = 1.0
     normalize: bool = False
@@ -63,22 +63,22 @@ class RidgeClassifier(Head):
 
         if x.shape[-2] < x.shape[-1]:
             gram, origin = gram_matrix(x, sensitivity=1 / self.penalty)
-            if _well_conditioned(gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.penalty):
-                coefficient, level = in_blocks(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
-                weight = combine(coefficient, x, origin)
-                return LinearHead(*shape_solution(features, weight, level, origin), self.normalize)
+            if _is_well_conditioned(gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.penalty):
+                coefficients, origin_scores = map_task_blocks(lambda K, y: ridge_dual(K, y.double(), penalty), gram, y)
+                weight = weighted_sum(coefficients, x, origin)
+                return LinearHead(*weight_and_bias(features, weight, origin_scores, origin), self.normalize)
 
         def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            coordinates, lift, mean = centered_axes(x)
+            coordinates, from_coordinates, mean = principal_coordinates(x)
             y = y.double()
             target_mean = y.mean(-2, keepdim=True)
-            squares = coordinates.square().sum(-2)[..., None]
-            weight = (lift @ (coordinates.mT @ (y - target_mean) / (squares + penalty))).mT
-            return combine(weight, x, mean) if x.shape[-2] < x.shape[-1] else weight, target_mean[:, 0], mean
+            eigenvalues = coordinates.square().sum(-2)[..., None]
+            weight = (from_coordinates @ (coordinates.mT @ (y - target_mean) / (eigenvalues + penalty))).mT
+            return weighted_sum(weight, x, mean) if x.shape[-2] < x.shape[-1] else weight, target_mean[:, 0], mean
 
-        return LinearHead(*shape_solution(features, *in_blocks(solve, x, y)), self.normalize)
+        return LinearHead(*weight_and_bias(features, *map_task_blocks(solve, x, y)), self.normalize)
 
 
-def _well_conditioned(trace: Tensor, penalty: float) -> bool:
-    """Return whether the penalty is far above the rounding errors of Gram matrices with these traces in float64."""
+def _is_well_conditioned(trace: Tensor, penalty: float) -> bool:
+    """Return whether the penalty is far above the float64 rounding errors of Gram matrices with these traces."""
     return bool(trace.max() * torch.finfo(torch.float64).eps < 1e-8 * penalty)

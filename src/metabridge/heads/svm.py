@@ -11,13 +11,19 @@ from torch.nn.functional import one_hot, pad
 
 from metabridge.errors import InputError, check_positive
 from metabridge.heads import newton, svm_duals
-from metabridge.heads.feature_gram import centered_axes_with_bias, combine, combine_with_mean, gram_matrix, in_blocks
+from metabridge.heads.feature_gram import (
+    gram_matrix,
+    map_task_blocks,
+    principal_coordinates_with_bias,
+    weighted_sum,
+    weighted_sum_plus_mean,
+)
+from metabridge.heads.fit_checks import prepare_tasks, warn_if_not_converged, weight_and_bias
 from metabridge.heads.fitted_heads import FittedHead, LinearHead, PairwiseHead
 from metabridge.heads.head import Head
-from metabridge.heads.task_sets import prepare_tasks, shape_solution, warn_if_unsolved
 
-MAX_PRIMAL_EXCESS = 1e-7  # problems with a larger relative excess over the minimum are also solved in their duals
-# If C times the largest squared norm of a float64 feature exceeds this, rounding errors of the weight are checked.
+MAX_PRIMAL_SUBOPTIMALITY = 1e-7  # a problem of larger relative suboptimality is also solved in its dual
+# Check float64 weights for rounding errors if C times the largest squared norm of a centered feature exceeds this.
 ROUNDING_CHECK_THRESHOLD = 1e8
 
 
@@ -25,15 +31,15 @@ ROUNDING_CHECK_THRESHOLD = 1e8
 class SVM(Head):
     """Linear support vector machine, one-vs-rest with the squared hinge loss or one-vs-one with the hinge loss.
 
-    "squared-hinge" minimizes ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))² for each class k, with s_nk = 1
-    for the features φ_n of this class and −1 for all others, like scikit-learn's `LinearSVC(C=C)`. "hinge" minimizes
-    ½‖w‖² + C Σ_n max(0, 1 − s_n(wᵀφ_n + b)) for each pair of classes, with s_n = 1 for the first class and −1 for the
+    "squared-hinge" minimizes ½‖w_k‖² + ½b_k² + C Σ_n max(0, 1 − s_nk(w_kᵀφ_n + b_k))² for each class k, where s_nk is 1
+    if the features φ_n belong to class k and −1 otherwise, like scikit-learn's `LinearSVC(C=C)`. "hinge" minimizes
+    ½‖w‖² + C Σ_n max(0, 1 − s_n(wᵀφ_n + b)) for each pair of classes, where s_n is 1 for the first class and −1 for the
     second, like scikit-learn's `SVC(C=C, kernel="linear")`.
 
     Args:
         C: The weight of the losses.
         loss: "squared-hinge" or "hinge".
-        normalize: Whether features are scaled to unit length.
+        normalize: Whether to L2-normalize the features.
 
     Raises:
         InputError: If `C` is not positive or `loss` is unknown.
@@ -70,62 +76,73 @@ class SVM(Head):
 
     def _fit_hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> PairwiseHead:
         gram, origin = gram_matrix(x, sensitivity=self.C)
-        coefficient, level, gap = in_blocks(lambda K, y: svm_duals.one_against_one(K, y, outputs, self.C), gram, y)
-        warn_if_unsolved(self, gap, "a smaller C")
-        weight = combine(coefficient, x, origin)
-        return PairwiseHead(*shape_solution(features, weight, level, origin), self.normalize)
+        coefficients, origin_scores, gap = map_task_blocks(
+            lambda K, y: svm_duals.one_vs_one(K, y, outputs, self.C), gram, y
+        )
+        warn_if_not_converged(self, gap, "a smaller C")
+        weight = weighted_sum(coefficients, x, origin)
+        return PairwiseHead(*weight_and_bias(features, weight, origin_scores, origin), self.normalize)
 
     def _fit_squared_hinge(self, features: Tensor, x: Tensor, y: Tensor, outputs: int) -> LinearHead:
-        coordinates, lift, along, mean = in_blocks(centered_axes_with_bias, x)
-        # (x, 1) = (x − mean, 0) + (mean, 1), and `level` is the score at the mean.
-        length = (mean.square().sum(-1) + 1).sqrt()  # of (mean, 1)
-        design = torch.cat([coordinates, 1 + (along / length)[..., None]], -1)
-        penalty = torch.cat([torch.ones_like(coordinates[:, 0]), length.square().reciprocal()], -1) / self.C
-        solution, excess = newton.minimize(newton.SQUARED_HINGE, y, design, penalty, outputs)
-        self._refine_in_dual(solution, excess, coordinates, design, length, y)
-        weight, level = (lift @ solution[:, :-1]).mT, solution[:, -1]
-        if x.shape[-2] <= x.shape[-1]:
-            bias = (level / length - (weight @ along[..., None])[..., 0]) / length
-            weight, mean = combine_with_mean(weight, x, coordinates, mean, bias)
+        coordinates, from_coordinates, mean_component, mean = map_task_blocks(principal_coordinates_with_bias, x)
+        # (x, 1) = (x − mean, 0) + (mean, 1). The last unknown is the score at the mean.
+        mean_norm = (mean.square().sum(-1) + 1).sqrt()  # ‖(mean, 1)‖
+        design = torch.cat([coordinates, 1 + (mean_component / mean_norm)[..., None]], -1)
+        penalty = torch.cat([torch.ones_like(coordinates[:, 0]), mean_norm.square().reciprocal()], -1) / self.C
+        solution, suboptimality = newton.minimize(newton.SQUARED_HINGE, y, design, penalty, outputs)
+        self._refine_in_dual(solution, suboptimality, coordinates, design, mean_norm, y)
+        weight, scores_at_mean = (from_coordinates @ solution[:, :-1]).mT, solution[:, -1]
+        if x.shape[-2] <= x.shape[-1]:  # `weight` contains dual coefficients
+            bias = (scores_at_mean / mean_norm - (weight @ mean_component[..., None])[..., 0]) / mean_norm
+            weight, mean = weighted_sum_plus_mean(weight, x, coordinates, mean, bias)
         else:
-            # Remove the rounding errors of the weight along (mean, 1), which the length of (x, 1) would magnify.
+            # Remove the component of the weight along (mean, 1): a rounding error that a large ‖(x, 1)‖ would amplify.
             component = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
-            weight = weight[..., :-1] + ((level - component) / length.square())[..., None] * mean
+            weight = weight[..., :-1] + ((scores_at_mean - component) / mean_norm.square())[..., None] * mean
         if x.dtype == torch.float64 and self.C * coordinates.square().sum(-1).max() > ROUNDING_CHECK_THRESHOLD:
-            bias, scores = level - (weight @ mean.mT)[..., 0], (x - mean) @ weight.mT + level[:, None]
-            objective = (weight.square().sum(-1) + bias.square()) / 2 + self.C * _squared_hinges(scores, y)
+            bias = scores_at_mean - (weight @ mean.mT)[..., 0]
+            scores = (x - mean) @ weight.mT + scores_at_mean[:, None]
+            objective = (weight.square().sum(-1) + bias.square()) / 2 + self.C * _squared_hinge_loss(scores, y)
             minimum_over_C = (penalty[..., None] * solution.square()).sum(-2) / 2
-            minimum_over_C = minimum_over_C + _squared_hinges(design @ solution, y)
-            excess = torch.maximum(excess, objective / (self.C * minimum_over_C) - 1)
-        warn_if_unsolved(self, excess, "a smaller C")
-        return LinearHead(*shape_solution(features, weight, level, mean), self.normalize)
+            minimum_over_C = minimum_over_C + _squared_hinge_loss(design @ solution, y)
+            suboptimality = torch.maximum(suboptimality, objective / (self.C * minimum_over_C) - 1)
+        warn_if_not_converged(self, suboptimality, "a smaller C")
+        return LinearHead(*weight_and_bias(features, weight, scores_at_mean, mean), self.normalize)
 
     def _refine_in_dual(
-        self, solution: Tensor, excess: Tensor, coordinates: Tensor, design: Tensor, length: Tensor, y: Tensor
+        self,
+        solution: Tensor,
+        suboptimality: Tensor,
+        coordinates: Tensor,
+        design: Tensor,
+        mean_norm: Tensor,
+        y: Tensor,
     ) -> None:
-        """Solve unsolved problems again in their duals, and replace entries of `solution` and `excess` that improve.
+        """Solve the duals of problems that did not converge; update `solution` and `suboptimality` in place if better.
 
-        If C is so large that margins are almost hard, the solution of the dual problem is more precise. Tasks with more
-        than `svm_duals.MAX_EXAMPLES` examples are not solved again.
+        If C is so large that margins are almost hard, solving the dual is more accurate. Tasks with more than
+        `svm_duals.MAX_EXAMPLES` examples are skipped.
         """
         if design.shape[-2] > svm_duals.MAX_EXAMPLES:
             return
-        unsolved = (excess > MAX_PRIMAL_EXCESS).nonzero()
+        unsolved = (suboptimality > MAX_PRIMAL_SUBOPTIMALITY).nonzero()
         chunk_size = svm_duals.MAX_EXAMPLES**2 // design.shape[-2] ** 2 or 1
         for chunk in unsolved.split(chunk_size) if len(unsolved) else ():
             task, output = chunk.unbind(-1)
             gram = coordinates[task] @ coordinates[task].mT
             sign = torch.where(y[task] == output[:, None], 1.0, -1.0).to(gram.dtype)
-            bias_penalty = length[task, 0].square().reciprocal()
-            coefficient, level, gap = svm_duals.squared_hinge(gram, sign, design[task, :, -1], bias_penalty, self.C)
-            weight = (coefficient[:, None] @ coordinates[task])[:, 0]
-            improved = gap < excess[task, output]
-            task, output = task[improved], output[improved]
-            solution[task, :, output] = torch.cat([weight, level[:, None]], -1)[improved]
-            excess[task, output] = gap[improved]
+            intercept_penalty = mean_norm[task, 0].square().reciprocal()
+            coefficients, intercept, gap = svm_duals.solve_squared_hinge(
+                gram, sign, design[task, :, -1], intercept_penalty, self.C
+            )
+            weight = (coefficients[:, None] @ coordinates[task])[:, 0]
+            is_better = gap < suboptimality[task, output]
+            task, output = task[is_better], output[is_better]
+            solution[task, :, output] = torch.cat([weight, intercept[:, None]], -1)[is_better]
+            suboptimality[task, output] = gap[is_better]
 
 
-def _squared_hinges(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return Σ_n max(0, 1 − s_nk f_nk)² (tasks, outputs) for scores f (tasks, n, outputs)."""
+def _squared_hinge_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return Σ_n max(0, 1 − s_nk f_nk)², (tasks, outputs), for scores f, (tasks, n, outputs)."""
     sign = 2 * one_hot(labels, scores.shape[-1]) - 1
     return (1 - sign * scores).clamp_min(0).square().sum(-2)

@@ -1,4 +1,4 @@
-"""Use trained models: a scikit-learn classifier for new classes, and export to ONNX."""
+"""Inference with trained models: a scikit-learn classifier for new classes, and ONNX export."""
 
 from metabridge.inference.classifier import FewShotClassifier
 from metabridge.inference.onnx_export import export_onnx, write_head

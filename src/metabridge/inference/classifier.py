@@ -1,4 +1,4 @@
-"""A scikit-learn classifier on top of a trained run: `fit` adapts to a few labeled images, `predict` classifies."""
+"""A scikit-learn classifier that adapts a trained run to labeled images (`fit`) and classifies images (`predict`)."""
 
 from __future__ import annotations
 
@@ -37,35 +37,34 @@ from metabridge.training.checkpoint import (
 from metabridge.training.evaluation import Model, check_finite
 from metabridge.training.fitting import load
 
-VERSION = 1  # file format of saved classifiers
-CHUNK = 256  # images per forward pass, if each image is predicted independently
+FORMAT_VERSION = 1  # file format of saved classifiers
+CHUNK_SIZE = 256  # images per forward pass if images are predicted independently
 
 BATCH_STATISTICS_WARNING = (
-    "this network's batch norms use the statistics of each batch, so the prediction for an image depends on the other "
-    "images of the call, and a single image is normalized by its own statistics. Pass all query images of a task "
-    "together, or train with statistics='running' to predict each image independently."
+    "the batch norm of this network uses batch statistics, so the prediction for an image depends on the other images "
+    "of the call, and a single image is normalized with its own statistics. Pass all query images of a task together, "
+    "or train with statistics='running' to predict each image independently."
 )
 
 
 class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A scikit-learn classifier that learns new classes from a few images of each.
+    """A scikit-learn classifier that learns new classes from a few images per class.
 
-    Images are paths, Pillow images or arrays of shape (height, width) or (height, width, channels). Arrays are of dtype
-    uint8, or floating point with values from 0 to 1. Images are converted to the size and channels of the run's
-    network, and preprocessed like its training images.
+    Images are paths, Pillow images or arrays of shape (height, width) or (height, width, channels). Arrays have dtype
+    uint8, or a floating-point dtype and values from 0 to 1. Images are resized to the input size of the run's network,
+    converted to its number of channels, and preprocessed like the training images.
 
-    If the network's batch norms use the statistics of each batch (`statistics="batch"`), all images of a call are
-    predicted together, with a warning. With running statistics, each image is predicted independently.
+    If the batch norm of the network uses batch statistics (`statistics="batch"`), all images of a call are predicted
+    together, and a warning is issued. With running statistics, each image is predicted independently.
 
     Args:
         run: The folder of a run, or the run itself.
-        head: The name of a test-time head, such as "logistic" (all names are in `mb.heads.Head.registry`). The head is
-            fitted on the run's features, for any number of classes. Default: adapt as the run's method does at test
-            time.
+        head: The name of a test-time head, such as "logistic" (`mb.heads.Head.registry` contains all names). The head
+            is fitted on the features of the run, for any number of classes. Default: adapt with the run's method.
         device: The device to compute on, such as "cpu" or "cuda".
 
     Attributes:
-        classes_: The labels, sorted: the columns of `predict_proba`.
+        classes_: The sorted class labels, in the order of the columns of `predict_proba`.
         adapted_: The adapted model.
 
     >>> from metabridge.datasets import load
@@ -79,7 +78,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     >>> classifier.predict(X[:2]).shape, classifier.predict_proba(X[:2]).shape[1] == len(classifier.classes_)
     ((2,), True)
 
-    A fitted classifier can be saved, and loaded without the run:
+    A fitted classifier can be saved and later loaded without the run:
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -90,7 +89,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     classes_: NDArray[Any]
     adapted_: Adapted
-    decode_options_: DecodeOptions  # size, channels and preprocessing of input images
+    decode_options_: DecodeOptions  # size, channels and preprocessing of the input images
 
     def __init__(
         self, run: str | Path | Model | None, *, head: str | None = None, device: torch.device | str = "cpu"
@@ -100,18 +99,19 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.device = device
 
     def fit(self, X: Iterable[Any], y: Iterable[Any]) -> Self:
-        """Adapt to a support set.
+        """Adapt the model to a support set.
 
         Args:
             X: The support images.
-            y: A label for each image: numbers or strings.
+            y: The label of each image, a number or a string.
 
         Returns:
             The classifier itself.
 
         Raises:
-            InputError: There are fewer than two classes, the method has no test-time head and another number of
-                outputs, the numbers of images and labels differ, an image cannot be read, or adaptation diverged.
+            InputError: If there are fewer than two classes, the numbers of images and labels differ, an image cannot be
+                read, adaptation diverged, or the method has no test-time head and its network has a different number of
+                outputs.
         """
         model = self._model()
         check_finite(model.params, dict(model.net.named_buffers()))
@@ -122,7 +122,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise InputError(
                 f"y has {len(classes)} class, but a classifier needs at least 2. Add images of another class."
             )
-        if not isinstance(model.method.test, Head):
+        if not isinstance(model.method.test_solver, Head):
             _check_outputs(len(classes), len(model.params["head.weight"]))
         decode_options = model_decode_options(model)
         images = convert_images(X, decode_options)
@@ -154,8 +154,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_proba(self, X: Iterable[Any]) -> NDArray[np.float64]:
         """Return the softmax of the outputs.
 
-        With heads trained by cross-entropy, such as "logistic", these are estimates of probabilities. With test-time
-        heads that are not `calibrated`, they only rank the classes.
+        With heads trained with the cross-entropy loss, such as "logistic", these values estimate the class
+        probabilities. With test-time heads that are not `calibrated`, they only rank the classes.
 
         Args:
             X: The query images.
@@ -178,9 +178,9 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return outputs[:, 1] - outputs[:, 0] if outputs.shape[1] == 2 else outputs
 
     def save(self, folder: str | Path) -> Path:
-        """Save the fitted classifier, so that it can be used without the run.
+        """Save the fitted classifier, so that it can be loaded without the run.
 
-        The file is in safetensors format with JSON metadata, so that loading it never runs code.
+        The file has the safetensors format with JSON metadata, so loading it cannot execute code.
 
         Args:
             folder: The folder to write to; it is created if needed.
@@ -191,10 +191,10 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         adapted, head = self.adapted_, self.adapted_.head
         recipe = dict(adapted.net.recipe or {})
-        notes = {
-            "version": VERSION,
+        metadata = {
+            "version": FORMAT_VERSION,
             "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are in this file
-            "form": asdict(self.decode_options_),  # the keys are those of version 0.1.0
+            "form": asdict(self.decode_options_),  # keys as in version 0.1.0
             "classes": self.classes_.tolist(),
             "head": None if head is None else {"kind": type(head).__name__, "normalise": head.normalize},
             "arguments": {
@@ -206,14 +206,14 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         params = {name: value for name, value in adapted.params.items() if name.startswith(("features.", "head."))}
         run_folder = RunFolder(make_folder(folder))
         buffers = dict(adapted.net.named_buffers())
-        run_folder.write("adapted", merge_groups(params=params, buffers=buffers, head=head_tensors), notes)
+        run_folder.write("adapted", merge_groups(params=params, buffers=buffers, head=head_tensors), metadata)
         return run_folder.path / "adapted.safetensors"
 
     @classmethod
     def load(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
-        """Load a classifier that `save` wrote.
+        """Load a classifier that was saved with `save`.
 
-        The classifier predicts without the run. Fitting it again needs the run, at the same path as before.
+        Predicting does not need the run. Fitting again needs the run at the same path as before.
 
         Args:
             folder: The folder that was passed to `save`.
@@ -223,7 +223,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             The fitted classifier.
 
         Raises:
-            InputError: The folder contains no saved classifier, or the file is damaged.
+            InputError: If the folder contains no saved classifier, or the file is corrupted.
         """
         run_folder, device = RunFolder(Path(folder)), as_device(device)
         stored = run_folder.read("adapted")
@@ -232,23 +232,23 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"{folder} contains no adapted model. Create one with metabridge adapt --save or "
                 "FewShotClassifier.save."
             )
-        tensors, notes = stored
-        if notes.get("version") != VERSION:
+        tensors, metadata = stored
+        if metadata.get("version") != FORMAT_VERSION:
             raise InputError(
-                f"the adapted model in {folder} has file format {notes.get('version')}, but this version of metabridge "
-                f"reads format {VERSION}. Adapt again, or use the version that wrote it."
+                f"the adapted model in {folder} has file format {metadata.get('version')}, but this version of "
+                f"metabridge reads format {FORMAT_VERSION}. Adapt again, or use the version that wrote it."
             )
         params, buffers = select_group(tensors, "params"), select_group(tensors, "buffers")
         try:
-            net = read_network(notes, None, tensors)
+            net = read_network(metadata, None, tensors)
             check_match(
                 {**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path
             )
-            classes, decode_options = _read_classes(notes["classes"]), DecodeOptions(**notes["form"])
+            classes, decode_options = _read_classes(metadata["classes"]), DecodeOptions(**metadata["form"])
             if image_shape(net) != (decode_options.channels, decode_options.size):
-                raise InputError(f"its network does not take images decoded with {decode_options}")
-            head = _read_head(notes["head"], select_group(tensors, "head"), params["head.weight"], len(classes))
-            classifier = cls(**notes["arguments"], device=device)
+                raise InputError(f"its network does not accept images decoded with {decode_options}")
+            head = _read_head(metadata["head"], select_group(tensors, "head"), params["head.weight"], len(classes))
+            classifier = cls(**metadata["arguments"], device=device)
         except PARSING_ERRORS as error:
             raise damaged(run_folder.path / "adapted.safetensors", str(error).rstrip(".")) from error
         check_finite(params | select_group(tensors, "head"), buffers)
@@ -261,11 +261,13 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return classifier
 
     def _model(self) -> Model:
-        """Return the run on the device, with the requested head."""
+        """Return the run on `self.device`, with `self.head` as test-time head if given."""
         device = as_device(self.device)
         if self.run is None:
-            raise InputError("run is None: this classifier was saved without its run. Set run to fit it again.")
-        if isinstance(self.run, Model):  # a copy, so that further training of the run does not change it
+            raise InputError(
+                "run is None, because this classifier was saved without its run. Set the parameter run to fit it again."
+            )
+        if isinstance(self.run, Model):  # copy it, so that further training does not change the classifier
             net = copy.deepcopy(self.run.net).to(device).eval()
             params = {name: value.detach().to(device) for name, value in self.run.params.items()}
             model = replace(self.run, net=net, params=params)
@@ -273,7 +275,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             model = load(self.run, device=device)
         if self.head is None:
             return model
-        return replace(model, method=replace(model.method, test=create_head(self.head)))
+        return replace(model, method=replace(model.method, test_solver=create_head(self.head)))
 
     def _outputs(self, X: Iterable[Any]) -> Tensor:
         check_is_fitted(self)
@@ -281,8 +283,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         predict_together = uses_batch_statistics(self.adapted_.net)
         if predict_together:
             warnings.warn(BATCH_STATISTICS_WARNING, stacklevel=3)
-        chunk_size = len(images) if predict_together else CHUNK
-        chunks = (images[first : first + chunk_size] for first in range(0, len(images), chunk_size))
+        chunk_size = len(images) if predict_together else CHUNK_SIZE
+        chunks = (images[start : start + chunk_size] for start in range(0, len(images), chunk_size))
         outputs = torch.cat([self.adapted_(_inputs(chunk, device)).cpu() for chunk in chunks])
         if not outputs.isfinite().all():
             raise InputError(
@@ -304,34 +306,32 @@ def _inputs(images: NDArray[np.uint8], device: torch.device) -> Tensor:
 def _check_outputs(classes: int, outputs: int) -> None:
     if classes != outputs:
         raise InputError(
-            f"y has {classes} classes, but the run was trained for {outputs} and adapts a head with {outputs} outputs. "
-            f"Train with --ways {classes}, or use head='logistic' (--head logistic), which fits a new head for any "
-            "number of classes."
+            f"y has {classes} classes, but the run was trained for {outputs}, and its method adapts a head with "
+            f"{outputs} outputs. Train with --ways {classes}, or use head='logistic' (--head logistic), which fits a "
+            "new head for any number of classes."
         )
 
 
 def _read_classes(names: Any) -> NDArray[Any]:
     classes = np.array(names)
     if classes.ndim != 1 or len(classes) < 2 or classes.dtype.kind not in "bifuU":
-        raise InputError("its classes are not a list of names or numbers")
+        raise InputError("its classes are not a list of strings or numbers")
     return classes
 
 
-def _read_head(notes: Any, tensors: Mapping[str, Tensor], head_weight: Tensor, classes: int) -> FittedHead | None:
-    """Return the fitted test-time head; None if the classifier uses the adapted head, whose weight is `head_weight`.
+def _read_head(metadata: Any, tensors: Mapping[str, Tensor], head_weight: Tensor, classes: int) -> FittedHead | None:
+    """Return the fitted test-time head; None if the classifier uses the network's head, whose weight is `head_weight`.
 
-    Raise `InputError` unless the head in use has the given number of classes.
+    Raise `InputError` if the head of the classifier does not have the given number of classes.
     """
-    if notes is None:
+    if metadata is None:
         if len(head_weight) != classes:
-            raise InputError(f"it has {classes} classes, but outputs for {len(head_weight)}")
+            raise InputError(f"it has {classes} classes, but {len(head_weight)} outputs")
         return None
-    head_class = FITTED_HEADS[notes["kind"]]
+    head_class = FITTED_HEADS[metadata["kind"]]
     rows, features = head_class.rows(classes), head_weight.shape[1]
-    head = head_class(**tensors, normalize=bool(notes["normalise"]))
-    has_shapes = head.weight.shape == (1, rows, features) and head.bias.shape == (1, rows)
-    if not has_shapes or not head.weight.dtype == head.bias.dtype == head_weight.dtype:
-        raise InputError(
-            f"its head has another shape or dtype than a head of {classes} classes and {features} features"
-        )
+    head = head_class(**tensors, normalize=bool(metadata["normalise"]))
+    shapes_match = head.weight.shape == (1, rows, features) and head.bias.shape == (1, rows)
+    if not shapes_match or not head.weight.dtype == head.bias.dtype == head_weight.dtype:
+        raise InputError(f"its head has the wrong shape or dtype for {classes} classes and {features} features")
     return head

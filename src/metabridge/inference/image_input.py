@@ -1,4 +1,4 @@
-"""Convert images (paths, Pillow images, arrays) into the input of a trained network."""
+"""Conversion of images (paths, Pillow images, arrays) to the input of a trained network."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def model_decode_options(model: Model) -> DecodeOptions:
     """Return the options for decoding the input images of a model.
 
-    The network determines size and channels. The data set in the model's settings determines cropping and inversion;
-    if it is not in `DATASETS`, the options for folders of images are used.
+    The network determines the size and the channels. The training data set determines cropping and inversion; if it is
+    unknown, the options for folders of images are used.
 
     Args:
         model: The trained model.
@@ -48,31 +48,31 @@ def model_decode_options(model: Model) -> DecodeOptions:
 
 
 def image_shape(net: Network) -> tuple[int, int]:
-    """Return the number of channels and the side length of a network's input images.
+    """Return the number of channels and the size of the square input images of a network.
 
     Args:
         net: An image model of `metabridge.models`, or a fully connected network for square images.
 
     Returns:
-        The number of channels and the side length in pixels.
+        The number of channels, and the width and height in pixels.
 
     Raises:
-        InputError: The network's recipe does not determine the image shape.
+        InputError: If the network's configuration (`recipe`) does not determine the image shape.
 
     >>> from metabridge.models import conv4
     >>> image_shape(conv4(1, 28))
     (1, 28)
     """
     recipe: dict[str, Any] = net.recipe or {}
-    for key in ("image_channels", "channels"):  # in recipes with both, "channels" is the number of feature maps
+    for key in ("image_channels", "channels"):  # in a recipe with both, "channels" is the number of feature maps
         if key in recipe:
             return recipe[key], recipe["size"]
-    for channels in (1, 3):  # the recipe of a fully connected network has only the number of inputs
+    for channels in (1, 3):  # the recipe of a fully connected network contains only the number of inputs
         size = isqrt(recipe.get("inputs", 0) // channels)
         if size and channels * size**2 == recipe["inputs"]:
             return channels, size
     raise InputError(
-        "the recipe of the network does not contain the size of its input images. Use an image model of "
+        "the network's configuration does not contain the size of its input images. Use an image model of "
         "metabridge.models, or call metabridge.adapt with tensors."
     )
 
@@ -82,15 +82,15 @@ def convert_images(X: Iterable[Any], decode_options: DecodeOptions) -> NDArray[n
 
     Args:
         X: Images. Each is the path of a file, a Pillow image, or an array of shape (height, width) or (height, width,
-            channels). Arrays are of dtype uint8, or floating point with values from 0 to 1, which are rounded to 8
+            channels). Arrays have dtype uint8, or a floating-point dtype and values from 0 to 1, which are rounded to 8
             bits.
-        decode_options: The size, channels and preprocessing of the result.
+        decode_options: The size, channels and preprocessing of the converted images.
 
     Returns:
         The converted images.
 
     Raises:
-        InputError: `X` is not a list of images, or an image cannot be read; the message names it.
+        InputError: If `X` is not a list of images, or if an image cannot be read.
 
     >>> convert_images(np.zeros((5, 40, 30)), DecodeOptions(size=8, channels=3)).shape
     (5, 3, 8, 8)
@@ -121,7 +121,7 @@ def convert_images(X: Iterable[Any], decode_options: DecodeOptions) -> NDArray[n
 
 
 def decode_all(contents: Sequence[Content], decode_options: DecodeOptions) -> list[NDArray[np.uint8] | Unreadable]:
-    """Decode images in threads and return the results in order; an image that cannot be read gives an `Unreadable`.
+    """Decode images in several threads; an image that cannot be read gives an `Unreadable` with the reason.
 
     >>> decode_all([b"no image"], DecodeOptions(size=8, channels=3))
     [Unreadable(reason='it is not an image that Pillow reads')]
@@ -139,7 +139,7 @@ def _image_content(name: str, image: Any, channels: int) -> Content:
     if isinstance(image, Image.Image):
         try:
             return np.asarray(to_8_bit(image, channels))
-        except Exception as error:  # decoders raise exceptions of many types for damaged files
+        except Exception as error:  # decoders raise many types of exceptions for corrupted files
             raise InputError(f"{name} cannot be read ({error}). Fix or remove it.") from error
     if isinstance(image, np.ndarray):
         return _array_to_uint8(name, image)
@@ -160,7 +160,7 @@ def _array_to_uint8(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:
                 f"{name} has dtype {image.dtype}, but must be uint8, or floating point with values from 0 to 1."
             )
         minimum, maximum = image.min(), image.max()
-        if not (minimum >= 0 and maximum <= 1):  # written so that NaN is rejected
+        if not (minimum >= 0 and maximum <= 1):  # this form also rejects NaN
             raise InputError(
                 f"{name} has values from {minimum:g} to {maximum:g}, but floating-point values must be from 0 to 1. "
                 "Scale them, or pass uint8 values from 0 to 255."

@@ -1,4 +1,4 @@
-"""Export features as an ONNX graph and an adapted head as JSON, for programs without PyTorch."""
+"""Export a feature extractor as an ONNX model and an adapted head as JSON, for programs without PyTorch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from metabridge.inference.image_input import image_shape
 from metabridge.learners.adapt import Adapted
 from metabridge.training.evaluation import Model, check_finite
 
-TOLERANCE = 1e-4  # for the difference from PyTorch, relative to the largest feature if that exceeds 1
+TOLERANCE = 1e-4  # maximum difference from PyTorch, relative to the largest absolute feature if that exceeds 1
 
 
 def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
-    """Export the features of a model as an ONNX graph.
+    """Export the feature extractor of a model as an ONNX model.
 
-    The input of the graph is `images`, float32 of shape (n, channels, size, size) with values from 0 to 1; its output
-    is `features`. If onnxruntime is installed, its features of random images are compared with PyTorch's, and the
-    graph is written only if they differ by at most 1e-4 (relative to the largest feature if that exceeds 1).
+    The input of the ONNX model is `images`, float32 of shape (n, channels, size, size) with values from 0 to 1; its
+    output is `features`. If onnxruntime is installed, the features of random images are compared with PyTorch, and the
+    file is written only if they differ by at most 1e-4 (relative to the largest absolute feature if that exceeds 1).
 
-    If the network's batch norms use the statistics of each batch, so does the graph: the features of an image then
-    depend on the other images of the batch. The export needs `pip install 'metabridge[onnx]'`.
+    If batch norm uses batch statistics, it also does so in the ONNX model: the features of an image then depend on the
+    other images of the batch. The export needs `pip install 'metabridge[onnx]'`.
 
     Args:
-        model: A run, as `mb.load` returns it, or `classifier.adapted_` of a fitted `FewShotClassifier`.
-        file: The file to write; "-" is standard output.
+        model: A run loaded with `mb.load`, or `classifier.adapted_` of a fitted `FewShotClassifier`.
+        file: The file to write, or "-" for standard output.
 
     Returns:
-        The largest difference from PyTorch's features, or None if onnxruntime is not installed.
+        The largest absolute difference from PyTorch's features, or None if onnxruntime is not installed.
 
     Raises:
-        InputError: onnx or onnxscript is not installed, a weight is not finite, or the graph disagrees with PyTorch.
+        InputError: If onnx or onnxscript is not installed, a weight is not finite, or the features differ from PyTorch.
 
     >>> from tempfile import TemporaryDirectory
     >>> from metabridge.learners import method, parameters
@@ -57,15 +57,15 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
-        raise InputError(f"export needs {missing[0]}, which is not installed: pip install 'metabridge[onnx]'")
+        raise InputError(f"export needs {missing[0]}, which is not installed. Run pip install 'metabridge[onnx]'.")
     check_finite(model.params, dict(model.net.named_buffers()))
     channels, size = image_shape(model.net)
-    features = _features_on_cpu(model)
+    backbone = _backbone_on_cpu(model)
     generator = torch.Generator().manual_seed(0)
     example_images, test_images = (torch.rand(n, channels, size, size, generator=generator) for n in (2, 5))
     with _silent_exporter():
         program = torch.onnx.export(
-            features,
+            backbone,
             (example_images,),
             input_names=["images"],
             output_names=["features"],
@@ -74,29 +74,29 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
             verbose=False,
         )
     assert program is not None
-    graph = program.model_proto.SerializeToString()
+    onnx_model = program.model_proto.SerializeToString()
     difference = None
     if find_spec("onnxruntime") is not None:
-        difference, largest_feature = _difference_from_pytorch(graph, features, test_images)
+        difference, largest_feature = _difference_from_pytorch(onnx_model, backbone, test_images)
         tolerance = TOLERANCE * max(1, largest_feature)
         if not difference <= tolerance:
             raise InputError(
-                f"the features of the ONNX graph differ from PyTorch's by up to {difference:.1g}, but at most "
+                f"the features of the ONNX model differ from PyTorch by up to {difference:.1g}, but at most "
                 f"{tolerance:.1g} is allowed, so {file} is not written. Try another version of onnxruntime or "
                 "onnxscript."
             )
     make_parent_folder(Path(file))
-    write_output(file, graph)
+    write_output(file, onnx_model)
     return difference
 
 
 def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     """Write the head of a fitted classifier as JSON.
 
-    The scores of an image with features φ are `weight` φ + `bias`; if `normalize` is true, scale φ to length 1 first.
-    If "kind" is "linear", there is one score per class, and the class with the largest score is predicted. If "kind" is
-    "pairwise", there is one score per pair of classes, (0, 1), (0, 2), ..., which is positive if the first class wins;
-    the class with the most wins is predicted.
+    The scores of an image with features φ are `weight` φ + `bias`; if `normalize` is true, L2-normalize φ first. If
+    `kind` is "linear", there is one score per class, and the class with the largest score is predicted. If `kind` is
+    "pairwise", there is one score per pair of classes, (0, 1), (0, 2), ...; a positive score is a vote for the first
+    class of the pair, and the class with the most votes is predicted.
 
     Args:
         classifier: A fitted classifier.
@@ -106,7 +106,7 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
         The path of the file.
 
     Raises:
-        InputError: A weight is not finite.
+        InputError: If a weight is not finite.
 
     >>> import json
     >>> from tempfile import TemporaryDirectory
@@ -137,8 +137,8 @@ def write_head(classifier: FewShotClassifier, file: str | Path) -> Path:
     return write_atomically(Path(file), json_bytes(content))
 
 
-def _features_on_cpu(model: Model | Adapted) -> nn.Module:
-    """Return a copy of the network's features on the CPU, with the parameters of the model."""
+def _backbone_on_cpu(model: Model | Adapted) -> nn.Module:
+    """Return a copy of the feature extractor on the CPU, with the parameters of the model."""
     net = copy.deepcopy(model.net).cpu().eval()
     with torch.no_grad():
         for name, weight in net.named_parameters():
@@ -146,19 +146,19 @@ def _features_on_cpu(model: Model | Adapted) -> nn.Module:
     return net.features
 
 
-def _difference_from_pytorch(graph: bytes, features: nn.Module, images: Tensor) -> tuple[float, float]:
-    """Return the largest absolute difference between features of onnxruntime and PyTorch, and PyTorch's largest."""
+def _difference_from_pytorch(onnx_model: bytes, backbone: nn.Module, images: Tensor) -> tuple[float, float]:
+    """Return the largest absolute difference between the features of ONNX and PyTorch, and the largest feature."""
     from onnxruntime import InferenceSession
 
-    (exported,) = InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
+    (exported,) = InferenceSession(onnx_model, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
     with torch.no_grad():
-        expected = features(images)
+        expected = backbone(images)
     return float((torch.from_numpy(exported) - expected).abs().max()), float(expected.abs().max())
 
 
 @contextlib.contextmanager
 def _silent_exporter() -> Iterator[None]:
-    """Silence the exporter's log messages and warnings about optional packages."""
+    """Suppress the exporter's log messages and warnings, which are about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

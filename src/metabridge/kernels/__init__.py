@@ -1,4 +1,4 @@
-"""Kernels of wide and finite networks (NTK and NNGP), kernels between tasks, and the predictions that follow."""
+"""NTK and NNGP kernels of infinitely wide and finite networks, the kernels of MTL, ANIL and MAML, and predictions."""
 
 from metabridge.kernels.activations import Cos, Erf, Gelu, ReLU, Sin
 from metabridge.kernels.analytic_kernel import AnalyticKernel

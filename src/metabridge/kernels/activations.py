@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from metabridge.errors import InputError
 from metabridge.kernels.layers import KernelState
 
-# Angles whose squared sine is smaller, below √(2⁵ε) ≈ 8e-8, are rounding errors of covariances in double precision.
+# Smaller squared sines, of angles below √(2⁵ε) ≈ 8e-8, are rounding errors of the double-precision covariances.
 _MIN_SQUARED_SINE = 2**5 * torch.finfo(torch.float64).eps
 
 
@@ -21,10 +21,10 @@ class Activation(ABC):
     """An activation φ between layers: Σ ← E[φ(u)φ(v)] and Θ ← Θ·E[φ'(u)φ'(v)] for (u, v) ~ N(0, Σ)."""
 
     def propagate(self, state: KernelState) -> None:
-        """Replace the kernels of the pre-activations by the kernels of the activations.
+        """Replace the kernels of the pre-activations with the kernels of the activations.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
         state.cov, derivative_moment = self.moments(state.cov, *state.get_variances(state))
         if state.ntk is not None:
@@ -66,17 +66,17 @@ class ReLU(Activation):
 
     def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations; see `Activation.moments`."""
-        # Operations are in place if possible, since most of the time goes to reading and writing memory.
+        # Operations are in-place where possible, since the computation is memory-bound.
         a, b = (1 + self.slope**2) / 2, (1 - self.slope) ** 2 / (2 * math.pi)
-        deviations = (left.sqrt(), right.sqrt())
-        for deviation in deviations:  # pixels of variance 0 have correlation 0 with all others
-            cov.mul_(torch.where(deviation > 0, deviation.reciprocal(), 0))
+        stds = (left.sqrt(), right.sqrt())
+        for std in stds:  # a pixel of variance 0 has correlation 0 with every pixel
+            cov.mul_(torch.where(std > 0, std.reciprocal(), 0))
         sine = torch.addcmul(cov.new_ones(()), cov, cov, value=-1)
         F.threshold(sine, _MIN_SQUARED_SINE, 0.0, inplace=True).sqrt_()
         derivative_moment = torch.atan2(sine, cov).mul_(-b).add_(a)
         cov.mul_(derivative_moment).add_(sine, alpha=b)
-        for deviation in deviations:
-            cov.mul_(deviation)
+        for std in stds:
+            cov.mul_(std)
         return cov, derivative_moment
 
 
@@ -146,7 +146,7 @@ class Sin(Activation):
 
 @dataclass(frozen=True)
 class Cos(Activation):
-    """cos x: the two expectations of sin x, exchanged.
+    """cos x: E[φφ] and E[φ'φ'] are those of `Sin`, swapped.
 
     Example:
         >>> import torch
@@ -162,7 +162,7 @@ class Cos(Activation):
 
 
 def _exponentials(cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e⁺/2 and e⁻/2. They cannot overflow, since |E[uv]| is at most the mean of the variances."""
+    """Return e⁺/2 and e⁻/2 (see `Sin`). They cannot overflow, since |E[uv]| is at most the mean of the variances."""
     mean = (left + right) / 2
     return (cov - mean).exp_().div_(2), (-cov - mean).exp_().div_(2)
 
@@ -179,7 +179,7 @@ ACTIVATIONS: dict[str, tuple[Activation, ...]] = {
 
 
 def activation_layers(activation: str | Activation) -> tuple[Activation, ...]:
-    """Return the layers of an activation, given by name or as an instance; the identity has none.
+    """Return the layers of an activation, which is a name or an instance; the identity has no layers.
 
     >>> activation_layers("leaky-relu")
     (ReLU(slope=0.01),)

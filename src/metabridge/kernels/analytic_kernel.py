@@ -1,8 +1,8 @@
-"""NNGP kernel and NTK of a stack of infinitely wide layers, computed in tiles.
+"""NNGP kernel and NTK of an infinitely wide network, computed in tiles.
 
 Covariances are computed in double precision even for float32 inputs: activations depend on the arc cosine of a
-correlation, which has only about three correct digits near 1 in single precision. Results have the dtype of the inputs.
-The kernels are not differentiable.
+correlation, and in single precision, arccos has only about three correct digits near 1. Results have the dtype of the
+inputs. The kernels are not differentiable.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from metabridge.errors import InputError, describe
 from metabridge.kernels.conv_layers import AveragePool, Flatten, GlobalAveragePool, Spatial, same_pixels
 from metabridge.kernels.layers import Dense, KernelState, Layer, Residual
 
-MEMORY = 2**30  # default of `memory`, in bytes
-_COPIES = 8  # maximum number of tensors of a tile's size in memory while the tile is computed
-_CPU_CACHE_NUMBERS = 2**18  # largest tile, in numbers, that stays in a CPU's cache between operations
+DEFAULT_MEMORY = 2**30  # bytes
+_TENSORS_PER_TILE = 8  # maximum number of tensors of a tile's size in memory while the tile is computed
+_CPU_CACHE_ELEMENTS = 2**18  # number of elements of the largest tile that stays in a CPU's cache between operations
 
 
 @dataclass(frozen=True)
 class AnalyticKernel:
-    """The kernels of an infinitely wide network specified by its layers.
+    """NTK and NNGP kernel of the infinitely wide network with the given layers.
 
-    Points are vectors, (n, features), or images, (n, channels, height, width), if the layers contain a `Flatten` or a
-    `GlobalAveragePool`. Inner products of inputs are divided by the number of features or channels.
+    Points are vectors (n, features). If the layers contain a `Flatten` or a `GlobalAveragePool`, points are images
+    (n, channels, height, width). Inner products of inputs are divided by the number of features or channels.
 
     Args:
         layers: The layers. The last one must be `Dense`, the readout.
         memory: Maximum number of bytes used in addition to inputs and results. The matrices are computed in tiles that
-            fit in it.
+            fit in this memory.
 
     Raises:
         InputError: If the layers are not in a valid order.
@@ -49,11 +49,11 @@ class AnalyticKernel:
     """
 
     layers: tuple[Layer, ...]
-    memory: int = MEMORY
+    memory: int = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
         if not self.layers or not isinstance(self.layers[-1], Dense):
-            raise InputError("the last layer must be Dense, since the NNGP kernel is the kernel of the readout.")
+            raise InputError("the last layer must be Dense, since the NNGP kernel is the kernel of the readout layer.")
         flatten_indices = [i for i, layer in enumerate(self.layers) if isinstance(layer, Flatten | GlobalAveragePool)]
         spatial_indices = [
             i
@@ -63,14 +63,16 @@ class AnalyticKernel:
         if len(flatten_indices) > 1 or (
             spatial_indices and (not flatten_indices or spatial_indices[-1] > flatten_indices[0])
         ):
-            raise InputError("convolution and pooling must be followed by one Flatten or GlobalAveragePool.")
+            raise InputError(
+                "convolution and pooling layers must be followed by exactly one Flatten or GlobalAveragePool."
+            )
 
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Return the NTK.
 
         Args:
-            x: The n points of the rows, float32 or float64.
-            z: The m points of the columns; `x` if None.
+            x: The n row points, float32 or float64.
+            z: The m column points; `x` if None.
 
         Returns:
             Θ(x, z), (n, m).
@@ -85,8 +87,8 @@ class AnalyticKernel:
         """Return the NNGP kernel.
 
         Args:
-            x: The n points of the rows, float32 or float64.
-            z: The m points of the columns; `x` if None.
+            x: The n row points, float32 or float64.
+            z: The m column points; `x` if None.
 
         Returns:
             K(x, z), (n, m).
@@ -102,8 +104,8 @@ class AnalyticKernel:
         """Return the NTK and the NNGP kernel at the cost of the NTK.
 
         Args:
-            x: The n points of the rows, float32 or float64.
-            z: The m points of the columns; `x` if None.
+            x: The n row points, float32 or float64.
+            z: The m column points; `x` if None.
 
         Returns:
             Θ(x, z) and K(x, z), each (n, m).
@@ -117,7 +119,7 @@ class AnalyticKernel:
 
     @torch.no_grad()
     def _compute(self, x: Tensor, z: Tensor | None, results: int) -> list[Tensor]:
-        """Return K, and Θ if there are two results."""
+        """Return [K] if `results` is 1, and [K, Θ] if it is 2."""
         if z is not None:
             _check_match(x, z)
             self._check(z, "z")
@@ -143,7 +145,13 @@ class AnalyticKernel:
         return matrices
 
     def _variances(self, x: Tensor, pairs: int, name: str) -> list[Tensor]:
-        """Return the variances of each point's pre-activations, one tensor for each time that a layer reads them."""
+        """Return the variances of all points, one tensor for each call of `KernelState.get_variances` in a pass.
+
+        Args:
+            x: The points.
+            pairs: Maximum number of pairs of points in a tile.
+            name: Name of the points in error messages.
+        """
         blocks, diagonals = [], []
         for i in _spans(len(x), pairs):
             recorder = _VarianceRecorder([])
@@ -166,14 +174,14 @@ class AnalyticKernel:
 
     @property
     def pixel_dims(self) -> Literal[0, 2, 4]:
-        """Number of pixel dimensions of the covariances: 0 for vectors, 2 for images, 4 for images if layers pool."""
+        """Number of pixel dimensions of the covariances: 0 for vectors, 2 for images, 4 for images with pooling."""
         if _pools(self.layers):
             return 4
         return 2 if any(isinstance(layer, Flatten) for layer in self.layers) else 0
 
     def _pairs_per_tile(self, x: Tensor) -> int:
         """Return the maximum number of pairs of points in a tile."""
-        numbers_per_pair = 1
+        elements_per_pair = 1
         if self.pixel_dims:
             height, width = x.shape[2:]
             areas = [height * width]
@@ -186,15 +194,15 @@ class AnalyticKernel:
                             f"images of {x.shape[2]}×{x.shape[3]} pixels are too small: no pixels are left after "
                             f"{layer}. Use larger images or fewer layers."
                         )
-            numbers_per_pair = max(areas) ** (self.pixel_dims // 2)
-        bytes_per_pair = 8 * _COPIES * numbers_per_pair
+            elements_per_pair = max(areas) ** (self.pixel_dims // 2)
+        bytes_per_pair = 8 * _TENSORS_PER_TILE * elements_per_pair
         pairs = self.memory // bytes_per_pair
         if not pairs:
             raise InputError(
                 f"memory is {self.memory} bytes, but one pair of points of shape {tuple(x.shape[1:])} needs"
-                f" {bytes_per_pair}. Use a larger memory, smaller images or no pooling."
+                f" {bytes_per_pair} bytes. Increase memory, or use smaller images or no pooling."
             )
-        return pairs if x.is_cuda else min(pairs, max(1, _CPU_CACHE_NUMBERS // numbers_per_pair))
+        return pairs if x.is_cuda else min(pairs, max(1, _CPU_CACHE_ELEMENTS // elements_per_pair))
 
     def _check(self, x: Tensor, name: str) -> None:
         if x.dtype not in (torch.float32, torch.float64):
@@ -210,10 +218,10 @@ class AnalyticKernel:
             raise InputError(f"{_row_list(invalid)} of {name}: NaN or infinite values. Fix or remove these points.")
 
     def _check_diagonal(self, diagonal: Tensor, name: str) -> None:
-        """Raise InputError if a point's K with itself is 0, or its K or Θ overflows.
+        """Raise InputError if K(x, x) of a point is 0, or K(x, x) or Θ(x, x) overflows.
 
         Args:
-            diagonal: K and Θ of each point with itself, (2, points).
+            diagonal: K(x, x) and Θ(x, x) of each point, (2, points).
             name: Name of the points in the error message.
         """
         zero = (diagonal[0] <= 0) | diagonal[0].isnan()
@@ -232,7 +240,7 @@ class AnalyticKernel:
 
 @dataclass
 class _VarianceRecorder:
-    """Reads the variances from the covariances of points with themselves, and records them."""
+    """Returns and records the variances of points, in a pass over the covariances of each point with itself."""
 
     variances: list[Tensor]
 
@@ -247,7 +255,7 @@ class _VarianceRecorder:
 
 @dataclass
 class _RecordedVariances:
-    """Returns the recorded variances of a tile's rows and columns, in the order in which they were recorded."""
+    """Returns the recorded variances of a tile's rows and columns, in the order of the recording."""
 
     variances: Iterator[tuple[Tensor, Tensor]]
 
@@ -259,9 +267,9 @@ class _RecordedVariances:
 
 
 def _inner_products(x: Tensor, z: Tensor, pixel_dims: int) -> Tensor:
-    """Return the inner products of the points of the rows and the columns, divided by the features or channels.
+    """Return the inner products of the row and column points, divided by the number of features or channels.
 
-    For images, they are the inner products of the pixels, in the layout of `KernelState.cov`.
+    For images, return the inner products of their pixels, in the layout of `KernelState.cov`.
     """
     if pixel_dims == 4:
         pixels = torch.einsum("nca,mcb->nmab", x.flatten(2), z.flatten(2))
@@ -284,7 +292,7 @@ def _pools(layers: Sequence[Layer]) -> bool:
 
 
 def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """Yield the layers, each residual branch followed by the layers inside it."""
+    """Yield the layers, and after each `Residual` the layers of its branch."""
     for layer in layers:
         yield layer
         if isinstance(layer, Residual):
@@ -292,23 +300,23 @@ def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
 
 
 def _tiles(rows: int, columns: int | None, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and columns of tiles of at most `pairs` entries.
+    """Yield the row and column slices of tiles with at most `pairs` entries.
 
     If `columns` is None, the matrix is symmetric, and only the tiles of the upper triangle are yielded.
     """
-    side = math.isqrt(pairs)
+    square_size = math.isqrt(pairs)
     if columns is None:
-        spans = list(_spans(rows, side))
+        spans = list(_spans(rows, square_size))
         yield from ((i, j) for index, i in enumerate(spans) for j in spans[index:])
     else:
-        height = max(min(rows, side), 1)
+        height = max(min(rows, square_size), 1)
         width = max(min(columns, pairs // height), 1)
         height = max(min(rows, pairs // width), 1)
         yield from ((i, j) for i in _spans(rows, height) for j in _spans(columns, width))
 
 
 def _spans(length: int, maximum: int) -> Iterator[slice]:
-    """Yield the fewest spans of at most `maximum` entries, of nearly equal size, that cover a length."""
+    """Split range(length) into as few slices as possible, of nearly equal size and at most `maximum` entries each."""
     if length:
         step = math.ceil(length / math.ceil(length / maximum))
         yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
@@ -324,7 +332,7 @@ def _check_match(x: Tensor, z: Tensor) -> None:
 
 
 def _row_list(selected: Tensor) -> str:
-    """Return a list of at most five selected rows, such as "row 3" or "rows 1, 2"."""
+    """Return the indices of at most five selected rows as text, such as "row 3" or "rows 1, 2"."""
     rows = selected.nonzero().flatten().tolist()
     listed = ", ".join(str(row) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
     return f"row{'s' if len(rows) > 1 else ''} {listed}"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from metabridge.errors import InputError
 from metabridge.kernels.activations import Activation, activation_layers
-from metabridge.kernels.analytic_kernel import MEMORY, AnalyticKernel
+from metabridge.kernels.analytic_kernel import DEFAULT_MEMORY, AnalyticKernel
 from metabridge.kernels.conv_layers import AveragePool, Conv, Flatten, GlobalAveragePool
 from metabridge.kernels.layers import Dense, Layer, LayerNorm, Residual
 
@@ -18,12 +18,12 @@ def fully_connected_kernel(
     weight_variance: float = 2.0,
     bias_variance: float = 0.0,
     *,
-    memory: int = MEMORY,
+    memory: int = DEFAULT_MEMORY,
 ) -> AnalyticKernel:
     """Return the kernels of an infinitely wide fully connected network.
 
     Args:
-        depth: Number of layers with weights; depth − 1 of them are hidden.
+        depth: Number of layers with weights: depth − 1 hidden layers and the readout.
         activation: "relu", "leaky-relu", "erf", "gelu", "sin", "cos" or "identity", or an instance such as
             `ReLU(slope=0.1)`.
         weight_variance: σ_w² of every layer, including the readout. The default is He initialization for ReLU.
@@ -56,20 +56,21 @@ def residual_kernel(
     activation: str | Activation = "relu",
     weight_variance: float = 2.0,
     bias_variance: float = 0.0,
-    memory: int = MEMORY,
+    memory: int = DEFAULT_MEMORY,
 ) -> AnalyticKernel:
     """Return the kernels of an infinitely wide residual network (Wang et al. 2021, cor. 1.1).
 
     The network is h¹ = W¹x, hˡ = hˡ⁻¹ + Wˡφ(hˡ⁻¹) for 1 < l < L, f = W^L φ(h^{L−1}), in NTK parameterization, with
     biases if `bias_variance` is positive. Hence Σˡ = Σˡ⁻¹ + σ_w² E[φφ] + σ_b² and
     Θˡ = Θˡ⁻¹ + σ_w² E[φ'φ']Θˡ⁻¹ + σ_w² E[φφ] + σ_b². With ReLU, σ_w² = 2 and σ_b² = 0, the diagonal of Σˡ doubles in
-    every residual layer, and the diagonal of Θˡ more than doubles (Wang et al. 2021, app. B.6, write e^L for this
-    growth).
+    every residual layer, and the diagonal of Θˡ more than doubles (Wang et al. 2021, app. B.6, give this growth as
+    e^L).
 
     Args:
         depth: Number of layers with weights, L.
-        layer_norm: Whether to normalize h¹, and every hˡ after the addition, so that the diagonal of Σˡ is 1. With
-            ReLU, σ_w² = 2 and σ_b² = 0, the diagonal of Θˡ then grows linearly in l, as without residual connections.
+        layer_norm: Whether to normalize h¹ and the sum hˡ of every residual layer, so that the diagonal of Σˡ is 1.
+            With ReLU, σ_w² = 2 and σ_b² = 0, the diagonal of Θˡ then grows linearly in l, as in a network without
+            residual connections.
         activation: Name or instance of an activation, as in `fully_connected_kernel`.
         weight_variance: σ_w² of every layer, including the readout.
         bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
@@ -98,11 +99,11 @@ def residual_kernel(
     return AnalyticKernel((dense, *norm, *blocks, *activations, dense), memory)
 
 
-def convolutional_kernel(layers: Sequence[Layer], *, memory: int = MEMORY) -> AnalyticKernel:
-    """Return the kernels of an infinitely wide convolutional network specified by its layers.
+def convolutional_kernel(layers: Sequence[Layer], *, memory: int = DEFAULT_MEMORY) -> AnalyticKernel:
+    """Return the kernels of the infinitely wide convolutional network with the given layers.
 
-    For a pair of images, this needs one covariance per pixel, or, up to the last pooling layer, one covariance per pair
-    of pixels.
+    A pair of images needs one covariance per pair of pixels up to the last pooling layer, and one covariance per pixel
+    after it.
 
     Args:
         layers: The layers. One of them must be `Flatten` or `GlobalAveragePool`, and the last one `Dense`.
@@ -123,7 +124,10 @@ def convolutional_kernel(layers: Sequence[Layer], *, memory: int = MEMORY) -> An
     """
     kernel = AnalyticKernel(tuple(layers), memory)
     if not kernel.pixel_dims:
-        raise InputError("a convolutional kernel needs a Flatten or GlobalAveragePool before its Dense layer.")
+        raise InputError(
+            "layers has no Flatten or GlobalAveragePool, but a convolutional kernel needs a Flatten or "
+            "GlobalAveragePool before its Dense layer."
+        )
     return kernel
 
 
@@ -132,15 +136,16 @@ def conv4_kernel(
     *,
     weight_variance: float = 2.0,
     bias_variance: float = 0.0,
-    memory: int = MEMORY,
+    memory: int = DEFAULT_MEMORY,
 ) -> AnalyticKernel:
     """Return the kernels of an infinitely wide conv4 with average pooling, since max pooling has no closed form.
 
-    The network has four blocks of 3×3 convolution with padding 1, ReLU and 2×2 average pooling, without batch norm,
-    and a dense readout. Images must have at least 16×16 pixels.
+    The network has four blocks of 3×3 convolution with padding 1, ReLU and 2×2 average pooling, and a dense readout. It
+    has no batch norm. Images must have at least 16×16 pixels.
 
     Args:
-        pooling: "flatten" to read out all remaining pixels, "global" to read out their mean.
+        pooling: How the feature maps of the last block enter the readout: "flatten" for all pixels, "global" for their
+            mean.
         weight_variance: σ_w² of every layer, including the readout.
         bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
         memory: Maximum number of bytes used in addition to inputs and results.
@@ -167,4 +172,4 @@ def conv4_kernel(
 
 def _check_depth(depth: int) -> None:
     if depth < 1:
-        raise InputError(f"depth is {depth}, but a network has at least one layer. Use depth=1 for a linear network.")
+        raise InputError(f"depth is {depth}, but must be at least 1. Use depth=1 for a linear network.")

@@ -1,4 +1,4 @@
-"""Convolution and pooling of images, as linear maps of the covariances between pixels."""
+"""Convolution and pooling layers of infinite width, as linear maps of the covariances between pixels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from metabridge.errors import InputError
 from metabridge.kernels.layers import KernelState, check_variances
 
-# Axes of the height and of the width, by the number of pixel dimensions.
+# For each number of pixel dimensions: the axes of the height, and the axes of the width.
 _AXES = {2: ((-2,), (-1,)), 4: ((-4, -2), (-3, -1))}
 
 
@@ -21,10 +21,10 @@ class Spatial(Protocol):
     """A layer that can change the size of images."""
 
     def padded_length(self, length: int) -> int:
-        """Return the side length of the padded images.
+        """Return the height or width of the padded images.
 
         Args:
-            length: The side length of the input images, in pixels.
+            length: Height or width of the input images, in pixels.
 
         Returns:
             The length in pixels.
@@ -32,10 +32,10 @@ class Spatial(Protocol):
         ...
 
     def output_length(self, length: int) -> int:
-        """Return the side length of the output images.
+        """Return the height or width of the output images.
 
         Args:
-            length: The side length of the input images, in pixels.
+            length: Height or width of the input images, in pixels.
 
         Returns:
             The length in pixels.
@@ -48,10 +48,11 @@ class Conv:
     """A size×size convolution: Σ'(a, b) = σ_w² mean_δ Σ(a+δ, b+δ) + σ_b², with the mean over the offsets δ of a window.
 
     Args:
-        size: Side length of the kernel window, in pixels.
+        size: Height and width of the convolution window, in pixels.
         stride: Distance between windows, in pixels.
-        padding: Number of zero pixels added at each side, "valid" for none, or "same" for an output of length/stride
-            pixels, rounded up. If "same" needs an odd number of pixels, the additional one is added at the end.
+        padding: Number of zero pixels added on each side; "valid" for none; "same" for an output height and width of
+            input/stride pixels, rounded up. If "same" needs an odd number of pixels, the extra one is added at the
+            end.
         weight_variance: σ_w², must be positive.
         bias_variance: σ_b²; 0 for a layer without bias.
 
@@ -76,23 +77,25 @@ class Conv:
         check_variances(self.weight_variance, self.bias_variance)
         _check_window(self.size, self.stride)
         if self.padding not in ("same", "valid") and not (isinstance(self.padding, int) and self.padding >= 0):
-            raise InputError(f"padding is {self.padding!r}, but must be 'same', 'valid' or a number of pixels.")
+            raise InputError(
+                f"padding is {self.padding!r}, but must be 'same', 'valid' or a number of pixels, 0 or more."
+            )
 
     def propagate(self, state: KernelState) -> None:
-        """Average over pairs of patches and apply the parameters.
+        """Average over pairs of windows and apply weights and biases.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
-        axes_of_sides = _AXES[state.pixel_dims]
-        state.map(lambda values: self._sum_patches(values, axes_of_sides))
+        axis_groups = _AXES[state.pixel_dims]
+        state.map(lambda values: self._pad_and_sum_windows(values, axis_groups))
         state.add_parameters(self.weight_variance / self.size**2, self.bias_variance)
 
     def padded_length(self, length: int) -> int:
-        """Return the side length of the padded images.
+        """Return the height or width of the padded images.
 
         Args:
-            length: The side length of the input images, in pixels.
+            length: Height or width of the input images, in pixels.
 
         Returns:
             The length in pixels.
@@ -100,13 +103,13 @@ class Conv:
         return length + sum(self._padding_of(length))
 
     def output_length(self, length: int) -> int:
-        """Return the number of windows along a side.
+        """Return the height or width of the output images.
 
         Args:
-            length: The side length of the input images, in pixels.
+            length: Height or width of the input images, in pixels.
 
         Returns:
-            The side length of the output images, in pixels.
+            The length in pixels.
         """
         return (self.padded_length(length) - self.size) // self.stride + 1
 
@@ -117,8 +120,8 @@ class Conv:
         pixels = 0 if self.padding == "valid" else int(self.padding)
         return pixels, pixels
 
-    def _sum_patches(self, values: Tensor, axes_of_sides: Sequence[Sequence[int]]) -> Tensor:
-        for axes in axes_of_sides:
+    def _pad_and_sum_windows(self, values: Tensor, axis_groups: Sequence[Sequence[int]]) -> Tensor:
+        for axes in axis_groups:
             pads = [0] * (-2 * min(axes))  # F.pad counts dimensions from the last one
             for axis in axes:
                 pads[-2 * axis - 2 : -2 * axis] = self._padding_of(values.shape[axis])
@@ -130,11 +133,11 @@ class Conv:
 class AveragePool:
     """Average pooling over size×size windows: Σ'(a, b) = mean_δδ' Σ(a+δ, b+δ').
 
-    Pixels at the end that do not fill a window are ignored. Pooling needs the covariances of all pairs of pixels, which
-    cost much more than convolution alone.
+    Pixels at the end that do not fill a window are ignored. Pooling needs the covariances of all pairs of pixels and is
+    therefore much more expensive than convolution alone.
 
     Args:
-        size: Side length of a window, in pixels.
+        size: Height and width of a window, in pixels.
         stride: Distance between windows, in pixels; equal to `size` if None.
 
     Raises:
@@ -158,7 +161,7 @@ class AveragePool:
         """Average over the windows of both images.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
 
         def pool(values: Tensor) -> Tensor:
@@ -169,10 +172,10 @@ class AveragePool:
         state.map(pool)
 
     def padded_length(self, length: int) -> int:
-        """Return the side length of the padded images, which is `length`, since there is no padding.
+        """Return `length`, since there is no padding.
 
         Args:
-            length: The side length of the input images, in pixels.
+            length: Height or width of the input images, in pixels.
 
         Returns:
             The length in pixels.
@@ -180,13 +183,13 @@ class AveragePool:
         return length
 
     def output_length(self, length: int) -> int:
-        """Return the number of windows along a side.
+        """Return the height or width of the output images.
 
         Args:
-            length: The side length of the input images, in pixels.
+            length: Height or width of the input images, in pixels.
 
         Returns:
-            The side length of the output images, in pixels.
+            The length in pixels.
         """
         return (length - self.size) // self._stride + 1
 
@@ -197,7 +200,7 @@ class AveragePool:
 
 @dataclass(frozen=True)
 class GlobalAveragePool:
-    """The mean over all pixels: Σ' = mean_ab Σ(a, b). It needs the covariances of all pairs of pixels.
+    """Global average pooling: Σ' = mean_ab Σ(a, b), which needs the covariances of all pairs of pixels.
 
     Example:
         >>> import torch
@@ -211,7 +214,7 @@ class GlobalAveragePool:
         """Average over all pairs of pixels.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
         state.map(lambda values: values.mean((-4, -3, -2, -1)))
         state.pixel_dims = 0
@@ -219,7 +222,7 @@ class GlobalAveragePool:
 
 @dataclass(frozen=True)
 class Flatten:
-    """All pixels as features of a dense layer: Σ' = mean_a Σ(a, a).
+    """Flatten all pixels to the input features of a dense layer: Σ' = mean_a Σ(a, a).
 
     Example:
         >>> import torch
@@ -229,17 +232,17 @@ class Flatten:
     """
 
     def propagate(self, state: KernelState) -> None:
-        """Average over the pairs of equal pixels.
+        """Average over the pairs of pixels at the same position.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
         state.map(lambda values: values.mean((-2, -1)))
         state.pixel_dims = 0
 
 
 def same_pixels(values: Tensor) -> Tensor:
-    """Return the covariances of equal pixels, (..., h, w), from those of all pairs, (..., h, w, h, w)."""
+    """Return the covariances of pixels at the same position, (..., h, w), from all covariances (..., h, w, h, w)."""
     *leading, height, width = values.shape[:-2]
     return (
         values.reshape(*leading, height * width, height * width).diagonal(dim1=-2, dim2=-1).reshape(values.shape[:-2])
@@ -247,7 +250,7 @@ def same_pixels(values: Tensor) -> Tensor:
 
 
 def _sum_windows(values: Tensor, axes: Sequence[int], size: int, stride: int) -> Tensor:
-    """Sum over windows that move by the same number of pixels along each of the axes."""
+    """Sum over the offsets of a window that is shifted along all axes simultaneously."""
 
     def shifted(offset: int) -> Tensor:
         index = [slice(None)] * values.ndim
@@ -265,4 +268,4 @@ def _sum_windows(values: Tensor, axes: Sequence[int], size: int, stride: int) ->
 def _check_window(size: int, stride: int) -> None:
     for name, value in (("size", size), ("stride", stride)):
         if value < 1:
-            raise InputError(f"{name} is {value}, but must be 1 pixel or more.")
+            raise InputError(f"{name} is {value}, but must be at least 1 pixel.")

@@ -1,8 +1,8 @@
-"""Kernels of a finite network: inner products of the gradients of its outputs.
+"""Empirical NTK and NNGP kernel of a finite network: inner products of the gradients of its outputs.
 
 With J_o(x) = ∂f_o(x)/∂θ, Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u. Per-sample gradients exist only if the output
 for a sample does not depend on other samples. Batch norm must therefore use fixed statistics (evaluation mode) or be
-replaced by group norm, which changes the network (`with_group_norm`).
+replaced with group norm (`with_group_norm`), which changes the function that the network computes.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ log = logging.getLogger("metabridge")
 
 Part = Literal["all", "head", "body"]
 
-# Types of the layer settings whose changes are noticed, as single values or in tuples.
-PLAIN_TYPES = (bool, int, float, str)
+# Types of the layer settings that are part of a network's fingerprint, as single values or in tuples.
+SETTING_TYPES = (bool, int, float, str)
 
 
 @dataclass
 class _PreparedNetwork:
-    """The profile of a network in some state, and the last computation as a CUDA graph.
+    """The profile of a network in some state, and the CUDA graph of the last computation.
 
     Args:
         fingerprint: State of the network when it was profiled.
-        tensors: Its tensors, which are kept alive so that no other tensors get their addresses.
+        tensors: Parameters and buffers of the network, kept alive so that no other tensors get their addresses.
         names: Names of the parameters whose gradients are computed.
         profile: Sizes and costs of the network.
-        recordable: Whether computations may be captured as CUDA graphs; false on a CPU and after a failure.
+        capturable: Whether computations may be captured as CUDA graphs; false on a CPU and after a failure.
         supports_products: Whether NTK-vector products may work; false after they have failed.
-        last_sizes: Numbers of rows and columns of the last computation by gradients; no columns if they are the rows.
-        recording: The captured computation.
+        last_sizes: Numbers of rows and columns of the last computation with strategy "gradients"; the second is None
+            if the columns are the rows.
+        captured: The captured computation.
     """
 
     fingerprint: tuple[object, ...]
     tensors: list[Tensor]
     names: frozenset[str]
     profile: NetworkProfile
-    recordable: bool
+    capturable: bool
     supports_products: bool = True
     last_sizes: tuple[int, int | None] | None = None
-    recording: _RecordedKernel | None = None
+    captured: _CapturedKernel | None = None
 
 
-class _RecordedKernel:
+class _CapturedKernel:
     """The computation of a kernel, captured as a CUDA graph with static input tensors."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
@@ -80,18 +81,20 @@ class _RecordedKernel:
 class EmpiricalKernel:
     """The empirical NTK and NNGP kernel of a finite network with k outputs.
 
-    The first call profiles the network with its first sample, as does the first call for another sample shape or after
-    parameters or layers have changed. On a GPU, the second consecutive call with the same numbers of samples captures
-    the computation as a CUDA graph, and further ones replay it, if the gradients are computed layer by layer in one
-    pass, and all layers are PyTorch's or this library's, without hooks. The graph keeps its memory, and the precision
-    (TF32 or not) that was set when it was captured.
+    The first call profiles the network with the first sample. The network is profiled again for a new sample shape, and
+    after its parameters or layers have changed.
 
-    NTK-vector products J(x)(J(z)ᵀe) hold few gradients at a time, but need forward-mode derivatives under `vmap`, which
+    On a GPU, the second consecutive call with the same numbers of samples captures the computation as a CUDA graph, and
+    later calls replay the graph. This requires that the gradients are computed layer by layer in one pass, and that all
+    layers are layers of PyTorch or metabridge without hooks. The graph keeps its memory, and the precision (TF32 or
+    not) that was set when it was captured.
+
+    NTK-vector products J(x)(J(z)ᵀe) keep few gradients in memory, but need forward-mode derivatives under `vmap`, which
     some operations lack (recurrent layers, fused attention, weight norm). `strategy="auto"` then uses gradients.
 
     Args:
-        net: The network. Parameters with `requires_grad=False` are left out of the kernel.
-        params: Parameters to use in place of the network's, by name.
+        net: The network. Parameters with `requires_grad=False` are excluded from the kernel.
+        params: Parameters that replace those of the network, by name.
         part: The parameters with respect to which gradients are taken: "all", "head" (the linear layer that computes
             the network's outputs) or "body" (all other layers).
         outputs: How the k outputs are reduced: "mean" for Θ(x, z) = (1/k) Σ_o J_o(x)·J_o(z), the kernel per output;
@@ -99,11 +102,11 @@ class EmpiricalKernel:
             MetaNTK-NAS; "full" for Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k).
         memory: Approximate maximum number of bytes used in addition to inputs and result.
         strategy: "gradients" for per-sample gradients, computed layer by layer; "products" for NTK-vector products;
-            "auto" for the one with the lower estimated cost.
+            "auto" for the strategy with the lower estimated cost.
 
     Raises:
-        InputError: If a setting is invalid, parameters are missing or of different dtypes or devices, batch norm uses
-            the batch, or dropout is active.
+        InputError: If a setting is invalid, parameters are missing or of different dtypes or devices, a batch norm
+            normalizes by the batch, or dropout is active.
 
     Example:
         >>> import torch
@@ -132,21 +135,21 @@ class EmpiricalKernel:
         _check_network(self.net, self._all_params())
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copying and pickling, without profiles and CUDA graphs, which cannot be copied."""
+        """Return the state for copying and pickling, without profiles and CUDA graphs: graphs cannot be copied."""
         return {**vars(self), "_prepared": {}}
 
     def ntk(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Return the NTK.
 
         Args:
-            x: The n samples of the rows.
-            z: The m samples of the columns; `x` if None, and then the result is exactly symmetric.
+            x: The n row samples.
+            z: The m column samples; `x` if None, which makes the result exactly symmetric.
 
         Returns:
             Θ(x, z), (n, m), or (n, m, k, k) for outputs="full".
 
         Raises:
-            InputError: If the network has no kernel at these samples, or the memory is too small.
+            InputError: If the kernel is undefined for these samples, or the memory is too small.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -158,8 +161,8 @@ class EmpiricalKernel:
     def _ntk(self, part: Part, x: Tensor, z: Tensor | None) -> Tensor:
         gradients, prepared = self._prepare(part, x, z)
         sizes = len(x), None if z is None else len(z)
-        if prepared.recording is not None and prepared.last_sizes == sizes:
-            result = prepared.recording(x, z)
+        if prepared.captured is not None and prepared.last_sizes == sizes:
+            result = prepared.captured(x, z)
             _check_finite(x, z)  # after the replay, since the check synchronizes with the GPU
             return result
         _check_finite(x, z)
@@ -169,26 +172,26 @@ class EmpiricalKernel:
         strategy = self._choose_strategy(problem, self.strategy if prepared.supports_products else "gradients")
         if strategy.name == "products":
             try:
-                return self._compute(gradients, profile.outputs, strategy, x, z)
+                return self._compute(gradients, profile.gradients_per_sample, strategy, x, z)
             except RuntimeError as error:
-                self._check_products_optional(error)
+                self._raise_unless_optional(error)
                 prepared.supports_products = False
                 strategy = self._choose_strategy(problem, "gradients")
-        compute = partial(self._compute, gradients, profile.outputs, strategy)
-        repeated, prepared.last_sizes, prepared.recording = prepared.last_sizes == sizes, sizes, None
-        one_pass = strategy.chunk >= max(n, m)
-        if repeated and prepared.recordable and one_pass and _is_recordable(self.net, profile, strategy):
+        compute = partial(self._compute, gradients, profile.gradients_per_sample, strategy)
+        is_repeated, prepared.last_sizes, prepared.captured = prepared.last_sizes == sizes, sizes, None
+        in_one_pass = strategy.chunk >= max(n, m)
+        if is_repeated and prepared.capturable and in_one_pass and _is_capturable(self.net, profile, strategy):
             try:
-                prepared.recording = _RecordedKernel(compute, x, z)
+                prepared.captured = _CapturedKernel(compute, x, z)
             except RuntimeError as error:
-                log.warning("this kernel cannot be captured as a CUDA graph and is computed at every call: %s", error)
-                prepared.recordable = False
+                log.warning("this kernel cannot be captured as a CUDA graph, so every call computes it: %s", error)
+                prepared.capturable = False
             else:
-                return prepared.recording(x, z)
+                return prepared.captured(x, z)
         return compute(x, z)
 
-    def _check_products_optional(self, error: RuntimeError) -> None:
-        """Raise an error unless per-sample gradients may replace the NTK-vector products that have failed."""
+    def _raise_unless_optional(self, error: RuntimeError) -> None:
+        """Raise the error of failed NTK-vector products, unless per-sample gradients may be used instead."""
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         if self.strategy == "products":
@@ -198,35 +201,37 @@ class EmpiricalKernel:
             ) from error
 
     def _compute(
-        self, gradients: PerSampleGradients, outputs: int, strategy: Strategy, x: Tensor, z: Tensor | None
+        self, gradients: PerSampleGradients, gradients_per_sample: int, strategy: Strategy, x: Tensor, z: Tensor | None
     ) -> Tensor:
         n, m = len(x), len(x if z is None else z)
-        r = outputs if self.outputs == "full" else 1
+        r = gradients_per_sample if self.outputs == "full" else 1
         result = x.new_zeros(n * r, m * r)
         if strategy.name == "products":
             fill_by_products(gradients, strategy, self.outputs, x, z, result.view(n, r, m, r))
         else:
-            self._fill_by_gradients(gradients, strategy, outputs, x, z, result)
+            self._fill_by_gradients(gradients, strategy, gradients_per_sample, x, z, result)
         if z is None:
             result = result.triu() + result.triu(1).mT
         if self.outputs == "full":
             return result.view(n, r, m, r).transpose(1, 2)
-        return result / (outputs if self.outputs == "mean" else 1)
+        return result / (gradients_per_sample if self.outputs == "mean" else 1)
 
     def nngp(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return the NNGP kernel, which is the NTK of the head's parameters.
+        """Return the NNGP kernel: the NTK with respect to the head's parameters only.
 
-        For outputs="mean", it is φ(x)·φ(z), plus 1 if the head has a bias, with the features φ that the head receives.
+        For outputs="mean", the kernel is φ(x)·φ(z), plus 1 if the head has a bias, where φ are the input features of
+        the head.
 
         Args:
-            x: The n samples of the rows.
-            z: The m samples of the columns; `x` if None.
+            x: The n row samples.
+            z: The m column samples; `x` if None.
 
         Returns:
             K(x, z), in the shape of `ntk`.
 
         Raises:
-            InputError: If the network has no head or no kernel at these samples, or the memory is too small.
+            InputError: If the network has no head, its kernel is undefined for these samples, or the memory is too
+                small.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(2, 3, bias=False))
@@ -239,19 +244,20 @@ class EmpiricalKernel:
         """Return the NTK and the NNGP kernel.
 
         Args:
-            x: The n samples of the rows.
-            z: The m samples of the columns; `x` if None.
+            x: The n row samples.
+            z: The m column samples; `x` if None.
 
         Returns:
             Θ(x, z) and K(x, z), in the shapes of `ntk` and `nngp`.
 
         Raises:
-            InputError: If the network has no head or no kernel at these samples, or the memory is too small.
+            InputError: If the network has no head, its kernel is undefined for these samples, or the memory is too
+                small.
         """
         return self.ntk(x, z), self.nngp(x, z)
 
     def jacobian(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the Jacobian for successive groups of samples, with the parameters flattened in the network's order.
+        """Yield the Jacobian for successive chunks of samples, with the parameters flattened in the network's order.
 
         Args:
             x: The samples.
@@ -261,7 +267,7 @@ class EmpiricalKernel:
             (samples, k · parameters), divided by √k, for "mean", and (samples, parameters) for "sum".
 
         Raises:
-            InputError: If the network has no kernel at these samples, or the memory is too small.
+            InputError: If the kernel is undefined for these samples, or the memory is too small.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(2, 3))
@@ -280,7 +286,7 @@ class EmpiricalKernel:
                 x[start : start + strategy.tile],
                 profile.parameters,
                 (),
-                profile.outputs,
+                profile.gradients_per_sample,
                 strategy.chunk,
                 strategy.workspace_bytes,
                 strategy.threads,
@@ -288,7 +294,7 @@ class EmpiricalKernel:
             if self.outputs == "full":
                 yield rows
             else:
-                yield rows.flatten(1).div_(math.sqrt(profile.outputs) if self.outputs == "mean" else 1)
+                yield rows.flatten(1).div_(math.sqrt(profile.gradients_per_sample) if self.outputs == "mean" else 1)
 
     def _all_params(self) -> Params:
         """Return the parameters of the network, replaced by those in `params`."""
@@ -298,14 +304,16 @@ class EmpiricalKernel:
                 expected = describe(network_params[name]) if name in network_params else "no such parameter"
                 raise InputError(
                     f"params has {name!r}, {describe(value)}, but the network has {expected}. "
-                    "Use the names and shapes of net.named_parameters()."
+                    "Use names and shapes as in net.named_parameters()."
                 )
         return network_params | {name: value.detach() for name, value in (self.params or {}).items()}
 
     def _prepare(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[PerSampleGradients, _PreparedNetwork]:
-        """Return the gradients to compute and the profiled network, profiling it again if it has changed."""
+        """Return the gradients to compute and the network's profile, profiling it again if the network has changed."""
         if torch.is_inference_mode_enabled():
-            raise InputError("no gradients can be taken under torch.inference_mode(). Use torch.no_grad(), or neither.")
+            raise InputError(
+                "gradients cannot be computed under torch.inference_mode(). Use torch.no_grad() or grad mode."
+            )
         params = self._all_params()
         _check_shapes(params, x, z)
         tensors = [*params.values(), *self.net.buffers()]
@@ -313,7 +321,7 @@ class EmpiricalKernel:
         prepared = self._prepared.get((part, x.shape[1:]))
         if prepared is None or prepared.fingerprint != fingerprint:
             _check_finite(x, z)
-            prepared = _PreparedNetwork(fingerprint, tensors, *self._measure(part, params, x), x.is_cuda)
+            prepared = _PreparedNetwork(fingerprint, tensors, *self._profile(part, params, x), x.is_cuda)
             self._prepared[part, x.shape[1:]] = prepared
         profile = prepared.profile
         gradients = PerSampleGradients(
@@ -326,8 +334,8 @@ class EmpiricalKernel:
         )
         return gradients, prepared
 
-    def _measure(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], NetworkProfile]:
-        """Profile the network with one sample and with a pair of samples, and check that it has a kernel.
+    def _profile(self, part: Part, params: Params, x: Tensor) -> tuple[frozenset[str], NetworkProfile]:
+        """Profile the network with one sample and with two samples, and check that it has a kernel.
 
         Noise is added to the sample if the network accepts it, since a sample of zeros could hide that a parameter is
         also used outside its layer.
@@ -342,12 +350,12 @@ class EmpiricalKernel:
                         y, leaves, calls = gradients.trace(sample)
                     if y.isfinite().all():
                         break
-                except (RuntimeError, ValueError, IndexError):  # for example, if the samples are tokens
+                except (RuntimeError, ValueError, IndexError):  # for example, a noisy token is no valid index
                     if sample is without_noise:
                         raise
-            pair = torch.cat([sample, x[:1]])
+            two_samples = torch.cat([sample, x[:1]])
             with torch.enable_grad():
-                pair_outputs = call_with_params(self.net, leaves, pair.clone())
+                two_sample_outputs = call_with_params(self.net, leaves, two_samples.clone())
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not accept ({error}).") from error
         changed = [name for name, value, version, _ in buffers if value._version != version]
@@ -355,18 +363,18 @@ class EmpiricalKernel:
             for _, value, _, original in buffers:
                 value.copy_(original)
             raise InputError(
-                f"the network changes its buffer {changed[0]!r} in a forward pass, so its kernel depends on how often "
-                "it was called. Use net.eval()."
+                f"the network changes its buffer {changed[0]!r} in a forward pass, so its kernel depends on the number "
+                "of previous calls. Use net.eval()."
             )
-        if y.ndim != 2 or len(y) != 1 or len(pair_outputs) != 2:
+        if y.ndim != 2 or len(y) != 1 or len(two_sample_outputs) != 2:
             raise InputError(
-                f"the network maps {len(pair)} samples to outputs of shape {tuple(pair_outputs.shape)}, but must "
-                "return (samples, k)."
+                f"the network maps {len(two_samples)} samples to outputs of shape {tuple(two_sample_outputs.shape)}, "
+                "but must return one vector per sample, (samples, k)."
             )
         if not y.isfinite().all():
             raise InputError("the network's output for the first sample of x is not finite. Check x and the network.")
         tolerance = 1e-3 * float(y.detach().abs().max())
-        if not torch.allclose(pair_outputs.detach()[:1], y.detach(), rtol=1e-3, atol=tolerance):
+        if not torch.allclose(two_sample_outputs.detach()[:1], y.detach(), rtol=1e-3, atol=tolerance):
             raise InputError(
                 "the network's output for a sample depends on the other samples or on random numbers, so there are no "
                 "per-sample gradients. Use evaluation mode, or with_group_norm(net)."
@@ -385,14 +393,16 @@ class EmpiricalKernel:
                 f"the network has no parameters{where} with requires_grad=True, so there are no gradients. "
                 "Call requires_grad_() on some of them, or use another part."
             )
-        outputs = 1 if self.outputs == "sum" else y.shape[1]
-        # The cotangent is random, since the gradients of all outputs could cancel in a plain sum.
+        gradients_per_sample = 1 if self.outputs == "sum" else y.shape[1]
+        # The cotangent is random, since the gradients of the outputs could cancel in their sum.
         cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-        pair_cotangent = torch.cat([cotangent, torch.zeros_like(cotangent)])
-        exact = torch.autograd.grad(pair_outputs, tuple(leaves.values()), pair_cotangent, allow_unused=True)
+        two_sample_cotangent = torch.cat([cotangent, torch.zeros_like(cotangent)])
+        exact = torch.autograd.grad(two_sample_outputs, tuple(leaves.values()), two_sample_cotangent, allow_unused=True)
         gradients = replace(gradients, names=names)
         exact_gradients = dict(zip(leaves, exact))
-        profile = profile_network(gradients, y, calls, pair, cotangent, exact_gradients, outputs, sum(graph_bytes))
+        profile = profile_network(
+            gradients, y, calls, two_samples, cotangent, exact_gradients, gradients_per_sample, sum(graph_bytes)
+        )
         return names, profile
 
     def _choose_strategy(self, problem: KernelProblem, name: StrategyName) -> Strategy:
@@ -402,30 +412,28 @@ class EmpiricalKernel:
         return strategy
 
     def _memory_error(self) -> InputError:
-        return InputError(
-            f"memory is {self.memory} bytes, too few for one sample of this network. Use a larger memory."
-        )
+        return InputError(f"memory is {self.memory} bytes, but one sample of this network needs more. Increase memory.")
 
     def _fill_by_gradients(
         self,
         gradients: PerSampleGradients,
         strategy: Strategy,
-        outputs: int,
+        gradients_per_sample: int,
         x: Tensor,
         z: Tensor | None,
         result: Tensor,
     ) -> None:
-        """Add Θ to the result, tile by tile; if `z` is None, only the tiles of the upper triangle."""
+        """Add Θ to the result, tile by tile. If `z` is None, compute only the tiles of the upper triangle."""
         r = result.shape[0] // len(x)
         columns = x if z is None else z
-        max_numbers = self.memory // 4 // x.element_size()
+        max_elements = self.memory // 4 // x.element_size()
 
         def rows(samples: Tensor) -> JacobianRows:
             return gradients.rows(
                 samples,
                 strategy.materialized,
                 strategy.factored,
-                outputs,
+                gradients_per_sample,
                 strategy.chunk,
                 strategy.workspace_bytes,
                 strategy.threads,
@@ -438,31 +446,32 @@ class EmpiricalKernel:
                 if z is not None or i != j:
                     right = rows(columns[j : j + strategy.tile])
                 tile = result[i * r : (i + strategy.tile) * r, j * r : (j + strategy.tile) * r]
-                add_inner_products(left, right, self.outputs, max_numbers, tile)
-            del left, right  # free their memory before the next gradients are computed
+                add_inner_products(left, right, self.outputs, max_elements, tile)
+            del left, right  # free memory before the next gradients are computed
 
 
 def _fingerprint(net: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
     """Return the state on which a network's kernel depends.
 
-    It consists of the layers and their settings, the addresses and versions of the tensors, which parameters require
-    gradients, and whether autocast is on. Settings that are not plain values, such as functions or hooks, are not
-    included.
+    The state consists of the layers and their settings, the addresses and versions of the tensors, the `requires_grad`
+    flags of the parameters, and whether autocast is enabled. Settings that are not of `SETTING_TYPES`, such as
+    functions or hooks, are not included.
     """
     layers = [
-        (layer, *((name, value) for name, value in vars(layer).items() if _is_plain(value))) for layer in net.modules()
+        (layer, *((name, value) for name, value in vars(layer).items() if _is_setting(value)))
+        for layer in net.modules()
     ]
     versions = [(value.data_ptr(), value._version) for value in tensors]
     flags = [value.requires_grad for value in net.parameters()]
     return *layers, *versions, *flags, torch.is_autocast_enabled(tensors[0].device.type)
 
 
-def _is_plain(value: object) -> bool:
-    return all(isinstance(item, PLAIN_TYPES) for item in (value if isinstance(value, tuple) else (value,)))
+def _is_setting(value: object) -> bool:
+    return all(isinstance(item, SETTING_TYPES) for item in (value if isinstance(value, tuple) else (value,)))
 
 
-def _is_recordable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) -> bool:
-    """Return whether the computation can be captured and depends only on what the fingerprint contains."""
+def _is_capturable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) -> bool:
+    """Return whether the computation can be captured as a CUDA graph and depends only on the fingerprint."""
     return (
         strategy.name == "gradients"
         and not profile.generic_names
@@ -477,7 +486,7 @@ def _is_recordable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) 
 
 def _check_network(net: nn.Module, params: Params) -> None:
     if not params:
-        raise InputError("the network has no parameters, so it has no gradients and no kernel. Use another network.")
+        raise InputError("the network has no parameters, so its kernel is undefined. Use another network.")
     dtypes_and_devices = {(value.dtype, value.device) for value in params.values()}
     if len(dtypes_and_devices) > 1 or next(iter(dtypes_and_devices))[0] not in (torch.float32, torch.float64):
         listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes_and_devices))
@@ -491,7 +500,7 @@ def _check_network(net: nn.Module, params: Params) -> None:
         if uses_batch:
             raise InputError(
                 f"batch norm {name!r} normalizes by the batch, which mixes samples, so there are no per-sample "
-                "gradients. Use evaluation mode with estimated statistics and statistics='running', or "
+                "gradients. Use running statistics (statistics='running'), estimate them and call net.eval(); or use "
                 "with_group_norm(net, groups=16)."
             )
         if isinstance(layer, Drop | nn.modules.dropout._DropoutNd) and layer.training and _has_drop_rate(layer):
@@ -508,14 +517,16 @@ def _check_shapes(params: Params, x: Tensor, z: Tensor | None) -> None:
         if samples is None:
             continue
         if samples.ndim < 1 or not len(samples):
-            raise InputError(f"{name} is {describe(samples)}, but needs at least one sample.")
+            raise InputError(f"{name} is {describe(samples)}, but must contain at least one sample.")
         if samples.dtype != value.dtype or samples.device != value.device:
             raise InputError(
                 f"{name} is {describe(samples)} on {samples.device}, but the parameters are "
                 f"{str(value.dtype).removeprefix('torch.')} on {value.device}. Convert one of them."
             )
         if samples.shape[1:] != x.shape[1:]:
-            raise InputError(f"z is {describe(samples)}, but its samples must have x's shape, {tuple(x.shape[1:])}.")
+            raise InputError(
+                f"z is {describe(samples)}, but its samples must have the shape of those of x, {tuple(x.shape[1:])}."
+            )
 
 
 def _check_finite(x: Tensor, z: Tensor | None) -> None:

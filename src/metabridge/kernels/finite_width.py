@@ -43,42 +43,42 @@ class DescentStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LinearConvergence:
+class ConvergenceRate:
     """Convergence of gradient descent with the kernel Φ and the learning rate η₀ = 1/(σ_max + σ_min).
 
     Gradient descent converges linearly for learning rates of less than 2/(σ_max + σ_min) (Wang et al. 2022, theorem 1).
 
     Args:
-        smallest: Smallest eigenvalue σ_min of Φ.
-        largest: Largest eigenvalue σ_max of Φ.
+        smallest_eigenvalue: Smallest eigenvalue σ_min of Φ.
+        largest_eigenvalue: Largest eigenvalue σ_max of Φ.
 
     Example:
-        >>> LinearConvergence.of(torch.diag(torch.tensor([0.5, 1.5]))).lr
+        >>> ConvergenceRate.from_kernel(torch.diag(torch.tensor([0.5, 1.5]))).lr
         0.5
     """
 
-    smallest: float
-    largest: float
+    smallest_eigenvalue: float
+    largest_eigenvalue: float
 
     @classmethod
-    def of(cls, kernel: Tensor) -> LinearConvergence:
+    def from_kernel(cls, kernel: Tensor) -> ConvergenceRate:
         """Return the convergence of gradient descent with this kernel matrix."""
         return cls(*extreme_eigenvalues(kernel))
 
     @property
     def lr(self) -> float:
         """The learning rate η₀."""
-        return 1 / (self.largest + self.smallest)
+        return 1 / (self.largest_eigenvalue + self.smallest_eigenvalue)
 
     @property
-    def loss_bound_factor(self) -> float:
+    def bound_contraction(self) -> float:
         """(1 − η₀σ_min/3)², by which a step multiplies the bound on the loss (Wang et al. 2022, eq. 32)."""
-        return (1 - self.lr * self.smallest / 3) ** 2
+        return (1 - self.lr * self.smallest_eigenvalue / 3) ** 2
 
     @property
-    def loss_factor(self) -> float:
+    def loss_contraction(self) -> float:
         """(1 − η₀σ_min)², by which a step multiplies the loss of an infinitely wide network in the slowest mode."""
-        return (1 - self.lr * self.smallest) ** 2
+        return (1 - self.lr * self.smallest_eigenvalue) ** 2
 
     def steps(self, remainder: float) -> int:
         """Return the number of steps after which at most the fraction `remainder` of the slowest error mode remains.
@@ -90,10 +90,10 @@ class LinearConvergence:
             The number of steps.
 
         Example:
-            >>> LinearConvergence(smallest=1.0, largest=1.0).steps(0.1)
+            >>> ConvergenceRate(1.0, 1.0).steps(0.1)
             4
         """
-        return math.ceil(math.log(remainder) / math.log1p(-self.lr * self.smallest))
+        return math.ceil(math.log(remainder) / math.log1p(-self.lr * self.smallest_eigenvalue))
 
 
 def gradient_descent(engine: Engine, params: Params, episodes: Episodes, lr: float, steps: int) -> list[DescentStep]:
@@ -149,7 +149,9 @@ class CenteredTraining:
         self.net, self.engine = net, Engine(method, net)
         self.episodes = replace(self._with_initial_outputs(episodes), classes=tasks[:, None])
         self.params = parameters(method, net, classes=len(tasks))
-        self.new_heads = {} if method.split else {f"head.{name}": value for name, value in net.head.named_parameters()}
+        self.initial_head = (
+            {} if method.split else {f"head.{name}": value for name, value in net.head.named_parameters()}
+        )
         for name, value in net.head.named_parameters():
             if f"heads.{name}" in self.params:
                 self.params[f"heads.{name}"].data.copy_(value.expand(len(tasks), *value.shape[1:]))
@@ -177,7 +179,9 @@ class CenteredTraining:
             The outputs minus the initial outputs, (tasks, queries, outputs).
         """
         shifted = self._with_initial_outputs(episodes)
-        return predict(method, self.net, self.params | self.new_heads, shifted) - (shifted.query_y - episodes.query_y)
+        return predict(method, self.net, self.params | self.initial_head, shifted) - (
+            shifted.query_y - episodes.query_y
+        )
 
     def _with_initial_outputs(self, episodes: Episodes) -> Episodes:
         """Return the tasks with the initial outputs added to the targets."""

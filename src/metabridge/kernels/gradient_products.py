@@ -1,8 +1,8 @@
-"""Inner products of the gradients of two sets of samples.
+"""Inner products between the gradients of two sets of samples.
 
-They are computed from materialized gradients, or from the factors a and g of a linear layer's gradients (see
-`jacobian`) as Σ_pq (a_ip·a_jq)(g_iop·g_juq), without materializing the gradients. Here i and j are samples, o and u
-outputs, and p and q positions.
+They are computed from materialized gradients or, without materializing the gradients, from the factors a and g of a
+linear layer's gradients (see `jacobian`) as Σ_pq (a_ip·a_jq)(g_iop·g_juq). Here i and j are samples, o and u outputs,
+and p and q positions.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ Outputs = Literal["mean", "sum", "full"]
 
 
 def add_inner_products(
-    left: JacobianRows, right: JacobianRows, outputs: Outputs, max_numbers: int, result: Tensor
+    left: JacobianRows, right: JacobianRows, outputs: Outputs, max_elements: int, result: Tensor
 ) -> None:
     """Add the inner products of two sets of gradients to a matrix.
 
-    If `left` is `right`, blocks below the diagonal are skipped. For "mean", the sum is not divided by the number of
-    outputs.
+    If `left` is `right`, blocks below the diagonal are skipped.
 
     Args:
-        left: Gradients of the rows.
-        right: Gradients of the columns.
-        outputs: How the outputs are reduced. For "mean", the trace over outputs is the inner product of the
-            concatenated gradients.
-        max_numbers: Maximum number of intermediate values in memory.
-        result: The matrix, (samples of `left` · r, samples of `right` · r), with r the number of outputs for "full"
+        left: Gradients of the row samples.
+        right: Gradients of the column samples.
+        outputs: How the outputs are reduced; see `EmpiricalKernel`. For "mean", the result is the sum over outputs,
+            which is not divided by their number: the inner product of the gradients concatenated over outputs.
+        max_elements: Maximum number of elements of intermediate tensors.
+        result: The matrix, (samples of `left` · r, samples of `right` · r), where r is the number of outputs for "full"
             and 1 otherwise.
     """
     leading = 2 if outputs == "full" else 1
@@ -45,15 +44,15 @@ def add_inner_products(
     r = result.shape[0] // len(left.materialized)
     grid = result.unflatten(0, (-1, r)).unflatten(2, (-1, r))
     for name in left.factors:
-        _add_factored(left.factors[name], right.factors[name], max_numbers, grid, left is right)
+        _add_factored(left.factors[name], right.factors[name], max_elements, grid, left is right)
 
 
 def _add_factored(
-    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], max_numbers: int, grid: Tensor, symmetric: bool
+    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], max_elements: int, grid: Tensor, symmetric: bool
 ) -> None:
-    """Add Σ_pq (a_ip·a_jq)(g_iop·g_juq) to the grid (i, o, j, u), for a block of pairs (i, j) at a time."""
+    """Add Σ_pq (a_ip·a_jq)(g_iop·g_juq) to the grid (i, o, j, u), one block of pairs (i, j) at a time."""
     r, positions = grid.shape[1], left[0].shape[-1]
-    pairs = max(1, max_numbers // (positions**2 * (r**2 + 1) + 2 * r * left[1].shape[2] * positions))
+    pairs = max(1, max_elements // (positions**2 * (r**2 + 1) + 2 * r * left[1].shape[2] * positions))
     columns = min(grid.shape[2], pairs)
     rows = min(max(1, pairs // columns), -(-grid.shape[0] // 8) if symmetric and on_cpu(grid) else grid.shape[0])
     for i in range(0, grid.shape[0], rows):
@@ -66,6 +65,6 @@ def _add_factored(
 
 
 def _gram(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products over c, (i, o, p, j, u, q), of a (i, o, c, p) and b (j, u, c, q)."""
-    left, right = a.mT.reshape(-1, a.shape[2]), b.mT.reshape(-1, b.shape[2])
-    return (left @ right.mT).view(*a.shape[:2], a.shape[3], *b.shape[:2], b.shape[3])
+    """Return Σ_c a_iocp b_jucq as a tensor (i, o, p, j, u, q)."""
+    a_rows, b_rows = a.mT.reshape(-1, a.shape[2]), b.mT.reshape(-1, b.shape[2])
+    return (a_rows @ b_rows.mT).view(*a.shape[:2], a.shape[3], *b.shape[:2], b.shape[3])

@@ -1,11 +1,14 @@
 """Per-sample gradients of a network's outputs, computed layer by layer.
 
-If a layer computes y = Wa at positions p, the gradient of output o for sample i is Σ_p g_iop a_ipᵀ, where g is the
-gradient of the output with respect to y. Since samples do not mix, one backward pass per output computes g for a whole
-batch, without the gradients of the weights; on a GPU, a pass computes it for many outputs. The parameters of a
-normalization layer are expanded to one copy per sample, so autograd returns one gradient per sample. If a network
-begins with a convolution, a normalization layer and max pooling, these are replaced by one operation
-(`layer_overrides`). The gradients of other layers' parameters are computed by `vmap` of `jacrev`.
+- Linear layers and convolutions compute y = Wa at positions p. The gradient of output o for sample i with respect to W
+  is Σ_p g_iop a_ipᵀ, where g is the gradient of the output with respect to y. Since the output for a sample does not
+  depend on other samples, one backward pass per output computes g for the whole batch, without computing gradients of
+  the weights. On a GPU, one pass computes g for many outputs.
+- The parameters of a normalization layer are expanded to one copy per sample, so autograd returns one gradient per
+  sample.
+- If a network begins with a convolution, a normalization layer and max pooling, they are replaced with one operation
+  (see `layer_overrides`).
+- The gradients with respect to the parameters of other layers are computed by `vmap` of `jacrev`.
 """
 
 from __future__ import annotations
@@ -45,22 +48,24 @@ from metabridge.models.network import Params, call_with_params
 from metabridge.threads import stream_over_threads
 
 MATMUL_LAYERS = (nn.Linear, nn.Conv2d)
-GPU_BACKWARD_PASSES = 2  # number of backward passes for the gradients of all outputs on a GPU
-LOOKUP_COST = 3  # cost per multiplication with a gathered patch, relative to one in a matrix product
-CPU_CACHE_BYTES = 2**21  # bytes of a layer's gradients that are computed at a time on a CPU, to stay in its cache
+BATCHED_BACKWARD_PASSES = 2  # number of passes that compute the gradients of all outputs, if passes are batched (GPU)
+GATHER_COST = 3  # cost of a multiplication with a gathered patch, relative to one in a matrix product
+CPU_CACHE_BYTES = 2**21  # size of the gradients of a layer that are computed at a time, to stay in the cache of a CPU
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
     """Size and cost of one parameter of a network.
 
+    The last three fields are 0 unless the gradient is Σ_p g_p a_pᵀ for a single call of the layer.
+
     Args:
         name: Name of the parameter.
-        size: Number of its elements.
+        size: Number of elements.
         multiplications: Number of multiplications by the parameter in a forward pass of one sample.
-        in_features: Length of a_p, if the gradient is Σ_p g_p a_pᵀ in a single call of the layer; otherwise 0.
-        out_features: Length of g_p; 0 in the same cases.
-        positions: Number of positions p; 0 in the same cases.
+        in_features: Length of the vectors a_p.
+        out_features: Length of the vectors g_p.
+        positions: Number of positions p.
     """
 
     name: str
@@ -71,7 +76,7 @@ class ParameterInfo:
     positions: int = 0
 
 
-# By parameter name: a (samples, in_features, positions) and g (samples, outputs, out_features, positions).
+# Parameter name -> a (samples, in_features, positions) and g (samples, outputs, out_features, positions)
 Factors = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -81,7 +86,7 @@ class JacobianRows:
 
     Args:
         materialized: Gradients with respect to some parameters, concatenated: (samples, outputs, elements).
-        factors: Factors of the gradients with respect to the other parameters, by name.
+        factors: Factors a and g of the gradients with respect to all other parameters, by parameter name.
     """
 
     materialized: Tensor
@@ -90,11 +95,11 @@ class JacobianRows:
 
 @dataclass(frozen=True)
 class _Tracer:
-    """Records the layer calls of a forward pass, from hooks and from overrides of layers.
+    """Records the layer calls of a forward pass in forward hooks and in overridden forward methods.
 
     Args:
         leaves: Parameters of the network as leaves of the autograd graph.
-        names_by_role: Names of each layer's parameters by role, "weight" or "bias".
+        names_by_role: For each layer, the parameter name of each role ("weight" or "bias").
         names: Names of the parameters whose gradients are computed.
         calls: The recorded calls.
     """
@@ -105,7 +110,7 @@ class _Tracer:
     calls: list[LayerCall] = field(default_factory=list)
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Record a call of a linear layer or convolution, as a forward hook."""
+        """Record a call of a linear layer or convolution (a forward hook)."""
         if inputs:
             roles = {name: role for role, name in self.names_by_role[layer].items() if name in self.names}
             self.calls.append(LayerCall(layer, roles, inputs[0].detach(), output, get_gradient_edge(output)))
@@ -120,7 +125,10 @@ class _Tracer:
         return apply_norm(layer, x, copies)
 
     def run_conv_norm_pool(self, layers: nn.Sequential, x: Tensor) -> Tensor:
-        """Apply layers that begin with convolution, normalization and pooling, as one operation if `x` is constant."""
+        """Apply layers that begin with convolution, normalization and max pooling.
+
+        If `x` needs no gradient, the three are one operation.
+        """
         all_layers: list[Any] = list(layers)
         convolution, norm, *rest = all_layers
         if x.requires_grad or x.ndim != 4:
@@ -136,7 +144,7 @@ class _Tracer:
         y = pooled.maxima.requires_grad_().clone()  # an in-place ReLU must not change a leaf
         roles = dict.fromkeys(params, "copies")
         self.calls.append(LayerCall(convolution, roles, x, y, get_gradient_edge(y), (pooled, params)))
-        del rest[rest.index(pool)]  # only the first use of the layer
+        del rest[rest.index(pool)]  # only the first occurrence: the layer may be used twice
         for layer in rest:
             y = layer(y)
         return y
@@ -147,7 +155,7 @@ class _Tracer:
 
 
 def _names_by_role(layer: nn.Module, names_by_id: dict[int, str]) -> dict[str, str]:
-    """Return the names of a layer's weight and bias, or an empty dictionary if one tensor is both."""
+    """Return the parameter names of a layer's weight and bias, or an empty dict if they are the same tensor."""
     result = {
         role: names_by_id[id(value)]
         for role, value in layer.named_parameters(recurse=False, remove_duplicate=False)
@@ -157,9 +165,9 @@ def _names_by_role(layer: nn.Module, names_by_id: dict[int, str]) -> dict[str, s
 
 
 def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
-    """Return whether layers begin with a convolution, channel normalization and max pooling that can be one operation.
+    """Return whether layers begin with convolution, normalization and max pooling that can be run as one operation.
 
-    A ReLU may precede the pooling, since the two commute.
+    A ReLU may precede the pooling, since ReLU and max pooling commute.
     """
     padded: list[Any] = [*layers, None, None, None, None]
     convolution, norm, third, fourth = padded[:4]
@@ -170,8 +178,8 @@ def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
         and type(norm) in (BatchNorm, nn.BatchNorm2d, nn.GroupNorm)
         and type(pool) is nn.MaxPool2d
         and not pool.return_indices
-        # With smaller strides, gathering the selected patches costs more than products with all patches.
-        and math.prod(pool_window(pool)[1]) >= LOOKUP_COST
+        # With smaller strides, gathering the selected patches costs more than multiplying all patches.
+        and math.prod(pool_window(pool)[1]) >= GATHER_COST
         and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
     )
 
@@ -186,7 +194,7 @@ class PerSampleGradients:
         names: Names of the parameters whose gradients are computed.
         sum_outputs: Whether to compute the gradients of the sum of the outputs.
         generic_names: Names of the parameters that need `vmap` of `jacrev`.
-        batched_backward: Whether a backward pass can compute gradients of several outputs.
+        batched_backward: Whether one backward pass can compute the gradients of several outputs.
     """
 
     net: nn.Module
@@ -230,7 +238,7 @@ class PerSampleGradients:
         x: Tensor,
         materialized: Sequence[ParameterInfo],
         factored: Sequence[ParameterInfo],
-        outputs: int,
+        gradients_per_sample: int,
         chunk: int,
         workspace_bytes: int,
         threads: int = 1,
@@ -241,12 +249,12 @@ class PerSampleGradients:
             x: The samples.
             materialized: Parameters whose gradients are materialized.
             factored: Parameters whose gradients are kept as factors.
-            outputs: Number of outputs, 1 for their sum.
+            gradients_per_sample: Number of outputs, or 1 if the outputs are summed.
             chunk: Number of samples per pass through the network.
-            workspace_bytes: Number of bytes for computing the gradients of a layer on a GPU.
-            threads: Number of CPU threads among which the passes are divided.
+            workspace_bytes: Memory for computing the gradients of a layer on a GPU, in bytes.
+            threads: Number of CPU threads that run the passes.
         """
-        shape = len(x), outputs
+        shape = len(x), gradients_per_sample
         result = JacobianRows(
             x.new_zeros(*shape, sum(info.size for info in materialized)),
             {
@@ -257,8 +265,8 @@ class PerSampleGradients:
                 for info in factored
             },
         )
-        ends = itertools.accumulate((info.size for info in materialized), initial=0)
-        columns = {info.name: slice(*bounds) for info, bounds in zip(materialized, itertools.pairwise(ends))}
+        offsets = itertools.accumulate((info.size for info in materialized), initial=0)
+        columns = {info.name: slice(*bounds) for info, bounds in zip(materialized, itertools.pairwise(offsets))}
         chunks = [slice(start, start + chunk) for start in range(0, len(x), chunk)]
         threads = min(threads, len(chunks))
 
@@ -288,7 +296,7 @@ class PerSampleGradients:
                         "per sample in the first pass. The empirical kernel needs layers that process every sample."
                     )
             grads_of_calls = gradients_at([call.edge for call in calls], y, cotangents, self.batched_backward)
-            for call in reversed(calls):  # the gradients of the last calls are the smallest; free them first
+            for call in reversed(calls):  # the last calls usually have the smallest gradients; free these first
                 grads = grads_of_calls.pop()
                 if grads is not None:
                     _store(rows, call, grads, columns, workspace_bytes)
@@ -296,7 +304,7 @@ class PerSampleGradients:
             rows.materialized[..., columns[name]] = gradient.reshape(*rows.materialized.shape[:2], -1)
 
     def _generic_gradients(self, x: Tensor) -> Params:
-        """Return the gradients with respect to the parameters `generic_names`, by `vmap` of `jacrev`."""
+        """Return the gradients with respect to the parameters in `generic_names`, by `vmap` of `jacrev`."""
         if not self.generic_names:
             return {}
         fixed = {name: value.detach() for name, value in self.params.items() if name not in self.generic_names}
@@ -318,20 +326,20 @@ def gradients_at(
 ) -> list[tuple[Tensor, ...] | None]:
     """Return the gradients at some edges of the autograd graph for every cotangent.
 
-    If batched, the cotangents are divided among two passes. A single pass would hardly be faster, and cuDNN needs
-    several times the memory of a convolution's gradients.
+    If batched, the cotangents are split into `BATCHED_BACKWARD_PASSES` passes instead of one, since a single pass is
+    hardly faster but needs more memory: cuDNN uses several times the memory of a convolution's gradients.
 
     Args:
         edges: The edges.
         y: Outputs of the network.
         cotangents: Cotangents of `y`, stacked along the first dimension.
-        batched: Whether to process several cotangents in a pass.
+        batched: Whether one pass processes several cotangents.
         retain_graph: Whether to keep the graph for further passes.
 
     Returns:
         For each edge, the gradient for each cotangent, or None if the outputs do not depend on the edge.
     """
-    chunks = cotangents.chunk(GPU_BACKWARD_PASSES if batched else len(cotangents))
+    chunks = cotangents.chunk(BATCHED_BACKWARD_PASSES if batched else len(cotangents))
     backward = _batched_backward if batched else _single_backward
     passes = [backward(edges, y, chunk, retain_graph or chunk is not chunks[-1]) for chunk in chunks]
     return [None if None in grads else tuple(itertools.chain(*grads)) for grads in zip(*passes)]
@@ -361,7 +369,10 @@ def _batched_backward(
 def _store(
     rows: JacobianRows, call: LayerCall, grads: Sequence[Tensor], columns: dict[str, slice], workspace_bytes: int
 ) -> None:
-    """Store the factors of the weight's gradient, if it is factored, and add a call's other gradients to the rows."""
+    """Store the gradients of a call in the rows.
+
+    If the gradient of the weight is factored, store its factors. Add all other gradients to the materialized rows.
+    """
     weight_name = next((name for name in call.roles if name in rows.factors), None)
     if weight_name is not None:
         a, g = rows.factors[weight_name]
@@ -370,7 +381,7 @@ def _store(
         call = call._replace(roles={name: role for name, role in call.roles.items() if name != weight_name})
     if not call.roles:
         return
-    needed_bytes, available_bytes = call.output.element_size() * call.workspace_numbers(len(grads)), workspace_bytes
+    needed_bytes, available_bytes = call.output.element_size() * call.workspace_elements(len(grads)), workspace_bytes
     if on_cpu(call.input):
         needed_bytes, available_bytes = len(grads) * grads[0].nbytes, CPU_CACHE_BYTES
     step = max(1, len(call.input) // max(1, -(-needed_bytes // available_bytes)))

@@ -1,4 +1,4 @@
-"""The interface of kernels of a network, analytic or empirical."""
+"""The interface of the kernels of a network, which are analytic (infinite width) or empirical (finite width)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 class Kernel(Protocol):
     """The NTK Θ and the NNGP kernel K of a network, per output: for k outputs, the kernels are Θ ⊗ I_k and K ⊗ I_k.
 
-    The rows of a matrix are the points `x`, and the columns the points `z`. If `z` is None, the columns are `x` too:
-    each pair is computed once, and the matrix is exactly symmetric.
+    The rows of a matrix belong to the points `x`, and the columns to the points `z`. If `z` is None, the columns also
+    belong to `x`: each pair is computed once, and the matrix is exactly symmetric.
 
     Example:
         >>> import torch
@@ -25,8 +25,8 @@ class Kernel(Protocol):
         """Return Θ, the inner products of the gradients with respect to all parameters.
 
         Args:
-            x: The n points of the rows.
-            z: The m points of the columns; `x` if None.
+            x: The n row points.
+            z: The m column points; `x` if None.
 
         Returns:
             Θ(x, z), (n, m).
@@ -37,8 +37,8 @@ class Kernel(Protocol):
         """Return K, the inner products of the gradients with respect to the last layer's parameters.
 
         Args:
-            x: The n points of the rows.
-            z: The m points of the columns; `x` if None.
+            x: The n row points.
+            z: The m column points; `x` if None.
 
         Returns:
             K(x, z), (n, m).
@@ -46,11 +46,11 @@ class Kernel(Protocol):
         ...
 
     def both(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return both kernels, which an implementation may compute together at the cost of one.
+        """Return Θ and K, which an implementation may compute together at the cost of Θ alone.
 
         Args:
-            x: The n points of the rows.
-            z: The m points of the columns; `x` if None.
+            x: The n row points.
+            z: The m column points; `x` if None.
 
         Returns:
             Θ(x, z) and K(x, z), each (n, m).

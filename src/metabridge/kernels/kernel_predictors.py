@@ -143,13 +143,13 @@ class KernelLearner:
                 ~values.isfinite().all(2), f"{name} points of {task_kind}s are NaN or infinite", "", task_kind
             )
             zero = ~values.any(2)
-            if zero.any() and not self._accepts(x[zero][:1]):
+            if zero.any() and not self._is_defined_at(x[zero][:1]):
                 alternative = " or give the network a bias_variance"
                 problem = f"{name} points of {task_kind}s are zero, where the kernel vanishes"
                 _check_points(zero, problem, alternative, task_kind)
         return episodes
 
-    def _accepts(self, point: Tensor) -> bool:
+    def _is_defined_at(self, point: Tensor) -> bool:
         try:
             self.kernel.nngp(point)
         except InputError:
@@ -189,8 +189,8 @@ class FittedKernelLearner:
         self.target_description = _describe_targets(episodes)
         if learner.uses_split:
             self.points = torch.cat([episodes.query_x, episodes.support_x], 1)
-            self.residual_operators, explained = self._adapt(episodes, learner.inner_time)
-            target = _targets(episodes, episodes.query_y) - explained
+            self.residual_operators, inner_prediction = self._adapt(episodes, learner.inner_time)
+            target = _targets(episodes, episodes.query_y) - inner_prediction
         else:
             self.points = episodes.support_x
             time = learner.inner_time if learner.method == "anil" else 0.0
@@ -221,7 +221,7 @@ class FittedKernelLearner:
     def matrix(self) -> Tensor:
         """Φ between all training points, or with a split between all training queries."""
         operators = self.residual_operators
-        return meta_kernels.sandwich(operators, self._shared_kernel(slice(0, len(self.points))), operators)
+        return meta_kernels.block_diagonal_product(operators, self._kernel_rows(slice(0, len(self.points))), operators)
 
     def condition_number(self) -> float:
         """Return σ_max/σ_min of Φ with its ridge."""
@@ -246,13 +246,15 @@ class FittedKernelLearner:
         episodes = learner.prepare(episodes, "test task")
         self._check(episodes)
         time = learner.inner_time if learner.test_time is None else learner.test_time
-        operators, explained = self._adapt(episodes, time)
+        operators, inner_prediction = self._adapt(episodes, time)
         if learner.heads == "independent":
-            return explained.to(dtype)  # a head that starts from other values cannot use what the body has learned
+            return inner_prediction.to(
+                dtype
+            )  # a head that starts from other values cannot use what the body has learned
         points = torch.cat([episodes.query_x, episodes.support_x], 1)
         chunks = points.split(self._tasks_per_chunk(points.shape[1]))
         learned = torch.cat([self._learned_outputs(chunk) for chunk in chunks])
-        return (explained + operators @ learned).to(dtype)
+        return (inner_prediction + operators @ learned).to(dtype)
 
     def _learned_outputs(self, points: Tensor) -> Tensor:
         """Return the change of the outputs at these points by training, before adaptation."""
@@ -280,12 +282,14 @@ class FittedKernelLearner:
 
     def _adapt(self, episodes: Episodes, time: float) -> tuple[Tensor, Tensor]:
         """Return R of every task, as with a split, and G(X, X', Y'), the prediction of the inner loop alone."""
-        adapts: meta_kernels.Adapts = "all" if self.learner.method == "maml" else "head"
+        adapts: meta_kernels.AdaptedPart = "all" if self.learner.method == "maml" else "head"
         x, support = episodes.query_x, episodes.support_x
-        operators = meta_kernels.residual_operator(self.kernel, x, support, adapts, time, self.learner.inner_ridge)
+        operators = meta_kernels.query_residual_operator(
+            self.kernel, x, support, adapts, time, self.learner.inner_ridge
+        )
         return operators, -operators[..., x.shape[1] :] @ _targets(episodes, episodes.support_y)
 
-    def _shared_kernel(self, tasks: slice) -> Tensor:
+    def _kernel_rows(self, tasks: slice) -> Tensor:
         """Return C between the points of some training tasks and the points of all training tasks."""
         count, points = self.points.shape[:2]
         all_points = self.points.flatten(0, 1)
@@ -293,8 +297,8 @@ class FittedKernelLearner:
             ntk, nngp = self.kernel.both(all_points)
         else:
             ntk, nngp = self.kernel.both(self.points[tasks].flatten(0, 1), all_points)
-        same = meta_kernels.same_task(count, points, ntk.device)[tasks.start * points : tasks.stop * points]
-        return meta_kernels.shared_parameter_kernel(ntk, nngp, same, self.learner.method, self.learner.heads)
+        same = meta_kernels.same_task_mask(count, points, ntk.device)[tasks.start * points : tasks.stop * points]
+        return meta_kernels.unadapted_kernel(ntk, nngp, same, self.learner.method, self.learner.heads)
 
     def _solve(self, target: Tensor) -> Solution:
         """Return T_Φ target, which is Φ⁻¹ target if `outer_time` is infinite."""
@@ -338,7 +342,7 @@ class FittedKernelLearner:
         chunks = []
         for start in range(0, tasks, tasks_per_chunk):
             chunk = slice(start, min(start + tasks_per_chunk, tasks))
-            kernel_v = (self._shared_kernel(chunk) @ point_v).unflatten(0, (-1, points))
+            kernel_v = (self._kernel_rows(chunk) @ point_v).unflatten(0, (-1, points))
             chunks.append(operators[chunk] @ kernel_v)
         return torch.cat(chunks).flatten(0, 1) + self.learner.ridge * v
 

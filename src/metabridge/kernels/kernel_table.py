@@ -1,4 +1,4 @@
-"""A kernel with precomputed values, for computations that need the same values many times."""
+"""A kernel with precomputed matrices, for computations that need the same entries many times."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from metabridge.kernels.kernel import Kernel
 
 @dataclass(frozen=True, eq=False)
 class KernelTable:
-    """A kernel whose matrices are precomputed. Its inputs are the indices of points, of shape (n, 1).
+    """A kernel with precomputed matrices, whose inputs are indices of points with shape (n, 1).
 
-    `IndexedTasks` are tasks with such inputs.
+    `IndexedTasks` samples tasks with such inputs.
 
     Args:
         ntk_matrix: Θ between all points, (n, n).
@@ -32,11 +32,11 @@ class KernelTable:
 
     @classmethod
     def compute(cls, kernel: Kernel, x: Tensor) -> KernelTable:
-        """Compute the kernel of some points, divided by a constant so that the diagonal of Θ has a mean of 1.
+        """Compute the matrices Θ and K of the points, divided by the mean of the diagonal of Θ.
 
         Args:
             kernel: The kernel.
-            x: The points (n, ...).
+            x: The points, (n, ...).
 
         Returns:
             The table, on the CPU.

@@ -1,4 +1,4 @@
-"""Calls of layers in a forward pass, and per-sample gradients with respect to their parameters."""
+"""Layer calls in a forward pass, and per-sample gradients with respect to the parameters of the layers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from metabridge.models.network import Params
 
 
 class LayerCall(NamedTuple):
-    """A tensor in a forward pass from whose gradient the gradients of some parameters are computed.
+    """A layer call in a forward pass, and the tensor whose gradient determines the layer's parameter gradients.
 
     The tensor is the output of a linear layer or convolution, a parameter of a normalization layer expanded to one copy
     per sample, or the output of a `PooledConv`.
 
     Args:
         layer: The layer.
-        roles: Role of each parameter by its name: "weight" or "bias" of a linear layer or convolution, or "copies" if
-            the parameter is expanded to one copy per sample.
+        roles: Role of each parameter, by parameter name: "weight" or "bias" of a linear layer or convolution, or
+            "copies" if the parameter is expanded to one copy per sample.
         input: The input of the layer.
         output: The tensor.
-        edge: Edge of the autograd graph at which the gradient of `output` arrives.
-        pooled: For the output of a `PooledConv`, that object and the parameters on which its maxima depend.
+        edge: The edge of the autograd graph that receives the gradient of `output`.
+        pooled: If `output` is the output of a `PooledConv`, that object and the parameters on which its maxima depend.
     """
 
     layer: nn.Module
@@ -44,32 +44,33 @@ class LayerCall(NamedTuple):
         """Whether `output` is the output of a linear layer or convolution."""
         return "copies" not in self.roles.values()
 
-    def workspace_numbers(self, outputs: int) -> int:
-        """Return how many numbers are in memory while gradients are computed: output gradients, patches, results."""
-        output_gradients = outputs * self.output.numel()
+    def workspace_elements(self, gradients_per_sample: int) -> int:
+        """Return the number of elements in memory while gradients are computed: output gradients, patches, results."""
+        output_elements = gradients_per_sample * self.output.numel()
         if self.pooled:
             conv = self.pooled[0]
-            numbers = output_gradients + 2 * outputs * conv.weight.numel()
-            return numbers if on_cpu(self.input) else numbers + conv.argmax.numel() * conv.patches.shape[2]
+            elements = output_elements + 2 * gradients_per_sample * conv.weight.numel()
+            return elements if on_cpu(self.input) else elements + conv.argmax.numel() * conv.patches.shape[2]
         if not self.is_linear:
-            return 2 * output_gradients
+            return 2 * output_elements
         layer: Any = self.layer
         weight: Tensor = layer.weight
         channels = len(weight)
-        patches = weight.numel() // channels * self.output.numel() * int(getattr(layer, "groups", 1)) // channels
-        return output_gradients + self.input.numel() + patches + 2 * outputs * len(self.input) * weight.numel()
+        patch_elements = weight.numel() // channels * self.output.numel() * int(getattr(layer, "groups", 1)) // channels
+        result_elements = gradients_per_sample * len(self.input) * weight.numel()
+        return output_elements + self.input.numel() + patch_elements + 2 * result_elements
 
 
 def per_sample_gradients(call: LayerCall, grads: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
-    """Yield the gradients (samples, outputs, ...) with respect to a call's parameters, for `step` samples at a time.
+    """Yield the gradients with respect to the parameters of a call, for `step` samples at a time.
 
     Args:
         call: The call.
-        grads: The gradients of each network output with respect to the call's output.
+        grads: For each network output, its gradient with respect to the call's output.
         step: Number of samples at a time.
 
     Yields:
-        The samples and their gradients by parameter name.
+        A slice of samples, and their gradients (samples, outputs, ...) by parameter name.
     """
     if call.pooled is not None:
         conv, params = call.pooled
@@ -96,9 +97,9 @@ def _gradients_of_samples(call: LayerCall, grads: Sequence[Tensor], samples: sli
 
 
 def stack_output_gradients(call: LayerCall, grads: Sequence[Tensor]) -> Tensor:
-    """Return the gradients of all outputs as one tensor, (samples, outputs, channels, positions).
+    """Stack the gradients of all network outputs: (samples, outputs, channels, positions).
 
-    For a call that is not linear, the tensor is (samples, outputs, ...).
+    If the call is not of a linear layer or convolution, the result is (samples, outputs, ...).
     """
     return torch.stack([_flatten_positions(call.layer, grad) for grad in grads] if call.is_linear else list(grads), 1)
 
@@ -106,23 +107,23 @@ def stack_output_gradients(call: LayerCall, grads: Sequence[Tensor]) -> Tensor:
 def input_patches(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the vectors that a linear layer or convolution multiplies by its weight.
 
-    For a convolution, they are a copy of the input in which overlapping windows are repeated.
+    For a convolution, these are the unfolded input windows (as in `F.unfold`), a copy that repeats overlapping pixels.
 
     Args:
-        layer: A `nn.Linear` or `nn.Conv2d`.
+        layer: An `nn.Linear` or `nn.Conv2d`.
         x: The layer's input.
 
     Returns:
-        The patches, (samples, groups, inputs, positions).
+        The patches, (samples, groups, in_features, positions).
     """
     if not isinstance(layer, nn.Conv2d):
         return _flatten_positions(layer, x).unsqueeze(1)
-    views = conv_windows(layer, x)
-    return views.reshape(len(x), layer.groups, -1, math.prod(views.shape[4:]))
+    windows = conv_windows(layer, x)
+    return windows.reshape(len(x), layer.groups, -1, math.prod(windows.shape[4:]))
 
 
 def conv_windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return a view of the input windows of a convolution, (samples, channels, *window, *positions)."""
+    """Return a view of the input windows of a convolution, (samples, channels, *window_size, *output_size)."""
     x = _pad(layer, x)
     for axis, (size, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation), 2):
         x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
@@ -130,10 +131,10 @@ def conv_windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _weight_gradient(layer: nn.Module, x: Tensor, g: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Return Σ_p g_p a_pᵀ, (samples, groups, channels, inputs), for g (samples, groups, channels, positions).
+    """Return Σ_p g_p a_pᵀ, (samples, groups, channels, in_features), for g (samples, groups, channels, positions).
 
-    On a CPU, it is computed for a convolution as another convolution in which every sample is a group, since that needs
-    no copy of the patches.
+    On a CPU, the gradients of a convolution are computed by another convolution in which every sample is a group, since
+    that needs no copy of the patches.
     """
     if not isinstance(layer, nn.Conv2d) or not on_cpu(x):
         return g @ input_patches(layer, x).mT

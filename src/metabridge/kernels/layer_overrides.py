@@ -1,10 +1,10 @@
-"""Replacements for layers' forward methods while per-sample gradients are computed.
+"""Replacements of layers' forward methods that make per-sample gradients cheaper but return the same outputs.
 
-The replacements return the same outputs, but make per-sample gradients cheaper. The main case is a convolution of the
-network's input, followed by a normalization layer and max pooling. For each sample, convolution and normalization
-together are one affine map Va + v of the centered input patches a, and pooling selects some of its values. Since the
-input needs no gradient, the gradient with respect to V is a sum over the selected patches only, and the gradients with
-respect to the parameters of both layers follow from the gradients with respect to V and v.
+The main case is a convolution of the network's input, followed by a normalization layer and max pooling. For each
+sample, convolution and normalization together are one affine map Va + v of the centered input patches a, and max
+pooling selects one patch per window and channel. Since the input needs no gradient, the gradient with respect to V is a
+sum over the selected patches only. The gradients with respect to the parameters of both layers follow from the
+gradients with respect to V and v by the chain rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Return whether `x` is on a CPU, where blocks that fit in its cache are fast; a GPU needs few kernel launches."""
+    """Return whether `x` is on a CPU.
+
+    Code paths differ: a CPU is fastest with blocks that fit in its cache, a GPU with few kernel launches.
+    """
     return x.device.type == "cpu"
 
 
@@ -36,7 +39,7 @@ def override_forward(overrides: dict[nn.Module, ForwardOverride]) -> Iterator[No
     """Replace the forward methods of some layers inside the context."""
 
     def bind(layer: nn.Module, function: ForwardOverride) -> Callable[..., Tensor]:
-        return lambda *inputs, **named: function(layer, *inputs, *named.values())
+        return lambda *args, **kwargs: function(layer, *args, *kwargs.values())
 
     originals = {layer: vars(layer).get("forward") for layer in overrides}
     for layer, function in overrides.items():
@@ -63,14 +66,14 @@ def max_pool(layer: nn.MaxPool2d, x: Tensor) -> Tensor:
 
 
 class PooledConv(NamedTuple):
-    """The result of max pooling feature maps Va + v, where V and v depend on the sample.
+    """The result of max pooling of the feature maps Va + v, where V and v depend on the sample.
 
     Args:
         maxima: The pooled feature maps, (samples, channels, height, width).
         argmax: Positions of the patches that attain the maxima, (samples, channels, pooled positions).
-        patches: The patches minus their mean, a, (samples, positions, inputs).
-        weight: V, (samples, channels, inputs), as a function of the parameters.
-        bias: v, (samples, channels), as a function of the parameters.
+        patches: The centered patches a, (samples, positions, in_features).
+        weight: V, (samples, channels, in_features), as a differentiable function of the parameters.
+        bias: v, (samples, channels), as a differentiable function of the parameters.
     """
 
     maxima: Tensor
@@ -86,7 +89,7 @@ class PooledConv(NamedTuple):
         to its maximum.
 
         Args:
-            grads: The gradients of each output with respect to the maxima.
+            grads: For each network output, its gradient with respect to the maxima.
             params: The parameters, one copy per sample.
             step: Number of samples that are processed at a time on a GPU.
         """
@@ -103,13 +106,13 @@ class PooledConv(NamedTuple):
         return [gradient.transpose(0, 1) for gradient in vmap(backward)(*cotangents)]
 
     def _sums_of_sample(self, patches: Tensor, argmax: Tensor, *grads: Tensor) -> Tensor:
-        """Return the gradient with respect to V for one sample, (outputs, 1, channels, inputs)."""
+        """Return the gradient with respect to V for one sample, (outputs, 1, channels, in_features)."""
         weights, positions = torch.cat(grads).flatten(1), argmax.repeat(len(grads), 1)
         sums = F.embedding_bag(positions, patches, mode="sum", per_sample_weights=weights)
         return sums.view(len(grads), 1, -1, sums.shape[1])
 
     def _sums_of_samples(self, grads: Sequence[Tensor], samples: slice) -> Tensor:
-        """Return the gradient with respect to V for some samples, (outputs, samples, channels, inputs)."""
+        """Return the gradient with respect to V for several samples, (outputs, samples, channels, in_features)."""
         patches = self.patches[samples]
         indices = torch.arange(len(patches), dtype=torch.int, device=patches.device)
         offsets = indices.mul_(patches.shape[1]).view(-1, 1, 1)
@@ -119,11 +122,11 @@ class PooledConv(NamedTuple):
 
 
 def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, norm_params: Params) -> PooledConv:
-    """Return the result of a convolution, a normalization layer and max pooling.
+    """Apply a convolution, a normalization layer and max pooling as one operation.
 
-    The convolution is computed as Wa + (Wm + b), where the patches have the mean m and are a + m. The statistics of
-    group norm follow from m and the covariance C of the patches, since the feature maps have the means Wm + b and the
-    variances diag(W C Wᵀ). So V and v are functions of the parameters, and the feature maps need not be normalized.
+    The convolution of the patches a + m with mean m is computed as Wa + (Wm + b). The statistics of group norm follow
+    from m and the covariance C of the patches, since the feature maps have the means Wm + b and the variances
+    diag(W C Wᵀ). Therefore V and v are functions of the parameters, and the feature maps need not be normalized.
 
     Args:
         layer: The max pooling layer.
@@ -133,12 +136,12 @@ def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, n
         norm_params: Parameters of the normalization layer, one copy per sample.
 
     Returns:
-        The pooled feature maps, and what their gradients depend on.
+        The pooled feature maps and the tensors that their gradients depend on.
     """
     weight, (patches, m) = conv["weight"].flatten(2), _centered_patches(windows)
     channel_mean = (weight @ m).squeeze(-1) + conv.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
-        image_rows = patches.unflatten(1, windows.shape[4:])  # one product per row: few long products leave a GPU idle
+        image_rows = patches.unflatten(1, windows.shape[4:])  # one product per row: few long ones underuse a GPU
         channel_variance = (weight @ ((image_rows.mT @ image_rows).sum(1) / patches.shape[1]) * weight).sum(-1)
         grouped_means, grouped_variances = (
             value.unflatten(1, (norm.num_groups, -1)) for value in (channel_mean, channel_variance)
@@ -160,7 +163,7 @@ def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, n
 
 
 def _centered_patches(windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the patches minus their mean, (samples, positions, inputs), and the mean, (samples, inputs, 1)."""
+    """Return the centered patches (samples, positions, in_features) and their mean (samples, in_features, 1)."""
     if on_cpu(windows):  # on a CPU, it is faster to copy contiguous memory first and then transpose
         a = windows.flatten(1, 3).flatten(2)
         m = a.mean(-1, keepdim=True)
@@ -171,15 +174,18 @@ def _centered_patches(windows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _max_pool_with_indices(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
-    """Return the maxima of the windows and their positions. On a CPU, channels-last memory is four times faster."""
-    if on_cpu(x):
+    """Return the maxima of the windows and their positions."""
+    if on_cpu(x):  # on a CPU, the channels-last memory format is four times faster
         x = x.contiguous(memory_format=torch.channels_last)
     y, indices = torch.ops.aten.max_pool2d_with_indices(x, *window)
     return y.contiguous(), indices.contiguous()
 
 
 class _BatchedBackward(torch.autograd.Function):
-    """A backward function that under `vmap` processes gradients of several outputs at once, (outputs, samples, ...)."""
+    """Applies a function `vjp` of output gradients; under `vmap`, calls it once with all of them.
+
+    `vjp` takes gradients (outputs, samples, ...) with a leading dimension, which has size 1 outside `vmap`.
+    """
 
     @staticmethod
     def forward(vjp: Callable[..., tuple[Tensor, ...]], g: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
@@ -196,7 +202,7 @@ class _BatchedBackward(torch.autograd.Function):
 
 
 class _MaxPool(torch.autograd.Function):
-    """Max pooling that does not save its input: the backward pass needs only its shape and the indices."""
+    """Max pooling that does not save its input: the backward pass needs only the input shape and the indices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *window: Any) -> Tensor:
@@ -217,11 +223,11 @@ class _MaxPool(torch.autograd.Function):
 
 
 class _GroupNorm(torch.autograd.Function):
-    """Group norm with a weight and a bias for each sample, whose backward pass reads each tensor few times.
+    """Group norm with a weight and a bias for each sample, and a backward pass with few memory reads.
 
-    The gradients with respect to the weight and the bias are ĝ = Σ_p g_p x̂_p and ḡ = Σ_p g_p. The gradient with respect
-    to x is σ⁻¹(wg − (Σ_c wḡ + x̂ Σ_c wĝ)/N), with sums over the channels c of a group of N numbers: an affine function
-    of g and x for each channel.
+    Let x̂ be the normalized x. The gradients with respect to the weight and the bias are ĝ = Σ_p g_p x̂_p and
+    ḡ = Σ_p g_p. The gradient with respect to x is σ⁻¹(wg − (Σ_c wḡ + x̂ Σ_c wĝ)/N), with sums over the channels c of a
+    group of N elements. It is computed as an affine function of g and x for each channel.
     """
 
     @staticmethod
@@ -253,10 +259,10 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def apply_norm(layer: Any, x: Tensor, copies: Params) -> Tensor:
-    """Apply a normalization layer with these parameters, one copy per sample."""
+    """Apply a normalization layer with one copy of its parameters per sample."""
     if isinstance(layer, nn.GroupNorm) and len(copies) == 2 and not on_cpu(x):
         return _GroupNorm.apply(x, layer.num_groups, layer.eps, *copies.values())  # type: ignore[no-any-return]
-    if isinstance(layer, nn.GroupNorm):  # fold samples into channels: the groups of each sample are separate
+    if isinstance(layer, nn.GroupNorm):  # fold samples into channels: each sample has its own groups
         flat = {role: value.flatten() for role, value in copies.items()}
         return F.group_norm(x.reshape(1, -1, *x.shape[2:]), len(x) * layer.num_groups, **flat, eps=layer.eps).view_as(x)
     if isinstance(layer, nn.LayerNorm):

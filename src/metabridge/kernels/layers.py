@@ -1,7 +1,7 @@
-"""How a layer of infinite width changes the NNGP kernel and the NTK.
+"""Layers of infinite width, as maps of the NNGP kernel and the NTK.
 
 Layers use the NTK parameterization: weights are σ_w/√fan_in times standard normal variables and biases are σ_b times
-standard normal variables, so the gradients and the NTK have a limit as the width grows.
+standard normal variables, so the NTK has a limit as the width grows.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from metabridge.errors import InputError, check_not_negative, check_positive
 
 @dataclass
 class KernelState:
-    """The kernels between points after some layer of a network. The next layer updates them, if possible in place.
+    """The kernels of a network up to some layer. The next layer updates them, in-place if possible.
 
     Args:
-        cov: Covariances Σ of the (pre-)activations, (rows, columns, *pixels), or (points, *pixels) for the covariance
+        cov: Covariances Σ of the (pre-)activations, (rows, columns, *pixels), or (points, *pixels) for the covariances
             of each point with itself.
         ntk: The NTK Θ up to this layer, with the shape of `cov`; None if only the NNGP kernel is computed.
-        pixel_dims: Number of pixel dimensions of `cov`: 0 in dense layers, 2 for the covariances of each pixel with the
-            same pixel of the other image, 4 for its covariances with every pixel of the other image.
-        get_variances: Function of this state that returns the variances of the rows and of the columns, in shapes that
-            broadcast to `cov`.
+        pixel_dims: Number of pixel dimensions of `cov`: 0 in dense layers, 2 for covariances of pixels at the same
+            position of two images, 4 for covariances of all pairs of pixels of two images.
+        get_variances: Function that takes this state and returns the variances of the row points and of the column
+            points, in shapes that broadcast to `cov`.
     """
 
     cov: Tensor
@@ -53,10 +53,10 @@ class Layer(Protocol):
     """One layer of an infinitely wide network."""
 
     def propagate(self, state: KernelState) -> None:
-        """Replace the kernels of the layer's input by the kernels of its output.
+        """Replace the kernels of the layer's input with the kernels of its output.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
         ...
 
@@ -89,14 +89,14 @@ class Dense:
         """Update Σ and Θ.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
         state.add_parameters(self.weight_variance, self.bias_variance)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Layer normalization of pre-activations: Σ and Θ are divided by the two standard deviations.
+    """Layer normalization of pre-activations: Σ(x, z) and Θ(x, z) are divided by √(Σ(x, x)·Σ(z, z)).
 
     In a layer of infinite width, the mean over units is 0, and the variance is a constant without gradient.
 
@@ -108,10 +108,10 @@ class LayerNorm:
     """
 
     def propagate(self, state: KernelState) -> None:
-        """Divide Σ and Θ by the standard deviations.
+        """Divide Σ and Θ by the standard deviations of both points.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
         """
         left, right = (variance.rsqrt() for variance in state.get_variances(state))
         state.map(lambda values: values.mul_(left).mul_(right))
@@ -119,10 +119,10 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class Residual:
-    """A residual connection x + f(x), where the kernels of x and f(x) add up.
+    """A residual connection x + f(x): the kernel of the sum is the sum of the kernels of x and f(x).
 
     Args:
-        layers: The layers of f. The last one must have weights, since x and f(x) must be independent.
+        layers: The layers of f. The last one must have weights, so that x and f(x) are independent.
 
     Example:
         >>> import torch
@@ -134,10 +134,10 @@ class Residual:
     layers: tuple[Layer, ...]
 
     def propagate(self, state: KernelState) -> None:
-        """Propagate a copy of the kernels through the branch, and add it.
+        """Propagate a copy of the kernels through the branch, and add the result to the kernels.
 
         Args:
-            state: The kernels before the layer; updated in place.
+            state: The kernels before the layer; updated in-place.
 
         Raises:
             InputError: If the branch changes the size of the images.
@@ -148,7 +148,10 @@ class Residual:
         for layer in self.layers:
             layer.propagate(branch)
         if branch.cov.shape != state.cov.shape:
-            raise InputError("a residual branch changes the images' size. Use stride 1 and padding 'same' within it.")
+            raise InputError(
+                "a residual branch changes the size of the images, but must keep it. Use stride=1 and padding='same' "
+                "in all of its layers."
+            )
         state.cov.add_(branch.cov)
         if state.ntk is not None and branch.ntk is not None:
             state.ntk.add_(branch.ntk)

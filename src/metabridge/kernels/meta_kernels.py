@@ -16,7 +16,7 @@ from metabridge.errors import InputError
 from metabridge.kernels.kernel import Kernel
 
 Heads = Literal["shared", "independent"]
-Adapts = Literal["all", "head"]
+AdaptedPart = Literal["all", "head"]
 
 # Maximum number of points per call of the kernel. With more, most of the time is spent on pairs of different tasks.
 _POINTS_PER_CALL = 128
@@ -104,7 +104,7 @@ def mtl_kernel(kernel: Kernel, x: Tensor, heads: Heads = "shared") -> Tensor:
                 [0., 2.]])
     """
     ntk, nngp = kernel.both(x.flatten(0, 1))
-    return shared_parameter_kernel(ntk, nngp, same_task(len(x), x.shape[1], ntk.device), "mtl", heads)
+    return unadapted_kernel(ntk, nngp, same_task_mask(len(x), x.shape[1], ntk.device), "mtl", heads)
 
 
 def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared") -> Tensor:
@@ -129,11 +129,11 @@ def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared")
     tasks, points = x.shape[:2]
     ntk, nngp = kernel.both(x.flatten(0, 1))
     decay = residual_decay(diagonal_blocks(nngp, points), time)
-    shared = shared_parameter_kernel(ntk, nngp, same_task(tasks, points, ntk.device), "anil", heads)
-    return sandwich(decay, shared, decay)
+    shared = unadapted_kernel(ntk, nngp, same_task_mask(tasks, points, ntk.device), "anil", heads)
+    return block_diagonal_product(decay, shared, decay)
 
 
-def shared_parameter_kernel(ntk: Tensor, nngp: Tensor, same: Tensor, method: str, heads: Heads) -> Tensor:
+def unadapted_kernel(ntk: Tensor, nngp: Tensor, same: Tensor, method: str, heads: Heads) -> Tensor:
     """Return the kernel before adaptation: Θ within a task, and the kernel of the shared parameters between tasks.
 
     Args:
@@ -157,7 +157,7 @@ def split_kernel(
     support: Tensor,
     others: tuple[Tensor, Tensor] | None = None,
     *,
-    adapts: Adapts,
+    adapts: AdaptedPart,
     time: float,
     ridge: float = 0.0,
 ) -> Tensor:
@@ -191,19 +191,19 @@ def split_kernel(
         torch.Size([9, 9])
     """
     points = torch.cat([query, support], 1)
-    rows = residual_operator(kernel, query, support, adapts, time, ridge)
+    rows = query_residual_operator(kernel, query, support, adapts, time, ridge)
     if others is None:
-        return sandwich(rows, kernel.ntk(points.flatten(0, 1)), rows)
-    columns = residual_operator(kernel, *others, adapts, time, ridge)
+        return block_diagonal_product(rows, kernel.ntk(points.flatten(0, 1)), rows)
+    columns = query_residual_operator(kernel, *others, adapts, time, ridge)
     ntk = kernel.ntk(points.flatten(0, 1), torch.cat(others, 1).flatten(0, 1))
-    return sandwich(rows, ntk, columns)
+    return block_diagonal_product(rows, ntk, columns)
 
 
-def residual_operator(
+def query_residual_operator(
     kernel: Kernel,
     query: Tensor,
     support: Tensor,
-    adapts: Adapts,
+    adapts: AdaptedPart,
     time: float,
     ridge: float = 0.0,
     eps: float | None = None,
@@ -229,7 +229,7 @@ def residual_operator(
     return torch.cat([identity, -explained], -1)
 
 
-def task_grams(kernel: Kernel, x: Tensor, adapts: Adapts) -> Tensor:
+def task_grams(kernel: Kernel, x: Tensor, adapts: AdaptedPart) -> Tensor:
     """Return Θ, or K if only the head adapts, between the points of every task: (tasks, points, points)."""
     gram = kernel.ntk if adapts == "all" else kernel.nngp
     points = x.shape[1]
@@ -245,14 +245,14 @@ def diagonal_blocks(matrix: Tensor, points: int) -> Tensor:
     return matrix.reshape(tasks, points, tasks, points).diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
-def sandwich(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+def block_diagonal_product(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     """Return blockdiag(left) · matrix · blockdiag(right)ᵀ, for left (tasks, a, b) and right (tasks', c, d)."""
     product = torch.einsum("iab,ibk->iak", left, matrix.reshape(len(left), left.shape[2], -1)).flatten(0, 1)
     by_task = product.reshape(len(product), len(right), right.shape[2])
     return torch.einsum("nkd,kcd->nkc", by_task, right).flatten(1)
 
 
-def same_task(tasks: int, points: int, device: torch.device) -> Tensor:
+def same_task_mask(tasks: int, points: int, device: torch.device) -> Tensor:
     """Return the mask of pairs of points that belong to the same task, (tasks · points, tasks · points)."""
     task = torch.arange(tasks, device=device).repeat_interleave(points)
     return task[:, None] == task

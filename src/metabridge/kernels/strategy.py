@@ -1,4 +1,4 @@
-"""Choice of the cheapest strategy for an empirical kernel that fits in the available memory."""
+"""Choose the cheapest strategy to compute an empirical kernel within a memory budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metabridge.kernels.jacobian import ParameterInfo
 
 StrategyName = Literal["auto", "gradients", "products"]
 
-CPU_PASS_BYTES = 2**27  # maximum number of bytes held by a pass on a CPU, since larger passes are hardly faster
+CPU_PASS_BYTES = 2**27  # maximum memory of a pass on a CPU; larger passes are hardly faster
 ELEMENTWISE_COST = 30  # cost of an elementwise multiplication relative to one in a matrix product
 
 
@@ -24,10 +24,11 @@ class Strategy(NamedTuple):
     Args:
         name: "gradients" for per-sample gradients, "products" for NTK-vector products.
         cost: Estimated number of multiplications.
-        tile: Number of rows, and of columns, whose gradients are in memory at a time; for products, of rows only.
-        chunk: Number of samples in a pass; for products, number of pairs of a column and an output.
-        workspace_bytes: Number of bytes for computing the gradients of a layer on a GPU; 0 on a CPU.
-        threads: Number of CPU threads among which the passes are divided.
+        tile: For gradients, number of rows (and of columns) whose gradients are in memory at a time. For products,
+            number of rows that are computed at a time.
+        chunk: For gradients, number of samples in a pass. For products, number of (column, output) pairs in a pass.
+        workspace_bytes: Memory for computing the gradients of a layer on a GPU, in bytes; 0 on a CPU.
+        threads: Number of CPU threads that run the passes.
         materialized: Parameters whose gradients are materialized.
         factored: Parameters whose gradients are kept as factors.
     """
@@ -43,15 +44,15 @@ class Strategy(NamedTuple):
 
 
 class KernelProblem(NamedTuple):
-    """What the choice of a strategy depends on, for a kernel between n and m samples.
+    """The inputs on which the choice of a strategy depends, for a kernel between n and m samples.
 
     Args:
         profile: Sizes and costs of the network.
-        outputs: How the outputs are reduced.
-        memory: Number of bytes available.
-        n: Number of rows.
-        m: Number of columns.
-        symmetric: Whether rows and columns are the same samples.
+        outputs: How the outputs are reduced; see `EmpiricalKernel`.
+        memory: Memory budget in bytes.
+        n: Number of row samples.
+        m: Number of column samples.
+        symmetric: Whether row and column samples are the same.
         on_cpu: Whether the device is a CPU.
     """
 
@@ -64,39 +65,46 @@ class KernelProblem(NamedTuple):
     on_cpu: bool
 
     def cheapest_strategy(self, name: StrategyName) -> Strategy | None:
-        """Return the cheapest strategy of this name ("auto" for any name) that fits in memory, or None if none does."""
+        """Return the cheapest strategy that fits in memory, or None if no strategy fits.
+
+        Args:
+            name: Name of the strategies to consider; "auto" for all of them.
+        """
         parameters = self.profile.parameters
         strategies: list[Strategy] = []
         if name != "products":
-            for_speed = [info for info in parameters if self._factored_cost(info) >= self._materialized_cost(info)]
-            for_memory = [info for info in parameters if not self._factors_are_smaller(info)]
-            strategies += [self._gradients(materialized) for materialized in (for_speed, for_memory)]
+            # Parameters whose gradients are materialized: with the lowest cost, or with the least memory.
+            fastest = [info for info in parameters if self._factored_cost(info) >= self._materialized_cost(info)]
+            smallest = [info for info in parameters if not self._factors_are_smaller(info)]
+            strategies += [self._full_gradient_strategy(materialized) for materialized in (fastest, smallest)]
         if name != "gradients":
-            strategies.append(self._products())
+            strategies.append(self._product_strategy())
         feasible = (strategy for strategy in strategies if strategy.tile >= 1)
         return min(feasible, key=lambda strategy: strategy.cost, default=None)
 
-    def _gradients(self, materialized: Sequence[ParameterInfo]) -> Strategy:
+    def _full_gradient_strategy(self, materialized: Sequence[ParameterInfo]) -> Strategy:
         names = {info.name for info in materialized}
         factored = [info for info in self.profile.parameters if info.name not in names]
         strategy = self.gradient_strategy(materialized, factored)
-        contraction = sum(map(self._materialized_cost, materialized)) + sum(map(self._factored_cost, factored))
-        return strategy._replace(cost=strategy.cost + contraction)
+        product_cost = sum(map(self._materialized_cost, materialized)) + sum(map(self._factored_cost, factored))
+        return strategy._replace(cost=strategy.cost + product_cost)
 
     def gradient_strategy(self, materialized: Sequence[ParameterInfo], factored: Sequence[ParameterInfo]) -> Strategy:
-        """Return the strategy with the largest tile that fits in memory; its cost excludes the inner products.
+        """Return the gradient strategy with the largest tile that fits in memory, with its cost without inner products.
 
-        If none fits, the tile is 0 and the cost infinite.
+        If no tile fits, the tile is 0 and the cost is infinite.
         """
         profile, cpu = self.profile, self.on_cpu
-        gradient_numbers = profile.outputs * sum(info.size for info in materialized)
-        gradient_numbers += sum(
-            info.positions * (info.in_features + profile.outputs * info.out_features) for info in factored
+        gradient_elements = profile.gradients_per_sample * sum(info.size for info in materialized)
+        gradient_elements += sum(
+            info.positions * (info.in_features + profile.gradients_per_sample * info.out_features) for info in factored
         )
-        gradient_bytes = gradient_numbers * profile.itemsize  # of one sample
-        sample_bytes = profile.graph_bytes + profile.pass_bytes + (profile.workspace_bytes if cpu else 0)
+        gradient_bytes = gradient_elements * profile.itemsize  # per sample
+        sample_bytes = profile.graph_bytes + profile.transient_bytes + (profile.workspace_bytes if cpu else 0)
         if profile.generic_names:
-            sample_bytes = max(sample_bytes, 2 * (profile.outputs + 1) * profile.graph_bytes + gradient_bytes)
+            sample_bytes = max(
+                sample_bytes, 2 * (profile.gradients_per_sample + 1) * profile.graph_bytes + gradient_bytes
+            )
         pass_bytes = max(sample_bytes, self.memory // 4)
         workspace_bytes = 0 if cpu else max(profile.workspace_bytes, self.memory // 4)
         available_bytes, samples = self.memory - pass_bytes - workspace_bytes, max(self.n, self.m)
@@ -105,7 +113,7 @@ class KernelProblem(NamedTuple):
         if tile < 1:
             return Strategy("gradients", math.inf, 0, 1)
         tiles = -(-self.n // tile)
-        # Number of per-sample gradient computations. The gradients of columns are computed again for each tile of rows.
+        # Number of per-sample gradient computations. Gradients of the columns are recomputed for each tile of rows.
         computations = (self.n * (tiles + 1) // 2) if self.symmetric else self.n + tiles * self.m
         threads = max(1, min(torch.get_num_threads(), pass_bytes // sample_bytes)) if cpu else 1
         free_bytes = available_bytes - tile * gradient_bytes * (1 if all_fit and self.symmetric else 2)
@@ -113,33 +121,41 @@ class KernelProblem(NamedTuple):
         chunk_bytes = min(pass_bytes // threads, CPU_PASS_BYTES) if cpu else pass_bytes + free_bytes
         passes = -(-tile // max(1, chunk_bytes // sample_bytes))
         chunk = -(-tile // passes)
-        cost = computations * profile.multiplications * (1 + profile.outputs) * (3 if profile.generic_names else 1)
+        cost = (
+            computations
+            * profile.multiplications
+            * (1 + profile.gradients_per_sample)
+            * (3 if profile.generic_names else 1)
+        )
         return Strategy("gradients", cost, tile, chunk, workspace_bytes, threads, tuple(materialized), tuple(factored))
 
-    def _products(self) -> Strategy:
-        """Return the strategy with as many pairs of a column and an output, and then as many rows, as fit in memory."""
+    def _product_strategy(self) -> Strategy:
+        """Maximize the number of (column, output) pairs that fit in memory, and then the number of rows."""
         profile, half_memory = self.profile, self.memory // 2
         parameter_bytes = 3 * profile.itemsize * sum(info.size for info in profile.parameters)
-        pairs = int(min(self.m * profile.outputs, half_memory // (parameter_bytes + 2 * profile.graph_bytes)))
+        pairs = int(
+            min(self.m * profile.gradients_per_sample, half_memory // (parameter_bytes + 2 * profile.graph_bytes))
+        )
         tile = int(min(self.n, half_memory // (max(1, pairs) * 3 * profile.graph_bytes))) if pairs else 0
         if pairs > 1 and not tile:
             pairs, tile = 1, int(min(self.n, half_memory // (3 * profile.graph_bytes)))
-        cost = 3 * self.m * profile.outputs * (1 + self.n) * profile.multiplications
+        cost = 3 * self.m * profile.gradients_per_sample * (1 + self.n) * profile.multiplications
         return Strategy("products", cost, tile, pairs)
 
     def _materialized_cost(self, info: ParameterInfo) -> float:
-        k = self.profile.outputs
+        k = self.profile.gradients_per_sample
         inner_products = self.n * self.m * k * (k if self.outputs == "full" else 1)
         return k * (self.n + self.m) * info.multiplications + inner_products * info.size
 
     def _factored_cost(self, info: ParameterInfo) -> float:
         if not info.positions:
             return math.inf
-        # Outputs are compared in r² pairs, or are concatenated.
-        r, concatenated = (self.profile.outputs, 1) if self.outputs == "full" else (1, self.profile.outputs)
+        # For "full", there are inner products of r² pairs of outputs. Otherwise the outputs are concatenated.
+        k = self.profile.gradients_per_sample
+        r, concatenated = (k, 1) if self.outputs == "full" else (1, k)
         pair_cost = info.in_features + r * r * (concatenated * info.out_features + ELEMENTWISE_COST)
         return self.n * self.m * info.positions**2 * pair_cost
 
     def _factors_are_smaller(self, info: ParameterInfo) -> bool:
-        k = self.profile.outputs
+        k = self.profile.gradients_per_sample
         return 0 < info.positions * (info.in_features + k * info.out_features) < k * info.size

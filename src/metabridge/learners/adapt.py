@@ -84,11 +84,11 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     >>> adapt(maml, net, mb.parameters(maml, net), x, x)(x).shape
     torch.Size([10, 1])
     """
-    x, y = _without_inference_mode(x), _without_inference_mode(y)
+    x, y = _clone_inference_tensor(x), _clone_inference_tensor(y)
     task = Episodes(x[None], y[None], x[None], y[None])
     check_test_time(method, net, params, task)
     check_channels(net, x.shape[1:])
-    params = {name: _without_inference_mode(value.detach()) for name, value in params.items()}
+    params = {name: _clone_inference_tensor(value.detach()) for name, value in params.items()}
     _check_network(net, params, x)
     solver = _test_time_solver(method)
     if isinstance(solver, Head):
@@ -127,8 +127,8 @@ def predict(
     """
     check_test_time(method, net, params, episodes)
     check_channels(net, episodes.support_x.shape[2:])
-    params = {name: _without_inference_mode(value.detach()) for name, value in params.items()}
-    episodes = episodes.map(_without_inference_mode)
+    params = {name: _clone_inference_tensor(value.detach()) for name, value in params.items()}
+    episodes = episodes.map(_clone_inference_tensor)
     _check_network(net, params, episodes.support_x[0])
     if adapts_head_only(method):
         with torch.no_grad():
@@ -151,7 +151,7 @@ def predict(
 def adapts_head_only(method: Method) -> bool:
     """Return whether `predict` computes the features first and then adapts only heads to them.
 
-    If `adapts` is "none" and `test` is a solver, return False, although the solver changes only the head.
+    If `adapts` is "none" and `test_solver` is a solver, return False, although the solver changes only the head.
     """
     return method.adapts == "head" or isinstance(_test_time_solver(method), Head)
 
@@ -196,7 +196,7 @@ def _check_network(net: Network, params: Params, x: Tensor) -> None:
         _CHECKED_NETWORKS.add(net)
 
 
-def _without_inference_mode(tensor: Tensor) -> Tensor:
+def _clone_inference_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor that can be differentiated: a copy if it was created in inference mode, else the tensor."""
     return tensor.clone() if tensor.is_inference() else tensor
 
@@ -220,7 +220,7 @@ def _solve(method: Method, solver: Solver, net: Network, params: Params, x: Tens
 
 
 def _test_time_solver(method: Method) -> Solver | Head:
-    solver = method.inner if method.test is None else method.test
+    solver = method.inner if method.test_solver is None else method.test_solver
     assert solver is not None  # checked by Method
     return solver
 

@@ -20,7 +20,7 @@ from metabridge.solvers import GradientDescent, Loss, Proximal, RidgeSolver, Sol
 
 Adapts = Literal["all", "head", "none"]
 TrainingHead = Literal["learned", "frozen", "solved", "task-rows", "all-rows"]
-ROW_HEADS: tuple[TrainingHead, ...] = ("task-rows", "all-rows")  # training heads with one row per training class
+CLASS_ROW_HEADS: tuple[TrainingHead, ...] = ("task-rows", "all-rows")  # training heads with one row per training class
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +41,7 @@ class Method:
         split: Whether the loss of a task is computed on a query set, separate from its support set. If false, both
             sets contain all examples of the task.
         loss: The loss, a function of predictions and targets.
-        test: The iterative solver or head that adapts at test time. None for `inner`.
+        test_solver: The iterative solver or head that adapts at test time. None for `inner`.
         regularizer: A function of the parameters whose value is added to the mean loss.
 
     Raises:
@@ -57,7 +57,7 @@ class Method:
     training_head: TrainingHead = "learned"
     split: bool = True
     loss: Loss = task_loss
-    test: Solver | Head | None = None
+    test_solver: Solver | Head | None = None
     regularizer: Callable[[Params], Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Method:
         self._check_inner()
         self._check_outer()
         self._check_training_head()
-        self._check_test()
+        self._check_test_solver()
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -84,9 +84,11 @@ class Method:
             value = getattr(self, name)
             if not (callable(value) or (value is None and name == "regularizer")):
                 raise InputError(f"{name} is {value!r}, but must be a function.")
-        if self.test is not None and not isinstance(self.test, test_time_classes()):
-            names = ", ".join(kind.__name__ for kind in test_time_classes())
-            raise InputError(f"test is {self.test!r}, but must be one of {names}, or a head's name, such as 'svm'.")
+        if self.test_solver is not None and not isinstance(self.test_solver, test_solver_types()):
+            names = ", ".join(kind.__name__ for kind in test_solver_types())
+            raise InputError(
+                f"test_solver is {self.test_solver!r}, but must be one of {names}, or a head's name, such as 'svm'."
+            )
         inner: object = self.inner
         if not isinstance(inner, Solver | None):
             names = ", ".join(f"{kind.__name__}()" for kind in Solver.registry.values())
@@ -126,7 +128,7 @@ class Method:
             )
 
     def _check_training_head(self) -> None:
-        if self.training_head in ROW_HEADS and self.inner is not None:
+        if self.training_head in CLASS_ROW_HEADS and self.inner is not None:
             raise InputError(
                 f"training_head is {self.training_head!r}, whose rows are trained jointly. Use adapts='none', "
                 "inner=None."
@@ -137,37 +139,39 @@ class Method:
                 "adapts='head' with an inner solver."
             )
 
-    def _check_test(self) -> None:
-        if self.test is None and self.inner is None:
-            raise InputError("test is None, but nothing adapts in training either. Set test to a solver or a head.")
-        if not isinstance(self.test, Solver):
-            return
-        if self.training_head in ROW_HEADS:
+    def _check_test_solver(self) -> None:
+        if self.test_solver is None and self.inner is None:
             raise InputError(
-                f"test is {_name(self.test)}, which starts from a shared head, but training_head is "
+                "test_solver is None, but nothing adapts in training either. Set test_solver to a solver or a head."
+            )
+        if not isinstance(self.test_solver, Solver):
+            return
+        if self.training_head in CLASS_ROW_HEADS:
+            raise InputError(
+                f"test_solver is {_name(self.test_solver)}, which starts from a shared head, but training_head is "
                 f"{self.training_head!r}. Use a test-time head, such as LogisticRegression()."
             )
         rates = "fixed" if self.inner is None else self.inner.rates
-        if self.test.rates not in ("fixed", rates):
+        if self.test_solver.rates not in ("fixed", rates):
             raise InputError(
-                f"test has rates={self.test.rates!r}, but training uses rates={rates!r}. Use rates='fixed' at test "
-                "time, or the same rates in both."
+                f"test_solver has rates={self.test_solver.rates!r}, but training uses rates={rates!r}. Use "
+                "rates='fixed' at test time, or the same rates in both."
             )
 
 
-def test_time_classes() -> tuple[type[Solver] | type[Head], ...]:
-    """Return the classes that `Method.test` accepts: solvers that start from a shared head, and test-time heads."""
+def test_solver_types() -> tuple[type[Solver] | type[Head], ...]:
+    """Return the classes that `test_solver` accepts: solvers that start from a shared head, and test-time heads."""
     return (*(kind for kind in Solver.registry.values() if not kind.solves_exactly), *Head.registry.values())
 
 
-def balance(params: Params) -> Tensor:
+def balancing_regularizer(params: Params) -> Tensor:
     """Return ⅛‖BᵀB − WᵀW‖²_F of a linear network with features Bᵀx and head rows W (Yüksel et al. 2023, eq. 12).
 
     Raises:
         InputError: If the features are not a single weight matrix.
 
     >>> import torch
-    >>> balance({"features.1.weight": torch.eye(2), "heads.weight": torch.zeros(3, 2)})
+    >>> balancing_regularizer({"features.1.weight": torch.eye(2), "heads.weight": torch.zeros(3, 2)})
     tensor(0.2500)
     """
     body = [value for name, value in params.items() if name.startswith("features.") and name.endswith("weight")]
@@ -193,17 +197,17 @@ PRESETS: dict[str, Method] = {
     "minibatch-prox": Method("all", Proximal(strength=1.0, steps=5, lr=0.05), outer="displacement", split=False),
     "r2d2": Method("head", RidgeSolver(), training_head="solved"),
     "metaoptnet": Method("head", SVMSolver(C=0.1), outer="implicit", training_head="solved"),
-    "mtl": Method("none", None, outer="plain", training_head="task-rows", split=False, test=_LOGISTIC),
-    "nal": Method("none", None, outer="plain", split=False, test=GradientDescent(steps=10, lr=0.01)),
-    "rfs": Method("none", None, outer="plain", training_head="all-rows", split=False, test=_LOGISTIC),
+    "mtl": Method("none", None, outer="plain", training_head="task-rows", split=False, test_solver=_LOGISTIC),
+    "nal": Method("none", None, outer="plain", split=False, test_solver=GradientDescent(steps=10, lr=0.01)),
+    "rfs": Method("none", None, outer="plain", training_head="all-rows", split=False, test_solver=_LOGISTIC),
     "burer-monteiro": Method(
         "none",
         None,
         outer="plain",
         training_head="task-rows",
         split=False,
-        test=RidgeClassifier(),
-        regularizer=balance,
+        test_solver=RidgeClassifier(),
+        regularizer=balancing_regularizer,
     ),
 }
 
@@ -213,8 +217,8 @@ def method(name: str, **options: object) -> Method:
 
     Args:
         name: The name of the preset.
-        **options: Fields of `Method` or of its inner solver (of its `test` for methods that adapt only at test time).
-            `test` may be the name of a test-time head.
+        **options: Fields of `Method` or of its inner solver (of its `test_solver` for methods that adapt only at test
+            time). `test_solver` may be the name of a test-time head.
 
     Returns:
         The method.
@@ -224,16 +228,16 @@ def method(name: str, **options: object) -> Method:
 
     >>> method("maml", steps=3, lr=0.4).inner
     GradientDescent(steps=3, lr=0.4, rates='fixed')
-    >>> method("anil", test="svm").test
+    >>> method("anil", test_solver="svm").test_solver
     SVM(C=1.0, loss='squared-hinge', normalize=True)
     """
     if name not in PRESETS:
         raise InputError(f"There is no method {name!r}. The methods are {', '.join(PRESETS)}.")
     preset = PRESETS[name]
     method_fields = {field.name for field in fields(Method)}
-    solver_field = "inner" if preset.inner is not None else "test"
-    if isinstance(options.get("test"), str):
-        options["test"] = create_head(str(options["test"]))
+    solver_field = "inner" if preset.inner is not None else "test_solver"
+    if isinstance(options.get("test_solver"), str):
+        options["test_solver"] = create_head(str(options["test_solver"]))
     solver: Any = options.get(solver_field) or getattr(preset, solver_field)
     if not isinstance(solver, Solver | Head):
         raise InputError(f"{solver_field} is {solver!r}, but must be a solver such as GradientDescent().")

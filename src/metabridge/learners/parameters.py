@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.method import ROW_HEADS, Method
+from metabridge.learners.method import CLASS_ROW_HEADS, Method
 from metabridge.models.network import Network, Params, frozen_names, seeded
 from metabridge.solvers import IterativeSolver, Solver, task_loss
 
@@ -45,7 +45,7 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
             f"head.{tied[0]} is also a parameter of the features, but each task needs a separate head. "
             f"Untie it: net.head.{tied[0]} = torch.nn.Parameter(net.head.{tied[0]}.detach().clone())."
         )
-    if method.training_head in ROW_HEADS:
+    if method.training_head in CLASS_ROW_HEADS:
         if classes is None or classes < 1:
             raise InputError(
                 f"classes is {classes}, but training_head {method.training_head!r} has one row per training class. "
@@ -120,7 +120,7 @@ def check_training(
     _check_common(method, net, params, episodes)
     _check_whole_numbers(episodes, dtype)
     _check_inputs(net, tuple(episodes.support_x.shape[2:]))
-    if method.training_head not in ROW_HEADS:
+    if method.training_head not in CLASS_ROW_HEADS:
         return _check_targets(episodes, params["head.weight"].shape[0])
     rows = params.get("heads.weight")
     if rows is None:
@@ -147,7 +147,7 @@ def check_training(
 def check_test_time(method: Method, net: Network, params: Params, episodes: Episodes) -> None:
     """Raise an InputError if the method cannot adapt the network to the episodes at test time."""
     _check_common(method, net, params, episodes)
-    if method.test is None or isinstance(method.test, Solver):
+    if method.test_solver is None or isinstance(method.test_solver, Solver):
         _check_targets(episodes, params["head.weight"].shape[0])
 
 
@@ -182,7 +182,7 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
 
 
 def _check_whole_numbers(episodes: Episodes, dtype: torch.dtype | None) -> None:
-    """Raise an InputError if inputs are whole numbers that `dtype` rounds, since they may be indices."""
+    """Raise an InputError if inputs are integers that `dtype` rounds, since they may be indices."""
     if dtype is None or not episodes.support_x.is_floating_point():
         return
     for x in (episodes.support_x, episodes.query_x) if episodes.is_split else (episodes.support_x,):
@@ -190,14 +190,14 @@ def _check_whole_numbers(episodes: Episodes, dtype: torch.dtype | None) -> None:
         if rounded.any() and (x == x.round()).all():
             value = int(x[rounded][0])
             raise InputError(
-                f"Inputs are whole numbers such as {value}, which {dtype} rounds to "
+                f"Inputs are integers such as {value}, which {dtype} rounds to "
                 f"{int(torch.tensor(value).to(dtype))}. Pass indices as int64, or scale the inputs."
             )
 
 
 def _check_frozen(method: Method, net: Network, params: Params) -> None:
     """Raise an InputError if parameters that the inner loop adapts have `requires_grad=False`."""
-    solvers = [method.inner, method.test]
+    solvers = [method.inner, method.test_solver]
     if not any(isinstance(solver, IterativeSolver) for solver in solvers):
         return
     if method.adapts == "all" and not adapted_params(method, net, params):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 
+from metabridge.choices import alternatives, builder_modules, model_names
 from metabridge.errors import InputError
 from metabridge.models import cells
 from metabridge.models.architecture import Architecture
@@ -41,12 +43,7 @@ __all__ = [
 ]
 
 BUILDERS: dict[str, Callable[..., Network]] = {
-    "conv4": conv4,
-    "resnet12": resnet12,
-    "mlp": mlp,
-    "timm": timm,
-    "wide": wide,
-    "cell_network": cells.cell_network,
+    name: getattr(import_module(module), name) for name, module in builder_modules().items()
 }
 FORMER_NAMES = {"network": "cell_network"}  # names of builders by their names in runs of version 0.1.0
 ARCHITECTURE_SUFFIX = ".json"
@@ -107,8 +104,7 @@ def builder(model: str, **options: object) -> partial[Network]:
     name, _, backbone = model.partition(":")
     name = FORMER_NAMES.get(name, name)
     if name not in BUILDERS or (name == "timm") != bool(backbone or "name" in options):
-        choices = ("timm:NAME" if key == "timm" else key for key in BUILDERS if key != "cell_network")
-        raise InputError(f"model is {model!r}, but must be one of {', '.join(choices)} or FILE{ARCHITECTURE_SUFFIX}.")
+        raise InputError(f"model is {model!r}, but must be {alternatives(model_names())}.")
     if backbone:
         options = {"name": backbone, **options}
     parameters = inspect.signature(BUILDERS[name]).parameters

@@ -89,15 +89,17 @@ def draw_cell(cell: CellSpec, axes: Axes, theme: Theme = LIGHT) -> None:
         pairs_from_top = sorted(pairs, key=lambda pair: -_lane(pair[0], node, side))
         for y, (source, operator) in zip((OPERATOR_Y, -OPERATOR_Y), pairs_from_top):
             box = (center[0] - OPERATOR_DISTANCE, y)
-            _arrow(axes, _smooth(_route(source, node, side, (box[0] - BOX_WIDTH / 2, y))), theme.ink)
-            _arrow(axes, _smooth([(box[0] + BOX_WIDTH / 2, y), (center[0] - NODE_RADIUS, y / 3)]), theme.ink)
+            _arrow(axes, _smooth(_route(source, node, side, (box[0] - BOX_WIDTH / 2, y))), theme.text)
+            _arrow(axes, _smooth([(box[0] + BOX_WIDTH / 2, y), (center[0] - NODE_RADIUS, y / 3)]), theme.text)
             _box(axes, box, (BOX_WIDTH, BOX_HEIGHT), LABELS[operator], OPERATOR_COLORS[operator], theme)
         _output_arrow(axes, node)
-        axes.add_patch(Circle(center, NODE_RADIUS, facecolor=theme.paper, edgecolor=theme.ink, linewidth=1.4, zorder=3))
+        axes.add_patch(
+            Circle(center, NODE_RADIUS, facecolor=theme.background, edgecolor=theme.text, linewidth=1.4, zorder=3)
+        )
         axes.text(*center, str(node), ha="center", va="center", fontsize=12, zorder=4)
     for center, name in zip(INPUT_CENTERS, SOURCE_NAMES):
-        _box(axes, center, (1.1, 0.6), f"${name}$", theme.line, theme)
-    _box(axes, (OUTPUT_X, 0.0), (0.8, 0.6), "out", theme.line, theme)
+        _box(axes, center, (1.1, 0.6), f"${name}$", theme.grid, theme)
+    _box(axes, (OUTPUT_X, 0.0), (0.8, 0.6), "out", theme.grid, theme)
 
 
 def _center(node: int) -> Point:
@@ -155,6 +157,6 @@ def _arrow(axes: Axes, curve: Curve, color: str) -> None:
 def _box(axes: Axes, center: Point, size: Point, text: str, color: str, theme: Theme) -> None:
     corner = (center[0] - size[0] / 2, center[1] - size[1] / 2)
     shape = "round,pad=0,rounding_size=0.16"
-    fill_color = 0.3 * np.array(to_rgb(color)) + 0.7 * np.array(to_rgb(theme.paper))
+    fill_color = 0.3 * np.array(to_rgb(color)) + 0.7 * np.array(to_rgb(theme.background))
     axes.add_patch(FancyBboxPatch(corner, *size, shape, facecolor=fill_color, edgecolor=color, linewidth=1.4, zorder=3))
     axes.text(*center, text, ha="center", va="center", fontsize=10, zorder=4)

@@ -1,8 +1,8 @@
-"""The layers of the operators of cells, computed by Triton kernels with few passes over memory; see `fused_layers`.
+"""The layers of the operators of cells, fused with Triton like the layers of `fused_layers`.
 
-Except `relu_concat`, every layer returns its output and its input x. If another layer reads x, it must read the
-returned x. The backward pass of the first layer then receives the gradient with respect to the returned x, called
-`more`, and adds it in its kernel, which saves a separate pass over memory.
+Every layer except `relu_concat` returns its output and its input x. If another layer also reads x, pass it the returned
+x. The backward pass of the first layer then receives the gradient with respect to the returned x as `extra_grad` and
+adds it in its kernel. This saves a separate pass over memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from metabridge.models.cell_triton_kernels import WindowGrid
 from metabridge.models.cells import MeanPool
 from metabridge.models.fused_layers import differentiable_vjp
 
-# These values were chosen by the numbers of registers and instructions of the compiled kernels.
-LINES = 3  # number of windows, one below the other, that a row of a tile represents if the stride is 1; else 1
-WEIGHT_TILE = 512  # elements of a tile in the kernel that also sums the nine weight gradients of a channel
-WEIGHT_PROGRAMS = 2112  # programs between which these sums are divided
+# chosen according to the numbers of registers and instructions of the compiled kernels
+WINDOWS_PER_ROW = 3  # windows, one below the other, that a row of a tile represents if the stride is 1 (otherwise 1)
+WEIGHT_TILE_ELEMENTS = 512  # elements of a tile in the depthwise backward kernel, which also sums weight gradients
+WEIGHT_PROGRAMS = 2112  # number of programs that share these sums
 
 
 def conv_1x1(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,11 @@ def mean_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def relu_even_odd(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ReLU(x) at pixels (2i, 2j) and at pixels (2i + 1, 2j + 1), zero beyond the edge, as 2c channels; and x."""
+    """Return a map of 2c channels, and x.
+
+    The first c channels contain ReLU(x) at pixels (2i, 2j), the last c channels at pixels (2i + 1, 2j + 1), with zeros
+    beyond the edge.
+    """
     return _with_input(_ReluEvenOdd(), x)
 
 
@@ -59,7 +63,7 @@ def relu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relu_concat(*maps: Tensor) -> Tensor:
-    """Return ReLU of the maps after concatenating their channels."""
+    """Concatenate the channels of the maps and apply ReLU."""
     return _ReluConcat.apply(*map(triton_tiles.channels_last, maps))  # type: ignore[no-any-return]
 
 
@@ -68,15 +72,18 @@ class _Layer(Protocol):
 
     @property
     def forward(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the output for x and the weight, and any other tensors that the backward pass needs."""
+        """Return the output for x and the weight, and other tensors that the backward pass needs."""
 
     @property
     def backward(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the gradients of x and the weight for g, `more`, x, the weight and the results of `forward`."""
+        """Return the gradients with respect to x and the weight.
+
+        The arguments are g, `extra_grad`, x, the weight and all results of `forward`.
+        """
 
     @property
-    def plain(self) -> Callable[..., Tensor]:
-        """Return the output for x and the weight, computed by PyTorch's operations."""
+    def reference(self) -> Callable[..., Tensor]:
+        """Return the output for x and the weight, computed with PyTorch's operations."""
 
 
 def _with_input(layer: _Layer, x: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,15 +102,15 @@ class _WithInput(torch.autograd.Function):
         return y, x
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor | None, extra_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
         if g is None:
-            return None, more, *[None] * (ctx.inputs - 1)
+            return None, extra_grad, *[None] * (ctx.inputs - 1)
         if torch.is_grad_enabled():
-            gx, *rest = differentiable_vjp((ctx.layer.plain(*inputs),), inputs, (g,))
-            return None, gx if gx is None or more is None else gx + more, *rest
-        more = None if more is None else triton_tiles.channels_last(more)
-        return None, *ctx.layer.backward(triton_tiles.channels_last(g), more, *inputs, *saved)
+            grad_x, *weight_grads = differentiable_vjp((ctx.layer.reference(*inputs),), inputs, (g,))
+            return None, grad_x if grad_x is None or extra_grad is None else grad_x + extra_grad, *weight_grads
+        extra_grad = None if extra_grad is None else triton_tiles.channels_last(extra_grad)
+        return None, *ctx.layer.backward(triton_tiles.channels_last(g), extra_grad, *inputs, *saved)
 
 
 @dataclass(frozen=True)
@@ -111,12 +118,14 @@ class _Conv1x1:
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (F.linear(x.movedim(1, -1), weight.flatten(1)).movedim(-1, 1),)
 
-    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    def backward(
+        self, g: Tensor, extra_grad: Tensor | None, x: Tensor, weight: Tensor, _: Tensor
+    ) -> tuple[Tensor, ...]:
         matrix, rows = weight.flatten(1), _matrix(g)
-        gx = rows @ matrix if more is None else torch.addmm(_matrix(more), rows, matrix)
-        return gx.view(*x.movedim(1, -1).shape).movedim(-1, 1), (rows.T @ _matrix(x)).view_as(weight)
+        grad_x = rows @ matrix if extra_grad is None else torch.addmm(_matrix(extra_grad), rows, matrix)
+        return grad_x.view(*x.movedim(1, -1).shape).movedim(-1, 1), (rows.T @ _matrix(x)).view_as(weight)
 
-    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+    def reference(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.conv2d(x, weight)
 
 
@@ -134,20 +143,20 @@ class _ReluDepthwiseConv:
         return y, taps
 
     def backward(
-        self, g: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, taps: Tensor
+        self, g: Tensor, extra_grad: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, taps: Tensor
     ) -> tuple[Tensor, ...]:
-        gx, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
-        tile, chunk, parts = (
-            triton_tiles.tile_shape(c, WEIGHT_TILE),
+        grad_x, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
+        tile, chunk_size, chunks = (
+            triton_tiles.tile_shape(c, WEIGHT_TILE_ELEMENTS),
             *triton_tiles.row_chunks(rows, c, WEIGHT_PROGRAMS),
         )
-        partial = x.new_empty(parts, 3, 3, c, dtype=torch.float32)
-        kernels.relu_depthwise_conv_backward[c // tile["BC"], parts](
-            g, more, x, taps, gx, partial, rows, c, grid, chunk, DILATION=self.dilation, **tile
+        chunk_sums = x.new_empty(chunks, 3, 3, c, dtype=torch.float32)
+        kernels.relu_depthwise_conv_backward[c // tile["BC"], chunks](
+            g, extra_grad, x, taps, grad_x, chunk_sums, rows, c, grid, chunk_size, DILATION=self.dilation, **tile
         )
-        return gx, partial.sum(0).to(weight.dtype).movedim(-1, 0)[:, None]
+        return grad_x, chunk_sums.sum(0).to(weight.dtype).movedim(-1, 0)[:, None]
 
-    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+    def reference(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.conv2d(F.relu(x), weight, None, self.stride, self.dilation, self.dilation, x.shape[1])
 
 
@@ -157,17 +166,23 @@ class _MaxPool:
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y, rows, grid, tile = _window_output(x, self.stride)
-        choice = torch.empty_like(y, dtype=torch.uint8)
-        kernels.max_pool[triton_tiles.launch_grid(rows, x.shape[1], tile)](x, y, choice, rows, x.shape[1], grid, **tile)
-        return y, choice
+        indices = torch.empty_like(y, dtype=torch.uint8)
+        kernels.max_pool[triton_tiles.launch_grid(rows, x.shape[1], tile)](
+            x, y, indices, rows, x.shape[1], grid, **tile
+        )
+        return y, indices
 
-    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor, choice: Tensor) -> tuple[Tensor, ...]:
-        gx, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
-        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
-        kernels.max_pool_backward[triton_tiles.launch_grid(rows, c, tile)](g, more, choice, gx, rows, c, grid, **tile)
-        return (gx,)
+    def backward(
+        self, g: Tensor, extra_grad: Tensor | None, x: Tensor, _: Tensor, indices: Tensor
+    ) -> tuple[Tensor, ...]:
+        grad_x, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
+        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
+        kernels.max_pool_backward[triton_tiles.launch_grid(rows, c, tile)](
+            g, extra_grad, indices, grad_x, rows, c, grid, **tile
+        )
+        return (grad_x,)
 
-    def plain(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor) -> Tensor:
         return F.max_pool2d(x, 3, self.stride, 1)
 
 
@@ -180,13 +195,15 @@ class _MeanPool:
         kernels.mean_pool[triton_tiles.launch_grid(rows, x.shape[1], tile)](x, y, rows, x.shape[1], grid, **tile)
         return (y,)
 
-    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        gx, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
-        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
-        kernels.mean_pool_backward[triton_tiles.launch_grid(rows, c, tile)](g, more, gx, rows, c, grid, **tile)
-        return (gx,)
+    def backward(self, g: Tensor, extra_grad: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        grad_x, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
+        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
+        kernels.mean_pool_backward[triton_tiles.launch_grid(rows, c, tile)](
+            g, extra_grad, grad_x, rows, c, grid, **tile
+        )
+        return (grad_x,)
 
-    def plain(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor) -> Tensor:
         return MeanPool(self.stride).forward(x)
 
 
@@ -194,21 +211,23 @@ class _MeanPool:
 class _ReluEvenOdd:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         n, c, height, width = x.shape
-        down, across = triton_tiles.ceil_div(height, 2), triton_tiles.ceil_div(width, 2)
-        y = triton_tiles.empty_map((n, 2 * c, down, across), x.dtype, x.device)
+        out_height, out_width = triton_tiles.ceil_div(height, 2), triton_tiles.ceil_div(width, 2)
+        y = triton_tiles.empty_map((n, 2 * c, out_height, out_width), x.dtype, x.device)
         rows, tile = triton_tiles.matrix_shape(y)[0], triton_tiles.tile_shape(c)
-        grid = WindowGrid(height, width, down, across, stride=2, lines=1)
+        grid = WindowGrid(height, width, out_height, out_width, stride=2, windows_per_row=1)
         kernels.relu_even_odd[triton_tiles.launch_grid(rows, c, tile)](x, y, rows, c, grid, **tile)
         return (y,)
 
-    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        gx, c, rows = torch.empty_like(x), x.shape[1], triton_tiles.matrix_shape(g)[0]
-        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
-        grid = WindowGrid(x.shape[2], x.shape[3], g.shape[2], g.shape[3], stride=2, lines=1)
-        kernels.relu_even_odd_backward[triton_tiles.launch_grid(rows, c, tile)](g, more, y, gx, rows, c, grid, **tile)
-        return (gx,)
+    def backward(self, g: Tensor, extra_grad: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        grad_x, c, rows = torch.empty_like(x), x.shape[1], triton_tiles.matrix_shape(g)[0]
+        tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
+        grid = WindowGrid(x.shape[2], x.shape[3], g.shape[2], g.shape[3], stride=2, windows_per_row=1)
+        kernels.relu_even_odd_backward[triton_tiles.launch_grid(rows, c, tile)](
+            g, extra_grad, y, grad_x, rows, c, grid, **tile
+        )
+        return (grad_x,)
 
-    def plain(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor) -> Tensor:
         x = F.relu(x)
         return torch.cat([x[..., ::2, ::2], F.pad(x, (0, 1, 0, 1))[..., 1::2, 1::2]], 1)
 
@@ -218,10 +237,10 @@ class _Relu:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return (_relu_concat([x]),)
 
-    def backward(self, g: Tensor, more: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_relu_concat_backward(g, y, [x.shape[1]], more))
+    def backward(self, g: Tensor, extra_grad: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_relu_concat_backward(g, y, [x.shape[1]], extra_grad))
 
-    def plain(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor) -> Tensor:
         return F.relu(x)
 
 
@@ -243,43 +262,44 @@ class _ReluConcat(torch.autograd.Function):
 
 def _relu_concat(maps: Sequence[Tensor]) -> Tensor:
     channels = [value.shape[1] for value in maps]
-    n, _, *sides = maps[0].shape
-    y = triton_tiles.empty_map((n, sum(channels), *sides), maps[0].dtype, maps[0].device)
-    rows, width = triton_tiles.matrix_shape(y)
-    for value, c, first in zip(maps, channels, itertools.accumulate(channels, initial=0)):
+    n, _, *size = maps[0].shape
+    y = triton_tiles.empty_map((n, sum(channels), *size), maps[0].dtype, maps[0].device)
+    rows, y_columns = triton_tiles.matrix_shape(y)
+    for value, c, first_column in zip(maps, channels, itertools.accumulate(channels, initial=0)):
         tile = triton_tiles.tile_shape(c)
-        kernels.relu_concat[triton_tiles.launch_grid(rows, c, tile)](value, y, rows, c, width, first, **tile)
+        kernels.relu_concat[triton_tiles.launch_grid(rows, c, tile)](value, y, rows, c, y_columns, first_column, **tile)
     return y
 
 
 def _relu_concat_backward(
-    g: Tensor, y: Tensor, channels: Sequence[int], more: Tensor | None = None
+    g: Tensor, y: Tensor, channels: Sequence[int], extra_grad: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Yield the gradients of the concatenated maps."""
-    n, _, *sides = y.shape
-    rows, width = triton_tiles.matrix_shape(y)
-    for c, first in zip(channels, itertools.accumulate(channels, initial=0)):
-        gx, tile = triton_tiles.empty_map((n, c, *sides), g.dtype, g.device), triton_tiles.tile_shape(c)
+    """Yield the gradients with respect to the concatenated maps."""
+    n, _, *size = y.shape
+    rows, y_columns = triton_tiles.matrix_shape(y)
+    for c, first_column in zip(channels, itertools.accumulate(channels, initial=0)):
+        grad_x, tile = triton_tiles.empty_map((n, c, *size), g.dtype, g.device), triton_tiles.tile_shape(c)
         kernels.relu_concat_backward[triton_tiles.launch_grid(rows, c, tile)](
-            g, more, y, gx, rows, c, width, first, **tile
+            g, extra_grad, y, grad_x, rows, c, y_columns, first_column, **tile
         )
-        yield gx
+        yield grad_x
 
 
 def _matrix(x: Tensor) -> Tensor:
+    """Reshape x to (n · height · width, channels)."""
     return x.movedim(1, -1).flatten(0, -2)
 
 
 def _window_output(x: Tensor, stride: int) -> tuple[Tensor, int, WindowGrid, dict[str, int]]:
-    """Return an uninitialized map with one value per window, and the rows, the grid and the tile for the kernel."""
+    """Return an uninitialized output with one pixel per window, and the number of rows, the grid and the tile shape."""
     n, c, height, width = x.shape
     shape = n, c, triton_tiles.ceil_div(height, stride), triton_tiles.ceil_div(width, stride)
     y = triton_tiles.empty_map(shape, x.dtype, x.device)
-    return y, *_window_rows(x, y, stride), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+    return y, *_window_rows(x, y, stride), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
 
 
 def _window_rows(x: Tensor, y: Tensor, stride: int) -> tuple[int, WindowGrid]:
-    """Return the number of rows of the kernel's matrix, and the grid of windows that maps x to y."""
-    (n, _, down, across), lines = y.shape, LINES if stride == 1 else 1
-    rows = n * triton_tiles.ceil_div(down, lines) * across
-    return rows, WindowGrid(x.shape[2], x.shape[3], down, across, stride, lines)
+    """Return the number of rows that a kernel processes, and the grid of the windows in x that correspond to y."""
+    (n, _, out_height, out_width), windows_per_row = y.shape, WINDOWS_PER_ROW if stride == 1 else 1
+    rows = n * triton_tiles.ceil_div(out_height, windows_per_row) * out_width
+    return rows, WindowGrid(x.shape[2], x.shape[3], out_height, out_width, stride, windows_per_row)

@@ -1,4 +1,4 @@
-"""The forward pass of `Cells` in training on a GPU, with the layers of `cell_triton_layers` and `fused_layers`."""
+"""Training forward pass of `Cells` on a GPU, with the fused layers of `cell_triton_layers` and `fused_layers`."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ def features(net: Cells, x: Tensor) -> Tensor:
     """Return the features of n images, of shape (n, dimension)."""
     layers: list[Any] = list(net.stem)
     convolution, norm = layers
-    source_0 = source_1 = _Source(_norm_relu(norm, convolution(x)), rectified=True)
+    source_0 = source_1 = _Source(_norm_relu(norm, convolution(x)), relu_applied=True)
     nodes: list[_Source] = []
     for cell, active in net.cells_with_operators():
         if nodes:
             output = cell_triton_layers.relu_concat(*(node.x for node in nodes))
-            source_0, source_1 = source_1, _Source(output, rectified=True)
+            source_0, source_1 = source_1, _Source(output, relu_applied=True)
         nodes = _compute_nodes(cell, source_0, source_1, active)
     return torch.cat([node.x.mean((-2, -1)) for node in nodes], 1)
 
 
 class _Source:
-    """A feature map that several layers read; `rectified` is true if ReLU has already been applied to it.
+    """A feature map that several layers read; `relu_applied` says whether ReLU has already been applied to it.
 
-    Each layer returns its output and also the map, which the next layer then reads. The kernels thus add up the
-    gradients with respect to the map (see `cell_triton_layers`).
+    Each layer returns its output and the map, and the next layer reads the returned map. The backward kernels can
+    therefore add up the gradients with respect to the map (see `cell_triton_layers`).
     """
 
-    def __init__(self, x: Tensor, *, rectified: bool = False) -> None:
-        self.x, self.rectified = x, rectified
+    def __init__(self, x: Tensor, *, relu_applied: bool = False) -> None:
+        self.x, self.relu_applied = x, relu_applied
 
     def apply(
         self, layer: Callable[Concatenate[Tensor, P], tuple[Tensor, Tensor]], *args: P.args, **options: P.kwargs
     ) -> Tensor:
-        """Return the output of a layer for the map."""
+        """Apply a layer to the map and return the layer's output."""
         y, self.x = layer(self.x, *args, **options)
         return y
 
@@ -55,10 +55,10 @@ def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: Edg
     first_layers = (cell.before, source_0), (cell.last, source_1)
     sources = [_Source(_add_term(None, layer, source)) for layer, source in first_layers]
     for node in range(NODES):
-        operators = [(operator, sources[source]) for operator, source in cell.operators_into(node, active)]
-        identities = [source.x for operator, source in operators if isinstance(operator, nn.Identity)]
+        operators_and_sources = [(operator, sources[source]) for operator, source in cell.operators_into(node, active)]
+        identities = [source.x for operator, source in operators_and_sources if isinstance(operator, nn.Identity)]
         total = functools.reduce(torch.add, identities) if identities else None
-        for operator, source in operators:
+        for operator, source in operators_and_sources:
             if not isinstance(operator, nn.Identity):
                 total = _add_term(total, operator, source, cell.drop)
         assert total is not None  # every node has an active operator
@@ -67,7 +67,7 @@ def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: Edg
 
 
 def _add_term(total: Tensor | None, operator: nn.Module, source: _Source, drop: nn.Module | None = None) -> Tensor:
-    """Add the output of an operator, after drop path, to the sum of a node, and return the new sum."""
+    """Add the output of an operator, after drop path, to the sum of a node and return the new sum."""
     if isinstance(operator, Halving):
         x, _ = cell_triton_layers.conv_1x1(source.apply(cell_triton_layers.relu_even_odd), operator.joint_weight())
         norm: Any = operator.norm
@@ -75,16 +75,16 @@ def _add_term(total: Tensor | None, operator: nn.Module, source: _Source, drop: 
         layers = list(cast(nn.Sequential, operator))
         norm = layers[-1]
         for layer, next_layer in itertools.pairwise(layers):
-            # skip a ReLU that the source already contains, or that the depthwise convolution applies itself
-            if not (isinstance(layer, nn.ReLU) and (source.rectified or _is_depthwise(next_layer))):
-                source = _Source(_apply_layer(layer, source), rectified=isinstance(layer, BatchNorm))
+            # skip a ReLU that is already applied, or that the kernel of the next, depthwise convolution includes
+            if not (isinstance(layer, nn.ReLU) and (source.relu_applied or _is_depthwise(next_layer))):
+                source = _Source(_apply_layer(layer, source), relu_applied=isinstance(layer, BatchNorm))
         x = source.x
     factor = drop.factor(x) if isinstance(drop, DropPath) else None
     return fused_layers.add_norm(total, x, norm.weight, norm.bias, norm.eps, factor)
 
 
 def _apply_layer(layer: nn.Module, source: _Source) -> Tensor:
-    """Return the output of a layer, including a ReLU after batch norm and before depthwise convolutions."""
+    """Return the output of a layer, with a ReLU after batch norms and before depthwise convolutions."""
     match layer:
         case nn.ReLU():
             return source.apply(cell_triton_layers.relu)

@@ -1,7 +1,7 @@
-"""Batch norm and max pooling of many tasks, and their first and second derivatives, with few passes over memory.
+"""Batch norm and max pooling of many tasks, and their first and second derivatives, fused with Triton.
 
-The tasks are folded into the channels (see `task_folding`), and feature maps are channels-last. The functions call
-Triton kernels. If `triton_support.can_fuse_tasks` is false, the callers use PyTorch's operations instead.
+The tasks are folded into the channels (see `task_folding`), and feature maps are channels-last. Callers use PyTorch's
+operations instead if `triton_support.can_fuse_tasks` is false.
 """
 
 from __future__ import annotations
@@ -15,74 +15,82 @@ from metabridge.models.fused_layers import norm_act_backward
 
 
 def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return BatchNorm(x), and the mean and r = 1/√(variance + eps) of every channel."""
+    """Return BatchNorm(x), and the mean and rstd = 1/√(variance + eps) of every channel."""
     x = triton_tiles.channels_last(x)
-    norm, y = triton_tiles.norm_rows(x, weight, bias, eps), torch.empty_like(x)
+    norm_params, y = triton_tiles.compute_norm_params(x, weight, bias, eps), torch.empty_like(x)
     rows, c = triton_tiles.matrix_shape(x)
     tile = triton_tiles.tile_shape(c)
-    kernels.norm_act[triton_tiles.launch_grid(rows, c, tile)](x, norm, None, None, y, rows, rows, c, 1.0, **tile)
-    return y, norm[0], norm[1]
+    kernels.norm_act[triton_tiles.launch_grid(rows, c, tile)](x, norm_params, None, None, y, rows, rows, c, 1.0, **tile)
+    return y, norm_params[0], norm_params[1]
 
 
-def batch_norm_backward(g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to x, weight and bias for the gradient g with respect to BatchNorm(x)."""
+def batch_norm_backward(
+    g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients with respect to x, weight and bias, given the gradient g with respect to BatchNorm(x)."""
     x = triton_tiles.channels_last(x)
-    norm = torch.stack([mean, r, weight, torch.zeros_like(r)])
-    return norm_act_backward(g, x, norm, None, triton_tiles.matrix_shape(x)[0], 1.0, weight.dtype)
+    norm_params = torch.stack([mean, rstd, weight, torch.zeros_like(rstd)])
+    return norm_act_backward(g, x, norm_params, None, triton_tiles.matrix_shape(x)[0], 1.0, weight.dtype)
 
 
 def batch_norm_double_backward(
-    g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, u: Tensor, v: Tensor, s: Tensor
+    g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, u: Tensor, v: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of g, x and weight for the gradients u, v and s of the results of `batch_norm_backward`."""
+    """Return the gradients with respect to the inputs g, x and weight of `batch_norm_backward`.
+
+    u, v and s are the gradients with respect to its outputs, the gradients with respect to x, weight and bias.
+    """
     g, x, u = (triton_tiles.channels_last(value) for value in (g, x, u))
     rows, c = triton_tiles.matrix_shape(x)
-    tile, chunk, parts = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(rows, c)
-    partial = x.new_empty(5, parts, c, dtype=torch.float32)
-    task_triton_kernels.norm_double_sums[c // tile["BC"], parts](
-        g, x, u, mean, r, partial, rows, chunk, c, **tile, STAGES=triton_tiles.STAGES
+    tile, chunk_size, chunks = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(rows, c)
+    chunk_sums = x.new_empty(5, chunks, c, dtype=torch.float32)
+    task_triton_kernels.norm_double_sums[c // tile["BC"], chunks](
+        g, x, u, mean, rstd, chunk_sums, rows, chunk_size, c, **tile, STAGES=triton_tiles.STAGES
     )
-    total, (gg, gx, gw) = partial.sum(1), (torch.empty_like(g), torch.empty_like(x), torch.empty_like(r))
+    sums, (grad_g, grad_x, grad_weight) = (
+        chunk_sums.sum(1),
+        (torch.empty_like(g), torch.empty_like(x), torch.empty_like(rstd)),
+    )
     v, s = v.contiguous(), s.contiguous()
     task_triton_kernels.norm_double_backward[triton_tiles.launch_grid(rows, c, tile)](
-        g, x, u, mean, r, weight, v, s, total, gg, gx, gw, rows, c, 1 / rows, **tile
+        g, x, u, mean, rstd, weight, v, s, sums, grad_g, grad_x, grad_weight, rows, c, 1 / rows, **tile
     )
-    return gg, gx, gw.to(weight.dtype)
+    return grad_g, grad_x, grad_weight.to(weight.dtype)
 
 
 def max_pool_2x2(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum of every 2×2 window, and its position 0 to 3 in the window as uint8: the chosen pixel."""
+    """Return the maximum of every 2×2 window and its index in the window, from 0 to 3 as uint8."""
     x = triton_tiles.channels_last(x)
     n, c, height, width = x.shape
     y = triton_tiles.empty_map((n, c, height // 2, width // 2), x.dtype, x.device)
-    choice = torch.empty_like(y, dtype=torch.uint8)
-    windows, tile = y.numel() // c, triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+    indices = torch.empty_like(y, dtype=torch.uint8)
+    windows, tile = y.numel() // c, triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
     task_triton_kernels.max_pool_2x2[triton_tiles.launch_grid(windows, c, tile)](
-        x, y, choice, windows, height, width, c, **tile
+        x, y, indices, windows, height, width, c, **tile
     )
-    return y, choice
+    return y, indices
 
 
-def max_unpool_2x2(values: Tensor, choice: Tensor, x: Tensor) -> Tensor:
-    """Return maps of the same shape as x, with `values` at the chosen pixels and zeros elsewhere."""
+def max_unpool_2x2(values: Tensor, indices: Tensor, x: Tensor) -> Tensor:
+    """Return maps with the shape of x that contain `values` at the maxima of the windows and zeros elsewhere."""
     n, c, height, width = x.shape
     result = triton_tiles.empty_map((n, c, height, width), values.dtype, x.device)
     windows = n * triton_tiles.ceil_div(height, 2) * triton_tiles.ceil_div(width, 2)
-    tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
-    values, choice = triton_tiles.channels_last(values), triton_tiles.channels_last(choice)
+    tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
+    values, indices = triton_tiles.channels_last(values), triton_tiles.channels_last(indices)
     task_triton_kernels.max_unpool_2x2[triton_tiles.launch_grid(windows, c, tile)](
-        values, choice, result, windows, height, width, c, **tile
+        values, indices, result, windows, height, width, c, **tile
     )
     return result
 
 
-def gather_2x2(u: Tensor, choice: Tensor) -> Tensor:
-    """Return the values of u at the chosen pixels."""
-    u, choice = triton_tiles.channels_last(u), triton_tiles.channels_last(choice)
+def gather_2x2(u: Tensor, indices: Tensor) -> Tensor:
+    """Return the values of u at the maxima of the windows."""
+    u, indices = triton_tiles.channels_last(u), triton_tiles.channels_last(indices)
     _, c, height, width = u.shape
-    values = torch.empty_like(choice, dtype=u.dtype)
-    windows, tile = choice.numel() // c, triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE)
+    values = torch.empty_like(indices, dtype=u.dtype)
+    windows, tile = indices.numel() // c, triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
     task_triton_kernels.gather_2x2[triton_tiles.launch_grid(windows, c, tile)](
-        u, choice, values, windows, height, width, c, **tile
+        u, indices, values, windows, height, width, c, **tile
     )
     return values

@@ -1,10 +1,16 @@
 """Triton kernels of `fused_layers`, and helpers for all kernels.
 
-A kernel sees a channels-last feature map as a matrix of shape (rows, c) and processes tiles of BR rows and BC columns.
-`g` is the gradient of the loss with respect to the output, and `gx` the gradient with respect to the input `x`. `norm`
-contains four rows: mean, r = 1/√(variance + eps), weight and bias of every channel. n = (x − mean)·r is the normalized
-x. Sums over rows are divided into chunks of `chunk` rows; `partial` contains the sums of the chunks and `total` the
-complete sums. `share` is 1 divided by the number of rows of x, so that share · total is a mean.
+A kernel treats channels-last feature maps as a matrix: each pixel of each image is a row, and each of the `c` channels
+is a column. It processes tiles of BR rows and BC columns. `inside` masks the elements of a tile that exist.
+
+`g` is the gradient of the loss with respect to the output, and `grad_x` the gradient with respect to the input x. The
+four rows of `norm_params` contain the mean, rstd = 1/√(variance + eps), weight and bias of every channel, and
+n = (x − mean)·rstd is the normalized x.
+
+To sum over all rows, each program sums a chunk of `chunk_size` rows and stores the result in `chunk_sums`. Another
+kernel adds up the chunks, which gives `sums`. CHUNKS is the number of chunks, rounded up to a power of two (as
+`tl.arange` requires). `inverse_count` is 1 divided by the number of rows of x, so
+inverse_count · sums is a mean.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
@@ -29,141 +35,145 @@ except ImportError:  # PyTorch for CPUs does not include Triton
 
 @jit
 def load_float(pointer, mask):
-    """Load values as float32, and 0 where the mask is false."""
+    """Load elements as float32, with 0 where the mask is false."""
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
-def load_norm(norm, column, c):
-    """Load mean, r, weight and bias of the columns."""
+def load_norm_params(norm_params, column, c):
+    """Load the mean, rstd, weight and bias of the columns."""
     return (
-        tl.load(norm + column)[None, :],
-        tl.load(norm + c + column)[None, :],
-        tl.load(norm + 2 * c + column)[None, :],
-        tl.load(norm + 3 * c + column)[None, :],
+        tl.load(norm_params + column)[None, :],
+        tl.load(norm_params + c + column)[None, :],
+        tl.load(norm_params + 2 * c + column)[None, :],
+        tl.load(norm_params + 3 * c + column)[None, :],
     )
 
 
 @jit
 def tile_position(c, BC: tl.constexpr):
-    """Return the row and the column of the program's tile.
+    """Return the row and the column of the program's tile in the grid of tiles.
 
-    Both are encoded in the first axis of the grid, because the other axes have at most 65 535 programs.
+    Both are computed from the first program index, because the other axes of a launch grid are limited to 65 535
+    programs.
     """
     return tl.program_id(0) // (c // BC), tl.program_id(0) % (c // BC)
 
 
 @jit
 def tile_indices(c, BR: tl.constexpr, BC: tl.constexpr):
-    """Return the rows and the columns of the program's tile."""
-    below, right = tile_position(c, BC)
-    return below * BR + tl.arange(0, BR), right * BC + tl.arange(0, BC)
+    """Return the indices of the rows and columns in the program's tile."""
+    tile_row, tile_column = tile_position(c, BC)
+    return tile_row * BR + tl.arange(0, BR), tile_column * BC + tl.arange(0, BC)
 
 
 @jit
 def chunk_columns(BC: tl.constexpr):
-    """Return the columns of a program that sums over a chunk of rows."""
+    """Return the column indices of a program that sums over a chunk."""
     return tl.program_id(0) * BC + tl.arange(0, BC)
 
 
 @jit
-def chunk_rows(rows, chunk):
-    """Return the first row of the program's chunk, and its number of rows."""
-    start = tl.program_id(1) * chunk
-    return start, tl.minimum(chunk, rows - start)
+def chunk_bounds(rows, chunk_size):
+    """Return the first row of the program's chunk and the number of rows in the chunk."""
+    start = tl.program_id(1) * chunk_size
+    return start, tl.minimum(chunk_size, rows - start)
 
 
 @jit
-def store_sum(partial, index: tl.constexpr, column, c, values):
-    """Store the sum of the program's chunk in `partial`, of shape (sums, programs, c), as sum number `index`."""
-    tl.store(partial + tl.program_id(1) * c + column + index * tl.num_programs(1) * c, tl.sum(values, 0))
+def store_sum(chunk_sums, index: tl.constexpr, column, c, values):
+    """Sum `values` over the rows, and store the result as number `index` in `chunk_sums` (sums, chunks, c)."""
+    tl.store(chunk_sums + tl.program_id(1) * c + column + index * tl.num_programs(1) * c, tl.sum(values, 0))
 
 
 @jit
-def chunk_moments(x, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
+def chunk_moments(x, moments, rows, chunk_size, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     """Compute the mean and the sum of squared deviations of a chunk.
 
-    Each lane (row of the tile) uses Welford's rule for its rows; the rule of Chan et al. merges the lanes.
+    Each lane (row of the tile) processes every BR-th row of the chunk with Welford's algorithm. The formula of Chan et
+    al. (1979) then merges the lanes.
     """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
-    start, count = chunk_rows(rows, chunk)
+    start, count = chunk_bounds(rows, chunk_size)
     x += start.to(tl.int64) * c
-    mean = tl.zeros([BR, BC], tl.float32)
-    squares = tl.zeros([BR, BC], tl.float32)
-    step = 0.0
+    lane_mean = tl.zeros([BR, BC], tl.float32)
+    lane_squares = tl.zeros([BR, BC], tl.float32)
+    step_count = 0.0
     for offset in tl.range(0, count, BR, num_stages=STAGES):
         row = offset + lane
         inside = (row < count)[:, None]
         value = load_float(x + row[:, None] * c + column[None, :], inside)
-        step += 1.0
-        change = value - mean
-        mean += tl.where(inside, change * (1.0 / step), 0.0)
-        squares += tl.where(inside, change * (value - mean), 0.0)
+        step_count += 1.0
+        difference = value - lane_mean
+        lane_mean += tl.where(inside, difference * (1.0 / step_count), 0.0)
+        lane_squares += tl.where(inside, difference * (value - lane_mean), 0.0)
     lane_count = tl.maximum((count - lane + BR - 1) // BR, 0).to(tl.float32)[:, None]
-    center = tl.sum(lane_count * mean, 0) / count
-    deviation = mean - center[None, :]
-    out = partial + tl.program_id(1) * c + column
-    tl.store(out, center)
-    tl.store(out + tl.num_programs(1) * c, tl.sum(squares + lane_count * deviation * deviation, 0))
+    chunk_mean = tl.sum(lane_count * lane_mean, 0) / count
+    deviation = lane_mean - chunk_mean[None, :]
+    out = moments + tl.program_id(1) * c + column
+    tl.store(out, chunk_mean)
+    tl.store(out + tl.num_programs(1) * c, tl.sum(lane_squares + lane_count * deviation * deviation, 0))
 
 
 @jit
-def merge_moments(partial, weight, bias, norm, rows, chunk, parts, c, eps, PARTS: tl.constexpr, BC: tl.constexpr):
-    """Merge the moments of all chunks by the rule of Chan et al., and store the four rows of `norm`."""
-    column, part = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, PARTS)[:, None]
-    inside = part < parts
-    count = tl.where(inside, tl.minimum(chunk, rows - part * chunk), 0).to(tl.float32)
-    index = part * c + column[None, :]
-    mean = tl.load(partial + index, mask=inside, other=0.0)
-    squares = tl.load(partial + parts * c + index, mask=inside, other=0.0)
-    center = tl.sum(count * mean, 0) / rows
-    deviation = mean - center[None, :]
-    variance = tl.sum(squares + count * deviation * deviation, 0) / rows
-    tl.store(norm + column, center)
-    tl.store(norm + c + column, 1.0 / tl.sqrt(variance + eps))
-    tl.store(norm + 2 * c + column, tl.load(weight + column).to(tl.float32))
-    tl.store(norm + 3 * c + column, tl.load(bias + column).to(tl.float32))
+def merge_moments(
+    moments, weight, bias, norm_params, rows, chunk_size, chunks, c, eps, CHUNKS: tl.constexpr, BC: tl.constexpr
+):
+    """Merge the moments of all chunks with the formula of Chan et al. (1979), and store `norm_params`."""
+    column, chunk = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, CHUNKS)[:, None]
+    inside = chunk < chunks
+    count = tl.where(inside, tl.minimum(chunk_size, rows - chunk * chunk_size), 0).to(tl.float32)
+    index = chunk * c + column[None, :]
+    chunk_mean = tl.load(moments + index, mask=inside, other=0.0)
+    chunk_squares = tl.load(moments + chunks * c + index, mask=inside, other=0.0)
+    mean = tl.sum(count * chunk_mean, 0) / rows
+    deviation = chunk_mean - mean[None, :]
+    variance = tl.sum(chunk_squares + count * deviation * deviation, 0) / rows
+    tl.store(norm_params + column, mean)
+    tl.store(norm_params + c + column, 1.0 / tl.sqrt(variance + eps))
+    tl.store(norm_params + 2 * c + column, tl.load(weight + column).to(tl.float32))
+    tl.store(norm_params + 3 * c + column, tl.load(bias + column).to(tl.float32))
 
 
 @jit
-def sum_parts(partial, total, rounded, parts, c, PARTS: tl.constexpr, BC: tl.constexpr):
-    """Add up the chunks of each sum, and store it in float32 (`total`) and in the dtype of `rounded`."""
-    column, part = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, PARTS)[:, None]
-    index = (tl.program_id(1) * parts + part) * c + column[None, :]
-    result = tl.sum(tl.load(partial + index, mask=part < parts, other=0.0), 0)
-    tl.store(total + tl.program_id(1) * c + column, result)
-    tl.store(rounded + tl.program_id(1) * c + column, result)
+def sum_chunks(chunk_sums, sums, rounded_sums, chunks, c, CHUNKS: tl.constexpr, BC: tl.constexpr):
+    """Add up the chunks of each sum, and store the results in float32 and in the dtype of `rounded_sums`."""
+    column, chunk = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, CHUNKS)[:, None]
+    index = (tl.program_id(1) * chunks + chunk) * c + column[None, :]
+    result = tl.sum(tl.load(chunk_sums + index, mask=chunk < chunks, other=0.0), 0)
+    tl.store(sums + tl.program_id(1) * c + column, result)
+    tl.store(rounded_sums + tl.program_id(1) * c + column, result)
 
 
 @jit
-def norm_act(x, norm, factor, total, y, rows, pixels, c, slope, BR: tl.constexpr, BC: tl.constexpr):
-    """Compute y = total + factor · LeakyReLU(BatchNorm(x)).
+def norm_act(x, norm_params, factor, addend, y, rows, pixels, c, slope, BR: tl.constexpr, BC: tl.constexpr):
+    """Compute y = addend + factor · LeakyReLU(BatchNorm(x)).
 
-    Here `total` is not a sum over rows, but a map, or None for 0. `factor` has one value per `pixels` rows, or is None
-    for 1.
+    `addend` is a feature map, or None for 0. `factor` has one element per image, i.e. per `pixels` rows, or is None for
+    1.
     """
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
     index = row[:, None].to(tl.int64) * c + column[None, :]
-    mean, r, weight, bias = load_norm(norm, column, c)
-    value = (load_float(x + index, inside) - mean) * r * weight + bias
+    mean, rstd, weight, bias = load_norm_params(norm_params, column, c)
+    value = (load_float(x + index, inside) - mean) * rstd * weight + bias
     value = tl.where(value > 0, value, slope * value)
     if factor is not None:
         value *= tl.load(factor + row // pixels, mask=row < rows, other=0.0)[:, None]
-    if total is not None:
-        value += load_float(total + index, inside)
+    if addend is not None:
+        value += load_float(addend + index, inside)
     tl.store(y + index, value, mask=inside)
 
 
 @jit
-def norm_act_input_grad(g, factor, n, weight, bias, slope, point, point_inside):
-    """Return the gradient with respect to the output of batch norm for the gradient g of factor · LeakyReLU of it.
+def norm_output_grad(g, factor, n, weight, bias, slope, image, image_mask):
+    """Return the gradient with respect to y = BatchNorm(x), given the gradient g with respect to factor · LeakyReLU(y).
 
-    `point` contains for each row of the tile the index of its input, which selects the factor.
+    `image` contains the index of each row's image, which selects the factor.
     """
     g = tl.where(n * weight + bias > 0, g, slope * g)
     if factor is not None:
-        g *= tl.load(factor + point, mask=point_inside, other=0.0)[:, None]
+        g *= tl.load(factor + image, mask=image_mask, other=0.0)[:, None]
     return g
 
 
@@ -171,79 +181,89 @@ def norm_act_input_grad(g, factor, n, weight, bias, slope, point, point_inside):
 def norm_act_sums(
     g,
     x,
-    norm,
+    norm_params,
     factor,
-    partial,
+    chunk_sums,
     rows,
     pixels,
-    chunk,
+    chunk_size,
     c,
     slope,
     BR: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum g and g·n over a chunk of rows, where g is the gradient with respect to the output of batch norm."""
+    """Sum g and g·n over a chunk, where g is the gradient with respect to the output of batch norm."""
     column, lane = chunk_columns(BC), tl.arange(0, BR)
-    start, count = chunk_rows(rows, chunk)
+    start, count = chunk_bounds(rows, chunk_size)
     x += start.to(tl.int64) * c
     g += start.to(tl.int64) * c
-    mean, r, weight, bias = load_norm(norm, column, c)
+    mean, rstd, weight, bias = load_norm_params(norm_params, column, c)
     sum_g = tl.zeros([BR, BC], tl.float32)
     sum_gn = tl.zeros([BR, BC], tl.float32)
     for offset in tl.range(0, count, BR, num_stages=STAGES):
         row = offset + lane
         inside = (row < count)[:, None]
         index = row[:, None] * c + column[None, :]
-        n = (load_float(x + index, inside) - mean) * r
-        norm_g = load_float(g + index, inside)
-        norm_g = norm_act_input_grad(norm_g, factor, n, weight, bias, slope, (start + row) // pixels, row < count)
-        sum_g += norm_g
-        sum_gn += norm_g * n
-    store_sum(partial, 0, column, c, sum_g)
-    store_sum(partial, 1, column, c, sum_gn)
+        n = (load_float(x + index, inside) - mean) * rstd
+        norm_grad = load_float(g + index, inside)
+        norm_grad = norm_output_grad(norm_grad, factor, n, weight, bias, slope, (start + row) // pixels, row < count)
+        sum_g += norm_grad
+        sum_gn += norm_grad * n
+    store_sum(chunk_sums, 0, column, c, sum_g)
+    store_sum(chunk_sums, 1, column, c, sum_gn)
 
 
 @jit
-def norm_act_backward(g, x, norm, factor, total, gx, rows, pixels, c, slope, share, BR: tl.constexpr, BC: tl.constexpr):
-    """Compute gx = w·r·(g − m(g) − n·m(g·n)), where m is the mean over the rows and g is as in `norm_act_sums`."""
+def norm_act_backward(
+    g, x, norm_params, factor, sums, grad_x, rows, pixels, c, slope, inverse_count, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Compute grad_x = weight·rstd·(g − m(g) − n·m(g·n)).
+
+    m is the mean over the rows, and g is the gradient with respect to the output of batch norm.
+    """
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
     index = row[:, None].to(tl.int64) * c + column[None, :]
-    mean, r, weight, bias = load_norm(norm, column, c)
-    mg, mgn = share * tl.load(total + column)[None, :], share * tl.load(total + c + column)[None, :]
-    n = (load_float(x + index, inside) - mean) * r
-    norm_g = load_float(g + index, inside)
-    norm_g = norm_act_input_grad(norm_g, factor, n, weight, bias, slope, row // pixels, row < rows)
-    tl.store(gx + index, weight * r * (norm_g - mg - n * mgn), mask=inside)
+    mean, rstd, weight, bias = load_norm_params(norm_params, column, c)
+    mg, mgn = inverse_count * tl.load(sums + column)[None, :], inverse_count * tl.load(sums + c + column)[None, :]
+    n = (load_float(x + index, inside) - mean) * rstd
+    norm_grad = load_float(g + index, inside)
+    norm_grad = norm_output_grad(norm_grad, factor, n, weight, bias, slope, row // pixels, row < rows)
+    tl.store(grad_x + index, weight * rstd * (norm_grad - mg - n * mgn), mask=inside)
 
 
 @jit
 def window_corner(window, height, width):
     """Return the index of the first pixel of each 2×2 window."""
-    across, down = width // 2, height // 2
-    corner = (window // across // down * height + window // across % down * 2) * width + window % across * 2
+    out_width, out_height = width // 2, height // 2
+    corner = (
+        window // out_width // out_height * height + window // out_width % out_height * 2
+    ) * width + window % out_width * 2
     return corner.to(tl.int64)
 
 
 @jit
 def covering_window(window, windows, height, width):
-    """Return the position of a 2×2 window in a grid that covers all pixels, also the last row or column of an odd side.
+    """Return the position of a 2×2 window in a grid of windows that covers all pixels.
 
-    The results are the window's row and column in the grid, whether the window is whole, its index among the whole
-    windows, and the index of its first pixel.
+    If the height or width is odd, the windows at the edge are not full, and max pooling ignores their pixels.
+
+    Returns:
+        The window's row and column in the grid, whether the window is full, its index in the output of max pooling, and
+        the index of its first pixel.
     """
-    across, down = (width + 1) // 2, (height + 1) // 2
-    point, i, j = window // across // down, window // across % down, window % across
-    whole = (window < windows) & (i < height // 2) & (j < width // 2)
-    pooled = ((point * (height // 2) + i) * (width // 2) + j).to(tl.int64)
-    corner = ((point * height + 2 * i) * width + 2 * j).to(tl.int64)
-    return i, j, whole, pooled, corner
+    grid_width, grid_height = (width + 1) // 2, (height + 1) // 2
+    image, i, j = window // grid_width // grid_height, window // grid_width % grid_height, window % grid_width
+    is_full = (window < windows) & (i < height // 2) & (j < width // 2)
+    out_index = ((image * (height // 2) + i) * (width // 2) + j).to(tl.int64)
+    corner_index = ((image * height + 2 * i) * width + 2 * j).to(tl.int64)
+    return i, j, is_full, out_index, corner_index
 
 
 @jit
 def pixel_exists(window, windows, i, j, height, width, k: tl.constexpr):
-    """Return whether pixel `k` of a window of `covering_window` lies in the map."""
+    """Return whether pixel `k` of the window in row i and column j of `covering_window` lies in the map."""
     return (window < windows) & (2 * i + k // 2 < height) & (2 * j + k % 2 < width)
 
 
@@ -251,12 +271,12 @@ def pixel_exists(window, windows, i, j, height, width, k: tl.constexpr):
 def residual_pool(
     main,
     shortcut,
-    first,
-    second,
+    main_norm_params,
+    shortcut_norm_params,
     y,
-    main_chosen,
-    shortcut_chosen,
-    choice,
+    main_at_max,
+    shortcut_at_max,
+    max_codes,
     windows,
     height,
     width,
@@ -267,66 +287,68 @@ def residual_pool(
 ):
     """Compute LeakyReLU(MaxPool2×2(BatchNorm(main) + BatchNorm(shortcut))).
 
-    `first` and `second` are the `norm` of main and shortcut. Also store the values of main and shortcut at the chosen
-    pixel (the maximum of its window), and in `choice` its position in the window, plus 4 if the maximum is positive.
+    For the backward pass, also store the values of main and shortcut at the maximum of each window. `max_codes`
+    contains the position of the maximum in its window (0 to 3), plus 4 if the maximum is positive.
+
+    Numbers 1 and 2 in names stand for main and shortcut.
     """
-    row, flat = tile_indices(c, BR, BC)
-    window, column = row[:, None], flat[None, :]
+    row, channel = tile_indices(c, BR, BC)
+    window, column = row[:, None], channel[None, :]
     inside = window < windows
     corner = window_corner(window, height, width) * c + column
-    mean1, r1, w1, b1 = load_norm(first, flat, c)
-    mean2, r2, w2, b2 = load_norm(second, flat, c)
-    scale1, scale2 = r1 * w1, r2 * w2
-    best = tl.zeros([BR, BC], tl.float32)
-    best_main = tl.zeros([BR, BC], tl.float32)
-    best_shortcut = tl.zeros([BR, BC], tl.float32)
-    best_k = tl.zeros([BR, BC], tl.int32)
+    mean1, rstd1, w1, b1 = load_norm_params(main_norm_params, channel, c)
+    mean2, rstd2, w2, b2 = load_norm_params(shortcut_norm_params, channel, c)
+    scale1, scale2 = rstd1 * w1, rstd2 * w2
+    max_value = tl.zeros([BR, BC], tl.float32)
+    max_main = tl.zeros([BR, BC], tl.float32)
+    max_shortcut = tl.zeros([BR, BC], tl.float32)
+    max_k = tl.zeros([BR, BC], tl.int32)
     for k in tl.static_range(4):
         index = corner + (k // 2 * width + k % 2) * c
-        a = load_float(main + index, inside)
-        b = load_float(shortcut + index, inside)
-        value = (a - mean1) * scale1 + b1 + (b - mean2) * scale2 + b2
+        main_value = load_float(main + index, inside)
+        shortcut_value = load_float(shortcut + index, inside)
+        value = (main_value - mean1) * scale1 + b1 + (shortcut_value - mean2) * scale2 + b2
         if k == 0:
-            best, best_main, best_shortcut = value, a, b
+            max_value, max_main, max_shortcut = value, main_value, shortcut_value
         else:
-            better = value > best
-            best = tl.where(better, value, best)
-            best_main = tl.where(better, a, best_main)
-            best_shortcut = tl.where(better, b, best_shortcut)
-            best_k = tl.where(better, k, best_k)
+            is_larger = value > max_value
+            max_value = tl.where(is_larger, value, max_value)
+            max_main = tl.where(is_larger, main_value, max_main)
+            max_shortcut = tl.where(is_larger, shortcut_value, max_shortcut)
+            max_k = tl.where(is_larger, k, max_k)
     index = window.to(tl.int64) * c + column
-    tl.store(y + index, tl.where(best > 0, best, slope * best), mask=inside)
-    tl.store(main_chosen + index, best_main, mask=inside)
-    tl.store(shortcut_chosen + index, best_shortcut, mask=inside)
-    tl.store(choice + index, (best_k + tl.where(best > 0, 4, 0)).to(tl.uint8), mask=inside)
+    tl.store(y + index, tl.where(max_value > 0, max_value, slope * max_value), mask=inside)
+    tl.store(main_at_max + index, max_main, mask=inside)
+    tl.store(shortcut_at_max + index, max_shortcut, mask=inside)
+    tl.store(max_codes + index, (max_k + tl.where(max_value > 0, 4, 0)).to(tl.uint8), mask=inside)
 
 
 @jit
 def residual_pool_sums(
     g,
-    main_chosen,
-    shortcut_chosen,
-    choice,
-    first,
-    second,
-    partial,
+    main_at_max,
+    shortcut_at_max,
+    max_codes,
+    main_norm_params,
+    shortcut_norm_params,
+    chunk_sums,
     windows,
-    chunk,
+    chunk_size,
     c,
     slope,
     BR: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum g, g·n₁ and g·n₂ over the chosen pixels of a chunk of windows.
+    """Sum g, g·n₁ and g·n₂ over a chunk of windows, at the maximum of each window.
 
-    g is the gradient with respect to the output of the pooling; n₁ and n₂ are main and shortcut after normalization.
+    g is the gradient with respect to the output of max pooling; n₁ and n₂ are the normalized main and shortcut.
     """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
-    start, count = chunk_rows(windows, chunk)
+    start, count = chunk_bounds(windows, chunk_size)
     base = start.to(tl.int64) * c
-    mean1, r1, _, _ = load_norm(first, column, c)
-    mean2, r2, _, _ = load_norm(second, column, c)
+    mean1, rstd1, _, _ = load_norm_params(main_norm_params, column, c)
+    mean2, rstd2, _, _ = load_norm_params(shortcut_norm_params, column, c)
     sum_g = tl.zeros([BR, BC], tl.float32)
     sum_gn1 = tl.zeros([BR, BC], tl.float32)
     sum_gn2 = tl.zeros([BR, BC], tl.float32)
@@ -334,67 +356,73 @@ def residual_pool_sums(
         row = offset + lane
         inside = (row < count)[:, None]
         index = base + row[:, None] * c + column[None, :]
-        pool_g = load_float(g + index, inside)
-        pool_g = tl.where(tl.load(choice + index, mask=inside, other=0) > 3, pool_g, slope * pool_g)
-        sum_g += pool_g
-        sum_gn1 += pool_g * (load_float(main_chosen + index, inside) - mean1) * r1
-        sum_gn2 += pool_g * (load_float(shortcut_chosen + index, inside) - mean2) * r2
-    store_sum(partial, 0, column, c, sum_g)
-    store_sum(partial, 1, column, c, sum_gn1)
-    store_sum(partial, 2, column, c, sum_gn2)
+        pool_grad = load_float(g + index, inside)
+        pool_grad = tl.where(tl.load(max_codes + index, mask=inside, other=0) > 3, pool_grad, slope * pool_grad)
+        sum_g += pool_grad
+        sum_gn1 += pool_grad * (load_float(main_at_max + index, inside) - mean1) * rstd1
+        sum_gn2 += pool_grad * (load_float(shortcut_at_max + index, inside) - mean2) * rstd2
+    store_sum(chunk_sums, 0, column, c, sum_g)
+    store_sum(chunk_sums, 1, column, c, sum_gn1)
+    store_sum(chunk_sums, 2, column, c, sum_gn2)
 
 
 @jit
 def residual_pool_backward(
     g,
-    choice,
+    max_codes,
     main,
     shortcut,
-    first,
-    second,
-    total,
-    gmain,
-    gshortcut,
+    main_norm_params,
+    shortcut_norm_params,
+    sums,
+    grad_main,
+    grad_shortcut,
     windows,
     height,
     width,
     c,
     slope,
-    share,
+    inverse_count,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Compute the gradients of main and shortcut.
 
-    Pixels in no whole window are not pooled, but affect the loss through the statistics of the batch norms.
+    Max pooling ignores pixels outside full windows, but they affect the loss through the statistics of the batch norms.
     """
-    row, flat = tile_indices(c, BR, BC)
-    window, column = row[:, None], flat[None, :]
-    i, j, whole, pooled, corner = covering_window(window, windows, height, width)
-    index = pooled * c + column
-    pool_g = load_float(g + index, whole)
-    chosen = tl.load(choice + index, mask=whole, other=0).to(tl.int32)
-    pool_g = tl.where(chosen > 3, pool_g, slope * pool_g)
-    chosen = chosen & 3
-    mean1, r1, w1, _ = load_norm(first, flat, c)
-    mean2, r2, w2, _ = load_norm(second, flat, c)
-    mg = share * tl.load(total + flat)[None, :]
-    mgn1, mgn2 = share * tl.load(total + c + flat)[None, :] * r1, share * tl.load(total + 2 * c + flat)[None, :] * r2
-    scale1, scale2 = w1 * r1, w2 * r2
+    row, channel = tile_indices(c, BR, BC)
+    window, column = row[:, None], channel[None, :]
+    i, j, is_full, out_index, corner = covering_window(window, windows, height, width)
+    index = out_index * c + column
+    pool_grad = load_float(g + index, is_full)
+    max_code = tl.load(max_codes + index, mask=is_full, other=0).to(tl.int32)
+    pool_grad = tl.where(max_code > 3, pool_grad, slope * pool_grad)
+    max_k = max_code & 3
+    mean1, rstd1, w1, _ = load_norm_params(main_norm_params, channel, c)
+    mean2, rstd2, w2, _ = load_norm_params(shortcut_norm_params, channel, c)
+    mg = inverse_count * tl.load(sums + channel)[None, :]
+    mgn1, mgn2 = (
+        inverse_count * tl.load(sums + c + channel)[None, :] * rstd1,
+        inverse_count * tl.load(sums + 2 * c + channel)[None, :] * rstd2,
+    )
+    scale1, scale2 = w1 * rstd1, w2 * rstd2
     corner = corner * c + column
     for k in tl.static_range(4):
         inside = pixel_exists(window, windows, i, j, height, width, k)
         index = corner + (k // 2 * width + k % 2) * c
-        centered_g = tl.where(chosen == k, pool_g, 0.0) - mg
-        a = load_float(main + index, inside) - mean1
-        b = load_float(shortcut + index, inside) - mean2
-        tl.store(gmain + index, scale1 * (centered_g - a * mgn1), mask=inside)
-        tl.store(gshortcut + index, scale2 * (centered_g - b * mgn2), mask=inside)
+        centered_grad = tl.where(max_k == k, pool_grad, 0.0) - mg
+        centered_main = load_float(main + index, inside) - mean1
+        centered_shortcut = load_float(shortcut + index, inside) - mean2
+        tl.store(grad_main + index, scale1 * (centered_grad - centered_main * mgn1), mask=inside)
+        tl.store(grad_shortcut + index, scale2 * (centered_grad - centered_shortcut * mgn2), mask=inside)
 
 
 @jit
 def load_patches(x, row, rows, height, width, c, TAPS: tl.constexpr):
-    """Load the 3×3 patch of every pixel: (rows, TAPS) values, ordered by row, column and channel within the patch."""
+    """Load the 3×3 patch around every pixel, flattened to 9·c elements and padded with zeros to TAPS.
+
+    The elements of a patch are ordered by row, column and channel.
+    """
     tap = tl.arange(0, TAPS)[None, :]
     down, right = tap // (3 * c) - 1, tap // c % 3 - 1
     i, j = (row // width % height)[:, None], (row % width)[:, None]
@@ -404,81 +432,96 @@ def load_patches(x, row, rows, height, width, c, TAPS: tl.constexpr):
 
 
 @jit
-def stem_convolutions(
+def first_convolutions(
     x,
-    main,
-    shortcut,
+    main_weight,
+    shortcut_weight,
     y1,
     y2,
     rows,
     height,
     width,
     c,
-    O: tl.constexpr,  # noqa: E741
+    OUT_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Compute a 3×3 and a 1×1 convolution of a map with few channels, as matrix products with the same patches.
+    """Compute the 3×3 main and the 1×1 shortcut convolution of images, as matrix products with the same patches.
 
-    `main` and `shortcut` are the weights, y1 and y2 the outputs.
+    Numbers 1 and 2 in names stand for main and shortcut.
     """
-    row, out, tap = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, O)[None, :], tl.arange(0, TAPS)[:, None]
+    row, out_channel, tap = (
+        tl.program_id(0) * BR + tl.arange(0, BR),
+        tl.arange(0, OUT_CHANNELS)[None, :],
+        tl.arange(0, TAPS)[:, None],
+    )
     patches = load_patches(x, row, rows, height, width, c, TAPS)
-    w1 = tl.load(main + out * 9 * c + tap, mask=tap < 9 * c, other=0.0)
-    w2 = tl.load(shortcut + out * c + tap - 4 * c, mask=(tap >= 4 * c) & (tap < 5 * c), other=0.0)
-    index = row[:, None].to(tl.int64) * O + out
+    w1 = tl.load(main_weight + out_channel * 9 * c + tap, mask=tap < 9 * c, other=0.0)
+    w2 = tl.load(shortcut_weight + out_channel * c + tap - 4 * c, mask=(tap >= 4 * c) & (tap < 5 * c), other=0.0)
+    index = row[:, None].to(tl.int64) * OUT_CHANNELS + out_channel
     inside = (row < rows)[:, None]
     tl.store(y1 + index, tl.dot(patches, w1, input_precision="ieee"), mask=inside)
     tl.store(y2 + index, tl.dot(patches, w2, input_precision="ieee"), mask=inside)
 
 
 @jit
-def stem_weight_grads(
+def first_convolution_weight_grads(
     x,
     g1,
     g2,
-    partial,
+    chunk_sums,
     rows,
-    chunk,
+    chunk_size,
     height,
     width,
     c,
-    O: tl.constexpr,  # noqa: E741
+    OUT_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Sum the gradients of the weights of both convolutions over a chunk of rows."""
-    out, tap = tl.arange(0, O), tl.arange(0, TAPS)
-    start = tl.program_id(0) * chunk
-    grads1 = tl.zeros([O, TAPS], tl.float32)
-    grads2 = tl.zeros([O, TAPS], tl.float32)
-    for offset in range(start, tl.minimum(start + chunk, rows), BR):
+    """Sum the weight gradients of both convolutions over a chunk.
+
+    `g1` and `g2` are the gradients with respect to the outputs of the main and the shortcut convolution.
+    """
+    out_channel, tap = tl.arange(0, OUT_CHANNELS), tl.arange(0, TAPS)
+    start = tl.program_id(0) * chunk_size
+    grads1 = tl.zeros([OUT_CHANNELS, TAPS], tl.float32)
+    grads2 = tl.zeros([OUT_CHANNELS, TAPS], tl.float32)
+    for offset in range(start, tl.minimum(start + chunk_size, rows), BR):
         row = offset + tl.arange(0, BR)
         patches = load_patches(x, row, rows, height, width, c, TAPS)
-        index = row[:, None].to(tl.int64) * O + out[None, :]
+        index = row[:, None].to(tl.int64) * OUT_CHANNELS + out_channel[None, :]
         inside = (row < rows)[:, None]
-        values1 = tl.load(g1 + index, mask=inside, other=0.0)
-        values2 = tl.load(g2 + index, mask=inside, other=0.0)
-        grads1 = tl.dot(tl.trans(values1), patches, grads1, input_precision="ieee")
-        grads2 = tl.dot(tl.trans(values2), patches, grads2, input_precision="ieee")
-    index = (tl.program_id(0) * 2 * O + out[:, None]) * TAPS + tap[None, :]
-    tl.store(partial + index, grads1)
-    tl.store(partial + index + O * TAPS, grads2)
+        grad_y1 = tl.load(g1 + index, mask=inside, other=0.0)
+        grad_y2 = tl.load(g2 + index, mask=inside, other=0.0)
+        grads1 = tl.dot(tl.trans(grad_y1), patches, grads1, input_precision="ieee")
+        grads2 = tl.dot(tl.trans(grad_y2), patches, grads2, input_precision="ieee")
+    index = (tl.program_id(0) * 2 * OUT_CHANNELS + out_channel[:, None]) * TAPS + tap[None, :]
+    tl.store(chunk_sums + index, grads1)
+    tl.store(chunk_sums + index + OUT_CHANNELS * TAPS, grads2)
 
 
 @jit
 def drop_block_mask(
-    noise, chance, result, rows, height, width, c, SIZE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    noise, probability, keep_mask, rows, height, width, c, SIZE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):
-    """Store 0 in every SIZE × SIZE square whose upper left corner has noise below `chance`, and 1 elsewhere."""
+    """Store 0 in every SIZE × SIZE square whose upper left corner has noise below `probability`, and 1 elsewhere."""
     row, column = tile_indices(c, BR, BC)
     row, column = row[:, None], column[None, :]
-    down, across = height - SIZE + 1, width - SIZE + 1
-    point, i, j = row // width // height, row // width % height, row % width
-    lowest = tl.full([BR, BC], 1.0, tl.float32)
+    noise_height, noise_width = height - SIZE + 1, width - SIZE + 1
+    image, i, j = row // width // height, row // width % height, row % width
+    min_noise = tl.full([BR, BC], 1.0, tl.float32)
     for k in range(SIZE * SIZE):
-        above, left = i - k // SIZE, j - k % SIZE
-        inside = (row < rows) & (above >= 0) & (above < down) & (left >= 0) & (left < across)
-        index = ((point * down + above) * across + left).to(tl.int64) * c + column
-        lowest = tl.minimum(lowest, tl.load(noise + index, mask=inside, other=1.0))
-    tl.store(result + row.to(tl.int64) * c + column, tl.where(lowest < tl.load(chance), 0.0, 1.0), mask=row < rows)
+        corner_row, corner_column = i - k // SIZE, j - k % SIZE
+        inside = (
+            (row < rows)
+            & (corner_row >= 0)
+            & (corner_row < noise_height)
+            & (corner_column >= 0)
+            & (corner_column < noise_width)
+        )
+        index = ((image * noise_height + corner_row) * noise_width + corner_column).to(tl.int64) * c + column
+        min_noise = tl.minimum(min_noise, tl.load(noise + index, mask=inside, other=1.0))
+    tl.store(
+        keep_mask + row.to(tl.int64) * c + column, tl.where(min_noise < tl.load(probability), 0.0, 1.0), mask=row < rows
+    )

@@ -102,6 +102,15 @@ class Network(nn.Module):
             head = nn.Linear(result.shape[1], outputs)
         return cls(features, head.to(result.device, result.dtype if result.is_floating_point() else None))
 
+    @property
+    def num_feature_parameters(self) -> int:
+        """Number of elements of all parameters of `features`.
+
+        >>> Network(nn.Linear(4, 8), nn.Linear(8, 5)).num_feature_parameters
+        40
+        """
+        return sum(value.numel() for value in self.features.parameters())
+
     def forward(self, x: Tensor) -> Tensor:
         """Compute the outputs of the network.
 

@@ -159,11 +159,11 @@ class _ResidualBlock(nn.Module):
         return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), NEGATIVE_SLOPE)
 
     def _fused_forward(self, x: Tensor) -> Tensor:
-        from metabridge.models.fused_layers import norm_leaky_relu, residual_pool, stem_convolutions
+        from metabridge.models.fused_layers import first_convolutions, norm_leaky_relu, residual_pool
 
         layers: list[Any] = [*self.main, *self.shortcut]
         conv1, norm1, _, conv2, norm2, _, conv3, norm3, conv4, norm4 = layers
-        x, shortcut = stem_convolutions(x, conv1.weight, conv4.weight)
+        x, shortcut = first_convolutions(x, conv1.weight, conv4.weight)
         x = conv2(norm_leaky_relu(x, norm1.weight, norm1.bias, norm1.eps, NEGATIVE_SLOPE))
         x = conv3(norm_leaky_relu(x, norm2.weight, norm2.bias, norm2.eps, NEGATIVE_SLOPE))
         return residual_pool(x, shortcut, norm3.weight, norm3.bias, norm4.weight, norm4.bias, norm3.eps, NEGATIVE_SLOPE)

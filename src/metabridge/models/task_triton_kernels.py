@@ -1,6 +1,6 @@
-"""Triton kernels of `fused_tasks`, with the conventions of `fused_triton_kernels`.
+"""Triton kernels of `fused_tasks`, with the names and layouts of `fused_triton_kernels`.
 
-The columns are the channels of all tasks.
+The columns of a matrix are the channels of all tasks.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from metabridge.models.fused_triton_kernels import (
     AVAILABLE,
+    chunk_bounds,
     chunk_columns,
-    chunk_rows,
     covering_window,
     jit,
     load_float,
@@ -27,13 +27,13 @@ if AVAILABLE:
 
 @jit
 def norm_double_sums(
-    g, x, u, mean, r, partial, rows, chunk, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr
+    g, x, u, mean, rstd, chunk_sums, rows, chunk_size, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Sum g, u, g·n, u·n and g·u over a chunk of rows."""
+    """Sum g, u, g·n, u·n and g·u over a chunk, where n is the normalized x."""
     column, lane = chunk_columns(BC), tl.arange(0, BR)
-    start, count = chunk_rows(rows, chunk)
+    start, count = chunk_bounds(rows, chunk_size)
     base = start.to(tl.int64) * c
-    center, scale = tl.load(mean + column)[None, :], tl.load(r + column)[None, :]
+    mean_value, rstd_value = tl.load(mean + column)[None, :], tl.load(rstd + column)[None, :]
     sum_g = tl.zeros([BR, BC], tl.float32)
     sum_u = tl.zeros([BR, BC], tl.float32)
     sum_gn = tl.zeros([BR, BC], tl.float32)
@@ -43,7 +43,7 @@ def norm_double_sums(
         row = offset + lane
         inside = (row < count)[:, None]
         index = base + row[:, None] * c + column[None, :]
-        n = (load_float(x + index, inside) - center) * scale
+        n = (load_float(x + index, inside) - mean_value) * rstd_value
         g_value = load_float(g + index, inside)
         u_value = load_float(u + index, inside)
         sum_g += g_value
@@ -51,88 +51,104 @@ def norm_double_sums(
         sum_gn += g_value * n
         sum_un += u_value * n
         sum_gu += g_value * u_value
-    store_sum(partial, 0, column, c, sum_g)
-    store_sum(partial, 1, column, c, sum_u)
-    store_sum(partial, 2, column, c, sum_gn)
-    store_sum(partial, 3, column, c, sum_un)
-    store_sum(partial, 4, column, c, sum_gu)
+    store_sum(chunk_sums, 0, column, c, sum_g)
+    store_sum(chunk_sums, 1, column, c, sum_u)
+    store_sum(chunk_sums, 2, column, c, sum_gn)
+    store_sum(chunk_sums, 3, column, c, sum_un)
+    store_sum(chunk_sums, 4, column, c, sum_gu)
 
 
 @jit
 def norm_double_backward(
-    g, x, u, mean, r, weight, v, s, total, gg, gx, gw, rows, c, share, BR: tl.constexpr, BC: tl.constexpr
+    g,
+    x,
+    u,
+    mean,
+    rstd,
+    weight,
+    v,
+    s,
+    sums,
+    grad_g,
+    grad_x,
+    grad_weight,
+    rows,
+    c,
+    inverse_count,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    """Compute gg, gx and gw, the gradients of g, x and the weight, by the formulas of `batch_norm._double_backward`.
+    """Compute the gradients with respect to g, x and the weight with the formulas of `batch_norm._double_backward`.
 
-    The coefficient c of these formulas is called a, because c is the number of columns.
+    The coefficient c of the formulas is called `a` here, because `c` is the number of columns.
     """
-    below, _ = tile_position(c, BC)
+    tile_row, _ = tile_position(c, BC)
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
     index = row[:, None].to(tl.int64) * c + column[None, :]
-    center, scale = tl.load(mean + column), tl.load(r + column)
-    wr, v_value = tl.load(weight + column) * scale, tl.load(v + column)
-    mg, mu = share * tl.load(total + column), share * tl.load(total + c + column)
-    mgn, mun = share * tl.load(total + 2 * c + column), share * tl.load(total + 3 * c + column)
-    product = share * tl.load(total + 4 * c + column) - mu * mg - mun * mgn
-    a, e = v_value - wr * mun, wr * mgn
-    n_factor = scale * (a * mgn - e * mun) + wr * scale * product
-    n = (load_float(x + index, inside) - center[None, :]) * scale[None, :]
+    mean_value, rstd_value = tl.load(mean + column), tl.load(rstd + column)
+    w_rstd, v_value = tl.load(weight + column) * rstd_value, tl.load(v + column)
+    mg, mu = inverse_count * tl.load(sums + column), inverse_count * tl.load(sums + c + column)
+    mgn, mun = inverse_count * tl.load(sums + 2 * c + column), inverse_count * tl.load(sums + 3 * c + column)
+    product = inverse_count * tl.load(sums + 4 * c + column) - mu * mg - mun * mgn
+    a, e = v_value - w_rstd * mun, w_rstd * mgn
+    n_factor = rstd_value * (a * mgn - e * mun) + w_rstd * rstd_value * product
+    n = (load_float(x + index, inside) - mean_value[None, :]) * rstd_value[None, :]
     g_value = load_float(g + index, inside)
     u_value = load_float(u + index, inside)
-    shift = tl.load(s + column) - wr * mu
-    tl.store(gg + index, shift[None, :] + a[None, :] * n + wr[None, :] * u_value, mask=inside)
-    x_grad = (scale * (e * mu - a * mg))[None, :] - n_factor[None, :] * n
-    x_grad += (scale * a)[None, :] * g_value - (scale * e)[None, :] * u_value
-    tl.store(gx + index, x_grad, mask=inside)
-    if below == 0:
-        tl.store(gw + column, scale * product * rows)
+    g_offset = tl.load(s + column) - w_rstd * mu
+    tl.store(grad_g + index, g_offset[None, :] + a[None, :] * n + w_rstd[None, :] * u_value, mask=inside)
+    x_grad = (rstd_value * (e * mu - a * mg))[None, :] - n_factor[None, :] * n
+    x_grad += (rstd_value * a)[None, :] * g_value - (rstd_value * e)[None, :] * u_value
+    tl.store(grad_x + index, x_grad, mask=inside)
+    if tile_row == 0:
+        tl.store(grad_weight + column, rstd_value * product * rows)
 
 
 @jit
-def max_pool_2x2(x, y, choice, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the maximum of each 2×2 window and its position.
+def max_pool_2x2(x, y, indices, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
+    """Store the maximum of each 2×2 window and its index in the window.
 
-    Of equal values, the first is the maximum. NaN is larger than all numbers.
+    Of equal values, the first is the maximum. NaN counts as larger than all numbers, as in PyTorch.
     """
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
     inside = window < windows
     corner = window_corner(window, height, width) * c + column
-    best = load_float(x + corner, inside)
-    chosen = tl.zeros([BR, BC], tl.int32)
+    max_value = load_float(x + corner, inside)
+    max_k = tl.zeros([BR, BC], tl.int32)
     for k in tl.static_range(1, 4):
         value = load_float(x + corner + (k // 2 * width + k % 2) * c, inside)
-        better = (value > best) | (value != value)
-        best = tl.where(better, value, best)
-        chosen = tl.where(better, k, chosen)
+        is_larger = (value > max_value) | (value != value)
+        max_value = tl.where(is_larger, value, max_value)
+        max_k = tl.where(is_larger, k, max_k)
     index = window.to(tl.int64) * c + column
-    tl.store(y + index, best, mask=inside)
-    tl.store(choice + index, chosen.to(tl.uint8), mask=inside)
+    tl.store(y + index, max_value, mask=inside)
+    tl.store(indices + index, max_k.to(tl.uint8), mask=inside)
 
 
 @jit
-def max_unpool_2x2(values, choice, x, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store in x the value of each window at its chosen pixel, and 0 at all other pixels, also those in no window."""
+def max_unpool_2x2(values, indices, x, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
+    """Store the value of each window at its maximum in x, and 0 at all other pixels, including those in no window."""
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
-    i, j, whole, pooled, corner = covering_window(window, windows, height, width)
-    index = pooled * c + column
-    value = tl.load(values + index, mask=whole, other=0.0)
-    chosen = tl.load(choice + index, mask=whole, other=4).to(tl.int32)
+    i, j, is_full, out_index, corner = covering_window(window, windows, height, width)
+    index = out_index * c + column
+    value = tl.load(values + index, mask=is_full, other=0.0)
+    max_k = tl.load(indices + index, mask=is_full, other=4).to(tl.int32)
     corner = corner * c + column
     for k in tl.static_range(4):
         inside = pixel_exists(window, windows, i, j, height, width, k)
-        tl.store(x + corner + (k // 2 * width + k % 2) * c, tl.where(chosen == k, value, 0.0), mask=inside)
+        tl.store(x + corner + (k // 2 * width + k % 2) * c, tl.where(max_k == k, value, 0.0), mask=inside)
 
 
 @jit
-def gather_2x2(u, choice, values, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the value of u at the chosen pixel of each window."""
+def gather_2x2(u, indices, values, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
+    """Store the value of u at the maximum of each window."""
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
     inside = window < windows
     index = window.to(tl.int64) * c + column
-    chosen = tl.load(choice + index, mask=inside, other=0).to(tl.int32)
-    pixel = window_corner(window, height, width) * c + column + (chosen // 2 * width + chosen % 2) * c
+    max_k = tl.load(indices + index, mask=inside, other=0).to(tl.int32)
+    pixel = window_corner(window, height, width) * c + column + (max_k // 2 * width + max_k % 2) * c
     tl.store(values + index, tl.load(u + pixel, mask=inside, other=0.0), mask=inside)

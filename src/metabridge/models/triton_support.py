@@ -1,4 +1,4 @@
-"""Decide whether to use the Triton kernels. Triton is optional and slow to import, so it is imported only if needed."""
+"""Decide whether to use the Triton kernels. Triton is optional and slow to import, so import it only when needed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 from metabridge.autodiff import inside_transform
 
-CHANNEL_MULTIPLE = 16  # the kernels support maps whose number of channels is a multiple of this
+CHANNEL_MULTIPLE = 16  # the kernels need a number of channels that is divisible by 16
 
 
 def can_fuse(x: Tensor, channels: int) -> bool:
-    """Return whether to use `fused_layers`, which compute gradients in low precision on a GPU, outside transforms."""
+    """Return whether to use `fused_layers`: to compute gradients in low precision on a GPU, outside `torch.func`."""
     low_precision = x.dtype in (torch.bfloat16, torch.float16)
     needs_grad = torch.is_grad_enabled() and not inside_transform() and not torch.compiler.is_compiling()
     return low_precision and needs_grad and _device_supported(x, channels)
 
 
 def can_fuse_tasks(x: Tensor) -> bool:
-    """Return whether to use `fused_tasks` for feature maps of many tasks."""
+    """Return whether to use `fused_tasks` for x, feature maps of many tasks."""
     supported_map = x.dtype in (torch.bfloat16, torch.float32) and x.ndim == 4
     return supported_map and _device_supported(x, x.shape[1])
 

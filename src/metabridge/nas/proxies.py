@@ -18,11 +18,11 @@ from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.kernels.kernel_systems import condition_number
-from metabridge.kernels.meta_kernels import Adapts, residual_operator, sandwich
+from metabridge.kernels.meta_kernels import AdaptedPart, block_diagonal_product, query_residual_operator
 
 KernelName = Literal["maml", "anil", "ntk"]
 
-_ADAPTED_PART: dict[KernelName, Adapts] = {"maml": "all", "anil": "head"}
+_ADAPTED_PART: dict[KernelName, AdaptedPart] = {"maml": "all", "anil": "head"}
 NOT_FINITE = "the network's outputs are NaN or infinite"
 _KERNEL_NOT_FINITE = "the kernel has values that are NaN or infinite"
 _INPUT_ENTRIES_PER_PASS = 2**21
@@ -171,13 +171,15 @@ class ConditionNumber:
             return ProxyScore(math.inf, str(error))
 
     def _meta_ntk(self, kernel: _PrecomputedKernel, indices: Tensor, queries: int, eps: float) -> ProxyScore:
-        """Return the condition number of Φ = RΘRᵀ, where R is the `residual_operator`.
+        """Return the condition number of Φ = RΘRᵀ, where R is the `query_residual_operator`.
 
         Rounding of Θ changes Φ by up to eps σ_max(Θ) ‖R‖², however small Φ is.
         """
         query_support = indices[:, :queries], indices[:, queries:]
-        operator = residual_operator(kernel, *query_support, _ADAPTED_PART[self.kernel], self.time, self.ridge, eps)
-        phi = sandwich(operator, kernel.theta, operator)
+        operator = query_residual_operator(
+            kernel, *query_support, _ADAPTED_PART[self.kernel], self.time, self.ridge, eps
+        )
+        phi = block_diagonal_product(operator, kernel.theta, operator)
         theta_norm, phi_norm = (float(torch.linalg.matrix_norm(matrix, 2)) for matrix in (kernel.theta, phi))
         error = eps * theta_norm * float(torch.linalg.matrix_norm(operator, 2).max()) ** 2
         return condition_number_score(phi, error / phi_norm if phi_norm else math.inf)

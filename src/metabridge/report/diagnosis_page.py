@@ -55,7 +55,7 @@ def rate_histogram(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
 
 def solution_map(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
     """Draw the solution of each task, with the line between the groups' centers as the horizontal axis."""
-    solutions = np.array(diagnosis.solution_map)
+    solutions = np.array(diagnosis.projected_solutions)
     with theme.context():
         figure = Figure(figsize=(5.2, 4.4), layout="constrained")
         axes = figure.subplots()
@@ -65,7 +65,7 @@ def solution_map(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
             axes.plot(*group_solutions.T, marker, markersize=4, alpha=0.6, label=f"{group.name} tasks", color=color)
             x, y = group_solutions.mean(0)
             label = f"center of the {group.name} tasks"
-            axes.plot(x, y, "P", markeredgecolor=theme.ink, markersize=12, label=label, color=color)
+            axes.plot(x, y, "P", markeredgecolor=theme.text, markersize=12, label=label, color=color)
         axes.set(xlabel="along the line between the centers", ylabel="perpendicular to this line")
         axes.set_aspect("equal", adjustable="datalim")
         figure.legend(loc="outside upper center", ncols=2)
@@ -83,12 +83,12 @@ def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         drawn_costs[cost.method] = cost.training_gradients * COST_OFFSET**similar
     styles = dict(zip(drawn_costs, zip(COLORS, MARKERS)))
     predictions = {prediction.method: prediction for prediction in diagnosis.kernel_predictions}
-    saved = diagnosis.saved
+    gain = diagnosis.relative_gain
     with theme.context():
         figure = Figure(figsize=(5.2 + 4.0 * bool(predictions), 3.8), layout="constrained")
         formula_axes, *kernel_axes = figure.subplots(1, 1 + bool(predictions), squeeze=False)[0]
         for name, (color, marker) in styles.items():
-            low, value, high = (0, 0, 0) if name in WITHOUT_ADAPTATION else (saved.low, saved.value, saved.high)
+            low, value, high = (0, 0, 0) if name in WITHOUT_ADAPTATION else (gain.low, gain.value, gain.high)
             margins = [[100 * (value - low)], [100 * (high - value)]]
             label = f"{name.upper()}{' (plain pre-training)' if name in WITHOUT_ADAPTATION else ''}"
             formula_axes.errorbar(
@@ -99,7 +99,7 @@ def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         for axes in kernel_axes:
             baseline = predictions["support alone"]
             low, high = baseline.mean - baseline.ci95, baseline.mean + baseline.ci95
-            axes.axhspan(low, high, color=theme.line, label="regression on the support set only")
+            axes.axhspan(low, high, color=theme.grid, label="regression on the support set only")
             for name, (color, marker) in styles.items():
                 if name in predictions:
                     mean, margin = predictions[name].mean, predictions[name].ci95

@@ -17,7 +17,9 @@ def taxonomy_row(method: Method) -> dict[str, str]:
     inner = "none" if method.inner is None else method.inner.summary()
     return {
         "adapts": method.adapts,
-        "inner solve": inner if method.test is None else f"{inner}; at test time, {method.test.summary()}",
+        "inner solve": inner
+        if method.test_solver is None
+        else f"{inner}; at test time, {method.test_solver.summary()}",
         "outer gradient": method.outer,
         "training head": method.training_head,
         "split": "yes" if method.split else "no",

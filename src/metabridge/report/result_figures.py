@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from metabridge.diagnosis import Interval
 from metabridge.intervals import mean_interval
 from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.results import Result, Row
@@ -167,3 +169,86 @@ def draw_power_laws(axes: Axes, points_by_label: Mapping[str, ValuesBySize]) -> 
 def format_exponent(law: PowerLaw) -> str:
     """Return the exponent with its 95 % interval, such as "−0.50 ± 0.02"."""
     return f"{law.exponent:.2f} ± {law.ci95:.2f}".replace("-", "−")
+
+
+def draw_predicted_ratios(
+    axes: Axes,
+    points: Sequence[tuple[float, Interval, bool | None]],
+    labels: Mapping[bool | None, str],
+    threshold: float,
+    threshold_label: str,
+) -> None:
+    """Draw predicted ratios with their 95 % intervals as functions of the true ratios.
+
+    Args:
+        axes: The panel.
+        points: For each prediction, the true ratio, the predicted ratio, and whether the prediction is right (None if
+            this is undecided), which determines color and marker.
+        labels: Label in the legend for right, wrong and undecided predictions.
+        threshold: Predicted ratio at which to draw a horizontal line.
+        threshold_label: Label of this line in the legend.
+    """
+    styles = {True: (COLORS[0], "o"), None: (COLORS[6], "s"), False: (COLORS[1], "X")}
+    for is_right, label in labels.items():
+        color, marker = styles[is_right]
+        selected = [(true_ratio, interval) for true_ratio, interval, verdict in points if verdict is is_right]
+        margins = [[interval.value - interval.low for _, interval in selected]]
+        margins += [[interval.high - interval.value for _, interval in selected]]
+        xs, ys = [true_ratio for true_ratio, _ in selected], [interval.value for _, interval in selected]
+        label = f"{label} ({len(selected)})"
+        axes.errorbar(xs, ys, margins, fmt=marker, color=color, markersize=4, linewidth=0.8, label=label)
+    limit = 1.1 * max(max(true_ratio, interval.high) for true_ratio, interval, _ in points)
+    axes.plot([0.95, limit], [0.95, limit], color=LIGHT.text, linewidth=0.8, zorder=0)
+    axes.axhline(threshold, color=LIGHT.text, linestyle=":", linewidth=0.8, zorder=0, label=threshold_label)
+    axes.set(xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        _set_ratio_ticks(axis, limit)
+    axes.legend(fontsize=8)
+
+
+def draw_ratio_errors(axes: Axes, points: Sequence[tuple[float, Interval]]) -> None:
+    """Draw errors of predicted ratios, in half-widths of their 95 % intervals, as functions of the true ratios.
+
+    Args:
+        axes: The panel.
+        points: The true ratio and the predicted ratio of each prediction.
+    """
+    for is_contained, label, color, marker in (
+        (True, "in the 95 % interval", COLORS[0], "o"),
+        (False, "outside", COLORS[1], "X"),
+    ):
+        selected = [(ratio, interval) for ratio, interval in points if interval.contains(ratio) is is_contained]
+        xs, ys = [ratio for ratio, _ in selected], [interval.standardized_error(ratio) for ratio, interval in selected]
+        axes.plot(xs, ys, marker, color=color, markersize=4, label=f"{label} ({len(selected)})")
+    axes.axhspan(-1, 1, color=LIGHT.grid, alpha=0.5, zorder=0)
+    axes.set(xscale="log")
+    _set_ratio_ticks(axes.xaxis, 1.1 * max(ratio for ratio, _ in points))
+    axes.legend(fontsize=8)
+
+
+def _set_ratio_ticks(axis: Axis, limit: float) -> None:
+    """Set ticks at 1, 1.5, 2, 3, 5, 10, ... below a limit."""
+    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if tick < limit]
+    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def draw_rank_agreement(axes: Axes, series: Mapping[str, Mapping[str, tuple[float, str]]]) -> None:
+    """Draw Kendall's τ of predicted and measured orders, one row of the panel per name and one marker per series.
+
+    Args:
+        axes: The panel.
+        series: For each label in the legend, τ and a text for the right margin by name of the row.
+    """
+    rows = list(dict.fromkeys(name for agreement in series.values() for name in agreement))
+    for (label, agreement), color, marker, shift in zip(series.items(), COLORS[2:], "sv", (-0.16, 0.16)):
+        ys = [rows.index(name) + shift for name in agreement]
+        axes.plot([tau for tau, _ in agreement.values()], ys, marker, color=color, label=label)
+        for (_, text), y in zip(agreement.values(), ys):
+            axes.annotate(text, (1.12, y), fontsize=8, color=color, va="center")
+    axes.set(xlim=(-1.1, 1.4))
+    axes.set_xticks([-1, -0.5, 0, 0.5, 1])
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.axvline(0, linewidth=0.8, color="gray")
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)

@@ -37,7 +37,7 @@ def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = 
     blocks = [_block(episodes[task], outputs[task].argmax(-1), shown, theme) for task in range(len(episodes))]
     height, width = blocks[0].shape[:2]
     corners = [(height * (task // COLUMNS), width * (task % COLUMNS)) for task in range(len(blocks))]
-    canvas = _blank(corners[-1][0] + height, width * min(COLUMNS, len(blocks)), theme.paper)
+    canvas = _blank(corners[-1][0] + height, width * min(COLUMNS, len(blocks)), theme.background)
     with theme.context():
         figure = Figure(figsize=(canvas.shape[1] / PIXELS_PER_INCH, canvas.shape[0] / PIXELS_PER_INCH))
         axes = figure.add_axes((0, 0, 1, 1))
@@ -58,14 +58,14 @@ def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArr
     support = [_dark_on_light(task.support_x[0, support_labels == label])[0] for label in classes]
     columns = []
     for label, example in enumerate(support):
-        cells = [_framed(example, theme.line, theme), _blank(GAP, example.shape[1] + 2 * FRAME + GAP, theme.paper)]
+        cells = [_framed(example, theme.grid, theme), _blank(GAP, example.shape[1] + 2 * FRAME + GAP, theme.background)]
         for index in (query_labels == label).nonzero().flatten()[:shown].tolist():
             predicted_label = int(predicted[index])
             cells.append(_framed(queries[index], CORRECT if predicted_label == label else WRONG, theme))
             cells.append(_half_size(support[predicted_label], theme))
         columns.append(np.concatenate(cells))
     images = np.concatenate(columns, axis=1)
-    block = _blank(images.shape[0] + TITLE + GAP, images.shape[1] + 3 * GAP, theme.paper)
+    block = _blank(images.shape[0] + TITLE + GAP, images.shape[1] + 3 * GAP, theme.background)
     block[TITLE : TITLE + images.shape[0], : images.shape[1]] = images
     return block
 
@@ -83,7 +83,7 @@ def _blank(height: int, width: int, color: str) -> NDArray[np.float64]:
 def _framed(image: NDArray[np.float64], color: str, theme: Theme) -> NDArray[np.float64]:
     """Return an image in a frame, with a gap to its right."""
     height, width = image.shape[:2]
-    cell = _blank(height + 2 * FRAME, width + 2 * FRAME + GAP, theme.paper)
+    cell = _blank(height + 2 * FRAME, width + 2 * FRAME + GAP, theme.background)
     cell[:, :-GAP] = to_rgb(color)
     cell[FRAME : FRAME + height, FRAME : FRAME + width] = image
     return cell
@@ -94,7 +94,7 @@ def _half_size(image: NDArray[np.float64], theme: Theme) -> NDArray[np.float64]:
     height, width = image.shape[0] // 2, image.shape[1] // 2
     # Averaging blocks of 2×2 pixels keeps thin strokes; taking every second pixel would lose them.
     halved = image[: 2 * height, : 2 * width].reshape(height, 2, width, 2, 3).mean((1, 3))
-    cell = _blank(height + 2 * GAP, image.shape[1] + 2 * FRAME + GAP, theme.paper)
+    cell = _blank(height + 2 * GAP, image.shape[1] + 2 * FRAME + GAP, theme.background)
     left = (cell.shape[1] - GAP - width) // 2
     cell[GAP // 2 : GAP // 2 + height, left : left + width] = halved
     return cell

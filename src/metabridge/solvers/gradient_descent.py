@@ -27,7 +27,7 @@ class GradientDescent(IterativeSolver):
             `lr`, as the parameters `rates.NAME`.
 
     Raises:
-        InputError: If `steps` is not a whole number or is negative, a step size is not positive, or `rates` is unknown.
+        InputError: If `steps` is not an integer or is negative, a step size is not positive, or `rates` is unknown.
 
     >>> import torch
     >>> from metabridge.solvers import Problem, task_loss

@@ -28,7 +28,7 @@ class Proximal(IterativeSolver):
 
     Raises:
         InputError: If `strength` or `lr` is not positive, `steps` or `tolerance` is negative, `cg_steps` is not at
-            least 1, or `steps` or `cg_steps` is not a whole number.
+            least 1, or `steps` or `cg_steps` is not an integer.
 
     >>> import torch
     >>> from metabridge.solvers import Problem, task_loss

@@ -133,4 +133,4 @@ class IterativeSolver(Solver, root=True):
 def check_steps(steps: Any) -> None:
     """Raise an InputError unless `steps` is a non-negative integer."""
     if not isinstance(steps, int) or steps < 0:
-        raise InputError(f"steps is {steps!r}, but must be a whole number, 0 or more.")
+        raise InputError(f"steps is {steps!r}, but must be an integer, 0 or more.")

@@ -164,6 +164,35 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
     return risks
 
 
+def selected_ridge_risk(
+    B: Tensor, tasks: TaskMoments, points: int, penalties: Tensor, *, designs: int, generator: torch.Generator
+) -> float:
+    """Return the risk of `ridge_estimate` with the best penalty, which is selected on other random designs.
+
+    Args:
+        B: Representation, (d, k').
+        tasks: Moments of the tasks.
+        points: Number of points per task.
+        penalties: Penalties to choose from, (penalties).
+        designs: Number of random designs for the selection, and of those for the risk.
+        generator: Random generator on the CPU.
+
+    Returns:
+        The risk.
+
+    Example:
+        >>> tasks = TaskMoments.from_tasks(torch.ones(1, 2), noise=0.0)
+        >>> eye, penalties = torch.eye(2, dtype=torch.float64), torch.tensor([1e-9, 1.0], dtype=torch.float64)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> selected_ridge_risk(eye, tasks, 5, penalties, designs=10, generator=generator) < 1e-9
+        True
+    """
+    shape = (designs, points, len(B))
+    validation_x, test_x = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    penalty = penalties[ridge_risks(B, tasks, validation_x, penalties).argmin()]
+    return float(ridge_risks(B, tasks, test_x, penalty[None]))
+
+
 def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSettings, points: int) -> Tensor:
     """Return the bound on ‖θ̂ − θ‖ after one step from ANIL's limit, `limiting_gram` (Yüksel et al. 2023, prop. 1).
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from metabridge.cuda_graph import CapturedGraph
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.method import balance
+from metabridge.learners.method import balancing_regularizer
 from metabridge.theory.anil import AnilSettings
 
 NetParams = tuple[Tensor, Tensor]  # B (runs, d, k') and w (runs, k')
@@ -144,7 +144,7 @@ def factorization_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
         tensor(0.2500)
     """
     errors = torch.bmm(x, (W @ B.mT)[..., None])[..., 0] - y
-    return errors.square().mean() / 2 + balance({"features.weight": B.mT, "heads.weight": W})
+    return errors.square().mean() / 2 + balancing_regularizer({"features.weight": B.mT, "heads.weight": W})
 
 
 class RepeatedStep:

@@ -39,7 +39,7 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | N
         Q^{(s)}, (..., d, d).
 
     Raises:
-        InputError: Unless `s` is infinite or a whole number of at least 1.
+        InputError: Unless `s` is infinite or an integer of at least 1.
 
     Example:
         >>> adapted_covariance(torch.eye(2), alpha=0.5, s=math.inf)
@@ -198,7 +198,7 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
         The step size.
 
     Raises:
-        InputError: Unless `m` is infinite or a whole number of at least 1.
+        InputError: Unless `m` is infinite or an integer of at least 1.
 
     Example:
         >>> world = HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape
@@ -426,4 +426,4 @@ def _check_alpha(landscape: Landscape, alpha: float) -> None:
 
 def _check_samples(name: str, value: float) -> None:
     if not (value == math.inf or (value >= 1 and value == int(value))):
-        raise InputError(f"{name} is {value!r}, but must be a whole number of at least 1, or infinite.")
+        raise InputError(f"{name} is {value!r}, but must be an integer of at least 1, or infinite.")

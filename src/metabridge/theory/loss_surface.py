@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from metabridge.environments.teacher_networks import Activation, neuron_sum
+from metabridge.environments.teacher_networks import Activation, teacher_output
 from metabridge.episodes import Episodes
 from metabridge.models.network import Params
 from metabridge.solvers import GradientDescent, Problem, task_loss
@@ -51,7 +51,7 @@ class LossSurface:
         """
 
         def apply(params: Params, x: Tensor) -> Tensor:
-            return neuron_sum(self.activation, params["neurons"], x)
+            return teacher_output(self.activation, params["neurons"], x)
 
         def loss(neuron: Tensor, support_x: Tensor, support_y: Tensor, query_x: Tensor, query_y: Tensor) -> Tensor:
             student = {"neurons": neuron[None]}

@@ -17,7 +17,8 @@ from scipy import optimize
 from torch import Tensor
 
 from metabridge.autodiff import grad
-from metabridge.environments.teacher_networks import Activation, FixedNeurons, TeacherTasks, neuron_sum
+from metabridge.environments.teacher_networks import Activation, FixedNeurons, TeacherTasks, teacher_output
+from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 
 QUADRATURE_NODES = 48  # along each axis
@@ -46,7 +47,7 @@ class TeacherTask:
     covariance: float = 1.0
 
     def loss(self, W: Tensor) -> Tensor:
-        """Return the population loss f(W) = ½E(h_W(x) − h_V(x))², where h is `neuron_sum`.
+        """Return the population loss f(W) = ½E(h_W(x) − h_V(x))², where h is `teacher_output`.
 
         For ReLU it is computed in closed form, since a sum over finitely many inputs would have a wrong second
         derivative. For other activations it is computed by Gauss–Hermite quadrature, for inputs of at most 3
@@ -72,7 +73,7 @@ class TeacherTask:
             )
         points, weights = map(torch.from_numpy, _normal_points(W.shape[-1]))
         x = math.sqrt(self.covariance) * points
-        errors = neuron_sum(self.activation, W, x) - neuron_sum(self.activation, self.neurons, x)
+        errors = teacher_output(self.activation, W, x) - teacher_output(self.activation, self.neurons, x)
         return (weights @ errors.square().squeeze(-1)) / 2
 
     def gradient(self, W: Tensor) -> Tensor:
@@ -133,6 +134,29 @@ class TeacherTask:
         """
         teacher = FixedNeurons(self.neurons[None])
         return TeacherTasks(teacher, self.activation, covariance=self.covariance, shots=shots, queries=queries)
+
+
+def sample_episodes(
+    tasks: Sequence[TeacherTask], episodes: int, shots: int, queries: int, generator: torch.Generator
+) -> Episodes:
+    """Sample the same number of episodes of each task.
+
+    Args:
+        tasks: The tasks.
+        episodes: Number of episodes of each task.
+        shots: Number of support examples.
+        queries: Number of query examples.
+        generator: A random generator on the CPU.
+
+    Returns:
+        The episodes, ordered by task.
+
+    Example:
+        >>> tasks = [TeacherTask(torch.ones(1, 2, dtype=torch.float64), "tanh", rho) for rho in (0.5, 1.0)]
+        >>> sample_episodes(tasks, 3, shots=5, queries=4, generator=torch.Generator().manual_seed(0)).query_x.shape
+        torch.Size([6, 4, 2])
+    """
+    return Episodes.concatenate([task.environment(shots, queries).sample(episodes, generator) for task in tasks])
 
 
 def nal_loss(tasks: Sequence[TeacherTask]) -> Callable[[Tensor], Tensor]:
@@ -283,6 +307,39 @@ class HardTaskPreference:
     def printed_bound(self) -> float:
         """(1 − 2αβ₂)/(1 − αL₁)², which equals `bound` up to O(α²) and is printed in theorem 1 (eq. 13)."""
         return (1 - 2 * self.alpha * self.easy[0]) / (1 - self.alpha * self.hard[1]) ** 2
+
+
+def hard_task_preferences(
+    teachers: Tensor, activation: Activation, variances: tuple[float, float], relative_alpha: float
+) -> list[HardTaskPreference]:
+    """Measure the preference for the hard task at stationary points of MAML's population loss, for pairs of tasks.
+
+    The searches for stationary points start at both teachers and at their midpoint.
+
+    Args:
+        teachers: Neurons of the hard and of the easy task of each pair, (pairs, 2, M, d).
+        activation: Activation of students and teachers.
+        variances: Input variances of hard and of easy tasks.
+        relative_alpha: α·L₂, where L₂ is the largest curvature of the easy task at its teacher.
+
+    Returns:
+        The preference at each stationary point of each pair.
+
+    Example:
+        >>> teachers = torch.tensor([[[[1.0, 0.5]], [[0.2, -0.8]]]], dtype=torch.float64)
+        >>> all(point.ratio <= point.bound for point in hard_task_preferences(teachers, "softplus", (0.5, 1.0), 0.1))
+        True
+    """
+    hard_variance, easy_variance = variances
+    preferences: list[HardTaskPreference] = []
+    for hard_teacher, easy_teacher in teachers:
+        hard = TeacherTask(hard_teacher, activation, hard_variance)
+        easy = TeacherTask(easy_teacher, activation, easy_variance)
+        alpha = relative_alpha / float(easy.curvatures(easy_teacher)[-1])
+        starts = (hard_teacher, easy_teacher, (hard_teacher + easy_teacher) / 2)
+        points = stationary_points(maml_loss([hard, easy], alpha), starts)
+        preferences += [HardTaskPreference.measure(point, hard, easy, alpha) for point in points]
+    return preferences
 
 
 def _relu_products(W: Tensor, V: Tensor) -> Tensor:

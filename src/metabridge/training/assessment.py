@@ -13,11 +13,10 @@ from metabridge.training.evaluation import (
     UNCHANGED,
     Predictor,
     Score,
+    Scorer,
     TestTimeAugmentation,
     correct,
-    diverged,
     predictions,
-    score_tasks,
 )
 
 BINS = 10  # number of intervals into which confidences are divided for the calibration
@@ -88,14 +87,13 @@ def assess(
     """
     if not isinstance(environment, ImageTasks):
         raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks of labeled images.")
-    values, has_diverged = [], []
+    scorer = Scorer()
     correct_queries, queries = torch.zeros(2, environment.classes, dtype=torch.float64)
     bins = torch.zeros(BINS, 3, dtype=torch.float64)  # sum of confidences, correct queries, all queries
     for outputs, episodes in predictions(
         model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=progress
     ):
-        values.append(score_tasks(outputs, episodes))
-        has_diverged.append(diverged(outputs))
+        scorer.add(outputs, episodes)
         assert episodes.classes is not None
         is_correct = correct(outputs, episodes).double()
         class_indices = episodes.classes.gather(1, episodes.query_y)
@@ -106,7 +104,7 @@ def assess(
         bin_index = (confidence * BINS).long().clamp_max(BINS - 1)
         for column, weights in enumerate((confidence, is_correct[finite], torch.ones_like(confidence))):
             _add_at(bins[:, column], bin_index, weights)
-    score = Score.of(torch.cat(values), diverged=int(torch.cat(has_diverged).sum()))
+    score = scorer.score()
     if score.diverged == tasks:
         raise InputError(
             f"adaptation diverged on all {tasks} tasks: outputs are NaN or infinite. Adapt with a lower learning rate "

@@ -25,7 +25,7 @@ from torch import Tensor
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import json_bytes, read_regular_file, write_atomically
 from metabridge.heads import Head
-from metabridge.learners.method import Method, balance
+from metabridge.learners.method import Method, balancing_regularizer
 from metabridge.models import BUILDERS, FORMER_NAMES, Network, Params, build
 from metabridge.models.size_limit import SizeLimit
 from metabridge.solvers import Solver, task_loss
@@ -58,11 +58,11 @@ class RunFolder:
             raise InputError(f"{self.path} contains {present[0]}, but no settings.json of a run. Name another folder.")
         return settings if "state.safetensors" in present else None  # without a state, there is nothing to continue
 
-    def check_settings(self, settings: Mapping[str, Any]) -> bool:
+    def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """Raise an `InputError` if the folder contains a run with other settings, except the number of iterations.
 
         Returns:
-            Whether the number of iterations differs.
+            The settings of the run in the folder; None if there is no run that can be continued.
         """
         stored, settings = self.resumable_settings(), json_round_trip(settings)
         difference = None if stored is None else _difference(_without_iterations(stored), _without_iterations(settings))
@@ -71,7 +71,7 @@ class RunFolder:
                 f"{self.path} contains a run with other settings ({difference}). "
                 "Name another folder, or use the same settings to continue that run."
             )
-        return stored is not None and stored != settings
+        return stored
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings.json."""
@@ -194,13 +194,13 @@ def write_method(method: Method) -> dict[str, object]:
     >>> write_method(method("maml"))["inner"]
     {'solver': 'GradientDescent', 'steps': 5, 'lr': 0.01, 'rates': 'fixed'}
     """
-    if method.loss is not task_loss or method.regularizer not in (None, balance):
+    if method.loss is not task_loss or method.regularizer not in (None, balancing_regularizer):
         raise InputError(
             "a method with a custom loss or regularizer cannot be saved. Train it without out=, and keep run.params."
         )
     solvers = {
-        role: None if (solver := getattr(method, role)) is None else _plain_options(solver.to_dict())
-        for role in ("inner", "test")
+        key: None if solver is None else _plain_options(solver.to_dict())
+        for key, solver in (("inner", method.inner), ("test", method.test_solver))
     }
     choices = {"adapts": method.adapts, "outer": method.outer, "head": method.training_head, "split": method.split}
     return {**choices, **solvers, "regulariser": None if method.regularizer is None else "balance"}
@@ -216,12 +216,13 @@ def read_method(data: Mapping[str, Any]) -> Method:
     data = dict(data)
     # the format has the key names of version 0.1.0
     data["training_head"], regularized = data.pop("head"), data.pop("regulariser")
+    data["test_solver"] = data.pop("test")
     if data["inner"] is not None:
         data["inner"] = Solver.from_dict(data["inner"])
-    if data["test"] is not None:
-        root = Head if data["test"]["solver"] in Head.by_stored_name() else Solver
-        data["test"] = root.from_dict(data["test"])
-    return Method(**data, regularizer=balance if regularized else None)
+    if data["test_solver"] is not None:
+        root = Head if data["test_solver"]["solver"] in Head.by_stored_name() else Solver
+        data["test_solver"] = root.from_dict(data["test_solver"])
+    return Method(**data, regularizer=balancing_regularizer if regularized else None)
 
 
 def read_network(settings: Mapping[str, Any], net: Network | None, stored: Params) -> Network:

@@ -8,17 +8,17 @@ derived from these fields, so adding an option means adding a field here. The mo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, MISSING, Field, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, get_args
 
+from metabridge.choices import alternatives, model_names
 from metabridge.errors import MAX_COUNT, InputError, check_not_negative, check_positive
 from metabridge.schedules import SCHEDULES, Constant, Cosine, Plateau, Schedule, Step
 
 if TYPE_CHECKING:
     from metabridge.models.batch_norm import Statistics
     from metabridge.training.augment import Augment
-    from metabridge.training.soft_targets import SoftTargets
 
 Check = Callable[[str, Any], None]
 Config = TypeVar("Config")
@@ -38,16 +38,6 @@ FORMER_NAMES = {
 
 def _field(config: type, name: str) -> Field[Any]:
     return next(candidate for candidate in fields(config) if candidate.name == name)
-
-
-def alternatives(words: Iterable[str]) -> str:
-    """Return words as a list with "or".
-
-    >>> alternatives(["adam", "sgd", "muon"])
-    'adam, sgd or muon'
-    """
-    *others, last = words
-    return f"{', '.join(others)} or {last}"
 
 
 def _default_text(default: object) -> str:
@@ -131,9 +121,17 @@ def plain_number(value: Any) -> Any:
         return float(value) if isinstance(value, SupportsFloat) and getattr(value, "ndim", 0) == 0 else value
 
 
+def check_options(config: object) -> None:
+    """Convert the numbers of a configuration to Python numbers, and raise an `InputError` if an option is invalid."""
+    for name, entry in options_of(type(config)).items():
+        object.__setattr__(config, name, plain_number(getattr(config, name)))
+        if entry.metadata["check"] is not None:
+            entry.metadata["check"](name, getattr(config, name))
+
+
 @dataclass(frozen=True)
-class WholeNumber:
-    """Check that an option is a whole number between two bounds, or None if `optional`."""
+class IntegerRange:
+    """Check that an option is an integer between two bounds, or None if `optional`."""
 
     minimum: int
     maximum: int = MAX_COUNT
@@ -145,7 +143,7 @@ class WholeNumber:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < self.minimum:
             raise InputError(
-                f"{name} is {value!r}, but must be a whole number of at least {self.minimum}. "
+                f"{name} is {value!r}, but must be an integer of at least {self.minimum}. "
                 f"Use {name}={self.minimum} or more."
             )
         if value > self.maximum:
@@ -166,7 +164,7 @@ class Choice:
 
 def _check_seed(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
-        raise InputError(f"{name} is {value!r}, but must be a whole number of 64 bits. Use seed=0.")
+        raise InputError(f"{name} is {value!r}, but must be a signed 64-bit integer. Use seed=0.")
 
 
 def _check_decay(name: str, value: Any) -> None:
@@ -193,13 +191,52 @@ def _check_image_augment(name: str, value: Any) -> None:
         _check_augment(name, value)
 
 
-def _check_soft_targets(name: str, value: Any) -> None:
-    if value is None:
-        return
-    from metabridge.training.soft_targets import SoftTargets
+def _check_fraction(name: str, value: Any) -> None:
+    if not (isinstance(value, int | float) and 0 <= value <= 1):
+        raise InputError(f"{name} is {value!r}, but must be a fraction from 0 to 1. Use {name}=0.1.")
 
-    if not isinstance(value, SoftTargets):
+
+def _check_soft_targets(name: str, value: Any) -> None:
+    if not isinstance(value, SoftTargets | None):
         raise InputError(f"{name} is {value!r}, but must be a SoftTargets() or None.")
+
+
+@document_options
+@dataclass(frozen=True)
+class SoftTargets:
+    """Target probabilities instead of class labels, for methods whose head covers all training classes (mtl, rfs).
+
+    Args:
+    {options}
+
+    Raises:
+        InputError: If an option is out of range.
+
+    >>> SoftTargets(smoothing=0.1).mixup
+    0.0
+    """
+
+    smoothing: float = option(
+        0.0,
+        help="Label smoothing factor, as in `torch.nn.CrossEntropyLoss` (Szegedy et al. 2016; only mtl, rfs).",
+        check=_check_fraction,
+    )
+    mixup: float = option(
+        0.0,
+        help="Mixup: train on weighted averages of two images and of their targets, with weights from Beta(A, A) for "
+        "this value of A (Zhang et al. 2018; only mtl, rfs). 0: no mixup.",
+        check=check_not_negative,
+    )
+    distillation: float = option(
+        0.0,
+        help="Distillation: weight of the teacher's predicted probabilities in the targets (Furlanello et al. 2018; "
+        "only mtl, rfs).",
+        check=_check_fraction,
+    )
+    temperature: float = option(1.0, help="Distillation: temperature of the teacher's softmax.", check=check_positive)
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @document_options
@@ -217,8 +254,8 @@ class TrainingConfig:
     200
     """
 
-    iterations: int = option(1000, help="Number of training steps.", check=WholeNumber(1))
-    batch_size: int = option(4, help="Number of tasks per step.", check=WholeNumber(1))
+    iterations: int = option(1000, help="Number of training steps.", check=IntegerRange(1))
+    batch_size: int = option(4, help="Number of tasks per step.", check=IntegerRange(1))
     optimizer: OptimizerName = option(
         "adam", help=f"Optimizer: {alternatives(get_args(OptimizerName))}.", check=Choice(get_args(OptimizerName))
     )
@@ -232,20 +269,21 @@ class TrainingConfig:
     )
     patience: int | None = option(
         None,
-        help="Stop when more than this many consecutive validations bring no new best score. Default: never.",
-        check=WholeNumber(0, optional=True),
+        help="Early stopping: number of consecutive validations without a new best score that do not yet stop "
+        "training. Default: no early stopping.",
+        check=IntegerRange(0, optional=True),
     )
     validate_every: int | None = option(
         None,
         help="Number of steps between validations. Default: iterations / 10.",
-        check=WholeNumber(1, optional=True),
+        check=IntegerRange(1, optional=True),
     )
     validate_tasks: int = option(
-        100, help="Number of tasks per validation; all validations use the same tasks.", check=WholeNumber(2)
+        100, help="Number of tasks per validation; all validations use the same tasks.", check=IntegerRange(2)
     )
     precision: Precision = option(
         "float32",
-        help=f"Data type in which features are computed: {alternatives(get_args(Precision))}.",
+        help=f"dtype of the feature extractor: {alternatives(get_args(Precision))}.",
         check=Choice(get_args(Precision)),
     )
     soft_targets: SoftTargets | None = option(
@@ -253,23 +291,19 @@ class TrainingConfig:
         help="Label smoothing, mixup and distillation for methods whose head covers all training classes (mtl, rfs), a "
         "`SoftTargets`.",
         check=_check_soft_targets,
-        flags=("--smoothing", "--mixup", "--teacher"),
     )
     ema_decay: float | None = option(
         None,
-        help="Decay of the moving average of the weights, such as 0.999; the average is validated and saved. Default: "
-        "no average.",
+        help="Decay of the exponential moving average (EMA) of the weights, such as 0.999. The averaged weights are "
+        "evaluated and saved. Default: no averaging.",
         check=_check_decay,
     )
     seed: int = option(
-        0, help="Random seed. The same seed gives the same result on the same machine.", check=_check_seed
+        0, help="Random seed. Results are deterministic for a given seed and machine.", check=_check_seed
     )
 
     def __post_init__(self) -> None:
-        for name, entry in options_of(type(self)).items():
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
-            if entry.metadata["check"] is not None:
-                entry.metadata["check"](name, getattr(self, name))
+        check_options(self)
 
     @property
     def validation_interval(self) -> int:
@@ -304,24 +338,24 @@ class ImageTrainingConfig(TrainingConfig):
     method_options: Mapping[str, object] = option(
         default_factory=dict, help="Options of the method, such as steps=5.", flags=("--option", "-o")
     )
-    model: str = option("conv4", help="Network: conv4, resnet12, mlp, timm:NAME, or the path of an architecture.json.")
+    model: str = option("conv4", help=f"Network: {alternatives(model_names())}.")
     model_options: Mapping[str, object] = option(
         default_factory=dict, help="Options of the network, such as filters=64.", flags=("--model-option",)
     )
     statistics: Statistics = option(
         "batch",
-        help="Statistics of batch norm: batch (computed from each set of images) or running (fixed after training).",
+        help="Batch norm statistics: batch (of each support or query set) or running (fixed at test time).",
         check=Choice(("batch", "running")),
     )
-    ways: int = option(5, help="Number of classes per task.", check=WholeNumber(2))
+    ways: int = option(5, help="Number of classes per task.", check=IntegerRange(2))
     training_ways: int | None = option(
         None,
         help="Number of classes per training task, for methods whose head covers all training classes, such as mtl. "
-        "Default: same as ways.",
-        check=WholeNumber(2, optional=True),
+        "Default: the value of ways.",
+        check=IntegerRange(2, optional=True),
     )
-    shots: int = option(1, help="Number of support images per class in training tasks.", check=WholeNumber(1))
-    queries: int = option(15, help="Number of query images per class in training tasks.", check=WholeNumber(1))
+    shots: int = option(1, help="Number of support images per class in training tasks.", check=IntegerRange(1))
+    queries: int = option(15, help="Number of query images per class in training tasks.", check=IntegerRange(1))
     batch_size: int = inherited_option(
         TrainingConfig, "batch_size", help="Number of tasks per step; for rfs, number of images per step."
     )
@@ -329,15 +363,15 @@ class ImageTrainingConfig(TrainingConfig):
     augment: Augment | bool | None = inherited_option(  # type: ignore[assignment]  # wider than in the base
         TrainingConfig,
         "augment",
-        help="Random crops, color jitter and flips of the training images. Default: only for color images.",
+        help="Random crops, color jitter and flips of the training images. Default: on for color images.",
         check=_check_image_augment,
     )
     rotated_classes: bool = option(
-        False, help="Add the training classes rotated by 90, 180 and 270 degrees as new classes. Default: no."
+        False, help="Add the training classes rotated by 90, 180 and 270 degrees as new classes. Default: off."
     )
     validate_tasks: int = inherited_option(TrainingConfig, "validate_tasks", 200)
     validate_shots: int = option(
-        1, help="Number of support images per class in validation tasks.", check=WholeNumber(1)
+        1, help="Number of support images per class in validation tasks.", check=IntegerRange(1)
     )
 
 

@@ -322,14 +322,12 @@ def evaluate(
     >>> evaluate(Model(maml, net, parameters(maml, net)), Sinusoid(), tasks=20).tasks
     20
     """
-    values, has_diverged = [], []
+    scorer = Scorer()
     for outputs, episodes in predictions(
         model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=progress
     ):
-        values.append(score_tasks(outputs, episodes))
-        has_diverged.append(diverged(outputs))
-    metric: Metric = "accuracy" if episodes.is_classification else "squared error"
-    return Score.of(torch.cat(values), metric, diverged=int(torch.cat(has_diverged).sum()))
+        scorer.add(outputs, episodes)
+    return scorer.score()
 
 
 def select_model(models: Iterable[P], environment: Environment, *, tasks: int, seed: int = 0) -> P:
@@ -464,18 +462,12 @@ class FeatureTable:
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
         """Return the scores of models with these features and different heads, on the tasks of `training.evaluate`."""
         generator = torch.Generator().manual_seed(seed)
-        values: list[list[Tensor]] = [[] for _ in models]
-        has_diverged: list[list[Tensor]] = [[] for _ in models]
+        scorers = [Scorer() for _ in models]
         for size in _batch_sizes(tasks, 32 * BLOCK):
             episodes = self.episodes(environment, size, generator)
-            for index, model in enumerate(models):
-                outputs = predict_from_features(model.method, model.params, episodes)
-                values[index].append(score_tasks(outputs, episodes))
-                has_diverged[index].append(diverged(outputs))
-        return [
-            Score.of(torch.cat(model_values), diverged=int(torch.cat(model_diverged).sum()))
-            for model_values, model_diverged in zip(values, has_diverged)
-        ]
+            for scorer, model in zip(scorers, models):
+                scorer.add(predict_from_features(model.method, model.params, episodes), episodes)
+        return [scorer.score() for scorer in scorers]
 
     def predictions(
         self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
@@ -515,8 +507,27 @@ def _batch_sizes(tasks: int, size: int) -> list[int]:
     return [min(size, tasks - first) for first in range(0, tasks, size)]
 
 
+class Scorer:
+    """Collects the scores of batches of tasks."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+        self._diverged: list[Tensor] = []
+        self._metric: Metric = "accuracy"
+
+    def add(self, outputs: Tensor, episodes: Episodes) -> None:
+        """Add the scores of tasks, given the outputs for their queries."""
+        self._values.append(score_tasks(outputs, episodes))
+        self._diverged.append((~outputs.isfinite()).flatten(1).any(1))
+        self._metric = "accuracy" if episodes.is_classification else "squared error"
+
+    def score(self) -> Score:
+        """Return the mean score over all tasks."""
+        return Score.of(torch.cat(self._values), self._metric, diverged=int(torch.cat(self._diverged).sum()))
+
+
 def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
-    """Return each task's accuracy on its queries, or its mean squared error for regression.
+    """Return the accuracy of each task on its queries, or its mean squared error for regression.
 
     A query whose outputs are not finite counts as wrong; for regression, the squared error of its task is NaN.
     """
@@ -528,8 +539,3 @@ def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
 def correct(outputs: Tensor, episodes: Episodes) -> Tensor:
     """Return whether each query is predicted correctly, (tasks, queries); false if its outputs are not finite."""
     return outputs.isfinite().all(-1) & (outputs.argmax(-1) == episodes.query_y)
-
-
-def diverged(outputs: Tensor) -> Tensor:
-    """Return for each task, (tasks,), whether any of its outputs, (tasks, queries, outputs), is not finite."""
-    return ~outputs.isfinite().flatten(1).all(1)

@@ -1,14 +1,13 @@
 """The public names of `metabridge.training`; imported on first use, since they need PyTorch."""
 
 from metabridge.training.augment import Augment
-from metabridge.training.config import ImageTrainingConfig, TrainingConfig
+from metabridge.training.config import ImageTrainingConfig, SoftTargets, TrainingConfig
 from metabridge.training.evaluation import Model, Predictor, Score, TestTimeAugmentation, evaluate
 from metabridge.training.fitting import fit, load
 from metabridge.training.image_training import train_on_images
 from metabridge.training.interleaved import train_interleaved
 from metabridge.training.learning_curve import Point
 from metabridge.training.muon import Muon
-from metabridge.training.soft_targets import SoftTargets
 from metabridge.training.trainer import Run, Trainer
 
 __all__ = [

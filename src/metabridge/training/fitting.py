@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, get_args
 import torch
 from rich.progress import Progress
 
+from metabridge.choices import alternatives
 from metabridge.device import as_device
 from metabridge.environments.environment import Environment
 from metabridge.errors import PARSING_ERRORS, InputError, check_not_negative
@@ -36,7 +37,6 @@ from metabridge.training.checkpoint import (
 )
 from metabridge.training.config import (
     TrainingConfig,
-    alternatives,
     arguments_text,
     option,
     options_of,

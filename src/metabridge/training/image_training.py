@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from metabridge.environments.image_tasks import ImageTasks, LabeledImages
 from metabridge.errors import InputError
 from metabridge.learners.method import Method
 from metabridge.learners.method import method as create_method
-from metabridge.models import ARCHITECTURE_SUFFIX, Network, build
+from metabridge.models import Network, build, builder
 from metabridge.training.augment import Augment
 from metabridge.training.config import ImageTrainingConfig, training_options
 from metabridge.training.evaluation import Model
@@ -99,11 +100,20 @@ def method_of(config: ImageTrainingConfig) -> Method:
 def network_of(config: ImageTrainingConfig, images: LabeledImages) -> Network:
     """Return the untrained network of a configuration, for the size and the number of channels of the images."""
     channels, size = images.images.shape[1], images.images.shape[-1]
-    input_options: dict[str, object] = {"inputs": channels * size**2}
-    if config.model != "mlp":
-        channels_option = "image_channels" if config.model.endswith(ARCHITECTURE_SUFFIX) else "channels"
-        input_options = {channels_option: channels, "size": size, "statistics": config.statistics}
-    return build(config.model, **{**input_options, "outputs": config.ways, "seed": config.seed, **config.model_options})
+    options: dict[str, object] = {
+        "image_channels": channels,
+        "channels": channels,
+        "size": size,
+        "inputs": channels * size**2,
+        "statistics": config.statistics,
+        "outputs": config.ways,
+        "seed": config.seed,
+    }
+    accepted = inspect.signature(builder(config.model).func).parameters
+    if "image_channels" in accepted:
+        del options["channels"]  # which is the number of channels of the feature maps
+    options = {name: value for name, value in options.items() if name in accepted}
+    return build(config.model, **{**options, **config.model_options})
 
 
 def training_tasks(config: ImageTrainingConfig, images: LabeledImages, method: Method) -> Environment:

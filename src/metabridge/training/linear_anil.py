@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy import optimize
 from torch import Tensor
 
-from metabridge.environments.shared_representation import VARIANCES, SharedRepresentation
+from metabridge.environments.shared_representation import DEFAULT_VARIANCES, SharedRepresentation
 from metabridge.models.network import Params
 from metabridge.theory.anil import (
     AnilSettings,
@@ -70,7 +70,7 @@ class LinearAnilConfig:
     designs: int = 1000
     dimension: int = 50
     width: int = 50
-    variances: tuple[float, ...] = VARIANCES
+    variances: tuple[float, ...] = DEFAULT_VARIANCES
     mean: tuple[float, ...] | None = None
     noise: float = 4.0
     m_in: int = 20

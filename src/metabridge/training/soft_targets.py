@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,79 +12,49 @@ from torch.nn import functional as F
 from metabridge.cuda_graph import CapturedGraph
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
-from metabridge.learners.method import ROW_HEADS, Method
+from metabridge.learners.method import CLASS_ROW_HEADS, Method
 from metabridge.learners.parameters import initial_heads
 from metabridge.models.network import apply_features, apply_head
+from metabridge.training.config import SoftTargets
 from metabridge.training.evaluation import Model
 
 
-@dataclass(frozen=True)
-class SoftTargets:
-    """How class labels become target probabilities, for methods whose head covers all training classes (mtl, rfs).
+def smooth_labels(labels: Tensor, classes: int, smoothing: float) -> Tensor:
+    """Return one-hot targets with label smoothing.
 
     Args:
-        smoothing: Label smoothing: fraction of the target that is spread evenly over all classes (Szegedy et al. 2016).
-        mixup: Mixup: images are mixed in pairs, with weights drawn from Beta(`mixup`, `mixup`) (Zhang et al. 2018). 0
-            for no mixup.
-        distillation: Fraction of the target that is the teacher's prediction for the same image (Furlanello et al.
-            2018).
-        temperature: Temperature of the softmax of the teacher's predictions.
+        labels: Class labels (...).
+        classes: Number of classes.
+        smoothing: Probability that is spread evenly over all classes.
 
-    Raises:
-        InputError: If an argument is out of range.
+    Returns:
+        Probabilities (..., classes).
 
-    >>> soft = SoftTargets(smoothing=0.2)
-    >>> soft.probabilities(torch.tensor([1]), ways=4)
+    >>> smooth_labels(torch.tensor([1]), 4, smoothing=0.2)
     tensor([[0.0500, 0.8500, 0.0500, 0.0500]])
     """
+    return F.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes
 
-    smoothing: float = 0.0
-    mixup: float = 0.0
-    distillation: float = 0.0
-    temperature: float = 1.0
 
-    def __post_init__(self) -> None:
-        for name in ("smoothing", "distillation"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(
-                    f"{name} is {getattr(self, name)}, but must be a fraction from 0 to 1. Use {name}=0.1."
-                )
-        if self.mixup < 0 or self.temperature <= 0:
-            raise InputError(
-                f"mixup is {self.mixup} and temperature {self.temperature}, but mixup must be 0 or more and "
-                "temperature positive."
-            )
+def mix_up(x: Tensor, y: Tensor, beta: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Average each input with a random input of the same task, and their targets with the same weights.
 
-    def probabilities(self, labels: Tensor, ways: int) -> Tensor:
-        """Return smoothed one-hot targets.
+    Args:
+        x: Inputs (tasks, examples, ...).
+        y: Targets (tasks, examples, classes).
+        beta: Parameter of the distribution Beta(`beta`, `beta`) of the weights.
+        generator: Random generator on the device of the inputs.
 
-        Args:
-            labels: Class labels (...).
-            ways: Number of classes.
-
-        Returns:
-            Probabilities (..., ways).
-        """
-        return F.one_hot(labels, ways) * (1 - self.smoothing) + self.smoothing / ways
-
-    def mixed(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Mix each input with a random input of the same task, and their targets with the same weights.
-
-        Args:
-            x: Inputs (tasks, examples, ...).
-            y: Targets (tasks, examples, classes).
-            generator: Random generator on the device of the inputs.
-
-        Returns:
-            Mixed inputs and targets.
-        """
-        shape = (2, *x.shape[:2])
-        gamma = torch._standard_gamma(torch.full(shape, self.mixup, device=x.device), generator=generator)
-        weight = (gamma[0] + 1e-9) / (gamma.sum(0) + 2e-9)  # Beta(mixup, mixup); 1e-9 in case both values are 0
-        partner = torch.rand(x.shape[:2], generator=generator, device=x.device).argsort(1)
-        task = torch.arange(len(x), device=x.device)[:, None]
-        x_weight, y_weight = weight.view(*shape[1:], *[1] * (x.ndim - 2)), weight[..., None]
-        return torch.lerp(x[task, partner], x, x_weight), torch.lerp(y[task, partner], y, y_weight)
+    Returns:
+        The mixed inputs and targets.
+    """
+    shape = (2, *x.shape[:2])
+    gamma = torch._standard_gamma(torch.full(shape, beta, device=x.device), generator=generator)
+    weight = (gamma[0] + 1e-9) / (gamma.sum(0) + 2e-9)  # from Beta(beta, beta); 1e-9 in case both samples are 0
+    partner = torch.rand(x.shape[:2], generator=generator, device=x.device).argsort(1)
+    task = torch.arange(len(x), device=x.device)[:, None]
+    x_weight, y_weight = weight.view(*shape[1:], *[1] * (x.ndim - 2)), weight[..., None]
+    return torch.lerp(x[task, partner], x, x_weight), torch.lerp(y[task, partner], y, y_weight)
 
 
 class Softener:
@@ -101,7 +71,7 @@ class Softener:
     """
 
     def __init__(self, soft: SoftTargets, method: Method, teacher: Model | None) -> None:
-        if method.training_head not in ROW_HEADS:
+        if method.training_head not in CLASS_ROW_HEADS:
             raise InputError(
                 f"soft targets need a method whose head covers all training classes, such as mtl or rfs, but this "
                 f"method's training_head is {method.training_head!r}. Remove smoothing, mixup and the teacher."
@@ -109,7 +79,7 @@ class Softener:
         if (soft.distillation > 0) != (teacher is not None):
             raise InputError(
                 f"distillation is {soft.distillation}, but there is {'no' if teacher is None else 'a'} teacher. "
-                "Use both or none."
+                "Use both or neither."
             )
         if teacher is not None and teacher.method.training_head != method.training_head:
             raise InputError(
@@ -126,10 +96,10 @@ class Softener:
         """Return the tasks with support and query set joined, and probabilities as targets."""
         episodes = episodes.without_split()
         assert episodes.classes is not None
-        x, ways = episodes.support_x, episodes.classes.shape[1]
-        y = self.soft.probabilities(episodes.support_y, ways)
+        x = episodes.support_x
+        y = smooth_labels(episodes.support_y, episodes.classes.shape[1], self.soft.smoothing)
         if self.soft.mixup:
-            x, y = self.soft.mixed(x, y, generator)
+            x, y = mix_up(x, y, self.soft.mixup, generator)
         if self.teacher is not None:
             predicted = (self._logits(x, episodes) / self.soft.temperature).softmax(-1)
             y = torch.lerp(y, predicted, self.soft.distillation)

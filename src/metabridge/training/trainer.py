@@ -213,12 +213,13 @@ class Trainer:
 
     def _start_in(self, folder: RunFolder) -> None:
         """Restore the run in the folder, if there is one; its number of iterations may differ from `config`."""
-        iterations_differ = folder.check_settings(self._settings)
+        stored = folder.check_settings(self._settings)
+        iterations_differ = stored is not None and stored != checkpoint.json_round_trip(self._settings)
         self._restore(folder)
         if iterations_differ:
             self._add_last_point()
             self.save()  # `finished` may have changed
-        if iterations_differ or folder.resumable_settings() is None:
+        if iterations_differ or stored is None:
             folder.write_settings(self._settings)
 
     @property
@@ -309,7 +310,8 @@ class Trainer:
         if not math.isfinite(loss):
             raise InputError(
                 f"The loss became {loss} at iteration {self.iteration}. Lower lr (now {self.config.lr}) or the inner "
-                f"learning rate (now {self.method.inner or self.method.test}), or check that all inputs are finite."
+                f"learning rate (now {self.method.inner or self.method.test_solver}), or check that all inputs are "
+                "finite."
             )
 
     def _add_last_point(self) -> None:

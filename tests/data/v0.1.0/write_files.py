@@ -13,13 +13,13 @@ from unittest import mock
 
 import numpy as np
 import torch
+from metabridge.use import FewShotClassifier
 
 from metabridge import evaluate, fit, load, method
 from metabridge.environments import LabelledImages, Sinusoid
 from metabridge.heads import SVM
 from metabridge.models import conv4, mlp
 from metabridge.training import Augment, Plateau, SoftTargets, Step
-from metabridge.use import FewShotClassifier
 
 HERE = Path(__file__).parent
 

@@ -1,0 +1,60 @@
+"""The names that users can choose from. They are read from source files, so that `--help` does not import PyTorch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+_BUILDER = re.compile(r"^@stores_build_arguments\ndef (\w+)\(", re.MULTILINE)
+_REGISTERED_NAME = re.compile(r'^    name: ClassVar\[str\] = "([\w-]+)"$', re.MULTILINE)
+
+
+@cache
+def builder_modules() -> dict[str, str]:
+    """Return the names of the modules that define the builders of networks, by the builder's name.
+
+    >>> builder_modules()["conv4"]
+    'metabridge.models.conv4'
+    """
+    return _names_in_source("models", _BUILDER)
+
+
+def model_names() -> list[str]:
+    """Return the values that `--model` accepts. The builder `cell_network` is chosen by the path of an architecture.
+
+    >>> model_names()
+    ['conv4', 'mlp', 'resnet12', 'timm:NAME', 'wide', 'the path of an architecture.json']
+    """
+    names = ["timm:NAME" if name == "timm" else name for name in builder_modules() if name != "cell_network"]
+    return [*names, "the path of an architecture.json"]
+
+
+def head_names() -> list[str]:
+    """Return the names of the test-time heads.
+
+    >>> "logistic" in head_names()
+    True
+    """
+    return list(_names_in_source("heads", _REGISTERED_NAME))
+
+
+def alternatives(words: Iterable[str]) -> str:
+    """Return words as a list with "or".
+
+    >>> alternatives(["adam", "sgd", "muon"])
+    'adam, sgd or muon'
+    """
+    *others, last = words
+    return f"{', '.join(others)} or {last}"
+
+
+def _names_in_source(package: str, pattern: re.Pattern[str]) -> dict[str, str]:
+    """Return the names that a pattern matches in the modules of a subpackage, in order, with their modules."""
+    found = {
+        name: f"metabridge.{package}.{file.stem}"
+        for file in (Path(__file__).parent / package).glob("*.py")
+        for name in pattern.findall(file.read_text(encoding="utf-8"))
+    }
+    return dict(sorted(found.items()))

@@ -1,0 +1,91 @@
+"""Diagnoses of tasks with hard and easy alphabets, and training runs on such tasks, for `diagnose_images`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from metabridge.diagnosis import Diagnosis, Interval, diagnose, untrained_network
+from metabridge.diagnosis.feature_space import mean_rates
+from metabridge.environments import LabeledImages
+from metabridge.environments.image_splits import superclass_tasks, tasks_by_superclass
+from metabridge.environments.mixture import Mixture
+from metabridge.experiments.experiment import ExperimentOptions
+from metabridge.experiments.landscape_table1 import QUERIES, SIMILAR_ALPHABETS, WAYS
+from metabridge.experiments.landscape_training_runs import AccuracyRecord, NetTraining, PlannedTraining, train_all
+
+HARD_ALPHABETS = 10  # number of hard alphabets in the paper; here those with the lowest convergence rates
+R_H = {"small": "hard tasks of 2 alphabets", "large": f"hard tasks of {HARD_ALPHABETS} alphabets"}
+LEARNERS = ("nal", "maml")
+PARTS = tuple(f"{setting}-{learner}" for setting in R_H for learner in LEARNERS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A data set and a seed: the hard alphabets and the diagnosis in each setting of r_H, and the training runs."""
+
+    data: str
+    seed: int
+    hard: Mapping[str, Sequence[str]]
+    easy: Sequence[str]
+    diagnoses: Mapping[str, Diagnosis]
+    records: Mapping[tuple[str, str], AccuracyRecord] = field(default_factory=dict)  # by setting of r_H and learner
+
+    @property
+    def label(self) -> str:
+        """The name in the settings and in the figure."""
+        return f"{self.data}, seed {self.seed}"
+
+    def gain(self, setting: str) -> Interval | None:
+        """Return the accuracy of MAML minus NAL on hard test tasks, in percentage points, if both are trained."""
+        if not all((setting, learner) in self.records for learner in LEARNERS):
+            return None
+        nal, maml = (self.records[setting, learner].scores["hard test"] for learner in LEARNERS)
+        return Interval.symmetric(100 * (maml.mean - nal.mean), 100 * math.hypot(maml.ci95, nal.ci95))
+
+
+def diagnose_case(data: str, images: LabeledImages, *, tasks: int, ranking_tasks: int, seed: int) -> Case:
+    """Rank the alphabets by convergence rate on a new network, and diagnose tasks with two and with ten hard ones."""
+    environments = tasks_by_superclass(images, ways=WAYS, queries=QUERIES)
+    space, rates = mean_rates(environments, untrained_network(images, seed=seed), tasks=ranking_tasks, seed=seed)
+    hardest = sorted(rates, key=rates.__getitem__)[:HARD_ALPHABETS]
+    similar = list(SIMILAR_ALPHABETS) if set(SIMILAR_ALPHABETS) <= set(rates) else hardest[:2]
+    hard = {"small": similar, "large": hardest}
+    easy = [name for name in rates if name not in (*similar, *hardest)]
+    diagnoses = {
+        setting: diagnose(
+            hard_and_easy_tasks(images, hard[setting], easy),
+            features=space.coordinates,
+            groups="parts",
+            tasks=tasks,
+            seed=seed,
+        )
+        for setting in R_H
+    }
+    return Case(data, seed, hard, easy, diagnoses)
+
+
+def hard_and_easy_tasks(images: LabeledImages, hard: Sequence[str], easy: Sequence[str]) -> Mixture:
+    """Return a mixture of tasks within single hard alphabets and tasks across the easy alphabets."""
+    hard_tasks = superclass_tasks(images, hard, superclass="same", ways=WAYS, queries=QUERIES)
+    easy_tasks = superclass_tasks(images, easy, superclass="different", ways=WAYS, queries=QUERIES)
+    return Mixture((hard_tasks, easy_tasks), (0.5, 0.5))
+
+
+def train_case(
+    options: ExperimentOptions, experiment: str, training: NetTraining, case: Case, images: LabeledImages
+) -> Case:
+    """Train on every second alphabet of each setting and test on the others. Return the case with finished records."""
+    planned = {}
+    for setting in R_H:
+        train, test = (hard_and_easy_tasks(images, case.hard[setting][i::2], case.easy[i::2]) for i in (0, 1))
+        test_tasks = dict(zip(("hard test", "easy test"), test.environments))
+        description = {"hard": case.hard[setting], "easy": case.easy, "ways": WAYS, "shots": 1, "queries": QUERIES}
+        for learner in LEARNERS:
+            run_training = replace(training, method=learner, seed=case.seed)
+            planned[setting, learner] = PlannedTraining(
+                f"{setting}-{learner}", run_training, train, test_tasks, description
+            )
+    records = train_all(options, experiment, images, list(planned.values()))
+    return replace(case, records={key: record for key, record in zip(planned, records) if record is not None})

@@ -1,0 +1,156 @@
+"""Select the penalty of a test-time head and the test-time augmentation on validation tasks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from metabridge.environments.image_tasks import LabeledImages
+from metabridge.heads import Head
+from metabridge.training.evaluation import UNCHANGED, FeatureTable, Model, TestTimeAugmentation, evaluate
+
+
+@dataclass(frozen=True)
+class SplitAccuracy:
+    """The mean accuracy of a network over tasks of a split.
+
+    Args:
+        split: "validation" or "test".
+        shots: Number of support images per class.
+        mean: Mean over the tasks.
+        ci95: Half-width of the 95 % confidence interval of the mean.
+        tasks: Number of tasks.
+        penalty: L2 penalty of the head; None if it was not selected.
+        views: Test-time augmentation.
+
+    >>> str(SplitAccuracy("test", 5, 0.78, 0.01, 600, penalty=0.1))
+    '600 test tasks; chosen in validation: penalty 0.1, plain images'
+    """
+
+    split: str
+    shots: int
+    mean: float
+    ci95: float
+    tasks: int
+    penalty: float | None = None
+    views: TestTimeAugmentation = UNCHANGED
+
+    def __str__(self) -> str:
+        """Return the number of tasks, and the penalty and augmentation if they were selected."""
+        if self.penalty is None:
+            return f"{self.tasks} test tasks"
+        return f"{self.tasks} test tasks; chosen in validation: penalty {self.penalty:g}, {self.views}"
+
+
+@dataclass(frozen=True)
+class HeadSelection:
+    """Measure the accuracies from which to select the penalty of a head and the augmentation.
+
+    Args:
+        ways: Number of classes per task.
+        shots: Numbers of support images per class.
+        tasks: Number of tasks of each split.
+        penalties: Penalties of the head to choose from without augmentation.
+        augmented_penalties: Penalties to choose from with augmentation.
+        augmentations: Test-time augmentations to choose from.
+        seed: Seed of the tasks.
+
+    >>> from metabridge.datasets import load
+    >>> from metabridge.learners import method, parameters
+    >>> from metabridge.models import conv4
+    >>> mtl, net = method("mtl"), conv4(channels=1, filters=4)
+    >>> model = Model(mtl, net, parameters(mtl, net, classes=5))
+    >>> selection = HeadSelection(ways=5, shots=(1,), tasks=2, penalties=(0.1, 1.0))
+    >>> [(score.split, score.penalty) for score in selection.scores(model, load("glyphs"))]
+    [('test', 0.1), ('test', 1.0), ('validation', 0.1), ('validation', 1.0)]
+    """
+
+    ways: int
+    shots: Sequence[int]
+    tasks: int
+    penalties: Sequence[float]
+    augmented_penalties: Sequence[float] = ()
+    augmentations: Sequence[TestTimeAugmentation] = ()
+    seed: int = 0
+
+    def scores(self, model: Model, images: LabeledImages) -> Iterator[SplitAccuracy]:
+        """Yield the accuracies of a trained model on validation and test tasks.
+
+        If the head of the method has a penalty to select, these are the accuracies without augmentation for every
+        penalty on both splits, with every augmentation on validation tasks, and with the best one on test tasks.
+        """
+        if not has_selected_penalty(model):
+            for split in ("validation", "test"):
+                for shots in self.shots:
+                    environment = images.tasks(split, ways=self.ways, shots=shots)
+                    score = evaluate(model, environment, tasks=self.tasks, seed=self.seed)
+                    yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks)
+            return
+        yield from self._penalty_scores(model, images, "test", self.shots, self.penalties, UNCHANGED)
+        candidates = list(self._penalty_scores(model, images, "validation", self.shots, self.penalties, UNCHANGED))
+        for views in self.augmentations:
+            penalties = self.augmented_penalties
+            candidates += self._penalty_scores(model, images, "validation", self.shots, penalties, views)
+        yield from candidates
+        for shots in self.shots:
+            best = best_in_validation(candidates, shots)
+            if best.views != UNCHANGED and best.penalty is not None:
+                yield from self._penalty_scores(model, images, "test", [shots], [best.penalty], best.views)
+
+    def _penalty_scores(
+        self,
+        model: Model,
+        images: LabeledImages,
+        split: str,
+        all_shots: Sequence[int],
+        penalties: Sequence[float],
+        views: TestTimeAugmentation,
+    ) -> Iterator[SplitAccuracy]:
+        """Yield the accuracy for each number of shots and each penalty, with features that are computed once."""
+        models = [_with_penalty(model, penalty) for penalty in penalties]
+        environments = {shots: images.tasks(split, ways=self.ways, shots=shots) for shots in all_shots}
+        table = FeatureTable.of(model, environments[all_shots[0]], views, seed=self.seed)
+        for shots, environment in environments.items():
+            scores = table.evaluate(models, environment, tasks=self.tasks, seed=self.seed)
+            for penalty, score in zip(penalties, scores):
+                yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks, penalty, views)
+
+    def fitting_seconds(self, model: Model, images: LabeledImages) -> float | None:
+        """Return the time to fit the head to all test tasks; None if the head has no penalty to select."""
+        if not has_selected_penalty(model):
+            return None
+        environments = [images.tasks("test", ways=self.ways, shots=shots) for shots in self.shots]
+        table = FeatureTable.of(model, environments[0])
+        started = time.perf_counter()
+        for environment in environments:
+            table.evaluate([model], environment, tasks=self.tasks)  # ends with a copy to the host, which synchronizes
+        return time.perf_counter() - started
+
+
+def best_in_validation(scores: Iterable[SplitAccuracy], shots: int) -> SplitAccuracy:
+    """Return the best validation accuracy with this number of shots.
+
+    >>> scores = [SplitAccuracy("validation", 5, penalty, 0.01, 600, penalty) for penalty in (0.1, 0.7)]
+    >>> best_in_validation(scores, shots=5).penalty
+    0.7
+    """
+    return max(
+        (score for score in scores if score.split == "validation" and score.shots == shots),
+        key=lambda score: score.mean,
+    )
+
+
+def has_selected_penalty(model: Model) -> bool:
+    """Return whether the model's head is logistic regression, or another calibrated head with a penalty.
+
+    The penalties of other heads, those of R2D2 and MetaOptNet, are used in training too, so they are not selected.
+    """
+    head = model.method.test_solver
+    return isinstance(head, Head) and head.calibrated and head.default_penalty is not None
+
+
+def _with_penalty(model: Model, penalty: float) -> Model:
+    head: Any = model.method.test_solver
+    return replace(model, method=replace(model.method, test_solver=replace(head, penalty=penalty)))
