@@ -6,30 +6,20 @@ import pytest
 import torch
 
 from metabridge.experiments import ExperimentOptions, Result, landscape_fig4, landscape_fig6, load_experiment
-from metabridge.experiments.landscape_nets import Case, Minima, minima_rows
+from metabridge.experiments.landscape_nets import Case, CaseMinima, minima_rows
 from metabridge.experiments.landscape_thm1 import BoundCheck, check_theorem, theorem_rows
-from metabridge.theory.loss_surface import LossSurface
+from metabridge.theory.sampled_minima import SampledMinima
 from metabridge.theory.teachers import HardTaskPreference
 
 NEURONS = {"easy": ((-1.0, 0.5), (0.0, -1.0)), "hard": ((1.0, 1.0),)}
 CASE = Case("one hard", "softplus", support=30, **NEURONS, minima_differ=True)
 
 
-def test_episodes_have_the_inputs_and_targets_of_their_tasks():
-    episodes = CASE.sample(200, 20, torch.Generator().manual_seed(0))
-    assert episodes.support_x.shape == (600, 30, 2)
-    hard, *easy = episodes.query_x.unflatten(0, (3, 200)).var((1, 2, 3)).tolist()
-    assert hard == pytest.approx(0.5, rel=0.05)
-    assert easy == pytest.approx([1.0, 1.0], rel=0.05)
-    for index, task in enumerate(CASE.tasks):
-        surface = LossSurface("softplus", episodes[200 * index : 200 * (index + 1)])
-        assert float(surface(task.neurons[0])) == pytest.approx(0, abs=1e-20)
-
-
-def minima(nal: float, maml: float, positions: dict[str, list[list[float]]]) -> Minima:
+def minima(nal: float, maml: float, positions: dict[str, list[list[float]]]) -> CaseMinima:
     """Return minima with risks that differ a little between draws."""
     tensors = {name: torch.tensor(points, dtype=torch.float64) for name, points in positions.items()}
-    return Minima(CASE, tensors, {"NAL": [nal, 1.01 * nal], "MAML": [maml, maml]}, {})
+    risks = {"NAL": [nal, 1.01 * nal], "MAML": [maml, maml]}
+    return CaseMinima(CASE, SampledMinima(CASE.tasks, 4.0, tensors, risks, surfaces={}))
 
 
 def test_claims_agree_only_if_maml_is_nearer_and_better():
@@ -42,7 +32,7 @@ def test_claims_agree_only_if_maml_is_nearer_and_better():
     assert rows["risk of NAL over that of MAML"].ours == pytest.approx(0.5025)
     assert rows["NAL to hard tasks"].ours == pytest.approx(0.7036, abs=1e-4)
     assert rows["minimum of MAML, first coordinate"].ours == pytest.approx(-0.505)
-    unpublished = replace(good, case=replace(CASE, minima_differ=None))
+    unpublished = good._replace(case=replace(CASE, minima_differ=None))
     assert all(row.agrees is None for row in minima_rows(unpublished))
 
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from metabridge.environments.teacher_networks import Activation
-from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.landscape_thm1 import EASY, HARD, BoundCheck, check_theorem
 from metabridge.report.results import Row
-from metabridge.theory.loss_surface import EXTENT, LossSurface, neuron_grid
-from metabridge.theory.teachers import TeacherTask, lowest_stationary_point, maml_loss, nal_loss
+from metabridge.theory.loss_surface import EXTENT
+from metabridge.theory.sampled_minima import SampledMinima
+from metabridge.theory.teachers import TeacherTask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,11 +57,6 @@ class Case:
         """The neurons by the labels that they have in figures."""
         return {"neuron of an easy task": self.easy, "neuron of a hard task": self.hard}
 
-    def sample(self, episodes: int, queries: int, generator: torch.Generator) -> Episodes:
-        """Sample the same number of episodes of each task."""
-        environments = [task.environment(self.support, queries) for task in self.tasks]
-        return Episodes.concatenate([environment.sample(episodes, generator) for environment in environments])
-
 
 @dataclass(frozen=True)
 class NetSettings:
@@ -85,59 +79,51 @@ def settings_by_scale(cases: tuple[Case, ...]) -> dict[str, NetSettings]:
     }
 
 
-@dataclass(frozen=True, eq=False)
-class Minima:
-    """The minima of NAL and MAML in each draw, their risks, and the landscapes of the first draw."""
+class CaseMinima(NamedTuple):
+    """The minima of NAL and MAML in a case."""
 
     case: Case
-    positions: Mapping[str, Tensor]  # by method, (draws, 2)
-    risks: Mapping[str, list[float]]  # F_m, the loss after a step on m new samples
-    landscapes: Mapping[str, Tensor]  # losses on a grid, by method
-
-    def distances(self, method: str, neurons: Sequence[Neuron]) -> list[float]:
-        """Return the mean distance between the minimum of a method and the neurons, for each draw."""
-        return torch.cdist(self.positions[method], torch.tensor(neurons, dtype=torch.float64)).mean(1).tolist()
+    minima: SampledMinima
 
 
 @dataclass(frozen=True)
 class NetData:
     """The minima in each case, and the checks of theorem 1 for each activation."""
 
-    minima: tuple[Minima, ...]
+    minima: tuple[CaseMinima, ...]
     checks: Mapping[Activation, list[BoundCheck]]
 
 
 def measure_nets(settings: NetSettings, options: ExperimentOptions) -> NetData:
-    """Return the minima in each case, and check theorem 1 for each activation."""
-    minima = tuple(find_minima(case, settings, options.seed) for case in settings.cases)
+    """Find the minima in each case, and check theorem 1 for each activation."""
+    minima = tuple(
+        CaseMinima(
+            case,
+            SampledMinima.find(
+                case.tasks,
+                ALPHA[case.activation],
+                shots=case.support,
+                queries=settings.queries,
+                episodes=settings.episodes,
+                test_episodes=settings.test_episodes,
+                draws=settings.draws,
+                grid_size=settings.grid,
+                seed=options.seed,
+            ),
+        )
+        for case in settings.cases
+    )
     activations = dict.fromkeys(case.activation for case in settings.cases)
     return NetData(minima, {name: check_theorem(name, settings.pairs, options.seed) for name in activations})
 
 
-def find_minima(case: Case, settings: NetSettings, seed: int) -> Minima:
-    """Return the minima of both losses for each draw of episodes, and their risks on the same new episodes."""
-    generator, alpha = torch.Generator().manual_seed(seed), ALPHA[case.activation]
-    positions: dict[str, list[Tensor]] = {"NAL": [], "MAML": []}
-    risks: dict[str, list[float]] = {"NAL": [], "MAML": []}
-    landscapes: dict[str, Tensor] = {}
-    for _ in range(settings.draws):
-        episodes = case.sample(settings.episodes, settings.queries, generator)
-        risk = LossSurface(case.activation, case.sample(settings.test_episodes, 100, generator), alpha)
-        for method, inner_lr in (("NAL", None), ("MAML", alpha)):
-            surface = LossSurface(case.activation, episodes, inner_lr)
-            if method not in landscapes:
-                landscapes[method] = surface(neuron_grid(settings.grid))
-            positions[method].append(surface.minimum())
-            risks[method].append(float(risk(positions[method][-1])))
-    return Minima(case, {method: torch.stack(values) for method, values in positions.items()}, risks, landscapes)
-
-
-def minima_rows(minima: Minima) -> Iterator[Row]:
+def minima_rows(case_minima: CaseMinima) -> Iterator[Row]:
     """Yield rows of the minima, their distances from the neurons, their risks, and the differences of the methods.
 
     If the paper's minima differ, a difference agrees if its whole interval is on the side that the paper claims.
     """
-    case, risks = minima.case, minima.risks
+    case, minima = case_minima
+    risks = minima.risks
     draws = f"over {len(risks['NAL'])} draws of all episodes"
 
     def row(name: str, metric: str, values: Sequence[float], note: str = draws, above: float | None = None) -> Row:
@@ -162,25 +148,16 @@ def minima_rows(minima: Minima) -> Iterator[Row]:
         yield row("MAML nearer to hard tasks than NAL by", "distance", differences, above=0.0)
     ratios = [nal / maml for nal, maml in zip(risks["NAL"], risks["MAML"])]
     yield row("risk of NAL over that of MAML", "ratio", ratios, above=1.0)
-    yield from population_rows(minima)
+    yield from population_rows(case, minima)
 
 
-def population_rows(minima: Minima) -> Iterator[Row]:
-    """Yield a row of the distance between the minima of the population losses of NAL and MAML (m = ∞).
-
-    The searches start at the minima of the draws. There is no row if one of these has a lower loss than all stationary
-    points.
-    """
-    case = minima.case
-    losses = {"NAL": nal_loss(case.tasks), "MAML": maml_loss(case.tasks, ALPHA[case.activation])}
-    lowest = {}
-    for method, loss in losses.items():
-        point = lowest_stationary_point(loss, minima.positions[method][:, None])
-        if point is None:
-            return
-        lowest[method] = point.squeeze(0)
-    distance = float((lowest["NAL"] - lowest["MAML"]).norm())
-    note = "m = ∞; " + ", ".join(f"{name} ({point[0]:.3f}, {point[1]:.3f})" for name, point in lowest.items())
+def population_rows(case: Case, minima: SampledMinima) -> Iterator[Row]:
+    """Yield a row with the distance between the population minima of NAL and MAML (m = ∞), if they are found."""
+    points = minima.population_minima()
+    if points is None:
+        return
+    distance = float((points["NAL"] - points["MAML"]).norm())
+    note = "m = ∞; " + ", ".join(f"{name} ({point[0]:.3f}, {point[1]:.3f})" for name, point in points.items())
     expected_equal = case.minima_differ is False
     yield Row(
         f"{case.name}: population minima of NAL and MAML",
@@ -192,11 +169,12 @@ def population_rows(minima: Minima) -> Iterator[Row]:
     )
 
 
-def draw_minima(panels: Sequence[Axes], minima: Minima) -> None:
-    """Draw the landscapes of NAL and MAML, each with all neurons and both minima of the first draw."""
+def draw_minima(panels: Sequence[Axes], case_minima: CaseMinima) -> None:
+    """Draw the loss surfaces of NAL and MAML, each with all neurons and both minima of the first draw."""
     from metabridge.report.loss_surface_figures import draw_loss_surface
 
+    case, minima = case_minima
     positions = {f"minimum of {method}'s loss": w[:1].tolist() for method, w in minima.positions.items()}
-    for axes, (method, losses) in zip(panels, minima.landscapes.items()):
+    for axes, (method, losses) in zip(panels, minima.surfaces.items()):
         stage = "before adaptation" if method == "NAL" else "after one step"
-        draw_loss_surface(axes, losses, EXTENT, f"{method}: loss {stage}", {**minima.case.neurons, **positions})
+        draw_loss_surface(axes, losses, EXTENT, f"{method}: loss {stage}", {**case.neurons, **positions})

@@ -44,22 +44,22 @@ class WindowGrid(NamedTuple):
 
 
 @constexpr_function
-def is_in_window(GRID, DILATION, pixel, k):
+def is_in_window(STRIDE, DILATION, pixel, k):
     """Return whether any window has `pixel` at position `k`."""
-    down, right = pixel // GRID.stride - (k // 3 - 1) * DILATION, pixel % GRID.stride - (k % 3 - 1) * DILATION
-    return down % GRID.stride == 0 and right % GRID.stride == 0
+    down, right = pixel // STRIDE - (k // 3 - 1) * DILATION, pixel % STRIDE - (k % 3 - 1) * DILATION
+    return down % STRIDE == 0 and right % STRIDE == 0
 
 
 @constexpr_function
-def window_below(GRID, DILATION, pixel, k):
+def window_below(STRIDE, DILATION, pixel, k):
     """Return how many windows below the row's first window the window with `pixel` at position `k` lies."""
-    return (pixel // GRID.stride - (k // 3 - 1) * DILATION) // GRID.stride
+    return (pixel // STRIDE - (k // 3 - 1) * DILATION) // STRIDE
 
 
 @constexpr_function
-def window_right(GRID, DILATION, pixel, k):
+def window_right(STRIDE, DILATION, pixel, k):
     """Return how many windows to the right of the row's first window the window with `pixel` at position `k` lies."""
-    return (pixel % GRID.stride - (k % 3 - 1) * DILATION) // GRID.stride
+    return (pixel % STRIDE - (k % 3 - 1) * DILATION) // STRIDE
 
 
 @jit
@@ -111,7 +111,7 @@ def containing_window_index(
 ):
     """Return the index in the output of the window with `pixel` at position `k`, and whether the window exists."""
     return window_index(
-        row, rows, c, GRID, window_below(GRID, DILATION, pixel, k), window_right(GRID, DILATION, pixel, k)
+        row, rows, c, GRID, window_below(GRID.stride, DILATION, pixel, k), window_right(GRID.stride, DILATION, pixel, k)
     )
 
 
@@ -202,7 +202,7 @@ def relu_depthwise_conv_backward(
             value = tl.where(value <= 0, 0.0, value).to(tl.float32)
             grad = tl.zeros([BR, BC], tl.float32)
             for k in tl.static_range(9):
-                if is_in_window(GRID, DILATION, pixel, k):
+                if is_in_window(GRID.stride, DILATION, pixel, k):
                     index, inside = containing_window_index(row, rows, c, GRID, DILATION, pixel, k)
                     window_grad = load_float(g + index + column, inside)
                     grad += window_grad * tl.load(weight + k * c + column).to(tl.float32)
@@ -248,7 +248,7 @@ def max_pool_backward(g, extra_grad, indices, grad_x, rows, c, GRID: tl.constexp
     for pixel in tl.static_range(PIXELS):
         grad = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
-            if is_in_window(GRID, 1, pixel, k):
+            if is_in_window(GRID.stride, 1, pixel, k):
                 index, inside = containing_window_index(row, rows, c, GRID, 1, pixel, k)
                 is_max = tl.load(indices + index + column, mask=inside, other=9) == k
                 grad += tl.where(is_max, load_float(g + index + column, inside), 0.0)
@@ -286,9 +286,11 @@ def mean_pool_backward(g, extra_grad, grad_x, rows, c, GRID: tl.constexpr, BR: t
     for pixel in tl.static_range(PIXELS):
         grad = tl.zeros([BR, BC], tl.float32)
         for k in tl.static_range(9):
-            if is_in_window(GRID, 1, pixel, k):
+            if is_in_window(GRID.stride, 1, pixel, k):
                 index, inside = containing_window_index(row, rows, c, GRID, 1, pixel, k)
-                count = pixels_in_window(row, GRID, window_below(GRID, 1, pixel, k), window_right(GRID, 1, pixel, k))
+                count = pixels_in_window(
+                    row, GRID, window_below(GRID.stride, 1, pixel, k), window_right(GRID.stride, 1, pixel, k)
+                )
                 grad += load_float(g + index + column, inside) / count
         grads = grads + (grad,)
     store_pixel_grads(grad_x, extra_grad, grads, row, rows, c, column, GRID)
